@@ -24,6 +24,9 @@ from recover_megatron.arguments import config_from_argv
 from recover_megatron.membership import CoordinatorLost, EpochRevoked, Plan, Session, Settings
 from recover_megatron.membership.session import connect, is_newcomer, worker_id
 
+PLACE = "RANK LOCAL_RANK WORLD_SIZE RECOVER_JOIN RECOVER_SPARE RECOVER_REPLACED RECOVER_NODE_NAME".split()
+"""Variables that say who a worker is."""
+
 
 def tell(event: str, **fields: object) -> None:
     os.write(1, (json.dumps({"event": event, "worker": worker_id(), **fields}) + "\n").encode())
@@ -96,16 +99,7 @@ def work(session: Session, iterations: int, step: float) -> None:
 def main() -> None:
     config = config_from_argv(sys.argv[3:])
     settings = Settings(config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout)
-    names = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "RECOVER_JOIN",
-        "RECOVER_SPARE",
-        "RECOVER_REPLACED",
-        "RECOVER_NODE_NAME",
-    )
-    tell("starts", pid=os.getpid(), **{name: os.environ[name] for name in names if name in os.environ})
+    tell("starts", pid=os.getpid(), **{name: os.environ[name] for name in PLACE if name in os.environ})
     if is_newcomer() and "AGREEING_LATE" in os.environ:
         if until := os.environ.get("AGREEING_UNTIL"):
             Path(until).touch()

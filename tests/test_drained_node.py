@@ -16,6 +16,7 @@ from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
 from tests.harness.processes import free_port
+from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 from tests.test_end_to_end import PATIENCE, launch, listen, same_training, wait_until_iteration, workers
 
@@ -25,7 +26,7 @@ ITERATIONS = 16
 TRAINING = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", str(ITERATIONS), "--global-batch-size", "12"]
 TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", f"{patient(4):g}"]
 TIMES += ["--recover-hang-timeout", f"{patient(200):g}"]
-PATIENT = [str(REPOSITORY / "tests" / "instep" / "patient.py"), "5-5:over,9-:3"]
+PATIENT = altered("pacing.patient", "5-5:over,9-:3")
 """Iteration 5 begins when an epoch is over, by the order, and the ninth when there are three replicas."""
 SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}
 

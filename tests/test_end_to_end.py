@@ -18,6 +18,7 @@ from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.processes import alive, free_port, processes_with
 from tests.harness.waiting import eventually
+from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,13 @@ def launch(out: Path, *argv: str, environment: Mapping[str, str] | None = None) 
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
+
+
+def finished(run: subprocess.Popen[str], code: int = 0) -> str:
+    """What it has said, when it has ended with this code."""
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == code, said
+    return said
 
 
 def workers(out: Path) -> list[dict[str, object]]:
@@ -63,20 +71,16 @@ def same_training(out: Path, undisturbed: Path, iterations: int) -> list[StepRec
     return steps
 
 
-def awaiting(iteration: int) -> list[str]:
+def awaiting(iteration: int) -> tuple[str, ...]:
     """Before a script: this iteration does not begin before ``struck`` in the log folder says yes.
 
     So the run is not over by then, however late the test is, or what it reads.
     """
-    instep = REPOSITORY / "tests" / "instep"
-    # patient.py, which waits for nobody here, chooses the device before awaiting.py imports Megatron.
-    return [str(instep / "patient.py"), "1-1:0", str(instep / "awaiting.py"), f"{iteration}:struck:yes"]
+    return altered("pacing.awaiting", f"{iteration}:struck:yes")
 
 
 def test_a_run_leaves_its_audit_its_workers_and_their_logs(tmp_path: Path) -> None:
-    run = launch(tmp_path, "--nproc-per-node", "2", OURS, *MODEL, *SCHEDULE, *MOCK, "--recover")
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, said
+    said = finished(launch(tmp_path, "--nproc-per-node", "2", OURS, *MODEL, *SCHEDULE, *MOCK, "--recover"))
     steps = list(read_steps(tmp_path / "steps.jsonl"))
     assert [step.iteration for step in steps] == list(range(1, 21))
     assert [audit_problem(step) for step in steps] == [None] * 20
@@ -89,15 +93,11 @@ def test_checkpoints_written_by_a_spawned_writer_are_whole(tmp_path: Path) -> No
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "3", "--train-iters", "6"]
     writer = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *save, *writer, "--recover"]
-    run = launch(tmp_path, "--nproc-per-node", "2", *argv)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, said
+    finished(launch(tmp_path, "--nproc-per-node", "2", *argv))
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "6"
     before = list(read_steps(tmp_path / "steps.jsonl"))
     again = [*argv, "--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3"]
-    run = launch(tmp_path, "--nproc-per-node", "2", *again)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, said
+    finished(launch(tmp_path, "--nproc-per-node", "2", *again))
     after = list(read_steps(tmp_path / "steps.jsonl"))
     assert [(step.iteration, step.loss) for step in after] == [(step.iteration, step.loss) for step in before]
 
@@ -108,8 +108,7 @@ def test_sigterm_ends_a_training_run_in_order(tmp_path: Path) -> None:
     wait_until_iteration(tmp_path, 3)
     pids = [int(str(w["pid"])) for w in workers(tmp_path)]
     run.send_signal(signal.SIGTERM)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 128 + signal.SIGTERM, said
+    finished(run, 128 + signal.SIGTERM)
     assert [w["state"] for w in workers(tmp_path)] == ["killed", "killed"]
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert all(audit_problem(step) is None for step in read_steps(tmp_path / "steps.jsonl"))
@@ -126,15 +125,8 @@ def test_a_signal_to_every_process_has_the_workers_write_a_checkpoint_and_end_wi
     """So SLURM sends them.  Loaders, and what a checkpoint before has started, are there, and needed."""
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     argv = [*MODEL, *SCHEDULE, *MOCK, "--num-workers", "2", "--train-iters", "100000", "--recover", *flags]
-    argv += [
-        "--save",
-        str(tracker.parent),
-        "--save-interval",
-        "3",
-        "--exit-signal-handler",
-        "--exit-signal",
-        number.name,
-    ]
+    argv += ["--save", str(tracker.parent), "--save-interval", "3"]
+    argv += ["--exit-signal-handler", "--exit-signal", number.name]
     mark = {"TOLD": str(tmp_path)}
     run = launch(tmp_path, "--grace-seconds", f"{PATIENCE:g}", "--nproc-per-node", "2", OURS, *argv, environment=mark)
     eventually(tracker.exists, "a checkpoint is written")
@@ -142,22 +134,17 @@ def test_a_signal_to_every_process_has_the_workers_write_a_checkpoint_and_end_wi
     assert len(told) >= 2 * (1 + 2 + 1)  # each worker, its loaders, its manager
     for pid in told:
         os.kill(pid, number)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == (0 if number == signal.SIGUSR1 else 128 + number), said
+    said = finished(run, 0 if number == signal.SIGUSR1 else 128 + number)
     assert "2 of 2 workers finished" in said
     assert int(tracker.read_text()) == list(read_steps(tmp_path / "steps.jsonl"))[-1].iteration
     assert not any(map(alive, told))
 
 
-def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
-    tmp_path: Path,
-) -> None:
+def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(tmp_path: Path) -> None:
     """Two pipelines of two stages: the leading coordinator first, then, when another one leads, a worker."""
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--pipeline-model-parallel-size", "2", "--recover"]
     argv += ["--train-iters", "120", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
-    undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "4", *argv)
-    said, _ = undisturbed.communicate(timeout=PATIENCE)
-    assert undisturbed.returncode == 0, said
+    finished(launch(tmp_path / "undisturbed", "--nproc-per-node", "4", *argv))
     out = tmp_path / "killed"
     run = launch(out, "--nproc-per-node", "4", *awaiting(100), *argv, "--recover-log-dir", str(out))
     wait_until_iteration(out, 4)
@@ -167,8 +154,7 @@ def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
     wait_until_iteration(out, 8)
     os.kill(int(str(workers(out)[1]["pid"])), signal.SIGKILL)
     (out / "struck").write_text("yes")
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, said
+    finished(run)
     # Mostly the other candidate; the one that the launcher started in place of the killed one if the other was held up.
     events = [(out / name).read_text() for name in ("events-0.jsonl", "events-1.jsonl")]
     assert sum(text.count('"event":"lead"') for text in events) >= 2
@@ -179,9 +165,7 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
     """Three launchers on this host stand for three nodes; node 0 also has the coordinator that leads."""
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--recover", "--train-iters", "30"]
     argv += ["--global-batch-size", "12", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
-    undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "3", *argv)
-    said, _ = undisturbed.communicate(timeout=PATIENCE)
-    assert undisturbed.returncode == 0, said
+    finished(launch(tmp_path / "undisturbed", "--nproc-per-node", "3", *argv))
     out = tmp_path / "killed"
     nodes = ["--nproc-per-node", "1", "--nnodes", "3", "--master-port", str(free_port())]
     secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
@@ -199,9 +183,7 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
 
 def test_refused_flags_are_told_once_and_nothing_is_left_running(tmp_path: Path) -> None:
     bad = [*MODEL, *SCHEDULE, "--data-path", "/nowhere/corpus", "--tensor-model-parallel-size", "2"]
-    run = launch(tmp_path, "--nproc-per-node", "3", OURS, *bad)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 2, said
+    said = finished(launch(tmp_path, "--nproc-per-node", "3", OURS, *bad), 2)
     assert said.count("cannot hold whole replicas of 2") == 1
     assert said.count("no /nowhere/corpus.bin") == 1
     assert "Traceback" not in said

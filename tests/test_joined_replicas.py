@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.status.folder import candidates
-from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
 from tests.harness.processes import alive, free_port
 from tests.harness.waiting import eventually
+from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 from tests.test_end_to_end import PATIENCE, launch, listen, same_training, wait_until_iteration
 
@@ -25,8 +25,7 @@ ITERATIONS = 32
 TRAINING = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", str(ITERATIONS), "--global-batch-size", "12"]
 RECOVER = ["--recover", "--recover-max-replicas", "4", "--recover-hang-timeout", f"{patient(200):g}"]
 TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", f"{patient(4):g}"]
-WAITING = REPOSITORY / "tests" / "instep"
-PATIENT = [str(WAITING / "patient.py"), "5-24:4", str(WAITING / "awaiting.py"), "28:lost:joined"]
+PATIENT = [*altered("pacing.patient", "5-24:4"), *altered("pacing.awaiting", "28:lost:joined")]
 """Iterations 5 to 24 wait for four replicas, but for one of each epoch meanwhile; the 28th until the loss is over."""
 SECRET = {"RECOVER_SECRET": "one that both launchers of the test share"}
 

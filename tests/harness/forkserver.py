@@ -93,10 +93,9 @@ class ForkServer:
         With ``--recover``: ``spares`` more workers are started with the run, and one in place of each that is killed or
         fails, ``restarts`` in all; they find RECOVER_WORKER_ID (their id), RECOVER_JOIN=1 and, the spares,
         RECOVER_SPARE=1 in their environment, the rank and local rank of the one they replace (spares: rank 0), and have
-        logs of their own, worker-ID.log. ``nodes``: the name of each rank's node, which its worker finds in
-        RECOVER_NODE_NAME
-        (default: all "node"); spares are on the last one, replacements on that of the one they replace. Who is in no
-        plan when the run ends is killed.
+        logs of their own, worker-ID.log. ``nodes``: the name of each rank's node, for RECOVER_NODE_NAME (default: all
+        "node"); spares are on the last one, replacements on that of the one they replace. Who is in no plan when the
+        run ends is killed.
 
         ``networks``: (file of a network namespace, address there) of each rank, and behind them that of the store and
         the coordinator (tests/hosts).

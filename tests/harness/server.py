@@ -252,16 +252,10 @@ class _Recovering:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pids[0], signal.SIGKILL)
 
-    def epoch_wanted(self) -> None:
-        """Of no interest here, as the next four."""
+    def of_no_interest(self, *told: object) -> None:
+        """What else a node agent tells its launcher."""
 
-    def noted(self, worker: int, text: str) -> None: ...
-
-    def said(self, text: str) -> None: ...
-
-    def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None: ...
-
-    def draining(self, stays: bool) -> None: ...
+    epoch_wanted = noted = said = may_host = draining = of_no_interest
 
     def ended(self, who: _Worker, code: int) -> int | None:
         """Tell the coordinator; start another in its place, unless the run is over."""

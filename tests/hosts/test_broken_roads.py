@@ -41,9 +41,7 @@ def run(hosts: Hosts, each: int, case: Case, server: ForkServer, out: Path, spoi
 
     The last iterations are made when that is done, however late ``steps.jsonl`` is or the thread that looks at it.
     """
-    script = case.train_with or (case.script,)
-    held = (str(REPOSITORY / "tests" / "instep" / "awaiting.py"), f"{HELD_AT}:spoilt:yes", *script)
-    case = replace(case, train_with=held)
+    case = case.altered("pacing.awaiting", f"{HELD_AT}:spoilt:yes")
     ranks = [1 + rank // each for rank in range(case.layout.grid.world)]
     networks = [(hosts.network(host), hosts.address(host)) for host in [*ranks, SWITCH]]
 
@@ -96,7 +94,7 @@ def test_a_road_that_comes_back_costs_nobody_its_place(
         time.sleep(1)  # the length of the outage
         hosts.mend()
 
-    trying = (str(REPOSITORY / "tests" / "hosts" / "trying.py"), case.script)
+    trying = (str(REPOSITORY / "tests" / "hosts" / "trying.py"),)
     result = run(hosts, 1, replace(case, train_with=trying), forkserver, tmp_path, spoil)
     check(result, reference(case))
     assert set(result.replicas) == {3}

@@ -17,7 +17,7 @@ What a kill at a phase means, where it is not plain:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.drawn import EVERYTHING
@@ -28,6 +28,8 @@ PHASES = (
     "data", "forward", "backward", "reduce-scatter", "all-gather", "agree", "optimizer", "recovery", "eval",
     "checkpoint",
 )  # fmt: skip
+SHARDED_PHASES = ("shadow", "norm", "update", "param-gather")
+"""What the distributed optimizer adds."""
 WHEN = ("first", "later", "last")
 BEFORE_THE_COMMIT = ("data", "forward", "backward", "reduce-scatter", "all-gather", "agree")
 IN_A_MICROBATCH = ("data", "forward", "backward")
@@ -46,13 +48,8 @@ class Cell:
     kind: str = "kill"
 
     def __str__(self) -> str:
-        return (
-            f"{self.layout.name}-{self.phase}-{self.place}-{self.when}{'-dropout' if self.dropout else ''}-{self.kind}"
-        )
-
-
-SHARDED_PHASES = ("shadow", "norm", "update", "param-gather")
-"""What the distributed optimizer adds."""
+        dropout = "-dropout" * self.dropout
+        return f"{self.layout.name}-{self.phase}-{self.place}-{self.when}{dropout}-{self.kind}"
 
 
 def visits(layout: Layout, position: int, phase: str) -> bool:
@@ -61,18 +58,22 @@ def visits(layout: Layout, position: int, phase: str) -> bool:
     return phase != "data" or (tensor_rank == 0 and stage in (0, layout.pipeline - 1))
 
 
-def cells() -> list[Cell]:
+def cells(
+    layouts: Sequence[Layout] = (*LAYOUTS, *CONTEXT_LAYOUTS),
+    phases: Sequence[str] = PHASES,
+    dropouts: Sequence[bool] = (False, True),
+) -> list[Cell]:
     """The whole matrix, kills only."""
     found = []
-    for layout in [*LAYOUTS, *CONTEXT_LAYOUTS]:
+    for layout in layouts:
         places = [0, 1, layout.replicas - 1] if layout.positions == 1 else range(layout.positions)
-        for phase in PHASES:
+        for phase in phases:
             if phase == "recovery" and layout.replicas == 2:
                 continue  # nobody would be left: see test_ends.py
             for place in places:
                 if layout.positions > 1 and not visits(layout, place, phase):
                     continue
-                found += [Cell(layout, phase, place, when, dropout) for when in WHEN for dropout in (False, True)]
+                found += [Cell(layout, phase, place, when, dropout) for when in WHEN for dropout in dropouts]
     return found
 
 
@@ -93,15 +94,18 @@ def drawn(seed: int) -> list[Cell]:
     ]
 
 
-def case_of(cell: Cell, seed: int, iterations: int = ITERATIONS) -> Case:
-    """What the cell leaves open (which replica, which visit, which iteration a later one is) is drawn."""
+def case_of(cell: Cell, seed: int, most: int = 0, iterations: int = ITERATIONS) -> Case:
+    """What the cell leaves open (which replica, which visit, which iteration a later one is) is drawn.
+
+    ``most``: visits that are made for certain; 0: ``most_visits``.
+    """
     source = random.Random(f"{cell} {seed}")
     layout = cell.layout
     replica, position = source.randrange(layout.replicas), cell.place
     if layout.positions == 1:
         replica, position = cell.place, 0
     iteration = {"first": 1, "last": iterations, "later": source.randrange(2, iterations)}[cell.when]
-    visit = source.randint(1, most_visits(layout, cell.phase, layout.replicas))
+    visit = source.randint(1, most or most_visits(layout, cell.phase, layout.replicas))
     strikes = [Strike(replica, position, iteration, cell.phase, cell.kind, visit)]
     if cell.phase == "recovery":
         strikes = before_recovery(source, layout, strikes[0])

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,11 +29,9 @@ import torch.distributed as dist
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep import exchange
-from recover_megatron.instep.decision import Checkpoint, Decision
-from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
+from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.faults import Orphaned, RunOver
 from recover_megatron.instep.grid import launch_grid
-from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.process_group import EpochGroup
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import WORLD, Mode, Traffic
@@ -52,7 +51,7 @@ class Worker:
         self.grid = launch_grid(world, tensor=1, context=1, pipeline=2, inner_ranks=1)
         comm_config = CommunicationConfig(PeerStoreServer("127.0.0.1", SECRET), SECRET, torch.device("cpu"))
         self.iteration, self.operation = 0, ""
-        self.recovery = Recovery(connect(settings), me, self.grid, comm_config, NoModel(self), slot=me)
+        self.recovery = Recovery(connect(settings), me, self.grid, comm_config, no_model(self), slot=me)
         self.traffic = Traffic(me)
         replica, self.stage = self.grid.place(me)
         self.mates = self.grid.replicas[replica]
@@ -110,50 +109,23 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class NoModel(Hooks):
-    """A framework that trains nothing."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def abort_replica(self) -> None:
-        pass
-
-    def planned(self, decision: Decision) -> None:
-        pass
-
-    def last_checkpoint(self) -> str:
-        return "none was written"
-
-    def inject(self, phase: str, iteration: int | None) -> None:
-        pass
-
-    def describe(self, decision: Decision) -> dict[str, Any]:
-        return {}
-
-    def log(self, event: str, **fields: Any) -> None:
-        pass
-
-    def version(self) -> int | None:
-        return None
-
-    def state_of(self) -> int:
-        return 0
-
-    def last_step(self) -> tuple[int, int]:
-        return 0, 0
-
-    def checkpoints(self) -> tuple[list[Checkpoint], list[int]]:
-        return [], []
-
-    def digest(self) -> str:
-        return ""
-
-    def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
-        return {}
-
-    def iteration(self) -> int:
-        return self._worker.iteration
+def no_model(worker: Worker) -> Any:
+    """The hooks of a framework that trains nothing."""
+    return SimpleNamespace(
+        abort_replica=lambda: None,
+        planned=lambda decision: None,
+        last_checkpoint=lambda: "none was written",
+        inject=lambda phase, iteration: None,
+        describe=lambda decision: {},
+        log=lambda event, **fields: None,
+        version=lambda: None,
+        state_of=lambda: 0,
+        last_step=lambda: (0, 0),
+        checkpoints=lambda: ([], []),
+        digest=lambda: "",
+        mirror=lambda decision, epoch_groups: {},
+        iteration=lambda: worker.iteration,
+    )
 
 
 def watch(worker: Worker) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness.forkserver import ForkServer, Run
-from tests.instep.runs import Case, Result, check
+from tests.instep.runs import Case, Result, check, check_rows
 
 Reference = Callable[[Case], Result]
+Check = Callable[[Result, Result, float], None]
 
 
 @pytest.fixture(scope="session")
@@ -61,13 +62,28 @@ class Runs:
     reference: Reference
     out: Path
 
-    def __call__(self, case: Case) -> Result:
-        return case.run(self.forkserver, self.out)
+    def __call__(self, case: Case, folder: str = "") -> Result:
+        return case.run(self.forkserver, self.out / folder)
 
-    def check(self, case: Case, near: float = 1.0, by: Callable[[Result, Result, float], None] = check) -> Result:
-        """Run it, and assert ``by`` that it is the failure-free one but for rounding."""
+    def stock(self, case: Case, *flags: str, script: str = "") -> Result:
+        """Megatron alone: the case without --recover; ``script``: in place of the case's."""
+        argv, out = case.argv(self.out), self.out / "stock"
+        argv = [script or argv[0], *argv[1 : argv.index("--recover")], *flags]
+        world = case.layout.grid.world
+        ended = self.forkserver.run(world, argv, out, losses=out / "losses.jsonl", training=out / "training")
+        assert ended.ok, ended.tail()
+        return Result(case, ended, out)
+
+    def check_stock(self, case: Case, near: float = 1.0, script: str = "") -> None:
+        """Assert that the failure-free run is what Megatron alone trains."""
+        check_rows(self.reference(case).steps, self.stock(case, script=script).recorded, near, str(case))
+
+    def check(self, case: Case, near: float = 1.0, by: Check = check, replicas: int | None = None) -> Result:
+        """Run it, and assert ``by`` that it is the failure-free one but for rounding, with so many replicas at the
+        end."""
         result = self(case)
         by(result, self.reference(case), near)
+        assert replicas in (None, result.replicas[-1]), result.replicas
         return result
 
 

@@ -1,7 +1,6 @@
 """Layouts of Megatron-FSDP: shard groups of two workers or more, each of them a replica; and their table of faults.
 
-A cell is a layout, a phase, a position, one of the first, a later and the last iteration, and what happens to the
-worker; what a phase means is said in `cells`.
+A cell's place is a position; what a phase means is said in ``cells``.
 """
 
 from __future__ import annotations
@@ -11,15 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.drawn import SEED, some
-from tests.instep.cells import (
-    BEFORE_THE_COMMIT,
-    PHASES,
-    SHARDED_PHASES,
-    WHEN,
-    before_recovery,
-    most_visits,
-)
-from tests.instep.runs import Case, Layout, Strike
+from tests.instep.cells import BEFORE_THE_COMMIT, PHASES, SHARDED_PHASES, WHEN, Cell, case_of
+from tests.instep.runs import Case, Layout
 
 FSDP = (
     "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor --overlap-grad-reduce "
@@ -82,11 +74,9 @@ UNSHARDED = {
 }  # fmt: skip
 """Where the optimizer's state is spread over the shard groups -> the same where each has all of it."""
 ITERATIONS = 8
-Fault = tuple[Layout, str, int, str, str]
-"""Layout, phase, position, when, kind."""
 
 
-def faults(layouts: Sequence[Layout], phases: Sequence[str]) -> list[Fault]:
+def faults(layouts: Sequence[Layout], phases: Sequence[str]) -> list[Cell]:
     """The whole table: kills in each phase; of two groups hangs and exceptions, too, before the step is committed."""
     found = []
     for layout in layouts:
@@ -94,28 +84,22 @@ def faults(layouts: Sequence[Layout], phases: Sequence[str]) -> list[Fault]:
             if phase == "recovery" and layout.replicas == 2:
                 continue  # nobody would be left
             places = [place for place in range(layout.positions) if phase != "data" or place % layout.tensor == 0]
-            found += [(layout, phase, place, when, "kill") for place in places for when in WHEN]
+            found += [Cell(layout, phase, place, when, False) for place in places for when in WHEN]
             if phase in BEFORE_THE_COMMIT and layout in (TWO, OUTER_TWO):
-                found += [(layout, phase, place, "later", kind) for place in places for kind in ("stop", "raise")]
+                found += [
+                    Cell(layout, phase, place, "later", False, kind) for place in places for kind in ("stop", "raise")
+                ]
     return found
 
 
 def drawn(family: str, layouts: Sequence[Layout], phases: Sequence[str], count: int) -> list[Case]:
     """``count`` cases of the table, or all of them."""
-    return [case_of(fault) for fault in some(family, faults(layouts, phases), count)]
-
-
-def case_of(fault: Fault) -> Case:
-    """What the cell leaves open (which replica, which visit, which iteration a later one is) is drawn."""
-    layout, phase, position, when, kind = fault
-    source = random.Random(f"{layout.name} {phase} {position} {when} {kind} {SEED}")
-    replica = source.randrange(layout.replicas)
-    iteration = {"first": 1, "last": ITERATIONS, "later": source.randrange(2, ITERATIONS)}[when]
-    most = 1 if phase == "all-gather" and layout in UNSHARDED else most_visits(layout, phase, layout.replicas)
-    strikes = [Strike(replica, position, iteration, phase, kind, source.randint(1, most))]
-    if phase == "recovery":
-        strikes = before_recovery(source, layout, strikes[0])
-    return Case(layout, tuple(strikes), ITERATIONS, dropout=source.random() < 0.5)
+    found = []
+    for cell in some(family, faults(layouts, phases), count):
+        dropout = random.Random(f"dropout {cell} {SEED}").random() < 0.5
+        most = 1 if cell.phase == "all-gather" and cell.layout in UNSHARDED else 0
+        found.append(case_of(replace(cell, dropout=dropout), SEED, most, ITERATIONS))
+    return found
 
 
 ALL_PHASES = (*PHASES, *SHARDED_PHASES)

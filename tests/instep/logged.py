@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -66,9 +67,7 @@ def checkpoint(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by name, but random states and the distributed optimizer's flat buffers."""
     here = folder / f"iter_{iteration:07d}"
     if (here / ".metadata").exists():
-        found: dict[str, object] = {}
-        _load_state_dict(found, FileSystemReader(here), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-        return _flat(found)
+        return _flat(_distributed(here))
     paths = sorted(here.glob("mp_rank_*/*.pt"))
     assert paths, f"no checkpoint in {here}"
     return {
@@ -76,6 +75,17 @@ def checkpoint(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
         for path in paths
         for name, tensor in _flat(torch.load(path, weights_only=False)).items()
     }
+
+
+def saved_arguments(folder: Path, iteration: int) -> Any:
+    """Megatron's arguments, of a distributed checkpoint."""
+    return _distributed(folder / f"iter_{iteration:07d}")["common_state/shard_0_1"][0]["args"]
+
+
+def _distributed(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    _load_state_dict(found, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return found
 
 
 def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:

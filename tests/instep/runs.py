@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from recover_megatron.run_log.steps import StepRecord, read_steps, violations
 from tests.harness.forkserver import ForkServer
 from tests.harness.forkserver import Run as Ended
 from tests.harness.patience import patient
-from tests.megatron_hooks.tiny import OURS
+from tests.instep.altered import altered
+from tests.megatron_hooks.tiny import OURS, losses
 
 SAMPLES = 12
 """Global batch, in microbatches of one sample: whole shares for 4, 3, 2 and 1 replicas."""
@@ -42,6 +44,13 @@ MODEL = (
 ).split()
 EVALUATE = "--eval-interval 1 --eval-iters 2".split()
 NO_EVALUATION = "--eval-interval 1000 --eval-iters 0".split()
+CLIPPED = (*NO_EVALUATION, "--clip-grad", "0.2")
+"""Evaluation takes most of the time, and others test it.  The gradients are clipped in every iteration: only then does
+their norm, which the workers of a replica find between them, have an effect."""
+ADAM = tuple("--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear".split())
+"""With an epsilon well above rounding: see the text above.  Without the biases of attention keys."""
+SHARDED = (*ADAM, "--use-distributed-optimizer")
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 QUICK_TO_SEE_A_HANG = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout", f"{patient(6):g}"]
 QUICK_TO_SEE_A_HANG += ["--recover-hang-timeout", f"{patient(6):g}"]
 SLOW_TO_SEE_A_HANG = ("--recover-hang-timeout", f"{patient(200):g}")
@@ -95,9 +104,11 @@ LAYOUTS = [
     Layout("pp2-dp3", 3, pipeline=2),
     Layout("tp2-pp2-dp2", 2, tensor=2, pipeline=2),
 ]
+ROPE = "--position-embedding-type rope --no-rope-fusion"
+INTERLEAVED = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 8 --q-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
-    "--position-embedding-type rope --no-rope-fusion --qk-layernorm"
+    f"{ROPE} --qk-layernorm"
 )
 DEEPSEEK = (
     f"{LATENT} --normalization RMSNorm --untie-embeddings-and-output-weights --disable-bias-linear --mtp-num-layers 1 "
@@ -149,13 +160,13 @@ class Case:
     iterations: int = 8
     dropout: bool = False
     flags: tuple[str, ...] = ()
-    script: str = OURS
+    script: tuple[str, ...] = (OURS,)
     spares: int = 0
     """Workers that are started with the run, beyond those of its launch."""
     restarts: int = 0
     """Workers that are started in place of others, in all."""
     train_with: tuple[str, ...] = ()
-    """What else, script and its own arguments, is run instead of ``script``, but not for the failure-free run."""
+    """What is put before ``script`` (see ``altered``), but not of the failure-free run."""
     model: tuple[str, ...] = ()
     """Flags that change the training, of the failure-free run, too."""
     doomed: tuple[int, ...] = ()
@@ -167,16 +178,19 @@ class Case:
 
     def with_flags(self, *flags: str) -> Case:
         """The same with further flags, which the failure-free run does without."""
-        return replace(self, flags=flags)
+        return replace(self, flags=(*self.flags, *flags))
+
+    def altered(self, function: str, *arguments: object) -> Case:
+        """The same, in which something is altered by a function of ``pacing``, ``faulty`` or ``instruments``."""
+        return replace(self, train_with=(*altered(function, *arguments), *self.train_with))
+
+    def throughout(self, function: str, *arguments: object) -> Case:
+        """The same, in which something is altered, in the failure-free run, too."""
+        return replace(self, script=(*altered(function, *arguments), *self.script))
 
     def patient(self, when: str) -> Case:
-        """The same, waiting for replicas that are put together; ``when``: see ``patient``."""
-        script = self.train_with or (self.script,)
-        return replace(
-            self,
-            train_with=(str(Path(__file__).with_name("patient.py")), when, *script),
-            flags=(*self.flags, *SLOW_TO_SEE_A_HANG),
-        )
+        """The same, waiting for replicas that are put together; ``when``: see ``pacing.patient``."""
+        return self.altered("pacing.patient", when).with_flags(*SLOW_TO_SEE_A_HANG)
 
     def until_struck(self, iteration: int, *workers: int) -> Case:
         """The same, waiting before ``iteration`` until a fault of each of these has struck; to be called first.
@@ -184,13 +198,11 @@ class Case:
         For faults of who comes when it can, at what happens when it comes.
         """
         when = ";".join(f"worker-{worker}.log:injected fault {worker}@" for worker in workers)
-        script = self.train_with or (self.script,)
-        return replace(self, train_with=(str(Path(__file__).with_name("awaiting.py")), f"{iteration}:{when}", *script))
+        return self.altered("pacing.awaiting", f"{iteration}:{when}")
 
     def over_nccl(self, collective: str, **double: Any) -> Case:
         """The same, whose gradients travel over NCCL's double (``double``: its settings) by "native" or "ring"."""
-        told = json.dumps(double | {"collective": collective})
-        return replace(self, train_with=(str(Path(__file__).with_name("over_nccl.py")), told))
+        return self.altered("instruments.over_nccl", json.dumps(double | {"collective": collective}))
 
     def __str__(self) -> str:
         inject = ",".join(strike.spec(self.layout) for strike in self.strikes)
@@ -215,9 +227,8 @@ class Case:
             flags += QUICK_TO_SEE_A_HANG
         if self.strikes:
             flags += ["--recover-inject", ",".join(strike.spec(self.layout) for strike in self.strikes)]
-        script = self.train_with or (self.script,)
         ours = ["--recover", "--recover-log-dir", str(out), *self.flags]
-        return [*script, *MODEL, *self.layout.argv, *flags, *self.model, *ours]
+        return [*self.train_with, *self.script, *MODEL, *self.layout.argv, *flags, *self.model, *ours]
 
     def run(self, server: ForkServer, out: Path, networks: list[tuple[str, str]] | None = None) -> Result:
         """Run it to its end; ``networks``: as for ``ForkServer.run``, with a node each."""
@@ -242,6 +253,11 @@ class Result:
     def steps(self) -> list[StepRecord]:
         path = self.out / "steps.jsonl"
         return list(read_steps(path)) if path.exists() else []
+
+    @property
+    def recorded(self) -> list[SimpleNamespace]:
+        """See ``recorded``."""
+        return recorded(self.out)
 
     @cached_property
     def events(self) -> list[dict[str, object]]:
@@ -292,6 +308,11 @@ class Result:
         logs = sorted(self.out.glob("worker-*.log"))
         tails = [f"--- {log.stem}:\n" + "\n".join(log.read_text().splitlines()[-12:]) for log in logs]
         return f"{self.case}, {self.out}: exit codes {self.ended.codes} {self.ended.more}\n" + "\n".join(tails)
+
+
+def recorded(out: Path) -> list[SimpleNamespace]:
+    """Loss and gradient norm of each iteration of a run without --recover."""
+    return [SimpleNamespace(**row) for row in losses(out / "losses.jsonl")]
 
 
 def check(result: Result, reference: Result, near: float = 1.0) -> None:
@@ -348,18 +369,23 @@ def check_audit(result: Result, iterations: int) -> None:
 
 def check_steps(result: Result, reference: Result, near: float = 1.0) -> None:
     """Loss and gradient norm of each iteration."""
-    check_steps_until(result, reference, result.case.iterations, near)
+    check_rows(result.steps, reference.steps, near, str(result.case))
 
 
 def check_steps_until(result: Result, reference: Result, last: int, near: float = 1.0) -> None:
     """The same of a run that ended after iteration ``last``."""
-    for ours, theirs in zip(result.steps, reference.steps[:last], strict=True):
+    check_rows(result.steps, reference.steps[:last], near, str(result.case))
+
+
+def check_rows(ours: Iterable[Any], theirs: Iterable[Any], near: float = 1.0, told: str = "") -> None:
+    """Losses and gradient norms: of steps, or of what a run without --recover has recorded."""
+    for mine, its in zip(ours, theirs, strict=True):
         for name, bound in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
-            mine, its = getattr(ours, name), getattr(theirs, name)
-            if mine is None or its is None:  # a step that was skipped has no norm
-                assert mine is its, (str(result.case), ours.iteration, name, mine, its)
-                continue
-            assert math.isclose(mine, its, rel_tol=near * bound), (str(result.case), ours.iteration, name, mine, its)
+            one, other = getattr(mine, name), getattr(its, name)
+            if one is None or other is None:  # a step that was skipped has no norm
+                assert one is other, (told, name, mine, its)
+            else:
+                assert math.isclose(one, other, rel_tol=near * bound), (told, name, mine, its)
 
 
 def check_parameters(result: Result, reference: Result, bound: float = PARAMETERS) -> None:
@@ -374,6 +400,22 @@ def check_parameters(result: Result, reference: Result, bound: float = PARAMETER
             other = result.left[worker]["parameters"]
             different = [name for name in first if not torch.equal(first[name], other[name])]
             assert not different, (str(result.case), column, different)
+
+
+def check_sharded(result: Result, reference: Result, near: float = 1.0) -> None:
+    """``check``, and that all who hold a part of a state that is spread over workers hold the same bits at the end."""
+    check(result, reference, near)
+    flags = result.case.layout.flags
+    instances = "instances" in flags and "fsdp" not in flags  # units are shards then, else workers
+    told: dict[tuple[int, int, int], set[int]] = {}
+    for worker, left in result.left.items():
+        place = next(workers.index(worker) for workers in result.grid.values() if worker in workers)
+        for (optimizer, unit), digest in left["units"].items():
+            told.setdefault((optimizer, unit, place if instances else -1), set()).add(digest)
+    units = {unit for _, unit, _ in told}
+    if result.steps[-2].epoch == max(result.plans):  # else somebody's last place had nothing to hold yet
+        assert units == {0, 1} if instances else units >= set(result.left), (str(result.case), told)
+    assert all(len(digests) == 1 for digests in told.values()), (str(result.case), told)
 
 
 def check_evaluations(result: Result, reference: Result) -> None:

@@ -14,10 +14,7 @@ import torch
 from megatron.core import mpu, tensor_parallel
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.models.T5 import T5Model
-from megatron.core.models.T5.t5_spec import (
-    get_t5_decoder_with_local_block_spec,
-    get_t5_encoder_with_local_block_spec,
-)
+from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 

@@ -24,6 +24,13 @@ def written(parent: Path, attempt: Attempt, text: str) -> tuple[str, str]:
     return str(folder), final
 
 
+@pytest.fixture
+def older(tmp_path: Path) -> None:
+    """There is a checkpoint of an earlier run."""
+    (tmp_path / "iter_0000008").mkdir()
+    (tmp_path / "iter_0000008" / "old").touch()
+
+
 def content(final: str) -> str:
     return (Path(final) / "mp_rank_00" / "model.pt").read_text()
 
@@ -36,9 +43,8 @@ def test_a_complete_attempt_gets_its_name_once(tmp_path: Path) -> None:
     assert content(final) == "new"
 
 
+@pytest.mark.usefixtures("older")
 def test_what_an_earlier_run_has_left_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000008").mkdir()
-    (tmp_path / "iter_0000008" / "old").touch()
     folder, final = written(tmp_path, FIRST, "new")
     publish(folder, final)
     assert os.listdir(tmp_path) == ["iter_0000008"]
@@ -56,12 +62,11 @@ def test_a_link_to_another_disk_is_replaced_and_its_target_kept(tmp_path: Path) 
     assert os.listdir(tmp_path / "elsewhere") == ["old"]
 
 
+@pytest.mark.usefixtures("older")
 def test_an_attempt_that_is_gone_leaves_the_checkpoint_of_the_others_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two do it at once, where there is an older checkpoint: the slower one is stopped between its two renames."""
-    (tmp_path / "iter_0000008").mkdir()
-    (tmp_path / "iter_0000008" / "old").touch()
     folder, final = written(tmp_path, FIRST, "new")
     rename, stopped = os.rename, []
 
@@ -83,14 +88,13 @@ def test_nothing_is_taken_for_a_checkpoint_where_there_is_none(tmp_path: Path) -
         publish(FIRST.folder(str(tmp_path / "iter_0000008")), str(tmp_path / "iter_0000008"))
 
 
+@pytest.mark.usefixtures("older")
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EMFILE, errno.ENFILE, errno.EPERM])
 def test_a_file_system_that_renames_no_folders_gets_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Some say that they cannot, others that a folder has too many files: all of them would have to be open."""
     folder, final = written(tmp_path, FIRST, "new")
-    (tmp_path / "iter_0000008").mkdir()
-    (tmp_path / "iter_0000008" / "old").touch()
     refuse_to_rename(monkeypatch, number)
     publish(folder, final)
     publish(folder, final)  # there is no attempt any more
@@ -99,9 +103,8 @@ def test_a_file_system_that_renames_no_folders_gets_a_copy(
     assert os.listdir(final) == ["mp_rank_00"]
 
 
+@pytest.mark.usefixtures("older")
 def test_what_is_no_refusal_is_told_and_what_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "iter_0000008").mkdir()
-    (tmp_path / "iter_0000008" / "old").touch()
     folder, final = written(tmp_path, FIRST, "new")
     refuse_to_rename(monkeypatch, errno.ESTALE)
     with pytest.raises(OSError, match="iter_0000008") as raised:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from recover_megatron.instep.edges import news
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.losses import READY, Failure, Failures, LostWorker
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
-from tests.harness.forkserver import ForkServer
+from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, Case, Strike
 
 GRID = launch_grid(8, tensor=1, context=1, pipeline=1, inner_ranks=1)
@@ -87,10 +86,8 @@ def test_an_epoch_without_a_loss_says_why_it_was_made() -> None:
 
 
 @pytest.mark.slow
-def test_a_death_in_the_training_is_told_once_beside_the_line_of_its_iteration(
-    forkserver: ForkServer, tmp_path: Path
-) -> None:
-    result = Case(LAYOUTS[0], (Strike(3, 0, 3, "backward"),)).run(forkserver, tmp_path)
+def test_a_death_in_the_training_is_told_once_beside_the_line_of_its_iteration(runs: Runs) -> None:
+    result = runs(Case(LAYOUTS[0], (Strike(3, 0, 3, "backward"),)))
     assert result.ended.codes == [0, 0, 0, -9], result.told()
     told = [line for worker in range(4) for line in result.log(worker).splitlines() if "lost" in line]
     assert len(told) == 1, told

@@ -11,18 +11,15 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_SAME_FAULT
-from recover_megatron.run_log.steps import read_steps
 from tests.drawn import EVERYTHING
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference, Runs
+from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check_steps, check_steps_until
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
 pytestmark = pytest.mark.slow
 
 DP4 = LAYOUTS[0]
-TP2 = Layout("tp2-dp2", 2, tensor=2)
-PP2 = Layout("pp2-dp2", 2, pipeline=2)
+TP2, PP2 = Layout("tp2-dp2", 2, tensor=2), Layout("pp2-dp2", 2, pipeline=2)
 ENDS = list(itertools.product([TP2, PP2], ["forward", "agree", "recovery"]))
 
 
@@ -74,8 +71,7 @@ def test_an_exception_of_one_worker_is_told_with_its_traceback_and_the_run_goes_
 
 def test_an_orphan_with_a_broken_device_ends_as_any_dead_worker_and_the_run_goes_on(runs: Runs) -> None:
     """It does not wait as a spare, which nobody would replace."""
-    script = str(Path(__file__).with_name("broken_device.py"))
-    case = Case(TP2, (Strike(1, 1, 3, "forward"),), train_with=(script,))
+    case = Case(TP2, (Strike(1, 1, 3, "forward"),)).altered("faulty.broken_device")
     result = runs(case)
     struck = case.strikes[0].worker(TP2)
     (mate,) = set(TP2.grid.replicas[1]) - {struck}
@@ -124,10 +120,10 @@ POISONS = [
 
 @pytest.mark.parametrize(("layout", "what", "loading", "error"), POISONS, ids=lambda part: getattr(part, "name", part))
 def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, what: str, loading: int, error: str
+    runs: Runs, layout: Layout, what: str, loading: int, error: str
 ) -> None:
     """``loading``: processes of the data loader; in one the error has another text than on the spot."""
-    result, said = poisoned(forkserver, tmp_path, layout, what, "--num-workers", str(loading))
+    result, said = poisoned(runs, layout, what, "--num-workers", str(loading))
     victims = [worker for worker in range(4) if "ends by an exception of its own" in said[worker]]
     assert 2 <= len({worker // layout.positions for worker in victims}) <= 3, result.told()
     for worker in victims:
@@ -136,18 +132,14 @@ def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
     told = [worker for worker in set(range(4)) - set(victims) if cause.search(said[worker])]
     assert told == sorted(set(range(4)) - set(victims)), result.told()
     assert any(cause.search(str(event.get("reason"))) for event in result.events if event["event"] == "stop")
-    check_steps_until(result, reference(Case(layout)), 2)
 
 
-def test_a_sample_that_ends_every_worker_in_other_words_ends_the_run_with_all_of_them(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
-    result, said = poisoned(forkserver, tmp_path, DP4, "words")
+def test_a_sample_that_ends_every_worker_in_other_words_ends_the_run_with_all_of_them(runs: Runs) -> None:
+    _, said = poisoned(runs, DP4, "words")
     victims = [worker for worker in range(4) if "ends by an exception of its own" in said[worker]]
-    assert len(victims) == 3, result.told()
+    assert len(victims) == 3, said
     (left,) = set(range(4)) - set(victims)
     assert "microbatch 5 of iteration 3 ends every worker that runs it, each by another error" in said[left]
-    check_steps_until(result, reference(Case(DP4)), 2)
 
 
 @pytest.fixture
@@ -169,14 +161,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ids=["torch", "torch-alone", "torch_dist", "torch_dist-asynchronously"],
 )
 def test_a_full_checkpoint_disk_ends_the_run_with_its_cause_and_the_last_good_checkpoint(
-    forkserver: ForkServer, tmp_path: Path, small_disk: Path, form: str, replicas: int, how: str
+    runs: Runs, small_disk: Path, form: str, replicas: int, how: str
 ) -> None:
     save = small_disk / "checkpoints"
     case = Case(Layout(f"dp{replicas}", replicas)).with_flags(
         "--save", str(save), "--save-interval", "2", "--ckpt-format", form, *how.split()
     )
-    argv = [str(Path(__file__).with_name("full.py")), str(small_disk), *case.argv(tmp_path)[1:]]
-    result = Result(case, forkserver.run(replicas, argv, tmp_path), tmp_path)
+    result = runs(case.altered("faulty.full", small_disk))
     assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
     (stop,) = [event for event in result.events if event["event"] == "stop"]
     assert stop["code"] == EXIT_SAME_FAULT
@@ -189,11 +180,10 @@ def test_a_full_checkpoint_disk_ends_the_run_with_its_cause_and_the_last_good_ch
     assert held == 0, "space is held by what failed"
 
 
-def poisoned(forkserver: ForkServer, out: Path, layout: Layout, what: str, *flags: str) -> tuple[Result, list[str]]:
-    """Train with ``poison.py``; the run, which has ended with the code of a fault of the work, and what each said."""
-    case = Case(layout).with_flags(*flags)
-    argv = [str(Path(__file__).with_name("poison.py")), what, str(ROTTEN), *case.argv(out)[1:]]
-    result = Result(case, forkserver.run(4, argv, out, training=out / "training"), out)
+def poisoned(runs: Runs, layout: Layout, what: str, *flags: str) -> tuple[Result, list[str]]:
+    """Train with ``faulty.poison``; the run, which has ended by a fault of the work, and what each worker said."""
+    result = runs(Case(layout).with_flags(*flags).altered("faulty.poison", what, ROTTEN))
     assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
-    assert [step.iteration for step in read_steps(out / "steps.jsonl")] == [1, 2]
+    assert [step.iteration for step in result.steps] == [1, 2]
+    check_steps_until(result, runs.reference(Case(layout)), 2)
     return result, [result.log(worker) for worker in range(4)]

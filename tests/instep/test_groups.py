@@ -1,12 +1,113 @@
-"""Groups that torch knows of without having made them."""
+"""Operations over replicas: known, or the end of the run with their place; on copies; and their groups."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
 
+from recover_megatron.instep.epoch_groups import CommunicationConfig
+from recover_megatron.instep.faults import UnknownOperation
+from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.process_group import EpochGroup, register_new
-from recover_megatron.instep.traffic import Mode, Traffic
+from recover_megatron.instep.rendezvous import Kept
+from recover_megatron.instep.traffic import Caller, Mode, Staged, Traffic
+from recover_megatron.megatron_hooks.groups import is_known
+from recover_megatron.network.peer_store import PeerStoreServer
+
+REPLICAS = (0, 1, 2)
+
+
+@pytest.fixture
+def traffic() -> Traffic:
+    """Of worker 1 in three replicas of one worker, inside a step; it knows of nothing."""
+    grid = launch_grid(3, tensor=1, context=1, pipeline=1, inner_ranks=1)
+    assignment = SimpleNamespace(started=False, grid=grid, replica=1)
+    said: list[tuple[int, str]] = []
+    session = SimpleNamespace(said=said, give_up=lambda code, reason: said.append((code, reason)))
+    traffic = Traffic(1, Mode.STEP)
+    traffic.recovery = SimpleNamespace(session=session, assignment=assignment)  # type: ignore[assignment]
+    return traffic
+
+
+@pytest.fixture
+def group(traffic: Traffic) -> Iterator[EpochGroup]:
+    world = c10d._world
+    tables = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config)
+    made = EpochGroup(traffic, None, REPLICAS, "data_parallel")
+    register_new(made, REPLICAS, "gloo")
+    yield made
+    for table in tables:
+        table.pop(made, None)
+
+
+def ones(many: int = 1) -> torch.Tensor:
+    return torch.ones(many)
+
+
+def lists() -> list[torch.Tensor]:
+    return [ones() for _ in REPLICAS]
+
+
+OPERATIONS: dict[str, Callable[[EpochGroup], Any]] = {
+    "allreduce": lambda group: dist.all_reduce(ones(), group=group),
+    "allreduce async": lambda group: dist.all_reduce(ones(), group=group, async_op=True),
+    "broadcast": lambda group: dist.broadcast(ones(), 0, group=group),
+    "reduce": lambda group: dist.reduce(ones(), 1, group=group),
+    "allgather": lambda group: dist.all_gather(lists(), ones(), group=group),
+    "_allgather_base": lambda group: dist.all_gather_into_tensor(ones(3), ones(), group=group),
+    "gather": lambda group: dist.gather(ones(), lists(), 1, group=group),
+    "scatter": lambda group: dist.scatter(ones(), lists(), 1, group=group),
+    "_reduce_scatter_base": lambda group: dist.reduce_scatter_tensor(ones(), ones(3), group=group),
+    "reduce_scatter": lambda group: dist.reduce_scatter(ones(), lists(), group=group),
+    "alltoall": lambda group: dist.all_to_all(lists(), lists(), group=group),
+    "alltoall_base": lambda group: dist.all_to_all_single(ones(3), ones(3), group=group),
+    "barrier": lambda group: dist.barrier(group=group),
+    "monitored_barrier": lambda group: group.monitored_barrier(),
+    "send": lambda group: dist.send(ones(), 2, group=group),
+    "recv": lambda group: dist.recv(ones(), 0, group=group),
+    "allgather objects": lambda group: dist.all_gather_object([None] * 3, "mine", group=group),
+    "broadcast objects": lambda group: dist.broadcast_object_list(["mine"], 0, group=group),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_is_not_known_ends_the_run_and_names_the_place(traffic: Traffic, group: EpochGroup, name: str) -> None:
+    with pytest.raises(UnknownOperation) as raised:
+        OPERATIONS[name](group)
+    text = str(raised.value)
+    assert f"{__file__}:" in text
+    assert name.split()[0].strip("_").split("_base")[0] in text
+    assert "data_parallel" in text
+    (told,) = traffic.recovery.session.said  # type: ignore[union-attr]
+    assert told == (1, text)
+
+
+def test_functional_collectives_do_not_pass_by(group: EpochGroup) -> None:
+    """They look a group up by its name, in a table of torch's that has its own group of all of the launch."""
+    with pytest.raises(RuntimeError, match="group"):
+        _functional_collectives.all_reduce(ones(), "sum", group=group)
+
+
+def test_what_is_known_sends_nothing(traffic: Traffic, group: EpochGroup) -> None:
+    traffic._known = lambda caller: caller.function.startswith("test_what_is_known")
+    value = ones()
+    dist.all_reduce(value, group=group)
+    assert value.item() == 1
+
+
+def test_the_functions_that_are_known_are_megatrons() -> None:
+    """One of the same name elsewhere is not, nor is anything else that they do."""
+    assert is_known(Caller("megatron.training.training", "train_step", "allreduce"))
+    assert not is_known(Caller("megatron.training.training", "train_step", "broadcast"))
+    assert not is_known(Caller("megatron.training.training", "training_log", "allreduce"))
+    assert not is_known(Caller("__main__", "train_step", "allreduce"))
 
 
 def test_a_group_that_was_registered_can_be_destroyed_and_leaves_nothing() -> None:
@@ -19,3 +120,96 @@ def test_a_group_that_was_registered_can_be_destroyed_and_leaves_nothing() -> No
     assert [len(known) for known in maps] == [count + 1 for count in before]
     dist.destroy_process_group(group)
     assert [len(known) for known in maps] == before
+
+
+def test_the_key_of_the_rings_shows_itself_in_no_traceback() -> None:
+    comm_config = CommunicationConfig(
+        PeerStoreServer("127.0.0.1", b"the ring's own key"), b"the ring's own key", torch.device("cpu")
+    )
+    assert "own key" not in repr(comm_config)
+    assert "127.0.0.1" in repr(comm_config)
+
+
+class _Doubling:
+    """A backend whose operations double the tensors they are given, wherever these are in the arguments."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> str:
+        assert opts == "options"
+        for output in outputs[0]:
+            output.copy_(2 * inputs[0])
+        self.seen = [*outputs[0], *inputs]
+        return "work"
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> None:
+        tensors[0] *= 2
+
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        output.copy_(2 * tensor[: len(output)])
+
+
+def test_a_result_reaches_the_tensors_when_it_is_brought_back() -> None:
+    whole = torch.zeros(2, 6)
+    outputs, source = list(whole[:, ::2]), torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    backend, staged = _Doubling(), Staged(away=lambda tensor: True)
+
+    assert staged.to(backend).allgather([outputs], [source], "options") == "work"
+    assert all(tensor.is_contiguous() for tensor in backend.seen)
+    assert not whole.any()  # a revocation here leaves everything as it was
+
+    staged.bring_back()
+    assert torch.equal(whole[:, ::2], torch.tensor([[2.0, 4.0, 6.0]] * 2))
+    assert not whole[:, 1::2].any()
+    assert source.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_tensors_on_the_host_that_are_not_read_are_not_copied() -> None:
+    backend, outputs, source = _Doubling(), [torch.zeros(3)], torch.ones(3)
+    Staged().to(backend).allgather([outputs], [source], "options")
+    assert backend.seen[0] is outputs[0]
+    assert backend.seen[1] is source
+
+
+def test_nothing_is_left_of_an_attempt_with_others() -> None:
+    staged, outputs = Staged(every_result=True), [torch.zeros(1), torch.zeros(1)]
+    staged.to(_Doubling()).allgather([outputs], [torch.ones(1)], "options")
+    staged.to(_Doubling()).allgather([outputs[:1]], [torch.ones(1)], "options")
+    staged.bring_back()
+    assert [output.item() for output in outputs] == [2.0, 0.0]
+
+
+def test_an_operation_in_place_that_is_interrupted_begins_again_with_its_input() -> None:
+    """On the host, too: the first attempt has written over its tensor when it fails, or is not agreed upon."""
+    staged, value = Staged(), torch.ones(2)
+    for _ in range(3):
+        staged.to(_Doubling()).allreduce([value])
+        assert value.tolist() == [1.0, 1.0]
+    staged.bring_back()
+    assert value.tolist() == [2.0, 2.0]
+    assert staged.spoiled == [value]
+
+
+def test_an_output_inside_the_input_is_an_operation_in_place() -> None:
+    staged, whole = Staged(), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    for _ in range(2):
+        staged.to(_Doubling())._reduce_scatter_base(whole[:2], whole)
+        assert whole.tolist() == [1.0, 2.0, 3.0, 4.0]
+    staged.bring_back()
+    assert whole.tolist() == [2.0, 4.0, 3.0, 4.0]
+
+
+def test_a_section_that_is_run_again_finds_its_tensors_as_the_first_one_did() -> None:
+    kept, first, second = Kept(), torch.ones(2), torch.zeros(2)
+    for factor in (2, 3):
+        kept.keep([first, second])
+        first *= factor
+        second += factor
+    kept.restore()
+    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [0.0, 0.0])
+    kept.keep([first])
+    first *= 2
+    kept.forget()  # the section is over
+    kept.restore()
+    assert first.tolist() == [2.0, 2.0]

@@ -1,13 +1,13 @@
 """Megatron-FSDP: a shard group is a replica, and a death in one changes nothing but rounding.
 
-As in the rest of the matrix a kill is a signal to a real process, and the whole trajectory is compared with the
-failure-free run's: losses, norms, every worker's shards of the parameters, the audit.
+Every worker's shards of the parameters are compared.  With --outer-dp-sharding-strategy optim the optimizer's state is
+spread over the shard groups and survives by shadows; what Megatron 0.19.2 itself does with this flag is not what plain
+data parallelism does, so the numbers are those of ``no_shard``.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 import pytest
@@ -16,74 +16,51 @@ from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
 from recover_megatron.megatron_hooks.fsdp import state
 from recover_megatron.megatron_hooks.refused import cannot_shard_model
+from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
+from tests.instep import hsdp
 from tests.instep.cells import PHASES
 from tests.instep.conftest import Reference, Runs
-from tests.instep.hsdp import (
-    ASKED_FOR_ONE,
-    BIASES,
-    CONTEXT_FOUR,
-    FOUR,
-    GRADIENTS,
-    LAYOUTS,
-    NEAR,
-    OPTIMIZER,
-    OPTIMIZER_THREE,
-    TENSOR,
-    TENSOR_EXPERTS,
-    THREE,
-    TWO,
-    drawn,
-    with_flags,
-)
-from tests.instep.runs import GRAD_NORM, LOSS, Case, Layout, Strike, check
-from tests.instep.test_routers import check_biases
-from tests.megatron_hooks.tiny import OURS, STOCK, losses
+from tests.instep.runs import Case, Layout, Strike, check_rows, check_sharded, check_steps
+from tests.instep.test_features import check_biases
+from tests.megatron_hooks.tiny import OURS, STOCK
 
+DEATH = (Strike(1, 1, 3, "backward"),)
+DEATH_OF_FOUR = (Strike(1, 2, 3, "backward"),)
+"""In a shard group of four workers."""
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", some("hsdp parity", LAYOUTS, 1), ids=lambda layout: layout.name)
-def test_without_a_death_every_number_is_that_of_megatron_alone(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
-    case = Case(layout)
-    argv = case.argv(tmp_path)
+@pytest.mark.parametrize("layout", some("hsdp parity", hsdp.LAYOUTS, 1), ids=lambda layout: layout.name)
+def test_without_a_death_every_number_is_that_of_megatron_alone(runs: Runs, layout: Layout) -> None:
     # The plain script does not split a context.
-    argv = [OURS if layout.context > 1 else STOCK, *argv[1 : argv.index("--recover")]]
-    run = forkserver.run(layout.grid.world, argv, tmp_path, losses=tmp_path / "losses.jsonl")
-    assert run.ok, run.tail()
-    rows = losses(tmp_path / "losses.jsonl")
-    for step, row in zip(reference(case).steps, rows, strict=True):
-        assert math.isclose(step.loss, row["loss"], rel_tol=1e-6), (step, row)
-        assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=1e-5), (step, row)
+    runs.check_stock(Case(layout), near=0.1, script=OURS if layout.context > 1 else STOCK)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", drawn("hsdp faults", LAYOUTS, PHASES, 2), ids=str)
+@pytest.mark.parametrize("case", hsdp.drawn("hsdp faults", hsdp.LAYOUTS, PHASES, 2), ids=str)
 def test_a_fault_in_a_shard_group_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
-    check(runs(case), runs.reference(case), NEAR.get(case.layout, 1.0))
+    runs.check(case, hsdp.NEAR.get(case.layout, 1.0))
 
 
 WITH_FLAGS = {
-    "sequence-parallel": Case(with_flags(TENSOR, "sp", "--sequence-parallel"), (Strike(1, 1, 3, "backward"),)),
-    "tensor and expert parallelism": Case(TENSOR_EXPERTS, (Strike(1, 2, 3, "backward"),)),
-    "a context split in two in shard groups of four": Case(CONTEXT_FOUR, (Strike(1, 2, 3, "backward"),)),
-    "shard groups of four": Case(FOUR, (Strike(1, 2, 3, "backward"),)),
-    "recomputation": Case(with_flags(TWO, "recompute", RECOMPUTE), (Strike(1, 1, 3, "backward"),)),
-    "per-token loss": Case(with_flags(TWO, "per-token", "--calculate-per-token-loss"), (Strike(1, 1, 3, "backward"),)),
-    "multi-token prediction": Case(with_flags(TWO, "mtp", MTP), (Strike(1, 1, 3, "backward"),)),
-    "norm of the parameters": Case(with_flags(TWO, "norm", "--log-params-norm"), (Strike(1, 1, 3, "backward"),)),
-    "a death in a checkpoint": Case(TWO, (Strike(1, 1, 4, "checkpoint"),)),
-    "one shard group that was asked for": Case(ASKED_FOR_ONE, (Strike(1, 1, 3, "backward"),)),
+    "sequence-parallel": Case(hsdp.with_flags(hsdp.TENSOR, "sp", "--sequence-parallel"), DEATH),
+    "tensor and expert parallelism": Case(hsdp.TENSOR_EXPERTS, DEATH_OF_FOUR),
+    "a context split in two in shard groups of four": Case(hsdp.CONTEXT_FOUR, DEATH_OF_FOUR),
+    "shard groups of four": Case(hsdp.FOUR, DEATH_OF_FOUR),
+    "recomputation": Case(hsdp.with_flags(hsdp.TWO, "recompute", RECOMPUTE), DEATH),
+    "per-token loss": Case(hsdp.with_flags(hsdp.TWO, "per-token", "--calculate-per-token-loss"), DEATH),
+    "multi-token prediction": Case(hsdp.with_flags(hsdp.TWO, "mtp", MTP), DEATH),
+    "norm of the parameters": Case(hsdp.with_flags(hsdp.TWO, "norm", "--log-params-norm"), DEATH),
+    "a death in a checkpoint": Case(hsdp.TWO, (Strike(1, 1, 4, "checkpoint"),)),
+    "one shard group that was asked for": Case(hsdp.ASKED_FOR_ONE, DEATH),
     "weights that are made shard by shard": Case(
-        with_flags(TWO, "meta", "--init-model-with-meta-device"), (Strike(1, 1, 3, "backward"),), 30, restarts=1
+        hsdp.with_flags(hsdp.TWO, "meta", "--init-model-with-meta-device"), DEATH, 30, restarts=1
     ),
-    "biases of routers": Case(BIASES, (Strike(1, 2, 3, "reduce-scatter"),), 7),
-    "native collective": Case(TWO, (Strike(1, 1, 3, "backward"),)).over_nccl("native"),
+    "biases of routers": Case(hsdp.BIASES, (Strike(1, 2, 3, "reduce-scatter"),), 7),
+    "native collective": Case(hsdp.TWO, DEATH).over_nccl("native"),
 }
 
 
@@ -91,12 +68,11 @@ WITH_FLAGS = {
 @pytest.mark.parametrize("name", some("hsdp flags", list(WITH_FLAGS), 1))
 def test_with_what_else_is_taken_a_death_changes_nothing_but_rounding(runs: Runs, name: str) -> None:
     case = WITH_FLAGS[name]
-    result, expected = runs(case), runs.reference(case)
-    check(result, expected)
-    if case.layout is ASKED_FOR_ONE:
+    result = runs.check(case)
+    if case.layout is hsdp.ASKED_FOR_ONE:
         assert "--use-megatron-fsdp with one shard group: there are two" in result.log(0)
-    if case.layout is BIASES:
-        check_biases(result, expected)
+    if case.layout is hsdp.BIASES:
+        check_biases(result, runs.reference(case))
 
 
 ROWS = {
@@ -108,46 +84,42 @@ ROWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", some("hsdp rows", list(ROWS), 1))
-@pytest.mark.parametrize("layout", some("hsdp row layouts", [THREE, OPTIMIZER_THREE], 1), ids=lambda its: its.name)
+@pytest.mark.parametrize(
+    "layout", some("hsdp row layouts", [hsdp.THREE, hsdp.OPTIMIZER_THREE], 1), ids=lambda its: its.name
+)
 def test_two_deaths_change_nothing_but_rounding(runs: Runs, layout: Layout, row: str) -> None:
-    case = Case(layout, ROWS[row])
-    runs.check(case)
+    runs.check(Case(layout, ROWS[row]))
 
 
 @pytest.mark.slow
 def test_the_workers_left_of_two_shard_groups_make_a_whole_one(runs: Runs) -> None:
-    case = Case(THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10)
-    result = runs.check(case.patient("5-:2"))
-    assert result.replicas[-1] == 2, result.replicas
+    case = Case(hsdp.THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10)
+    runs.check(case.patient("5-:2"), replicas=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", some("hsdp checkpoints", [TWO, GRADIENTS, OPTIMIZER], 1), ids=lambda its: its.name)
+@pytest.mark.parametrize(
+    "layout", some("hsdp checkpoints", [hsdp.TWO, hsdp.GRADIENTS, hsdp.OPTIMIZER], 1), ids=lambda its: its.name
+)
 def test_a_checkpoint_that_is_written_after_a_death_loads_in_megatron_alone(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
+    runs: Runs, tmp_path: Path, layout: Layout
 ) -> None:
     folder = tmp_path / "checkpoints"
     saving = ("--save", str(folder), "--save-interval", "4")
-    case = Case(layout, (Strike(1, 1, 3, "backward"),), flags=saving)
-    check(case.run(forkserver, tmp_path / "dying"), reference(case))
+    case = Case(layout, DEATH, flags=saving)
+    runs.check(case)
     (folder / "latest_checkpointed_iteration.txt").write_text("4")
-    argv = Case(layout).argv(tmp_path)
-    argv = [STOCK, *argv[1 : argv.index("--recover")], "--load", str(folder)]
-    run = forkserver.run(layout.grid.world, argv, tmp_path / "stock", losses=tmp_path / "losses.jsonl")
-    assert run.ok, run.tail()
-    for step, row in zip(reference(case).steps[4:], losses(tmp_path / "losses.jsonl"), strict=True):
-        assert math.isclose(step.loss, row["loss"], rel_tol=LOSS), (step, row)
-        assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=GRAD_NORM), (step, row)
+    resumed = runs.stock(Case(layout), "--load", str(folder), script=STOCK)
+    check_rows(runs.reference(case).steps[4:], resumed.recorded)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", some("hsdp newcomers", ["restart", "spare", "other position"], 1))
 def test_a_worker_that_had_no_model_of_its_position_takes_a_place_in_a_shard_group(runs: Runs, way: str) -> None:
-    case = Case(TWO, (Strike(1, 1, 3, "backward"),), 10, spares=int(way == "spare"), restarts=int(way == "restart"))
+    case = Case(hsdp.TWO, DEATH, 10, spares=int(way == "spare"), restarts=int(way == "restart"))
     if way == "other position":
-        case = Case(THREE, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), 10)
-    result = runs.check(case.patient("5-:2"))
-    assert result.replicas[-1] == 2, result.replicas
+        case = Case(hsdp.THREE, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), 10)
+    runs.check(case.patient("5-:2"), replicas=2)
 
 
 def flags(**changed: object) -> argparse.Namespace:
@@ -199,3 +171,72 @@ def test_what_was_not_tried_is_refused_with_its_flag(changed: dict[str, object],
     found = cannot_shard_model(flags(**changed), RecoverConfig(), 4)
     assert len(found) == 1
     assert said in found[0]
+
+
+# ---- --outer-dp-sharding-strategy optim
+TWO_SHADOWS = ("--recover-shadow-shards", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", some("outer parity", list(hsdp.UNSHARDED), 1), ids=lambda layout: layout.name)
+def test_without_a_death_every_number_is_that_of_shard_groups_that_have_all_of_the_state(
+    reference: Reference, layout: Layout
+) -> None:
+    check_steps(reference(Case(layout)), reference(Case(hsdp.UNSHARDED[layout])), 0.1 * hsdp.NEAR.get(layout, 1.0))
+
+
+CELLS = hsdp.drawn("outer faults", list(hsdp.UNSHARDED), hsdp.ALL_PHASES, 1)
+OUTER_ROWS = [
+    Case(hsdp.OUTER_THREE, (Strike(0, 1, 2, "backward"), Strike(2, 1, 4, "param-gather"))),
+    Case(hsdp.OUTER_THREE, (Strike(0, 1, 3, "forward"), Strike(2, 0, 4, "repartition")), flags=TWO_SHADOWS),
+    Case(hsdp.OUTER_THREE, (Strike(1, 1, 3, "update", visit=2), Strike(2, 0, 3, "update")), flags=TWO_SHADOWS),
+    Case(hsdp.OUTER_TWO, DEATH).over_nccl("native"),
+    Case(hsdp.OUTER_TWO, (Strike(1, 1, 3, "param-gather"),), flags=("--recover-shadow-device", "cpu")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CELLS, *some("outer rows", OUTER_ROWS, 1)], ids=str)
+def test_a_fault_at_any_point_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
+    runs.check(case, hsdp.NEAR.get(case.layout, 1.0), by=check_sharded)
+
+
+@pytest.mark.slow
+def test_when_the_last_copy_goes_the_run_ends_and_says_so(runs: Runs) -> None:
+    case = Case(hsdp.OUTER_TWO, DEATH, 4, flags=("--recover-shadow-shards", "0"))
+    result = runs(case)
+    assert result.ended.codes == [EXIT_STATE_LOST, EXIT_STATE_LOST, EXIT_STATE_LOST, -9], result.told()
+    assert "had no other copy" in result.log(0)
+
+
+TOGETHER = {
+    "orphans": Case(hsdp.OUTER_THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10, flags=TWO_SHADOWS),
+    "spare": Case(hsdp.OUTER_TWO, DEATH, 10, spares=1),
+    "restart in 16 bits": Case(hsdp.OUTER_SIXTEEN, DEATH, 10, restarts=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", some("outer places", list(TOGETHER), 1))
+def test_who_takes_a_place_in_a_shard_group_gets_its_part_of_the_state(runs: Runs, way: str) -> None:
+    case = TOGETHER[way]
+    runs.check(case.patient("5-:2"), hsdp.NEAR.get(case.layout, 1.0), by=check_sharded, replicas=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", some("outer saved", [hsdp.OUTER_TWO, hsdp.OUTER_SIXTEEN], 1), ids=lambda layout: layout.name
+)
+@pytest.mark.parametrize("reader", some("outer readers", ["megatron alone", "spread again"], 1))
+def test_a_checkpoint_that_is_written_after_a_death_goes_on_as_the_failure_free_run_did(
+    runs: Runs, tmp_path: Path, layout: Layout, reader: str
+) -> None:
+    folder, near = tmp_path / "checkpoints", hsdp.NEAR.get(layout, 1.0)
+    case = Case(layout, DEATH, flags=("--save", str(folder), "--save-interval", "4"))
+    runs.check(case, near, by=check_sharded)
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    if reader == "spread again":
+        rows = runs(Case(layout, (Strike(0, 0, 7, "update"),), flags=("--load", str(folder))), "again").steps
+    else:
+        rows = runs.stock(Case(hsdp.UNSHARDED[layout]), "--load", str(folder), script=STOCK).recorded
+    check_rows(runs.reference(case).steps[4:], rows, near)

@@ -1,38 +1,50 @@
-"""What Megatron tells of a run, on the console, TensorBoard, W&B, in its progress log, whoever is left to tell it."""
+"""What Megatron tells of a run, on the console, TensorBoard, W&B, in its progress log, whoever is left to tell it.
+
+And a run whose log files cannot be written is the run without failures all the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from tests.drawn import some
-from tests.harness import REPOSITORY
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Runs
 from tests.instep.logged import Numbers, console, differences, scalars
-from tests.instep.runs import GRAD_NORM, LAYOUTS, NO_EVALUATION, Case, Layout, Result, Strike, check
+from tests.instep.runs import (
+    GRAD_NORM,
+    LAYOUTS,
+    NO_EVALUATION,
+    PARAMETERS,
+    ROPE,
+    Case,
+    Layout,
+    Result,
+    Strike,
+    check,
+    distance,
+)
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
 pytestmark = pytest.mark.slow
 
 DP4, TP2 = LAYOUTS[0], LAYOUTS[2]
-SCRIPT = str(REPOSITORY / "tests" / "instep" / "with_wandb.py")
 
 
 @pytest.mark.parametrize("saving", some("progress", ["", ASYNCHRONOUSLY], 1))
-def test_the_progress_log_is_that_of_one_job_whose_workers_die(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, saving: str
-) -> None:
+def test_the_progress_log_is_that_of_one_job_whose_workers_die(runs: Runs, saving: str) -> None:
     """Megatron computes its cumulative throughput since the start of the job with as many GPUs: it must find it."""
-    saved = tmp_path / "saved"
+    saved = runs.out / "saved"
     flags = ("--log-progress", "--save", str(saved), "--save-interval", "2", *saving.split())
-    case = replace(Case(DP4, (Strike(0, 0, 3, "backward"), Strike(3, 0, 5, "forward")), restarts=1), flags=flags)
-    result = case.patient("6-:3").run(forkserver, tmp_path / "out")  # with the newcomer from then on
-    check(result, reference(case))
+    case = Case(DP4, (Strike(0, 0, 3, "backward"), Strike(3, 0, 5, "forward")), restarts=1, flags=flags)
+    runs.check(case.patient("6-:3"))  # with the newcomer from then on
     lines = [line.split("\t")[2:5] for line in (saved / "progress.txt").read_text().splitlines()]
     assert {gpus for gpus, *_ in lines} == {"# GPUs: 4"}
     assert [what for _, what, *_ in lines].count("Starting job") == 1
@@ -50,14 +62,24 @@ class Log:
     wandb: Numbers
 
 
-def tell(server: ForkServer, case: Case, out: Path) -> tuple[Result, Log]:
+def tell(runs: Runs, case: Case, folder: str) -> tuple[Result, Log]:
+    out = runs.out / folder
     board = ["--tensorboard-dir", str(out / "board"), "--tensorboard-log-interval", "1"]
     wandb = ["--wandb-project", "tests", "--wandb-exp-name", "log", "--wandb-save-dir", str(out / "wandb")]
-    case = replace(case, script=SCRIPT, flags=(*board, *wandb))
+    case = replace(case, flags=(*board, *wandb)).throughout("instruments.with_wandb")
     if case.restarts:
         case = case.patient(f"{case.strikes[-1].iteration + 3}-:{case.layout.replicas}")
-    result = case.run(server, out)
+    result = runs(case, folder)
     return result, Log(console(out.glob("worker-*.log")), scalars(out / "board"), lines(out / "wandb"))
+
+
+def tell_both(runs: Runs, case: Case, near: float = 1.0) -> tuple[Result, Log, Log]:
+    """The case's run, after ``check``, what it has told, and what the run without deaths has."""
+    undisturbed, expected = tell(runs, replace(case, strikes=(), restarts=0), "undisturbed")
+    assert undisturbed.ended.ok, undisturbed.told()
+    result, log = tell(runs, case, "broken")
+    check(result, undisturbed, near)
+    return result, log, expected
 
 
 def lines(folder: Path) -> Numbers:
@@ -74,9 +96,7 @@ EXPERTS = Layout("experts-dp3", 3, inner_ranks=2, flags="--num-experts 4 --exper
                  "--moe-router-topk 2 "
                  "--disable-bias-linear --moe-router-load-balancing-type aux_loss seq_aux_loss "
                  "--moe-aux-loss-coeff 1e-2 1e-2 --moe-z-loss-coeff 1e-3 --moe-per-layer-logging")  # fmt: skip
-PREDICTION = Layout(
-    "mtp-pp2-dp3", 3, pipeline=2, flags="--mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion"
-)
+PREDICTION = Layout("mtp-pp2-dp3", 3, pipeline=2, flags=f"--mtp-num-layers 1 {ROPE}")
 LAST = Strike(2, 1, 4, "optimizer")
 """Of TP2: the last rank, which prints and writes, when the step is committed and nobody has told of it."""
 CASES = [
@@ -91,14 +111,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", some("log", CASES, 2), ids=lambda case: f"{case}{''.join(case.model[1:])}")
-def test_every_number_that_is_logged_is_that_of_the_run_without_deaths(
-    forkserver: ForkServer, tmp_path: Path, case: Case
-) -> None:
-    case = replace(case, model=(*case.model, *NO_EVALUATION))
-    undisturbed, expected = tell(forkserver, replace(case, strikes=(), restarts=0), tmp_path / "undisturbed")
-    assert undisturbed.ended.ok, undisturbed.told()
-    result, log = tell(forkserver, case, tmp_path / "broken")
-    check(result, undisturbed)
+def test_every_number_that_is_logged_is_that_of_the_run_without_deaths(runs: Runs, case: Case) -> None:
+    result, log, expected = tell_both(runs, replace(case, model=(*case.model, *NO_EVALUATION)))
     assert case.restarts == 0 or result.replicas[-1] == case.layout.replicas, result.replicas
     assert len(log.console) > 4
     for ours, theirs in ((log.console, expected.console), (log.board, expected.board), (log.wandb, expected.wandb)):
@@ -106,27 +120,21 @@ def test_every_number_that_is_logged_is_that_of_the_run_without_deaths(
 
 
 NORMS = ("--log-params-norm", "--log-num-zeros-in-grad", "--check-weight-hash-across-dp-replicas-interval", "2")
-SHARDED = "--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --use-distributed-optimizer"
+SPREAD = "--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --use-distributed-optimizer"
 DEATHS = (Strike(3, 0, 3, "backward"), Strike(0, 0, 5, "optimizer"))
 NORM_CASES = [
-    (Case(Layout("sharded-bf16", 4, flags=f"{SHARDED} --bf16"), DEATHS, 7), 300.0),
-    (Case(Layout("sharded-bf16-overlap", 4, flags=f"{SHARDED} --bf16 --overlap-grad-reduce --overlap-param-gather"),
+    (Case(Layout("sharded-bf16", 4, flags=f"{SPREAD} --bf16"), DEATHS, 7), 300.0),
+    (Case(Layout("sharded-bf16-overlap", 4, flags=f"{SPREAD} --bf16 --overlap-grad-reduce --overlap-param-gather"),
           (Strike(3, 0, 3, "update", visit=2), Strike(2, 0, 5, "norm")), 7), 300.0),
-    (Case(Layout("sharded", 4, flags=SHARDED), DEATHS, 7), 1.0),
+    (Case(Layout("sharded", 4, flags=SPREAD), DEATHS, 7), 1.0),
     (Case(DP4, DEATHS, 7), 1.0),
     (Case(TP2, (Strike(2, 1, 3, "backward"),), 30, restarts=1), 1.0),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "near"), some("norms", NORM_CASES, 1), ids=str)
-def test_norms_of_parameters_and_their_hashes_are_taken_among_who_lives(
-    forkserver: ForkServer, tmp_path: Path, case: Case, near: float
-) -> None:
-    case = replace(case, model=(*NORMS, *NO_EVALUATION))
-    undisturbed, expected = tell(forkserver, replace(case, strikes=(), restarts=0), tmp_path / "undisturbed")
-    assert undisturbed.ended.ok, undisturbed.told()
-    result, log = tell(forkserver, case, tmp_path / "broken")
-    check(result, undisturbed, near)
+def test_norms_of_parameters_and_their_hashes_are_taken_among_who_lives(runs: Runs, case: Case, near: float) -> None:
+    _, log, expected = tell_both(runs, replace(case, model=(*NORMS, *NO_EVALUATION)), near)
     assert {"params norm", "num zeros"} <= set(log.console)
     for ours, theirs in ((log.console, expected.console), (log.board, expected.board), (log.wandb, expected.wandb)):
         for name in [name for name in ours if "zeros" in name]:  # another order of additions, another exact zero
@@ -134,3 +142,66 @@ def test_norms_of_parameters_and_their_hashes_are_taken_among_who_lives(
             assert mine.keys() == its.keys()
             assert all(abs(mine[at] - its[at]) <= 3 for at in mine), (mine, its)
         assert differences(ours, theirs, near * GRAD_NORM) == [], str(case)
+
+
+def test_replicas_spares_epochs_and_recoveries_are_told_even_when_the_worker_that_tells_them_dies(runs: Runs) -> None:
+    """The last rank writes: first worker 3, then worker 2, which opens a writer of its own."""
+    board = runs.out / "board"
+    flags = ("--tensorboard-dir", str(board), "--tensorboard-queue-size", "1", "--tensorboard-log-interval", "1")
+    case = Case(LAYOUTS[0], (Strike(1, 0, 3, "backward"), Strike(3, 0, 6, "forward")), flags=flags)
+    result = runs.check(case)
+    told = scalars(board)
+    assert len(list(board.glob("events.out.tfevents.*"))) == 2
+    replicas = {step.iteration: step.replicas for step in result.steps}
+    assert told["recover/replicas"] == replicas, result.told()
+    assert told["recover/spares"] == dict.fromkeys(replicas, 0)
+    assert told["recover/epoch"] == {step.iteration: step.epoch for step in result.steps}
+    recovered = {iteration for iteration, seconds in told["recover/recovery-seconds"].items() if seconds > 0}
+    assert recovered == {3, 6}
+    losses = {step.iteration: step.loss for step in result.steps}
+    assert told["lm loss"] == pytest.approx({i: losses[i] for i in told["lm loss"]}, rel=1e-6)
+    assert set(told["lm loss"]) == set(losses)
+
+
+FILES = ("steps.jsonl", "events.jsonl", "events-0.jsonl")
+
+
+@contextlib.contextmanager
+def full(folder: Path) -> Iterator[None]:
+    """Every write fails: there is no space left."""
+    for name in FILES:
+        (folder / name).symlink_to("/dev/full")
+    yield
+
+
+@contextlib.contextmanager
+def frozen(folder: Path) -> Iterator[None]:
+    """Every write blocks for as long as the run goes on."""
+    descriptors = []
+    for name in FILES:
+        os.mkfifo(folder / name)
+        descriptors.append(os.open(folder / name, os.O_RDWR | os.O_NONBLOCK))
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(descriptors[-1], bytes(4096))
+    yield
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("disk", [full, frozen], ids=lambda disk: disk.__name__)
+def test_a_full_or_frozen_log_disk_changes_nothing_and_neither_does_a_death_of_who_writes(
+    runs: Runs, disk: contextlib.AbstractContextManager[None]
+) -> None:
+    case = Case(LAYOUTS[0], (Strike(0, 0, 3, "backward"),))
+    with disk(runs.out):  # type: ignore[operator]
+        result = runs(case)
+    assert result.ended.codes == [-9, 0, 0, 0], result.told()
+    theirs = runs.reference(case).left[0]["parameters"]
+    assert sorted(result.left) == [1, 2, 3]
+    for left in result.left.values():
+        assert distance(left["parameters"], theirs) < PARAMETERS
+    said = "".join(result.log(worker) for worker in (0, 1))
+    for name in FILES[:2] if disk is full else ():
+        warning = f"recover: warning: {runs.out / name} cannot be written (No space left on device)"
+        assert said.count(warning) == 2, said  # by each who wrote

@@ -13,10 +13,12 @@ from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.folder import candidates
 from tests.harness.forkserver import ForkServer
 from tests.harness.processes import free_port
+from tests.instep.altered import altered
+from tests.instep.conftest import Runs
 from tests.instep.runs import Case, Layout
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
-from tests.test_end_to_end import PATIENCE, launch, wait_until_iteration
-from tests.test_joined_replicas import SECRET, WAITING
+from tests.test_end_to_end import finished, launch, wait_until_iteration
+from tests.test_joined_replicas import SECRET
 
 TRAINING = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "24", "--global-batch-size", "12"]
 
@@ -57,7 +59,7 @@ def test_a_launcher_that_joins_with_another_learning_rate_is_turned_away_and_the
     assert forkserver.run(
         2, [OURS, *TRAINING, "--recover", "--recover-log-dir", str(plain)], plain, documents=100000
     ).ok
-    waits = [str(WAITING / "patient.py"), "1-1:2", str(WAITING / "awaiting.py"), "8:told:turned away"]
+    waits = [*altered("pacing.patient", "1-1:2"), *altered("pacing.awaiting", "8:told:turned away")]
     script = [*waits, OURS, *TRAINING, "--recover"]
     run = launch(
         out, "--nproc-per-node", "2", "--master-port", port, *script, "--recover-log-dir", str(out), environment=SECRET
@@ -68,14 +70,12 @@ def test_a_launcher_that_joins_with_another_learning_rate_is_turned_away_and_the
     joined = launch(
         tmp_path / "joined", "--nproc-per-node", "1", "--max-restarts", "2", *joins, *other, environment=SECRET
     )
-    said = joined.communicate(timeout=PATIENCE)[0]
+    said = finished(joined, EXIT_REFUSED)
     (out / "told").write_text("turned away")
-    text = run.communicate(timeout=PATIENCE)[0]
-    assert joined.returncode == EXIT_REFUSED, said
+    finished(run)
     assert "was started with other flags than worker 0, which has the run's: --lr 0.001 0.123 (the run: 0.001)" in said
     assert "the run has refused all workers of this node" in said
     assert len(list((tmp_path / "joined").glob("worker-*.log"))) == 1, "nobody is started in its place"
-    assert run.returncode == 0, text
     steps, expected = (list(read_steps(folder / "steps.jsonl")) for folder in (out, plain))
     assert [audit_problem(step) for step in steps] == [None] * 24
     assert [step.replicas for step in steps] == [2] * 24
@@ -83,16 +83,8 @@ def test_a_launcher_that_joins_with_another_learning_rate_is_turned_away_and_the
 
 
 @pytest.mark.slow
-def test_a_launch_whose_workers_have_different_flags_does_not_begin(forkserver: ForkServer, tmp_path: Path) -> None:
-    script = tmp_path / "other.py"
-    script.write_text(
-        "import os, runpy, sys\n"
-        "script = sys.argv.pop(1)\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    sys.argv[sys.argv.index('--lr') + 1] = '0.1'\n"
-        "runpy.run_path(script, run_name='__main__')\n"
-    )
-    result = Case(Layout("dp3", 3), train_with=(str(script), OURS)).run(forkserver, tmp_path)
+def test_a_launch_whose_workers_have_different_flags_does_not_begin(runs: Runs) -> None:
+    result = runs(Case(Layout("dp3", 3)).altered("instruments.other_flag", 1, "--lr", 0.1))
     assert result.ended.codes == [EXIT_REFUSED] * 3, result.told()
     said = "was started with other flags than worker 0, which has the run's: --lr 0.1 (the run: 0.3)"
     assert all(said in result.log(worker) for worker in range(3)), result.told()

@@ -1,6 +1,6 @@
 """Replicas rebuilt around failed ranks: orphans, spares and newcomers are put together, and training stays the same.
 
-What is compared is what test_equality.py compares; see ``runs``.  Where the position of a new replica's workers is
+Where the position of a new replica's workers is
 named here, it is that of the launch: ``Strike(replica, position, ..)``.
 
 When a new replica begins is a matter of time: its workers must have come out of what they were in.  So the tests say
@@ -10,20 +10,19 @@ range of iterations (``until``).
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.membership.records import EXIT_STATE_LOST
-from tests.drawn import EVERYTHING, SEED
-from tests.harness.forkserver import ForkServer
+from tests.drawn import some
 from tests.instep.conftest import Runs
 from tests.instep.runs import (
+    CLIPPED,
     CONTEXT_LAYOUTS,
+    INTERLEAVED,
     LAYOUTS,
-    NO_EVALUATION,
     Case,
     Layout,
     Result,
@@ -40,21 +39,13 @@ PP4 = Layout("pp4-dp2", 2, pipeline=4, flags="--num-layers 4")
 TP2_DP4 = Layout("tp2-dp4", 4, tensor=2)
 DP4, TP2, PP2 = LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]
 PREDICTING = next(layout for layout in CONTEXT_LAYOUTS if layout.name == "deepseek-pp2-dp3")
-MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
-"""Evaluation takes most of the time, and others test it.  The gradients are clipped in every iteration: only then does
-their norm, which the workers of a replica find between them, have an effect."""
 LONG = 10
 """Iterations of a run in which somebody builds a model: the training waits for it (``Case.patient``)."""
 
 
-def drawn(cases: list[Case], number: int) -> list[Case]:
-    """Some of them, by RECOVER_SEED."""
-    return cases if EVERYTHING else random.Random(f"regroup {SEED} {cases[0]}").sample(cases, number)
-
-
-def equal(runs: Runs, case: Case, near: float = 1.0, when: str = "") -> Result:
-    case = replace(case, model=(*case.model, *MODEL))
-    return runs.check(case.patient(when) if when else case, near)
+def equal(runs: Runs, case: Case, near: float = 1.0, when: str = "", replicas: int | None = None) -> Result:
+    case = replace(case, model=(*case.model, *CLIPPED))
+    return runs.check(case.patient(when) if when else case, near, replicas=replicas)
 
 
 RECOMBINED = [
@@ -63,11 +54,10 @@ RECOMBINED = [
 ]
 
 
-@pytest.mark.parametrize("case", drawn(RECOMBINED, 1), ids=str)
+@pytest.mark.parametrize("case", some("recombined", RECOMBINED, 1), ids=str)
 def test_the_survivors_of_two_broken_replicas_make_a_whole_one(runs: Runs, case: Case) -> None:
-    result = equal(runs, case, when="7-:2")
+    result = equal(runs, case, when="7-:2", replicas=2)
     assert result.replicas[:2] == [3, 3]
-    assert result.replicas[-1] == 2, result.replicas
 
 
 LAST = [
@@ -81,7 +71,7 @@ LAST = [
 ]
 
 
-@pytest.mark.parametrize("case", drawn(LAST[:2], 1) + drawn(LAST[2:], 1), ids=str)
+@pytest.mark.parametrize("case", some("last at once", LAST[:2], 1) + some("last ones", LAST[2:], 1), ids=str)
 def test_out_of_two_broken_pipelines_and_none_whole_one_goes_on(runs: Runs, case: Case) -> None:
     """In different iterations: spares keep the state of the last replica, in step with it."""
     at_once = case.strikes[1].iteration == case.strikes[0].iteration
@@ -93,8 +83,7 @@ def test_out_of_two_broken_pipelines_and_none_whole_one_goes_on(runs: Runs, case
 def test_who_is_there_twice_builds_the_model_of_the_position_that_is_missing(runs: Runs, layout: Layout) -> None:
     """The last stage of a pipeline that predicts further tokens needs other parts of a batch than those before it."""
     case = Case(layout, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), LONG)
-    result = equal(runs, case, when="5-:2")
-    assert result.replicas[-1] == 2, result.replicas
+    result = equal(runs, case, when="5-:2", replicas=2)
     launch = {worker: case.layout.grid.place(worker)[1] for worker in range(case.layout.grid.world)}
     moved = [w for workers in result.grid.values() for position, w in enumerate(workers) if launch[w] != position]
     assert len(moved) == 1, result.grid
@@ -105,8 +94,7 @@ def test_who_is_there_twice_builds_the_model_of_the_position_that_is_missing(run
 def test_a_newcomer_brings_the_run_back_to_full_strength(runs: Runs, newcomers: str) -> None:
     spare = newcomers == "spare"
     case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, spares=int(spare), restarts=int(not spare))
-    result = equal(runs, case, when="5-:3")
-    assert result.replicas[-1] == 3, result.replicas
+    result = equal(runs, case, when="5-:3", replicas=3)
     assert next(workers for workers in result.grid.values() if TP2.grid.world in workers)[1] == TP2.grid.world
 
 
@@ -127,38 +115,28 @@ def test_recombined_rebuilt_mirrored_and_joined_in_one_run(runs: Runs) -> None:
     strikes = (Strike(0, 1, 3, "backward"), Strike(1, 0, 3, "forward"), Strike(2, 1, 8, "agree", until=12))
     case = Case(TP2, strikes, 18, spares=1, restarts=2)
     # The last whole replica of the launch breaks when there is another one.
-    result = equal(runs, case, when="8-8:2,13-:3")
-    assert result.replicas[-1] == 3, result.replicas
+    equal(runs, case, when="8-8:2,13-:3", replicas=3)
 
 
 @pytest.mark.parametrize("who", ["moved", "newcomer"])
 def test_who_builds_a_model_after_a_resume_goes_on_with_what_the_checkpoint_has_and_the_flags_have_otherwise(
-    forkserver: ForkServer, tmp_path: Path, who: str
+    runs: Runs, who: str
 ) -> None:
     """The schedules of learning rate and weight decay; with 64 bits, so that nothing else can differ."""
     moved = who == "moved"
-    changing = (
-        *MODEL,
-        "--ckpt-format",
-        "torch",
-        "--weight-decay-incr-style",
-        "linear",
-        "--start-weight-decay",
-        "0.01",
-        "--end-weight-decay",
-    )
-    script = str(Path(__file__).with_name("double.py"))
-    saved = Case(TP2, (), 4, script=script, model=(*changing, "0.5", "--lr-decay-iters", "40"))
-    saving = saved.with_flags("--save", str(tmp_path / "saved"), "--save-interval", "4").run(forkserver, tmp_path / "1")
+    schedule = "--ckpt-format torch --weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay"
+    changing = (*CLIPPED, *schedule.split())
+    saved = Case(TP2, (), 4, model=(*changing, "0.5", "--lr-decay-iters", "40")).throughout("instruments.double")
+    saving = runs(saved.with_flags("--save", str(runs.out / "saved"), "--save-interval", "4"), "1")
     assert saving.ended.ok, saving.told()
-    resuming = ("--load", str(tmp_path / "saved"), "--use-checkpoint-opt_param-scheduler")
+    resuming = ("--load", str(runs.out / "saved"), "--use-checkpoint-opt_param-scheduler")
     strikes = (Strike(1, 1, 6, "backward"), Strike(2, 1, 6, "forward"))
     case = Case(
-        TP2, strikes if moved else strikes[:1], LONG + 4, script=script, restarts=int(not moved),
+        TP2, strikes if moved else strikes[:1], LONG + 4, restarts=int(not moved),
         model=(*changing, "0.1", "--lr-decay-iters", "400", *resuming),
-    )  # fmt: skip
-    undisturbed = case.failure_free.run(forkserver, tmp_path / "2")
-    result = case.patient("8-:2" if moved else "8-:3").run(forkserver, tmp_path / "3")
+    ).throughout("instruments.double")  # fmt: skip
+    undisturbed = runs(case.failure_free, "2")
+    result = runs(case.patient("8-:2" if moved else "8-:3"), "3")
     assert [step.iteration for step in result.steps] == list(range(5, LONG + 5)), result.told()
     assert result.replicas[-1] == (2 if moved else 3), result.replicas
     check_steps(result, undisturbed, near=1e-7)
@@ -176,76 +154,59 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize(
-    "victim", list(SECOND) if EVERYTHING else random.Random(f"second {SEED}").sample(list(SECOND), 3)
-)
+@pytest.mark.parametrize("victim", some("second", list(SECOND), 3))
 def test_another_death_while_a_replica_is_put_together(runs: Runs, victim: str) -> None:
     second = SECOND[victim]
     case = Case(TP2_DP4, (*TWO, second), 14).until_struck(second.until, second.worker(TP2_DP4))
-    result = equal(runs, case, when=f"{second.until + 1}-:2")
-    assert result.replicas[-1] == 2, result.replicas
+    equal(runs, case, when=f"{second.until + 1}-:2", replicas=2)
 
 
 def test_a_worker_whose_session_connected_late_outlives_its_mate(runs: Runs) -> None:
     """What an orphan shuts when it leaves its replica are the replica's connections, not its own to the coordinator."""
     case = Case(TP2, (Strike(0, 0, 4, "forward"),), 6)
-    runs.check(replace(case, train_with=(str(Path(__file__).with_name("late_session.py")),)))
+    runs.check(case.altered("pacing.late_session"))
 
 
 def test_a_newcomer_that_dies_before_it_has_a_place_costs_nothing(runs: Runs) -> None:
     world = TP2.grid.world
     case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, restarts=2, doomed=(world,))
-    case = replace(case, train_with=(str(Path(__file__).with_name("newcomer.py")), str(world)))
-    result = equal(runs, case, when="5-:3")
+    result = equal(runs, case.altered("faulty.newcomer", world), when="5-:3", replicas=3)
     assert result.ended.more[world] == -9, result.told()
-    assert result.replicas[-1] == 3, result.replicas
 
 
 ADAM = ("--optimizer", "adam", "--lr", "1e-3", "--min-lr", "1e-4")
 BROKEN = (Strike(0, 0, 3, "backward"), Strike(1, 1, 3, "forward"))
+SPREAD = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear"
 FEATURES = {
     "balanced": Case(DP4, (Strike(1, 0, 3, "backward"),), LONG, restarts=1, flags=("--recover-balance",)),
     "dropout": Case(TP2, BROKEN, dropout=True),
     "adam": Case(PP2, BROKEN, model=ADAM),
     "tied embeddings": Case(PP2, BROKEN),
-    "interleaved": Case(
-        Layout("pp2-interleaved", 3, pipeline=2, flags="--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
-        BROKEN,
-    ),
-    "experts": Case(
-        Layout(
-            "ep2-dp3", 3, inner_ranks=2,
-            flags="--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear",
-        ),
-        BROKEN,
-    ),
-}  # fmt: skip
+    "interleaved": Case(Layout("pp2-interleaved", 3, pipeline=2, flags=INTERLEAVED), BROKEN),
+    "experts": Case(Layout("ep2-dp3", 3, inner_ranks=2, flags=SPREAD), BROKEN),
+}
 NEAR = {"adam": 10.0}
 
 
-@pytest.mark.parametrize(
-    "feature", list(FEATURES) if EVERYTHING else random.Random(f"features {SEED}").sample(list(FEATURES), 3)
-)
+@pytest.mark.parametrize("feature", some("features", list(FEATURES), 3))
 def test_what_users_combine_is_put_together_as_well(runs: Runs, feature: str) -> None:
     case = FEATURES[feature]
     when = f"5-:{case.layout.replicas}" if case.restarts else "6-:2"
-    result = equal(runs, case, NEAR.get(feature, 1.0), when)
-    assert result.replicas[-1] == (4 if case.restarts else 2), result.replicas
+    equal(runs, case, NEAR.get(feature, 1.0), when, replicas=(4 if case.restarts else 2))
 
 
 def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(runs: Runs) -> None:
-    script = (str(Path(__file__).with_name("corrupt.py")), "parameter", "3", "3")
-    case = replace(Case(TP2, flags=("--recover-verify-interval", "4")), train_with=script)
+    case = Case(TP2, flags=("--recover-verify-interval", "4")).altered("faulty.corrupt", "parameter", 3, 3)
     result = equal(runs, case)
     assert [plan["mended"] for plan in result.plans.values() if plan["mended"]] == [[3]]
     assert "differs from that of its column" in result.log(3)
 
 
-@pytest.mark.parametrize("second", drawn([Case(PP4, (Strike(1, 1, iteration, "forward"),)) for iteration in (3, 8)], 1))
+@pytest.mark.parametrize("iteration", some("lost position", [3, 8], 1))
 def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoint(
-    runs: Runs, tmp_path: Path, second: Case
+    runs: Runs, tmp_path: Path, iteration: int
 ) -> None:
-    case = Case(PP4, (Strike(0, 1, 3, "backward"), *second.strikes), 12, model=MODEL)
+    case = Case(PP4, (Strike(0, 1, 3, "backward"), Strike(1, 1, iteration, "forward")), 12, model=CLIPPED)
     checkpoints = tmp_path / "checkpoints"  # one from which the run could not go on: without the optimizer's state
     saving = ("--save", str(checkpoints), "--save-interval", "2", "--no-save-optim")
     result = runs(case.with_flags(*saving))
@@ -253,10 +214,30 @@ def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoi
     codes = dict(enumerate(result.ended.codes))
     assert [codes.pop(worker) for worker in dead] == [-9, -9], result.told()
     assert set(codes.values()) == {EXIT_STATE_LOST}, result.told()
-    last = case.strikes[-1].iteration - 1
+    last = iteration - 1
     check_steps_until(result, runs.reference(case), last)
     saved = last - last % 2
     for worker in codes:
         said = result.log(worker)
         assert "nobody holds the state of one of its positions any more" in said, said
         assert f"iteration {saved} in {checkpoints}" in said, said
+
+
+PAIRS = Layout("tp2-dp2", 2, tensor=2)
+NCCLS = {
+    "2.29, errors at once": {"version": [2, 29, 7], "errors": 0},
+    "2.29, errors never": {"version": [2, 29, 7], "errors": 2},
+    "2.27, errors late": {"version": [2, 27, 7], "errors": 1},
+}
+OVER_NCCL = [(collective, nccl) for collective in ("native", "ring") for nccl in NCCLS]
+
+
+@pytest.mark.parametrize(("collective", "nccl"), some("over NCCL", OVER_NCCL, 1))
+def test_two_deaths_and_two_newcomers_leave_the_training_equal(runs: Runs, collective: str, nccl: str) -> None:
+    """Of each replica one worker dies; what is left makes a whole one, and newcomers the second one."""
+    case = Case(PAIRS, (Strike(0, 1, 3, "backward"), Strike(1, 0, 8, "forward")), 30, restarts=2)
+    case = replace(case.over_nccl(collective, **NCCLS[nccl], seed=1), model=CLIPPED)
+    result = runs.check(case)
+    assert result.replicas[0] == result.replicas[-1] == 2, result.replicas
+    calls = [line for log in result.ended.logs for line in log.read_text().splitlines() if "NCCL's double:" in line]
+    assert sum(line.endswith("init") for line in calls) >= 4, "every worker of the launch has made one"

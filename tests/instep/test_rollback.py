@@ -1,35 +1,46 @@
-"""The state of a position is lost with all who held it: the run goes back to its newest checkpoint, in place.
+"""The state of a position is lost with all who held it: the run goes back, in place, to a checkpoint or a snapshot.
 
-Workers are killed for good; those that live stay the same processes.  From the checkpoint on the run is the
-failure-free one, and so are its steps.jsonl and its parameters at the end.
+Workers are killed for good; those that live stay the same processes.  From there on the run is the failure-free one,
+and so are its steps.jsonl and its parameters at the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from recover_megatron.run_log.steps import read_steps
+from recover_megatron.workload.snapshots import Spread, copies, part_of
 from tests.drawn import some
+from tests.instep import hsdp
 from tests.instep.conftest import Runs
-from tests.instep.runs import NO_EVALUATION, Case, Layout, Result, Strike
+from tests.instep.runs import (
+    ADAM,
+    CLIPPED,
+    INTERLEAVED,
+    NO_EVALUATION,
+    OVERLAP,
+    SHARDED,
+    Case,
+    Layout,
+    Result,
+    Strike,
+    check,
+    check_sharded,
+)
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
 pytestmark = pytest.mark.slow
 
-ADAM = tuple("--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear".split())
-"""As in test_sharded.py.  Megatron cannot load SGD's state from a distributed checkpoint."""
-SHARDED = (*ADAM, "--use-distributed-optimizer")
 TORCH = ("--ckpt-format", "torch")
 TP2, DP4 = Layout("tp2-dp2", 2, tensor=2), Layout("dp4", 4)
-MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
 BOTH = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
 """All that hold the state of position 1, at once."""
 ALL_BUT_ONE = (Strike(0, 0, 6, "forward"), Strike(0, 1, 6, "forward"), Strike(1, 1, 6, "forward"))
-SPOILED = (str(Path(__file__).with_name("spoil.py")), "0", "6")
-LATE = (str(Path(__file__).with_name("late.py")),)
 
 
 @dataclass(frozen=True)
@@ -40,24 +51,34 @@ class Scenario:
     case: Case
     replicas: int
     """That end the run."""
-    flags: tuple[str, ...] = ()
+    to: tuple[int, ...] = (4,)
+    """The iterations one of which the run goes back to; of checkpoints one is saved after every second."""
     when: str = ""
     """See ``Case.patient``."""
-    to: tuple[int, ...] = (4,)
-    """The iterations of the checkpoint, one of which it must be: one is saved after every second."""
     said: str = ""
     """By one of those who live."""
+    near: float = 1.0
+    """See ``check``; 10 at least with Adam."""
 
     def __str__(self) -> str:
         return self.name
 
+    def run(self, runs: Runs, case: Case, by: Callable[..., None] = check) -> Result:
+        """Run ``case``, the scenario's with further flags; it must be the failure-free run in the end."""
+        near = max(self.near, 10.0 if "adam" in case.model else 1.0)
+        result = runs.check(case.patient(self.when) if self.when else case, near, by)
+        assert self.said in result.said, result.told()
+        return result
+
+
+# ---- to its newest checkpoint
 
 FIRST = Scenario("both holders of a position at once", Case(TP2, BOTH, 10, model=ADAM), 1)
 SCENARIOS = [
-    Scenario("the legacy format", Case(TP2, BOTH, 10), 1, TORCH),
+    Scenario("the legacy format", Case(TP2, BOTH, 10, flags=TORCH), 1),
     # That of iteration 4 may not be written yet, which is a matter of the disk.
-    Scenario("asynchronous", Case(TP2, BOTH, 10, model=ADAM), 1, tuple(ASYNCHRONOUSLY.split()), to=(2, 4)),
-    Scenario("replaced", Case(TP2, BOTH, 12, restarts=2), 2, TORCH, when="9-:2"),
+    Scenario("asynchronous", FIRST.case.with_flags(*ASYNCHRONOUSLY.split()), 1, to=(2, 4)),
+    Scenario("replaced", Case(TP2, BOTH, 12, restarts=2, flags=TORCH), 2, when="9-:2"),
     # Each replica is one worker: the others are whole, and go back all the same.
     Scenario(
         "a shard and its shadow",
@@ -66,18 +87,18 @@ SCENARIOS = [
     ),
     Scenario("a position with its shards", Case(TP2, BOTH, 10, model=SHARDED), 1),
     Scenario(
-        "one orphan is left", replace(Case(TP2, ALL_BUT_ONE, 10, restarts=3), train_with=LATE), 1, TORCH,
+        "one orphan is left", Case(TP2, ALL_BUT_ONE, 10, restarts=3, flags=TORCH).altered("pacing.late"), 1,
         said="waits up to 300 s for other workers",
     ),
     Scenario(
-        "the newest cannot be read", replace(Case(TP2, BOTH, 10), train_with=SPOILED), 1, TORCH, to=(2,),
+        "the newest cannot be read", Case(TP2, BOTH, 10, flags=TORCH).altered("faulty.spoil", 0, 6), 1, (2,),
         said="cannot load the checkpoint of iteration 4 in",
     ),
     # Two are left, both needed: one dies, and a newcomer takes its part.
     *(
         Scenario(
             f"a death in the load, {visit}",
-            Case(TP2, (*BOTH, Strike(0, 0, 5, "rollback", visit=visit)), 10, restarts=3), 1, TORCH,
+            Case(TP2, (*BOTH, Strike(0, 0, 5, "rollback", visit=visit)), 10, restarts=3, flags=TORCH), 1,
         )
         for visit in (1, 2)
     ),
@@ -86,17 +107,14 @@ SCENARIOS = [
 
 def gone_back(runs: Runs, scenario: Scenario) -> Result:
     """Run it with checkpoints; it must be the failure-free run, but for what was run twice, which is told."""
-    case = replace(scenario.case, model=(*scenario.case.model, *MODEL))
-    case = case.with_flags("--save", str(runs.out / "checkpoints"), "--save-interval", "2", *scenario.flags)
-    case = case.patient(scenario.when) if scenario.when else case
-    result = runs.check(case, 10.0 if "adam" in case.model else 1.0)
+    case = replace(scenario.case, model=(*scenario.case.model, *CLIPPED))
+    case = case.with_flags("--save", str(runs.out / "checkpoints"), "--save-interval", "2")
+    result = scenario.run(runs, case)
     assert 0 in result.ended.codes, "nobody was started in place of all"
     assert result.replicas[-1] >= scenario.replicas, result.replicas
-    backs = result.of_training("rolled back")
-    (to,) = {back["to"] for back in backs}
+    (to,) = {back["to"] for back in result.of_training("rolled back")}
     assert to in scenario.to, result.told()
     assert f"rolled back to iteration {to} (from disk, {runs.out / 'checkpoints'})" in result.said, result.told()
-    assert scenario.said in result.said, result.told()
     return result
 
 
@@ -112,3 +130,146 @@ def test_a_lost_state_is_that_of_the_newest_checkpoint(runs: Runs, tmp_path: Pat
 @pytest.mark.parametrize("scenario", some("rollbacks", SCENARIOS, 2), ids=str)
 def test_it_is_however_it_was_lost(runs: Runs, scenario: Scenario) -> None:
     gone_back(runs, scenario)
+
+
+# ---- to snapshots in the memory of the other of two nodes, without a checkpoint
+#
+# Megatron's default order: position 0 of both replicas is on node a, position 1 on node b, which is lost.
+
+PP2 = Layout("pp2-dp2", 2, pipeline=2)
+ALONE = Layout("pp2-dp1", 1, pipeline=2)
+NODES = ("a", "a", "b", "b")
+EVERY_2 = ("--recover-memory-tier", "auto", "--recover-memory-interval", "2")
+SPREAD_MODEL = (*CLIPPED, *SHARDED)
+NODE_B = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
+"""All that hold the state of position 1, at once."""
+TRAVELLING = (Strike(0, 1, 5, "backward"), Strike(1, 1, 5, "snapshot"))
+"""The giver of the snapshot of position 1 has copied it, and nobody has got it."""
+AT_ONCE = (Strike(0, 1, 3, "backward"), Strike(1, 1, 3, "snapshot"))
+"""The same, where the one that has arrived is that of before the first step."""
+IN_THE_UPDATE = (Strike(0, 1, 6, "optimizer"), Strike(1, 1, 6, "optimizer"))
+"""All of position 1 once more: the step is committed, so it is lost, too."""
+COPIES = copies(PP2.grid.replicas, {worker: (node,) for worker, node in enumerate(NODES)}, "auto", Spread(2))
+SHARDS = part_of(PP2.grid.replicas[1][1], range(4), 2)
+"""The part of a snapshot that has a shard of position 1."""
+
+
+def corrupted(case: Case, part: int) -> Case:
+    """With, of a part that a worker of node b gives, the copy on node a corrupted."""
+    (keeper,) = (worker for worker in COPIES[part] if NODES[worker] == "a")
+    return case.altered("faulty.corrupt", f"snapshot-{part}", keeper, 6)
+
+
+LOST = Case(PP2, NODE_B, 8, flags=EVERY_2, nodes=NODES, model=CLIPPED)
+SPREAD = replace(LOST, model=SPREAD_MODEL)
+EP2 = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2"
+
+
+def ways(lost: Case, adam: Case, part: int) -> list[Scenario]:
+    """To lose node b; ``adam``: the same with Adam; ``part``: one that node b gives."""
+    alone = replace(lost, layout=ALONE, strikes=(Strike(0, 1, 6, "forward"),), restarts=1, nodes=("a", "b"))
+    return [
+        # What was taken before iteration 5 may be on its way still.
+        Scenario("replaced", replace(lost, restarts=2, iterations=12), 2, (2, 4), when="9-:2"),
+        # 4: where the section in which it was begun was made again, by those who then give it.
+        Scenario("while a snapshot travels", replace(lost, strikes=TRAVELLING), 1, (2, 4)),
+        Scenario("after the step", replace(lost, strikes=IN_THE_UPDATE), 1, (2, 4)),
+        Scenario("in the first iterations", replace(adam, strikes=AT_ONCE), 1, (0, 2)),
+        Scenario("a corrupted chunk", corrupted(adam, part), 1, (2,),
+                 said=f"copy of part {part} of the snapshot after iteration 4 are corrupted"),
+        Scenario("the only replica", alone, 1, (2, 4), said="waits up to 300 s for other workers"),
+    ]  # fmt: skip
+
+
+def at_once(layout: Layout, *workers: int) -> tuple[Strike, ...]:
+    """The loss of these workers in iteration 6."""
+    return tuple(Strike(*layout.grid.place(worker), 6, "forward") for worker in workers)
+
+
+def spread(name: str, layout: Layout, nodes: str, lost: tuple[int, ...], replicas: int, **more: Any) -> Scenario:
+    near = more.pop("near", 10.0)
+    case = replace(SPREAD, layout=layout, strikes=at_once(layout, *lost), nodes=tuple(nodes), **more)
+    return Scenario(name, case, replicas, (2, 4), near=near)
+
+
+MEMORY_SCENARIOS = [
+    *ways(LOST, replace(LOST, model=(*CLIPPED, *ADAM)), part=1),
+    Scenario("copied when the update waits for it", LOST.altered("pacing.late_copy"), 1, (2, 4)),
+]
+SHARD_SCENARIOS = [
+    *ways(SPREAD, SPREAD, part=SHARDS),
+    Scenario("nobody comes", SPREAD, 1, (2, 4)),
+    spread("three replicas", Layout("sharded-pp2-dp3", 3, pipeline=2), "aaabbb", (3, 4, 5), 1),
+    spread("16 bits, parameters arrive later", Layout("sharded-bf16", 2, pipeline=2, flags=f"--bf16 {OVERLAP}"),
+           "aabb", (2, 3), 1, near=300.0),
+    spread("shadows in host memory", Layout("sharded-host", 2, pipeline=2,
+                                            flags=f"--bf16 {OVERLAP} --recover-shadow-device cpu"),
+           "aabb", (0, 1), 1, near=300.0),
+    spread("instances", Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2"),
+           "abab", (0, 2), 2),
+    spread("experts", Layout("sharded-experts", 3, inner_ranks=2, flags=EP2), "ababab", (1, 3, 5), 1),
+    spread("experts over all, replaced", Layout("sharded-experts-wide", 1, inner_ranks=2, flags=EP2), "ab", (1,), 1,
+           restarts=1),
+    spread("without shadows", Layout("sharded-alone", 4, flags="--recover-shadow-shards 0"), "abcd", (2,), 3),
+    spread("interleaved", Layout("sharded-interleaved", 2, pipeline=2,
+                                 flags=f"{INTERLEAVED} {OVERLAP}"),
+           "aabb", (2, 3), 1),
+]  # fmt: skip
+
+
+def shard_groups(layout: Layout) -> Scenario:
+    """Node b has the second worker of every shard group of Megatron-FSDP."""
+    lost = tuple(Strike(replica, 1, 6, "backward") for replica in range(layout.replicas))
+    case = replace(LOST, layout=layout, strikes=lost, nodes=("a", "b") * layout.replicas, model=tuple(NO_EVALUATION))
+    return Scenario(layout.name, case, 1, (2, 4), near=hsdp.NEAR.get(layout, 10.0))
+
+
+GROUPS_OF_TWO = [hsdp.TWO, hsdp.OPTIMIZER, hsdp.SIXTEEN_BITS, hsdp.OUTER_TWO, hsdp.OUTER_THREE, hsdp.OUTER_SIXTEEN]
+
+
+@pytest.mark.parametrize("scenario", MEMORY_SCENARIOS, ids=str)
+def test_a_lost_node_is_that_of_the_newest_snapshot(runs: Runs, scenario: Scenario) -> None:
+    goes_back(runs, scenario)
+
+
+@pytest.mark.parametrize("scenario", some("shards in snapshots", SHARD_SCENARIOS, 2), ids=str)
+def test_so_is_one_with_shards_of_the_optimizer_and_all_their_shadows(runs: Runs, scenario: Scenario) -> None:
+    goes_back(runs, scenario)
+
+
+@pytest.mark.parametrize("layout", some("shard groups in snapshots", GROUPS_OF_TWO, 1), ids=lambda its: its.name)
+def test_so_is_one_with_a_shard_of_every_shard_group(runs: Runs, layout: Layout) -> None:
+    goes_back(runs, shard_groups(layout))
+
+
+def goes_back(runs: Runs, scenario: Scenario) -> None:
+    """Run it; it must be the failure-free run, by workers that stay the same processes, from a snapshot on."""
+    case = scenario.case
+    result = scenario.run(runs, case, check_sharded if case.model == SPREAD_MODEL else check)
+    struck = {strike.worker(case.layout) for strike in case.strikes}
+    assert {result.ended.codes[w] for w in range(case.layout.grid.world) if w not in struck} == {0}, (
+        "the same processes"
+    )
+    assert result.replicas[-1] == scenario.replicas, result.told()
+    assert "memory tier: snapshots every 2 iterations; up to 0.000 GiB of host memory" in result.said, result.told()
+    (back,) = result.of_training("rolled back")
+    assert back["to"] in scenario.to, result.told()
+    assert (back["tier"], back["folder"]) == ("memory", "")
+    committed = case.strikes[0].iteration - (case.strikes != IN_THE_UPDATE)
+    assert back["lost"] == committed - back["to"], result.told()
+    assert f"rolled back to iteration {back['to']} (from memory)" in result.said, result.told()
+
+
+def test_where_no_node_has_all_of_a_position_nothing_is_kept(runs: Runs) -> None:
+    case = replace(LOST, strikes=(), iterations=3, nodes=("a", "b", "a", "b"))
+    result = runs.check(case)
+    assert result.said.count("memory tier: off: no node or other domain has all that hold a part of the state") == 1
+    assert "memory tier: snapshots" not in result.said
+
+
+def test_a_host_without_the_memory_for_it_is_refused_at_the_start(runs: Runs) -> None:
+    result = runs(replace(LOST, strikes=(), iterations=3).altered("faulty.poor_host", 2))
+    assert 0 not in result.ended.codes, result.told()
+    assert result.steps == []
+    assert "GiB of host memory a worker, which a host does not have: none is taken" in result.said
+    assert "--recover-memory-tier: the hosts do not have the memory for it" in result.said

@@ -1,10 +1,6 @@
 """The distributed optimizer: a death at any point of its iteration changes nothing but rounding.
 
-As in the rest of the matrix a kill is a signal to a real process, and the whole trajectory is compared: losses, norms,
-parameters, the audit.  And of the state that is spread over the workers: all holders of a part have the same bits.
-
-The optimizer is Adam, the only one that Megatron shards, with an epsilon well above rounding: else a parameter whose
-true gradient is zero would move by the sign of its noise.
+And all holders of a part of the state have the same bits.  The optimizer is Adam, the only one that Megatron shards.
 """
 
 from __future__ import annotations
@@ -14,32 +10,32 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import EVERYTHING, SEED, some
-from tests.harness.forkserver import ForkServer
-from tests.instep.cells import (
-    BEFORE_THE_COMMIT,
-    IN_THE_RING,
-    ITERATIONS,
-    PHASES,
-    SHARDED_PHASES,
-    WHEN,
-    most_visits,
-    visits,
+from tests.instep.altered import altered
+from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, PHASES, SHARDED_PHASES, Cell, case_of, cells, visits
+from tests.instep.conftest import Runs
+from tests.instep.runs import (
+    INTERLEAVED,
+    MODEL,
+    NO_EVALUATION,
+    OVERLAP,
+    SHARDED,
+    Case,
+    Layout,
+    Strike,
+    check_sharded,
+    check_steps_until,
 )
-from tests.instep.conftest import Reference, Runs
-from tests.instep.runs import MODEL, NO_EVALUATION, Case, Layout, Strike, check_steps_until
-from tests.instep.units import check_sharded
+from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
 
-ADAM = "--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear"
-SHARDED = (*ADAM.split(), "--use-distributed-optimizer")
-OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 DP4 = Layout("sharded-dp4", 4)
 TP2 = Layout("sharded-tp2-dp3", 3, tensor=2)
 PP2 = Layout("sharded-pp2-dp3", 3, pipeline=2)
@@ -51,110 +47,81 @@ LONG = 10
 """Iterations of a run in which somebody builds a model: the training waits for it (``Case.patient``)."""
 
 
-def cells() -> list[tuple[Layout, str, int, str]]:
-    """(layout, phase, position or, with one position, replica; when)."""
-    found = []
-    for layout in LAYOUTS:
-        for phase in (*PHASES, *SHARDED_PHASES):
-            places = [0, 1, layout.replicas - 1] if layout.positions == 1 else range(layout.positions)
-            for place in places:
-                if phase != "recovery" and (layout.positions == 1 or visits(layout, place, phase)):
-                    found += [(layout, phase, place, when) for when in WHEN]
-    return found
+EVERY = [cell for cell in cells(LAYOUTS, (*PHASES, *SHARDED_PHASES), [False]) if cell.phase != "recovery"]
 
 
-def drawn() -> list[tuple[Layout, str, int, str]]:
+def drawn() -> list[Cell]:
     source = random.Random(f"sharded {SEED}")
-    every = cells()
     if EVERYTHING:
-        return every
-    chosen = [source.choice([cell for cell in every if cell[1] == phase]) for phase in SHARDED_PHASES]
+        return EVERY
+    chosen = [source.choice([cell for cell in EVERY if cell.phase == phase]) for phase in SHARDED_PHASES]
     for phase in source.sample(PHASES, 3):
-        chosen += [source.choice(found)] if (found := [cell for cell in every if cell[1] == phase]) else []
+        chosen += [source.choice(found)] if (found := [cell for cell in EVERY if cell.phase == phase]) else []
     return list(dict.fromkeys(chosen))
 
 
-@pytest.mark.parametrize("cell", drawn(), ids=lambda cell: f"{cell[0].name}-{cell[1]}-{cell[2]}-{cell[3]}")
-def test_a_death_at_any_point_changes_nothing_but_rounding(runs: Runs, cell: tuple[Layout, str, int, str]) -> None:
-    layout, phase, place, when = cell
-    source = random.Random(f"{layout.name} {phase} {place} {when} {SEED}")
-    replica, position = (place, 0) if layout.positions == 1 else (source.randrange(layout.replicas), place)
-    iteration = {"first": 1, "last": ITERATIONS, "later": source.randrange(2, ITERATIONS)}[when]
-    most = layout.replicas if phase == "all-gather" else most_visits(layout, phase, layout.replicas)
-    visit = source.randint(1, most)  # of finished sums: the tail's, and one that is to be the shadow's
-    strike = Strike(replica, position, iteration, phase, visit=visit)
+@pytest.mark.parametrize("cell", drawn(), ids=str)
+def test_a_death_at_any_point_changes_nothing_but_rounding(runs: Runs, cell: Cell) -> None:
     # All cells of a layout alike: they are compared with one failure-free run.
-    draws = source if EVERYTHING else random.Random(f"dropout {layout.name} {SEED}")
-    case = Case(layout, (strike,), ITERATIONS, dropout=draws.random() < 0.5, model=SHARDED)
-    runs.check(case, by=check_sharded)
+    dropout = random.Random(f"dropout {cell if EVERYTHING else cell.layout.name} {SEED}").random() < 0.5
+    # Of finished sums there are the tail's, and one that is to be the shadow's.
+    most = cell.layout.replicas if cell.phase == "all-gather" else 0
+    case = case_of(replace(cell, dropout=dropout), SEED, most)
+    runs.check(replace(case, model=SHARDED), by=check_sharded)
 
 
+def sharded(layout: Layout, *strikes: Strike, **fields: Any) -> Case:
+    return Case(layout, strikes, **{"model": SHARDED, **fields})
+
+
+ON_THE_HOST = ("--recover-shadow-device", "cpu")
 IN_A_ROW = {
-    "while-it-changes-hands": Case(
-        DP4, (Strike(0, 0, 3, "backward"), Strike(2, 0, 4, "repartition")), 8, model=SHARDED
+    "while-it-changes-hands": sharded(DP4, Strike(0, 0, 3, "backward"), Strike(2, 0, 4, "repartition")),
+    "when-it-has-changed-hands": sharded(DP4, Strike(1, 0, 3, "update"), Strike(3, 0, 4, "repartition", visit=2)),
+    "one-after-the-other-down-to-the-last": sharded(
+        DP4, Strike(1, 0, 2, "param-gather"), Strike(2, 0, 4, "update", visit=2), Strike(0, 0, 6, "norm")
     ),
-    "when-it-has-changed-hands": Case(
-        DP4, (Strike(1, 0, 3, "update"), Strike(3, 0, 4, "repartition", visit=2)), 8, model=SHARDED
+    "neighbours-with-two-shadows": sharded(
+        DP4, Strike(1, 0, 3, "update", visit=2), Strike(2, 0, 3, "update"), flags=TWO_SHADOWS
     ),
-    "one-after-the-other-down-to-the-last": Case(
-        DP4,
-        (Strike(1, 0, 2, "param-gather"), Strike(2, 0, 4, "update", visit=2), Strike(0, 0, 6, "norm")),
-        8,
-        model=SHARDED,
+    "while-it-changes-hands-with-two-shadows": sharded(
+        TP2, Strike(1, 1, 3, "shadow"), Strike(2, 0, 4, "repartition"), flags=TWO_SHADOWS
     ),
-    "neighbours-with-two-shadows": Case(
-        DP4, (Strike(1, 0, 3, "update", visit=2), Strike(2, 0, 3, "update")), 8, model=SHARDED, flags=TWO_SHADOWS
+    "shadows-in-host-memory": sharded(
+        DP4, Strike(2, 0, 3, "param-gather"), Strike(0, 0, 5, "update"), flags=ON_THE_HOST
     ),
-    "while-it-changes-hands-with-two-shadows": Case(
-        TP2, (Strike(1, 1, 3, "shadow"), Strike(2, 0, 4, "repartition")), 8, model=SHARDED, flags=TWO_SHADOWS
-    ),
-    "shadows-in-host-memory": Case(
-        DP4, (Strike(2, 0, 3, "param-gather"), Strike(0, 0, 5, "update")), 8, model=SHARDED,
-        flags=("--recover-shadow-device", "cpu"),
-    ),
-    "down-to-the-last-while-parameters-arrive": Case(
+    "down-to-the-last-while-parameters-arrive": sharded(
         OVERLAPPED,
-        (Strike(1, 0, 2, "param-gather"), Strike(2, 0, 4, "param-gather", visit=7), Strike(0, 0, 6, "norm")),
-        8,
-        model=SHARDED,
+        Strike(1, 0, 2, "param-gather"), Strike(2, 0, 4, "param-gather", visit=7), Strike(0, 0, 6, "norm"),
     ),
-    "neighbours-while-parameters-arrive-with-two-shadows": Case(
+    "neighbours-while-parameters-arrive-with-two-shadows": sharded(
         OVERLAPPED,
         # Whichever of them is told of the other's death before its second arrival dies in the next iteration.
-        (Strike(1, 0, 3, "param-gather", visit=2, until=5), Strike(2, 0, 3, "param-gather", visit=2, until=5)),
-        8,
-        model=SHARDED,
+        Strike(1, 0, 3, "param-gather", visit=2, until=5), Strike(2, 0, 3, "param-gather", visit=2, until=5),
         flags=TWO_SHADOWS,
     ),
-    "shadows-in-host-memory-take-the-place-of-owners-one-after-the-other": Case(
-        TP2,
-        (Strike(0, 1, 2, "update", visit=2), Strike(2, 0, 5, "norm")),
-        8,
-        model=SHARDED,
-        flags=("--recover-shadow-device", "cpu", "--recover-verify-interval", "2"),
+    "shadows-in-host-memory-take-the-place-of-owners-one-after-the-other": sharded(
+        TP2, Strike(0, 1, 2, "update", visit=2), Strike(2, 0, 5, "norm"),
+        flags=(*ON_THE_HOST, "--recover-verify-interval", "2"),
     ),
-    "a-hang-while-parameters-arrive": Case(
-        OVERLAPPED_TP2, (Strike(2, 1, 3, "param-gather", "stop", visit=2),), 8, model=SHARDED
-    ),
-    "in-the-agreement-on-the-update": Case(OVERLAPPED, (Strike(1, 0, 4, "agree", visit=2),), 8, model=SHARDED),
-    "a-hang": Case(PP2, (Strike(1, 0, 3, "update", "stop"),), 8, model=SHARDED),
-    "a-hang-in-the-gathering": Case(DP4, (Strike(2, 0, 3, "param-gather", "stop"),), 8, model=SHARDED),
+    "a-hang-while-parameters-arrive": sharded(OVERLAPPED_TP2, Strike(2, 1, 3, "param-gather", "stop", visit=2)),
+    "in-the-agreement-on-the-update": sharded(OVERLAPPED, Strike(1, 0, 4, "agree", visit=2)),
+    "a-hang": sharded(PP2, Strike(1, 0, 3, "update", "stop")),
+    "a-hang-in-the-gathering": sharded(DP4, Strike(2, 0, 3, "param-gather", "stop")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", some("sharded row", list(IN_A_ROW), 5))
 def test_deaths_in_a_row_change_nothing_but_rounding(runs: Runs, name: str) -> None:
-    case = IN_A_ROW[name]
-    runs.check(case, by=check_sharded)
+    runs.check(IN_A_ROW[name], by=check_sharded)
 
 
 def test_a_column_that_had_reported_its_update_waits_for_its_members_when_another_column_makes_it_again(
     runs: Runs,
 ) -> None:
     """Column 0 has all parameters when a worker of column 1 dies; worker 4, of column 0, is late to begin again."""
-    case = Case(TP2, (Strike(1, 1, 3, "update", visit=2),), 8, model=SHARDED)
-    script = (str(Path(__file__).with_name("slow.py")), "met@4=0.5")
-    runs.check(replace(case, train_with=script), by=check_sharded)
+    case = sharded(TP2, Strike(1, 1, 3, "update", visit=2))
+    runs.check(case.altered("pacing.slow", "met@4=0.5"), by=check_sharded)
 
 
 @pytest.mark.parametrize("at", [1, 4, 8], ids=["first", "later", "last"])
@@ -165,7 +132,7 @@ def test_parameters_that_a_dead_worker_would_have_sent_are_fetched_in_the_middle
 
     It is worker 3, its shadow, that has it.  Nobody meets for that, and the iteration is not begun again.
     """
-    case = Case(OVERLAPPED, (Strike(2, 0, at, "param-gather"),), 8, model=SHARDED)
+    case = sharded(OVERLAPPED, Strike(2, 0, at, "param-gather"))
     result = runs.check(case, by=check_sharded)
     for worker in (0, 1):
         fetched = [line for line in result.log(worker).splitlines() if "bytes of parameters were fetched" in line]
@@ -177,16 +144,16 @@ def test_parameters_that_a_dead_worker_would_have_sent_are_fetched_in_the_middle
 
 def test_who_learns_of_the_update_from_a_later_plan_fetches_what_the_others_gathered(runs: Runs) -> None:
     """All but a worker of the replica that breaks have reported the update when its mate dies: see test_equality."""
-    case = Case(OVERLAPPED_TP2, (Strike(2, 0, 3, "update", visit=2),), 8, model=SHARDED)
-    script = (str(Path(__file__).with_name("slow.py")), "update@4=0.5,agree@5=0.25,met@2=0.5")
-    result = runs.check(replace(case, train_with=script), by=check_sharded)
+    case = sharded(OVERLAPPED_TP2, Strike(2, 0, 3, "update", visit=2))
+    case = case.altered("pacing.slow", "update@4=0.5,agree@5=0.25,met@2=0.5")
+    result = runs.check(case, by=check_sharded)
     assert all("bytes of parameters were fetched" in result.log(worker) for worker in range(4)), result.told()
 
 
 def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(runs: Runs) -> None:
     """The first shadows are made by each for itself; after a death the writer gets its third of the dead worker's
     shard, and the third of whom it is a shadow of."""
-    case = Case(DP4, (Strike(1, 0, 3, "norm"),), 8, model=SHARDED)
+    case = sharded(DP4, Strike(1, 0, 3, "norm"))
     result = runs.check(case, by=check_sharded)
     told = result.of_training("repartition")
     epochs = {step.iteration: step.epoch for step in result.steps}
@@ -205,7 +172,7 @@ def test_when_the_last_copy_goes_the_run_ends_with_12_and_says_whose_and_the_che
     deaths = (Strike(1, 0, 5, phase), Strike(2, 0, 5, phase))[: shadows + 1]
     saving = ("--save", str(tmp_path / "saved"), "--save-interval", "4", "--no-save-optim")  # nothing to go back to
     flags = ("--recover-shadow-shards", str(shadows), *saving)
-    case = Case(layout, deaths, 8, model=SHARDED, flags=flags)
+    case = sharded(layout, *deaths, flags=flags)
     result = runs(case)
     gone = [strike.worker(layout) for strike in deaths]
     left = [worker for worker in gone if result.ended.codes[worker] == 0]
@@ -227,11 +194,11 @@ def test_when_the_last_copy_goes_the_run_ends_with_12_and_says_whose_and_the_che
 @pytest.mark.parametrize(
     "case",
     [
-        Case(
-            DP4, (Strike(0, 0, 4, "norm"), Strike(1, 0, 4, "norm")), 8, model=SHARDED, nodes=("a", "a", "b", "b")
+        sharded(
+            DP4, Strike(0, 0, 4, "norm"), Strike(1, 0, 4, "norm"), nodes=("a", "a", "b", "b")
         ),
-        Case(
-            DP4, (Strike(2, 0, 3, "update"), Strike(3, 0, 3, "update")), 14, model=SHARDED, nodes=("a", "a", "b", "b"),
+        sharded(
+            DP4, Strike(2, 0, 3, "update"), Strike(3, 0, 3, "update"), iterations=14, nodes=("a", "a", "b", "b"),
             restarts=2,
         ),
     ],
@@ -245,7 +212,7 @@ def test_a_node_that_holds_two_replicas_is_lost_whole_and_no_state_with_it(runs:
 def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(runs: Runs) -> None:
     """Of four workers in two instances, 0 and 2 hold the first shard."""
     layout = Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2")
-    case = Case(layout, (Strike(0, 0, 5, "norm"), Strike(2, 0, 5, "norm")), 8, model=SHARDED)
+    case = sharded(layout, Strike(0, 0, 5, "norm"), Strike(2, 0, 5, "norm"))
     result = runs(case)
     assert result.ended.codes == [-9, EXIT_STATE_LOST, -9, EXIT_STATE_LOST], result.told()
     assert "the optimizer state of shards 0 had no other copy" in result.log(1), result.told()
@@ -253,9 +220,8 @@ def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(runs: Runs) 
 
 @pytest.mark.parametrize("layout", [DP4, TP2, OVERLAPPED], ids=lambda layout: layout.name)
 def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(runs: Runs, layout: Layout) -> None:
-    case = Case(layout, (Strike(1, layout.positions - 1, 3, "update"),), LONG, model=SHARDED, restarts=1)
-    result = runs.check(case.patient(f"5-:{layout.replicas}"), by=check_sharded)
-    assert result.replicas[-1] == layout.replicas, result.replicas
+    case = sharded(layout, Strike(1, layout.positions - 1, 3, "update"), iterations=LONG, restarts=1)
+    result = runs.check(case.patient(f"5-:{layout.replicas}"), by=check_sharded, replicas=layout.replicas)
     newcomers = [left for worker, left in result.left.items() if worker >= layout.grid.world]
     assert [len(left["units"]) for left in newcomers] == [2]
 
@@ -266,18 +232,16 @@ def test_who_lost_its_place_while_megatron_gathers_no_parameters_in_forward_pass
 ) -> None:
     """train() is left in its first iteration, or in an evaluation: in both its forward hooks are away."""
     strike = Strike(1, 0, 1, "backward") if when == "first" else Strike(1, 0, 4, "eval")
-    case = Case(OVERLAPPED_TP2, (strike,), LONG, model=SHARDED, restarts=1)
-    result = runs.check(case.patient(f"5-:{OVERLAPPED_TP2.replicas}"), by=check_sharded)
-    assert result.replicas[-1] == OVERLAPPED_TP2.replicas, result.replicas
+    case = sharded(OVERLAPPED_TP2, strike, iterations=LONG, restarts=1)
+    runs.check(case.patient(f"5-:{OVERLAPPED_TP2.replicas}"), by=check_sharded, replicas=OVERLAPPED_TP2.replicas)
 
 
 @pytest.mark.parametrize("layout", some("drift", [DP4, TP2], 1), ids=lambda layout: layout.name)
 def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(runs: Runs, layout: Layout) -> None:
     """Worker 1 (2) is the shadow of its predecessor in the ring, whose death then would make the difference count."""
     shadow = layout.positions
-    script = (str(Path(__file__).with_name("corrupt.py")), "shadow", str(shadow), "3")
-    case = Case(layout, (Strike(0, 0, 6, "update"),), 8, model=SHARDED, flags=("--recover-verify-interval", "4"))
-    result = runs.check(replace(case, train_with=script), by=check_sharded)
+    case = sharded(layout, Strike(0, 0, 6, "update"), flags=("--recover-verify-interval", "4"))
+    result = runs.check(case.altered("faulty.corrupt", "shadow", shadow, 3), by=check_sharded)
     assert "the shadows of workers [0] differ" in result.log(shadow), result.told()
 
 
@@ -316,66 +280,58 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(runs: Runs, 
             replicas.remove(victim)
         # In the next one the state changes hands; who dies before that is agreed on is one of two at once.
         iteration += source.randint(2, max(2, (iterations - iteration) // len(replicas)))
-    case = Case(layout, tuple(strikes), iterations, model=SHARDED)
-    runs.check(case, by=check_sharded)
+    runs.check(sharded(layout, *strikes, iterations=iterations), by=check_sharded)
 
 
+BF16 = (Strike(2, 0, 3, "update", visit=2), Strike(0, 0, 5, "param-gather"))
 FEATURES = {
-    "bf16": (Layout("sharded-bf16", 4, flags=f"--bf16 {OVERLAP}"), "2@3:update#2,0@5:param-gather", 300.0),
+    "bf16": (Layout("sharded-bf16", 4, flags=f"--bf16 {OVERLAP}"), BF16, 300.0),
     "bf16-shadows-in-host-memory": (
         Layout("sharded-bf16-host", 4, flags=f"--bf16 {OVERLAP} --recover-shadow-device cpu"),
-        "2@3:update#2,0@5:param-gather", 300.0),
+        BF16, 300.0),
     "experts": (
         Layout("sharded-experts", 3, inner_ranks=2, flags="--num-experts 4 --expert-model-parallel-size 2 "
-               f"--moe-router-topk 2 {OVERLAP}"), "1@3:norm,5@5:param-gather", 1.0),
+               f"--moe-router-topk 2 {OVERLAP}"), (Strike(0, 1, 3, "norm"), Strike(2, 1, 5, "param-gather")), 1.0),
     "interleaved": (
-        Layout("sharded-interleaved", 2, pipeline=2, flags="--num-layers 4 "
-               "--num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce --overlap-param-gather"),
-        "2@4:update#2", 1.0),
+        Layout("sharded-interleaved", 2, pipeline=2, flags=f"{INTERLEAVED} --overlap-grad-reduce "
+               "--overlap-param-gather"),
+        (Strike(0, 1, 4, "update", visit=2),), 1.0),
     "instances": (
         Layout("sharded-instances", 4, flags=f"--num-distributed-optimizer-instances 2 {OVERLAP}"),
-        "1@3:param-gather,0@5:update#2", 1.0),
+        (Strike(1, 0, 3, "param-gather"), Strike(0, 0, 5, "update", visit=2)), 1.0),
     "tied-embeddings-per-token-loss": (
-        Layout("sharded-per-token", 3, pipeline=2, flags="--calculate-per-token-loss"), "1@4:shadow", 1.0),
+        Layout("sharded-per-token", 3, pipeline=2, flags="--calculate-per-token-loss"),
+        (Strike(1, 0, 4, "shadow"),), 1.0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", some("sharded features", list(FEATURES), 2))
 def test_each_feature_with_deaths_in_it_trains_as_without(runs: Runs, tmp_path: Path, name: str) -> None:
-    layout, deaths, near = FEATURES[name]
-    strikes = []
-    for death in deaths.split(","):
-        where, rest = death.split("@")
-        iteration, phase = rest.split(":")
-        phase, _, visit = phase.partition("#")
-        replica, position = layout.grid.place(int(where))
-        strikes.append(Strike(replica, position, int(iteration), phase, visit=int(visit or 1)))
-    case = Case(layout, tuple(strikes), 8, model=SHARDED, flags=("--recover-verify-interval", "3"))
+    layout, strikes, near = FEATURES[name]
+    case = sharded(layout, *strikes, flags=("--recover-verify-interval", "3"))
     runs.check(case, near, by=check_sharded)
     assert not any("shadows differ" in path.read_text() for path in tmp_path.glob("events*.jsonl"))
 
 
 @pytest.mark.parametrize("form", ["dp-reshardable", "fully-reshardable"])
 def test_a_checkpoint_after_deaths_holds_the_state_of_the_failure_free_run_and_loads_in_stock_megatron(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, form: str
+    runs: Runs, form: str
 ) -> None:
     """At another data-parallel size; all of the optimizer's state is compared, as stock Megatron has loaded it."""
     flags = ("--dist-ckpt-optim-fully-reshardable",) if form == "fully-reshardable" else ()
     saving = ("--save-interval", "4", *flags)
-    layout = OVERLAPPED
-    case = Case(layout, (Strike(1, 0, 2, "update"), Strike(0, 0, 4, "update", visit=2)), 8, model=SHARDED)
-    broken, whole = tmp_path / "broken", tmp_path / "whole"
-    result = case.with_flags(*saving, "--save", str(broken / "saved")).run(forkserver, broken)
-    check_sharded(result, reference(case))
-    plain = case.failure_free.with_flags(*saving, "--save", str(whole / "saved"))
-    assert plain.run(forkserver, whole).ended.ok
+    case = sharded(OVERLAPPED, Strike(1, 0, 2, "update"), Strike(0, 0, 4, "update", visit=2))
+    saved = {name: str(runs.out / name / "saved") for name in ("broken", "whole")}
+    result = runs(case.with_flags(*saving, "--save", saved["broken"]), "broken")
+    check_sharded(result, runs.reference(case))
+    assert runs(case.failure_free.with_flags(*saving, "--save", saved["whole"]), "whole").ended.ok
     states = []
-    for name in (broken, whole):
-        out = tmp_path / f"state-{name.name}"
-        loader = str(Path(__file__).with_name("loaded_state.py"))
-        argv = [loader, str(out / "state.json"), *MODEL, *layout.argv, *SHARDED, *NO_EVALUATION, *flags]
-        argv += ["--train-iters", "8", "--load", str(name / "saved")]
-        run = forkserver.run(2, argv, out, timeout=240)
+    for name, folder in saved.items():
+        out = runs.out / f"state-{name}"
+        loader = [*altered("instruments.loaded_state", out / "state.json"), OURS]
+        argv = [*loader, *MODEL, *OVERLAPPED.argv, *SHARDED, *NO_EVALUATION, *flags]
+        argv += ["--train-iters", "8", "--load", folder]
+        run = runs.forkserver.run(2, argv, out, timeout=240)
         assert run.ok, run.tail()
         states.append(json.loads((out / "state.json").read_text()))
     ours, theirs = states

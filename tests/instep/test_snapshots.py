@@ -25,7 +25,7 @@ from recover_megatron.instep.timelines import covered, kept
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.workload.snapshots import FIRST_INTERVAL
 from tests.harness.waiting import DEADLINE
-from tests.instep.test_transfer import same
+from tests.instep.test_states import same
 
 SECRET = b"what the workers of the test share"
 STAGES = launch_grid(4, tensor=1, context=1, pipeline=2, inner_ranks=1)
@@ -58,10 +58,7 @@ def orphan(worker: int, position: int | None, *snapshots: tuple[int, ...], **fie
     return JoinStatus(None, position, **{**told, **fields})
 
 
-LEFT = {
-    0: orphan(0, 0, told(0, 4, 0), told(0, 6, 0)),
-    1: orphan(1, 1, told(1, 4, 0), told(1, 6, 0), version=None),
-}
+LEFT = {0: orphan(0, 0, told(0, 4, 0), told(0, 6, 0)), 1: orphan(1, 1, told(1, 4, 0), told(1, 6, 0), version=None)}
 """Node b is lost; worker 1 has built the position that was lost with it."""
 
 
@@ -193,6 +190,17 @@ class Worker:
         self.reached.append((phase, iteration))
         self.at()
 
+    def take(self, iteration: int, *positions: int, epoch: int = 1, settled: bool = True) -> None:
+        """A snapshot of these positions, by this worker alone; ``settled``: it knows that it is complete."""
+        self.begin(iteration, *positions, epoch=epoch)
+        assert self.store.finish(epoch, _nothing)[0]
+        if settled:
+            self.store.settle()
+
+    def begin(self, iteration: int, *positions: int, epoch: int = 1) -> None:
+        states = {position: state_at(iteration, position) for position in positions}
+        self.store.begin(Taking(epoch, iteration, len(positions)), states, {})
+
     @property
     def address(self) -> str:
         return self.config.peer_store.address
@@ -209,11 +217,16 @@ def pair() -> tuple[Worker, Worker]:
     return Worker(), Worker()
 
 
-def take(workers: tuple[Worker, Worker], iteration: int, epoch: int = 1) -> list[bool]:
-    """Each gives its own position, 0 and 1, and keeps the other; whether each has all."""
+def begin(workers: tuple[Worker, Worker], iteration: int, epoch: int = 1) -> None:
+    """Each gives its own position, 0 and 1, and is to keep the other."""
     first, second = workers
     first.store.begin(Taking(epoch, iteration, 2), {0: state_at(iteration, 0)}, {1: (1, second.address)})
     second.store.begin(Taking(epoch, iteration, 2), {1: state_at(iteration, 1)}, {0: (0, first.address)})
+
+
+def take(workers: tuple[Worker, Worker], iteration: int, epoch: int = 1) -> list[bool]:
+    """Whether each has all."""
+    begin(workers, iteration, epoch)
     return [worker.store.finish(epoch, _nothing)[0] for worker in workers]
 
 
@@ -285,9 +298,7 @@ def test_memory_that_no_part_is_written_to_again_is_given_back(monkeypatch: pyte
     """After a loss other workers keep other parts: what was held of the old ones does not stay beside two new ones."""
     worker, make, gate, reached = Worker(), Copy.make, threading.Event(), threading.Event()
     for iteration in (0, 2):
-        worker.store.begin(Taking(1, iteration, 2), {0: state_at(iteration, 0), 1: state_at(iteration, 1)}, {})
-        assert worker.store.finish(1, _nothing)[0]
-        worker.store.settle()
+        worker.take(iteration, 0, 1)
     (older,) = (weakref.ref(one.tree["state"]["column"]["parameters"][0])
                 for one in worker.store._held if (one.part, one.iteration) == (1, 0))  # fmt: skip
 
@@ -304,24 +315,20 @@ def test_memory_that_no_part_is_written_to_again_is_given_back(monkeypatch: pyte
     assert worker.store.finish(1, _nothing)[0]
 
 
-def test_nothing_is_begun_in_an_epoch_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_begun_in_an_epoch_that_is_over() -> None:
     """A worker's replica is broken: its spare's thread has told what is held, while its main thread was about to begin
     one more.  What was told of must be there when the plan counts on it, and nothing else is."""
     worker = Worker()
-    for iteration in (0, 2):
-        worker.store.begin(Taking(1, iteration, 1), {0: state_at(iteration, 0)}, {})
-        assert worker.store.finish(1, _nothing)[0]
-        if iteration == 0:
-            worker.store.settle()
+    worker.take(0, 0)
+    worker.take(2, 0, settled=False)
     told = worker.held()
     assert told == [(0, 0, 0), (0, 2, 0)], "of the newer one this worker does not know whether it is complete"
-    worker.store.begin(Taking(1, 4, 1), {0: state_at(4, 0)}, {})
+    worker.begin(4, 0)
     assert worker.held() == told
     worker.store.follow(Decision(2, {}, (), kept=Kept(2, {})))
-    worker.store.begin(Taking(1, 4, 1), {0: state_at(4, 0)}, {})
+    worker.begin(4, 0)
     assert [one.iteration for one in worker.store._held] == [0, 2]
-    worker.store.begin(Taking(2, 4, 1), {0: state_at(4, 0)}, {})
-    assert worker.store.finish(2, _nothing)[0]
+    worker.take(4, 0, epoch=2, settled=False)
     assert worker.held() == [(0, 2, 0), (0, 4, 0)]
 
 
@@ -331,8 +338,7 @@ def test_the_older_one_stands_while_a_newer_one_is_on_its_way() -> None:
     complete(workers, 2)
     gate = threading.Event()
     second.at = gate.wait  # it has copied its state, and does not give it
-    first.store.begin(Taking(1, 4, 2), {0: state_at(4, 0)}, {1: (1, second.address)})
-    second.store.begin(Taking(1, 4, 2), {1: state_at(4, 1)}, {0: (0, first.address)})
+    begin(workers, 4)
     assert (1, 2, 0) in first.held()
     assert (1, 4, 0) not in first.held()
     gate.set()
@@ -366,7 +372,7 @@ def spoil(worker: Worker, position: int) -> None:
     one.tree["state"]["column"]["parameters"][0].view(torch.uint8)[17] ^= 1
 
 
-def test_what_could_not_be_copied_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_copied_leaves_nobody_waiting() -> None:
     workers = first, second = pair()
     complete(workers, 0)
 
@@ -374,9 +380,7 @@ def test_what_could_not_be_copied_leaves_nobody_waiting(monkeypatch: pytest.Monk
         raise MemoryError("no room")
 
     second.at = fails
-    first.store.begin(Taking(1, 2, 2), {0: state_at(2, 0)}, {1: (1, second.address)})
-    second.store.begin(Taking(1, 2, 2), {1: state_at(2, 1)}, {0: (0, first.address)})
-    assert [worker.store.finish(1, _nothing)[0] for worker in workers] == [False, False]
+    assert take(workers, 2) == [False, False]
     assert (1, 0, 0) in first.held()
 
 
@@ -430,44 +434,36 @@ def test_a_check_sum_is_that_of_its_chunk() -> None:
 # ---- memory of the host
 
 
-def test_the_group_may_have_less_than_the_kernel(tmp_path: Path) -> None:
-    assert available_memory(tmp_path, tmp_path) is None
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4 kB\n")
-    assert available_memory(tmp_path, tmp_path) == 4096
-    (tmp_path / "memory.current").write_text("100\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory(tmp_path, tmp_path) == 4096
-    (tmp_path / "memory.max").write_text("1100\n")
-    assert available_memory(tmp_path, tmp_path) == 1000
+CGROUP = {"self/cgroup": "0::/jobs/job_7/step_0"}
+AVAILABLE = {"meminfo": "MemTotal: 9 kB\nMemAvailable:    4 kB"}
+OLD = "slurm/job_7"
+"""A group of the first version."""
 
 
-def test_the_limit_of_every_group_around_a_process_counts(tmp_path: Path) -> None:
-    """A batch job's group lies below the root of the hierarchy: SLURM's, a service's."""
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("0::/jobs/job_7/step_0\n")
-    step = tmp_path / "jobs" / "job_7" / "step_0"
-    step.mkdir(parents=True)
-    (step / "memory.max").write_text("max\n")
-    (step / "memory.current").write_text("500\n")
-    (step.parent / "memory.max").write_text("2000\n")
-    (step.parent / "memory.current").write_text("700\n")
-    assert available_memory(tmp_path, tmp_path) == 1300
-
-
-def test_so_does_that_of_a_group_of_the_first_version(tmp_path: Path) -> None:
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("5:devices:/other\n4:memory:/slurm/job_7\n0::/\n")
-    job = tmp_path / "memory" / "slurm" / "job_7"
-    job.mkdir(parents=True)
-    (job / "memory.limit_in_bytes").write_text("2000\n")
-    (job / "memory.usage_in_bytes").write_text("900\n")
-    (job / "memory.stat").write_text("active_file 0\ninactive_file 0\ntotal_active_file 100\ntotal_inactive_file 200\n")
-    assert available_memory(tmp_path, tmp_path) == 1400
-
-
-def test_files_that_the_kernel_keeps_in_memory_are_not_in_the_way(tmp_path: Path) -> None:
-    """A group's use counts what was read of the dataset; it is dropped when somebody needs the memory."""
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    (tmp_path / "memory.stat").write_text("anon 100\nfile 900\nshmem 100\nactive_file 300\ninactive_file 500\n")
-    assert available_memory(tmp_path, tmp_path) == 800
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, None),
+        (AVAILABLE, 4096),
+        (AVAILABLE | {"memory.current": "100", "memory.max": "max"}, 4096),
+        (AVAILABLE | {"memory.current": "100", "memory.max": "1100"}, 1000),
+        # The limit of every group around a process counts: a batch job's lies below the root of the hierarchy.
+        (CGROUP | {"jobs/job_7/step_0/memory.max": "max", "jobs/job_7/step_0/memory.current": "500",
+                   "jobs/job_7/memory.max": "2000", "jobs/job_7/memory.current": "700"}, 1300),
+        ({"self/cgroup": f"5:devices:/other\n4:memory:/{OLD}\n0::/", f"memory/{OLD}/memory.limit_in_bytes": "2000",
+          f"memory/{OLD}/memory.usage_in_bytes": "900",
+          f"memory/{OLD}/memory.stat": "active_file 0\ninactive_file 0\ntotal_active_file 100\n"
+          "total_inactive_file 200"}, 1400),
+        # A group's use counts what was read of the dataset; it is dropped when somebody needs the memory.
+        ({"memory.max": "1000", "memory.current": "1000",
+          "memory.stat": "anon 100\nfile 900\nshmem 100\nactive_file 300\ninactive_file 500"}, 800),
+    ],
+    ids=["unknown", "the kernel's", "no limit", "a limit", "of a group around", "of the first version", "files"],
+)  # fmt: skip
+def test_the_memory_that_is_left_is_that_of_the_host_and_of_every_group_around_the_process(
+    tmp_path: Path, files: Mapping[str, str], available: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert available_memory(tmp_path, tmp_path) == available

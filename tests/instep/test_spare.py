@@ -1,4 +1,4 @@
-"""A spare's manners, with a session that is played: it asks for no epoch while fresh replicas get their state."""
+"""Spares and orphans, with sessions that are played: what they ask for, how long they may take, who is put aside."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from typing import Any
 
 import pytest
 
+from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.faults import OtherPosition, RunOver
+from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.hooks import FIRST_SECONDS, ProgressReports
 from recover_megatron.instep.orphan import Orphan
-from recover_megatron.instep.spare import BUILD_SECONDS, STUCK_SECONDS, Mirror, Spare
+from recover_megatron.instep.spare import (
+    BUILD_SECONDS,
+    MOST,
+    PAUSE_SECONDS,
+    STUCK_SECONDS,
+    Mirror,
+    Spare,
+    UntakenPlaces,
+)
 from recover_megatron.membership.records import CoordinatorLost, EpochRevoked
 from tests.harness.waiting import DEADLINE
 
@@ -144,10 +156,9 @@ def test_who_keeps_the_state_of_the_last_replica_does_so_as_long_as_the_epoch_la
 ) -> None:
     """The main thread is in a mirror's work all the while: it does not count as stuck, however long that takes."""
     session = Epochs()
-    played: Any = session
     last = Decision(5, {0: (0, 1)}, (4,), at=7, mirrors={4: 0})
     without = Decision(6, {0: (0, 1)}, (4,), at=8)
-    spare = Spare(planner_of(last, without), played, 4, JoinStatus(None, position=0))
+    spare = Spare(planner_of(last, without), session, 4, JoinStatus(None, position=0))
     arriving: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=lambda: arriving.put(spare.arrive(version=6)), daemon=True).start()
     spare.start()
@@ -188,17 +199,84 @@ def wait_until(spare: Spare, done: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("allowed", [0.0, 600.0])
 def test_an_orphan_may_take_as_long_to_leave_as_its_last_mark_allows(allowed: float) -> None:
     """It compiles, or waits for storage: the run would have waited for it as long, had its replica not broken."""
-    session = Epochs()
-    played: Any = session
-    mine: Any = SimpleNamespace(lock=threading.RLock(), me=4)
-    progress: Any = SimpleNamespace(at=3, allowed=allowed)
-    nothing: Any = None
-    orphan = Orphan(
-        played, nothing, progress, mine, planner_of(Decision(5, {0: (0, 1)}, (4,), at=7)), nothing, nothing,
-        at_launch=True,
-    )  # fmt: skip
+    session, mine = Epochs(), SimpleNamespace(lock=threading.RLock(), me=4)
+    progress = SimpleNamespace(at=3, allowed=allowed)
+    planner = planner_of(Decision(5, {0: (0, 1)}, (4,), at=7))
+    orphan = Orphan(session, None, progress, mine, planner, None, None, at_launch=True)
     orphan._be_spare("its replica is broken")
     assert allowed < (session.waits.get(timeout=DEADLINE) or 0) <= STUCK_SECONDS + allowed
     session.ends.put(None)
     assert orphan._spare is not None
     assert isinstance(orphan._spare.arrive(), RunOver)
+
+
+class Told:
+    """In place of the session: the seconds that were allowed beyond the hang timeout, mark by mark."""
+
+    def __init__(self) -> None:
+        self.allowed: list[float] = []
+        self.revoked, self.epoch = False, 3
+
+    def mark(self, iteration: int, phase: str, microbatch: Any, waiting: bool, allow: float) -> None:
+        self.allowed.append(allow)
+
+    def agree(self, number: int) -> None:
+        """All agree at once."""
+
+
+HOOKS: Any = SimpleNamespace(iteration=lambda: 1, inject=lambda phase, iteration: None)
+
+
+@pytest.mark.parametrize(("mates", "allowed"), [((1, 4), FIRST_SECONDS), ((1, 2), 0.0)])
+def test_mates_of_a_newcomer_may_wait_until_its_kernels_are_compiled(mates: tuple[int, ...], allowed: float) -> None:
+    """Worker 1 has trained for long; the newcomer, worker 4 of a run of four, compiles in its first step."""
+    session: Any = Told()
+    progress = ProgressReports(session, HOOKS)
+    progress.agree(1)
+    grid = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)
+    comm_config: Any = None
+    mine = Assignment(session, 1, grid, comm_config)
+    decision: Any = SimpleNamespace(
+        epoch=3, at=7, grid={0: mates}, place=lambda me: (0, 0), peer_stores_by_slot=lambda grid: {}
+    )
+    nothing: Any = SimpleNamespace(settled=lambda: None)
+    orphan = Orphan(session, HOOKS, progress, mine, nothing, nothing, nothing, at_launch=True)
+    mine.take_up = lambda given: (mine.stand(0, 0), setattr(mine, "taken_up", given))  # type: ignore[method-assign, assignment]
+    orphan.come_back(decision)
+    progress.mark("forward")
+    progress.agree(7)
+    progress.mark("forward")
+    assert session.allowed[-3:] == [allowed, allowed, 0.0]
+
+
+BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
+ALL_NEW = Decision(5, {1: (2, 3)}, (), fresh=(1,))
+
+
+def pauses(*errors: Exception, decision: Decision = BESIDE) -> list[float]:
+    """Before each further offer; -1: there is none."""
+    untaken = UntakenPlaces()
+    found = []
+    for error in errors:
+        untaken.failed(error, decision)
+        found.append(-1.0 if untaken.aside else untaken.pause)
+    return found
+
+
+def test_the_same_failure_three_times_in_a_row_is_enough_whatever_its_numbers() -> None:
+    lost = [PeerLost(f"{number} of gloo's connections are gone already") for number in (1, 8, 3)]
+    assert pauses(*lost) == [0.0, PAUSE_SECONDS, -1.0]
+    assert pauses(lost[0], lost[1], TimeoutError("nobody came"), lost[2]) == [0.0, PAUSE_SECONDS, 0.0, 0.0]
+
+
+def test_what_ends_by_another_or_where_the_run_is_at_stake_counts_for_nothing() -> None:
+    lost = PeerLost("it is gone")
+    assert pauses(*[EpochRevoked(5)] * 4) == [0.0] * 4
+    assert pauses(*[lost] * 4, decision=ALL_NEW) == [0.0] * 4
+    assert pauses(lost, EpochRevoked(5), lost, EpochRevoked(5), lost)[-1] == -1.0
+    untaken = UntakenPlaces()
+    for _ in range(MOST - 1):
+        untaken.failed(lost, BESIDE)
+    untaken.taken()
+    untaken.failed(lost, BESIDE)
+    assert not untaken.aside

@@ -1,4 +1,4 @@
-"""States that change hands: all arrives, where it belongs, whoever of its holders dies; nothing false is taken."""
+"""A worker's state as text and tensors, its digest, its way: all arrives whoever of its holders dies, nothing false."""
 
 from __future__ import annotations
 
@@ -13,19 +13,154 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from recover_megatron.collectives import state_transport as digest_module
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
-from recover_megatron.collectives.state_transport import SocketTransport, cut
+from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, cut, digest
 from recover_megatron.instep import state_holder, state_receiver
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import KIND, Offer, Offers, flatten, new_memory
+from recover_megatron.instep.state_holder import KIND, Offer, Offers, flatten, new_memory, unflatten
 from recover_megatron.instep.state_receiver import Receiver, Source
 from recover_megatron.network.connection import Challenge, Unreachable
 from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, Streams, open_stream
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 from tests.instep.states import KEY, state_of
-from tests.instep.test_transfer import same
+
+DTYPES = [
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
+]  # fmt: skip
+
+
+def tensor_of(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
+    """Any bits, where any are allowed."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    size = dtype.itemsize * int(torch.tensor(shape).prod()) if shape else dtype.itemsize
+    bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+
+
+tensors = st.builds(
+    tensor_of, st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 1 << 30)
+)
+plain = st.one_of(
+    st.none(), st.booleans(), st.integers(-(1 << 70), 1 << 70), st.floats(allow_nan=False), st.text(max_size=5)
+)
+trees = st.recursive(
+    st.one_of(tensors, plain),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Equal in kind, and tensors bit for bit."""
+    if isinstance(ours, torch.Tensor):
+        alike = isinstance(theirs, torch.Tensor) and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        return alike and bytes_of(ours).equal(bytes_of(theirs))
+    if isinstance(ours, dict):
+        return list(ours) == list(theirs) and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return type(ours) is type(theirs) and ours == theirs
+
+
+def carried(tree: Any) -> Any:
+    """What arrives if the bytes arrive."""
+    text, sent = flatten(tree)
+    result, made = unflatten(text, new_memory)
+    for mine, its in zip(made, sent, strict=True):
+        mine.copy_(its)
+    return result
+
+
+# ---- text and tensors
+
+
+@given(trees)
+@settings(max_examples=100, deadline=None)
+def test_a_tree_comes_back_as_it_was(tree: Any) -> None:
+    assert same(carried(tree), tree)
+
+
+def test_tuples_become_lists_and_views_become_whole() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    result = carried({"views": (base.t(), base[1:, ::2]), 3: torch.tensor(7)})
+    assert same(result, {"views": [base.t().contiguous(), base[1:, ::2].contiguous()], 3: torch.tensor(7)})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{1.5: 0}, {"a": object()}, {(1, 2): 0}, [{"x": {1, 2}}], b"bytes"],
+    ids=["number as key", "object", "tuple as key", "set", "bytes"],
+)
+def test_what_cannot_be_told_in_text_is_refused(bad: Any) -> None:
+    with pytest.raises(TypeError):
+        flatten(bad)
+
+
+def test_tensors_out_of_order_are_refused() -> None:
+    text, _ = flatten([torch.zeros(1), torch.zeros(1)])
+    with pytest.raises(Disagreement):
+        unflatten(text.replace('"tensor": 0', '"tensor": 7'), new_memory)
+
+
+# ---- the digest
+
+
+@given(tensors.filter(lambda tensor: tensor.numel() > 0 and tensor.dtype is not torch.bool), st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_flipped_bit_changes_the_digest(tensor: torch.Tensor, data: st.DataObject) -> None:
+    changed = tensor.clone()
+    view = bytes_of(changed)
+    view[data.draw(st.integers(0, view.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    around = [torch.ones(3), tensor, torch.zeros(2)]
+    assert digest(around) != digest([around[0], changed, around[2]])
+
+
+@pytest.mark.parametrize("word", [0, 1, (1 << 15) - 1, 1 << 15, (3 << 15) + 5, (1 << 23) + 7])
+def test_every_bit_of_a_word_counts_wherever_it_is(word: int) -> None:
+    tensor = torch.zeros((1 << 23) + 8, dtype=torch.int64)  # more than is looked at in one call
+    before = digest([tensor])
+    found = set()
+    for bit in (0, 31, 32, 62, 63):
+        tensor[word] = 1 << bit if bit < 63 else -(1 << 63)
+        found.add(digest([tensor]))
+    assert len(found) == 5
+    assert before not in found
+
+
+def test_the_order_and_the_lengths_change_the_digest() -> None:
+    a, b = torch.arange(5.0), torch.arange(1.0, 6.0)
+    assert digest([a, b]) != digest([b, a])
+    assert digest([torch.cat([a, b])]) != digest([a, b])
+    assert digest([torch.zeros(4)]) != digest([torch.zeros(5)])
+    assert digest([torch.zeros(4), torch.empty(0)]) != digest([torch.zeros(4)])
+    swapped = torch.arange(1 << 17)
+    swapped[[3, (1 << 16) + 3]] = swapped[[(1 << 16) + 3, 3]]  # the same column of two rows
+    assert digest([swapped]) != digest([torch.arange(1 << 17)])
+
+
+def test_the_digest_does_not_depend_on_where_a_tensor_lies() -> None:
+    base = torch.arange(100, dtype=torch.int16).to(torch.bfloat16)
+    for start in range(1, 9):
+        part = base[start : start + 50]  # words of 64 bits do not begin here
+        assert digest([part]) == digest([part.clone()])
+    matrix = torch.arange(12.0).view(3, 4)
+    assert digest([matrix.t()]) == digest([matrix.t().contiguous()])
+
+
+def test_other_devices_sum_rows_to_the_same() -> None:
+    rows = torch.randint(-(1 << 63), (1 << 63) - 1, (5, 64))
+    factors = torch.arange(1, 129, 2) * 0x9E3779B1
+    assert digest_module._row_sums(rows, factors) == (rows * factors).sum(1).tolist()
+
 
 SECRET = b"what the workers of the test share"
 
@@ -38,12 +173,17 @@ STATE = {
 
 
 class Holder:
-    """A worker in this process that offers a state."""
+    """A worker in this process that offers a state; ``shared``: of its tensors; more than there are: all."""
 
-    def __init__(self, worker: int = 0) -> None:
+    def __init__(self, tree: Any = None, worker: int = 0, shared: int = 1 << 30) -> None:
         self.worker = worker
         self.peer_store = PeerStoreServer("127.0.0.1", SECRET)
         self.offers = Offers(self.peer_store.streams)
+        if tree is not None:
+            self.given = self.offer(tree, shared)
+
+    def offer(self, tree: Any, shared: int = 1 << 30) -> Offer:
+        return self.offers.put(KEY, Offer(tree, min(shared, len(flatten(tree)[1]))))
 
     def source(self, patience: Callable[[], None] = lambda: None) -> Source:
         return source(self.worker, self.peer_store.address, patience)
@@ -58,10 +198,6 @@ def fetch(sources: Sequence[Source], shared: int = 1 << 30, place: Any = new_mem
     """``shared``: of the tree's tensors; more than there are: all."""
     named = {"stay": lambda: None, "awaited": lambda: None} | named
     return Receiver(sources, place, **named).fetch(lambda tree: min(shared, len(flatten(tree)[1])))
-
-
-def offer(tree: Any, shared: int = 1 << 30) -> Offer:
-    return Offer(tree, min(shared, len(flatten(tree)[1])))
 
 
 @pytest.fixture
@@ -89,18 +225,16 @@ def test_chunks_hold_every_byte_once_and_in_order(sizes: list[int]) -> None:
 @pytest.mark.parametrize("tree", [STATE, {}, [torch.empty(0, 3)], {"only": 1}], ids=["state", "empty", "none", "plain"])
 @pytest.mark.parametrize("shared", [0, 2, 1 << 30], ids=["own", "some", "all"])
 def test_a_state_arrives_as_it_is_held(tree: Any, shared: int) -> None:
-    holder = Holder()
-    given = holder.offers.put(KEY, offer(tree, shared))
+    holder = Holder(tree, shared=shared)
     found, size = fetch([holder.source()], shared)
     assert same(found, tree)
     assert size == sum(tensor.nbytes for tensor in flatten(tree)[1])
-    given.wait(lambda: None)  # the holder has been told
+    holder.given.wait(lambda: None)  # the holder has been told
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_it_is_received_into_the_memory_that_is_named() -> None:
-    holder, mine = Holder(), state_of(1, 3)
-    holder.offers.put(KEY, offer(state_of(2, 3)))
+    holder, mine = Holder(state_of(2, 3)), state_of(1, 3)
     before = [tensor.data_ptr() for tensor in mine["column"]]
     found, _ = fetch([holder.source()], place=lambda path, shape, dtype: mine["column"][int(path[1])])
     assert [tensor.data_ptr() for tensor in found["column"]] == before
@@ -109,11 +243,10 @@ def test_it_is_received_into_the_memory_that_is_named() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_all_holders_share_the_work() -> None:
-    holders = [Holder(worker) for worker in range(3)]
-    offers = [holder.offers.put(KEY, offer(state_of(1, 8))) for holder in holders]
-    asked: list[set[int]] = [set() for _ in offers]
+    holders = [Holder(state_of(1, 8), worker) for worker in range(3)]
+    asked: list[set[int]] = [set() for _ in holders]
     everybody = threading.Barrier(3)
-    for place, its in enumerate(offers):
+    for place, its in enumerate(holder.given for holder in holders):
 
         def parts(number: int, place: int = place, original: Any = its.parts) -> list[torch.Tensor]:
             if not asked[place]:
@@ -133,7 +266,7 @@ def test_a_state_that_is_offered_late_is_waited_for() -> None:
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(fetch, [holder.source()], awaited=waits.set)
         assert waits.wait(DEADLINE)
-        holder.offers.put(KEY, offer(STATE))
+        holder.offer(STATE)
         assert same(fetching.result(DEADLINE)[0], STATE)
 
 
@@ -166,8 +299,7 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced(
     """It is killed when the receiver has a chunk of it and has asked for more; the rest comes from the other one."""
     count = 512  # eight chunks
     victim, address = processes(count)
-    mate = Holder(1)
-    mate.offers.put(KEY, offer(state_of(1, count)))
+    mate = Holder(state_of(1, count), 1)
     killed = threading.Event()
     original = state_receiver._Link.chunk
 
@@ -194,23 +326,21 @@ def test_the_first_holders_death_before_it_has_told_anything_is_survived() -> No
 
             return Source(self.worker, connect)
 
-    mate = Holder(1)
-    mate.offers.put(KEY, offer(STATE))
+    mate = Holder(STATE, 1)
     assert same(fetch([Gone().source(), mate.source()])[0], STATE)
 
 
 def test_when_no_holder_is_left_the_receiver_is_told() -> None:
-    holder = Holder()
-    given = holder.offers.put(KEY, offer(STATE))
+    holder = Holder(STATE)
 
     def dies(number: int) -> list[torch.Tensor]:
         raise IndexError(number)
 
-    given.parts = dies  # type: ignore[method-assign]
+    holder.given.parts = dies  # type: ignore[method-assign]
     with pytest.raises(PeerLost):
         fetch([holder.source()])
     with pytest.raises(PeerLost):
-        given.wait(lambda: None)
+        holder.given.wait(lambda: None)
 
 
 # ---- what is not to be believed
@@ -234,8 +364,7 @@ def altering(monkeypatch: pytest.MonkeyPatch, sender: Holder) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_corrupted_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = Holder()
-    holder.offers.put(KEY, offer(STATE))
+    holder = Holder(STATE)
     altering(monkeypatch, holder)
     with pytest.raises(Disagreement):
         fetch([holder.source()])
@@ -243,22 +372,20 @@ def test_a_corrupted_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_what_one_holder_corrupts_comes_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    holders = [Holder(worker) for worker in range(2)]
-    for holder in holders:
-        holder.offers.put(KEY, offer(state_of(1, 8)))
+    holders = [Holder(state_of(1, 8), worker) for worker in range(2)]
     altering(monkeypatch, holders[0])
     assert same(fetch([holder.source() for holder in holders])[0], state_of(1, 8))
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_what_is_read_while_the_state_changes_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    holder, state = Holder(), [torch.zeros(2000), torch.zeros(2000)]
-    given = holder.offers.put(KEY, offer(state))
+    state = [torch.zeros(2000), torch.zeros(2000)]
+    holder = Holder(state)
     original, sent = SocketTransport.send, []
 
     def send(self: SocketTransport, parts: Sequence[torch.Tensor]) -> int:
         if len(sent) == 5:
-            given.withdraw()
+            holder.given.withdraw()
             state[0] += 1
         sent.append(parts)
         return original(self, parts)
@@ -272,13 +399,12 @@ def test_what_is_read_while_the_state_changes_is_not_believed(monkeypatch: pytes
 def test_what_changes_between_its_check_sum_and_the_wire_was_withdrawn_not_corrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    holder = Holder()
-    given = holder.offers.put(KEY, offer(STATE))
+    holder = Holder(STATE)
     original = SocketTransport.send
 
     def send(self: SocketTransport, parts: Sequence[torch.Tensor]) -> int:
         right = original(self, parts)
-        given.withdraw()
+        holder.given.withdraw()
         return right ^ 1
 
     monkeypatch.setattr(SocketTransport, "send", send)
@@ -287,18 +413,15 @@ def test_what_changes_between_its_check_sum_and_the_wire_was_withdrawn_not_corru
 
 
 def test_who_does_not_know_the_secret_is_given_nothing_and_believed_nothing() -> None:
-    holder = Holder()
-    holder.offers.put(KEY, offer(STATE))
+    holder = Holder(STATE)
     stranger = source(0, holder.peer_store.address, secret=b"another one")
     with pytest.raises(PeerLost):
         fetch([stranger])
 
 
 def test_a_holder_of_another_shape_is_not_asked() -> None:
-    holders = [Holder(worker) for worker in range(2)]
-    holders[0].offers.put(KEY, offer(state_of(1, 200)))
-    other = holders[1].offers.put(KEY, offer(state_of(1, 199)))
-    other.parts = lambda number: pytest.fail("it was asked")  # type: ignore[method-assign]
+    holders = [Holder(state_of(1, 200)), Holder(state_of(1, 199), 1)]
+    holders[1].given.parts = lambda number: pytest.fail("it was asked")  # type: ignore[method-assign]
     assert same(fetch([holder.source() for holder in holders])[0], state_of(1, 200))
 
 
@@ -323,9 +446,8 @@ def test_who_waits_for_an_offer_is_woken_by_the_end_of_the_epoch() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more() -> None:
-    holder, middle, go_on = Holder(), threading.Event(), threading.Event()
-    given, into = holder.offers.put(KEY, offer(state_of(1, 4))), state_of(2, 4)
-    original = given.parts
+    holder, middle, go_on = Holder(state_of(1, 4)), threading.Event(), threading.Event()
+    into, original = state_of(2, 4), holder.given.parts
 
     def parts(number: int) -> list[torch.Tensor]:
         if number == 9:
@@ -337,13 +459,13 @@ def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more
         if middle.is_set():
             raise EpochRevoked(5, "the test ends it")
 
-    given.parts = parts  # type: ignore[method-assign]
+    holder.given.parts = parts  # type: ignore[method-assign]
     with pytest.raises(EpochRevoked):
         fetch([holder.source()], place=lambda path, shape, dtype: into["column"][int(path[1])], stay=stay)
     after = [tensor.clone() for tensor in into["column"]]
     go_on.set()
     with pytest.raises(PeerLost):
-        given.wait(lambda: None)  # the holder has noticed, and has sent what it had to send
+        holder.given.wait(lambda: None)  # the holder has noticed, and has sent what it had to send
     assert same(into["column"], after)
 
 

@@ -1,4 +1,4 @@
-"""The step's state machine alone: what follows what. All that it calls is a record of having been called."""
+"""The step's state machine alone, whose calls are records of having been called; and the audit in the sum's tail."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.step import Outcome, Step
 
 NUMBER, TOTAL = 7, 4
@@ -33,23 +36,20 @@ class Parts:
         self.extras_of_all, self.seconds = torch.zeros(1), dict[int, float]()
         self.over = NUMBER - 1
 
+    def quiet(self, *args: object, **named: object) -> None:
+        """What is of no interest here."""
+
+    pending = mark = inject = check = settle = stream = hold = fill = quiet
+
     # progress, assignment, orphan
     def begin(self) -> int:
         return NUMBER
-
-    def pending(self, number: int) -> None: ...
 
     def share(self, total: int) -> list[list[int]]:
         return [list(range(total // 2))]
 
     def committed(self, number: int) -> bool:
         return self.over >= number
-
-    def mark(self, phase: str, *, waiting: bool = False) -> None: ...
-
-    def inject(self, phase: str) -> None: ...
-
-    def check(self) -> None: ...
 
     def agree(self, number: int) -> None:
         self.calls.append(f"agree {number}")
@@ -66,16 +66,10 @@ class Parts:
     def compute(self, ids: list[int], *, again: bool) -> None:
         self.calls.append(f"compute {ids}" + " again" * again)
 
-    def settle(self) -> None: ...
-
     def extras(self) -> torch.Tensor:
         return torch.zeros(1)
 
     # gradients and the tail
-    def stream(self, groups: object, live: object) -> None: ...
-
-    def hold(self) -> None: ...
-
     def pull(self, groups: object, live: object, tail: object) -> None:
         self.calls.append("pull")
 
@@ -87,8 +81,6 @@ class Parts:
         self.calls.append("sum")
         if self._sums in self._revoked:
             raise EpochRevoked("worker 1 died")
-
-    def fill(self, replica: int, ran: list[int], extras: object, share: float, pace: float) -> None: ...
 
     def verify(self) -> dict[int, list[int]]:
         return {0: [0, 1], 1: [2, 3]}
@@ -138,3 +130,47 @@ def test_a_second_death_in_the_recovery_is_met_as_the_first_was() -> None:
     assert parts.calls[:6] == ["compute [0, 1]", "sum", *met]
     assert parts.calls[6] == "meet holding [0, 1, 2, 3]"
     assert parts.calls[-2:] == ["sum", "agree 7"]
+
+
+# ---- the tail
+
+
+def summed(fills: list[tuple[int, list[int]]], total: int, share: float = 1.0) -> Tail:
+    """The tail after the sum over workers that filled it so: (replica, ids)."""
+    tails = [Tail((0,), total, 8, torch.device("cpu")) for _ in fills]
+    for tail, (replica, ids) in zip(tails, fills, strict=True):
+        tail.fill(replica, ids, torch.tensor([1.0, 2.0], dtype=torch.float64), share)
+    result = Tail((0,), total, 8, torch.device("cpu"))
+    result.bucket.flat.copy_(torch.stack([tail.bucket.flat for tail in tails]).sum(dim=0))
+    return result
+
+
+def test_the_tail_tells_who_counted_what_from_the_sum() -> None:
+    tail = summed([(0, [0, 2]), (3, [1, 3])], 4)
+    assert tail.verify() == {0: [0, 2], 3: [1, 3]}
+    assert tail.extras[:3].tolist() == [2.0, 4.0, 0.0]
+
+
+def test_several_workers_of_a_replica_in_one_column_count_together_as_one() -> None:
+    tail = summed([(1, [0, 1, 2])] * 3 + [(6, [3])] * 3, 4, share=1 / 3)
+    assert tail.verify() == {1: [0, 1, 2], 6: [3]}
+
+
+@pytest.mark.parametrize("second", [[1], [1, 2, 3], []], ids=["one is missing", "one is there twice", "a share"])
+def test_a_sum_in_which_an_id_is_not_counted_once_is_refused(second: list[int]) -> None:
+    with pytest.raises(Disagreement, match="counted other than once"):
+        summed([(0, [0, 2]), (1, second)], 4).verify()
+
+
+def test_filling_again_leaves_what_is_finished_alone() -> None:
+    tail = Tail((0,), 4, 1, torch.device("cpu"))
+    tail.fill(0, [0, 1], torch.zeros(1, dtype=torch.float64), 1.0)
+    tail.bucket.flat[:4] = 1.0
+    tail.bucket.ledger.mark(range(0, 4), 1)
+    tail.fill(0, [3], torch.ones(1, dtype=torch.float64), 1.0, seconds=0.5)
+    assert tail.bucket.flat[:10].tolist() == [1, 1, 1, 1, 0, 0, 0, 1, 0.5, 1]
+
+
+def test_more_numbers_than_the_tail_has_room_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="room for"):
+        Tail((0,), 4, 1, torch.device("cpu")).fill(0, [], torch.zeros(EXTRAS + 1, dtype=torch.float64), 1.0)

@@ -1,6 +1,6 @@
 """Trains as a script of Megatron-Bridge does, on the double of it: bridge_script.py [--spread] [--save DIR] flags...
 
-With ``--patient`` no iteration from the fifth on begins before there are two replicas (``tests/instep/holding.py``).
+With ``--patient`` no iteration from the fifth on begins before there are two replicas (``tests/instep/pacing.py``).
 """
 
 import argparse
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles" / "bridge"))
 from megatron.bridge.training.config import tiny
 
 from recover_megatron.megatron_hooks.loops import bridge
-from tests.instep.holding import hold
+from tests.instep.pacing import hold
 
 
 def loss_of(losses):

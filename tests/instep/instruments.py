@@ -1,0 +1,202 @@
+"""Alterations of a script (``altered``) for what is measured or tried: in what numbers it computes, what it tells, what
+its users have made of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.instep.faulty import kill_me
+
+
+def other_flag(worker: str, flag: str, value: str) -> None:
+    """Have a worker be started with another value of a flag than the others."""
+    if os.environ["RANK"] == worker:
+        sys.argv[sys.argv.index(flag) + 1] = value
+
+
+def double() -> None:
+    """Have parameters and gradients in float64, for which Megatron has no flag."""
+    from megatron.core.optimizer import optimizer
+    from megatron.training import arguments
+
+    original = arguments.validate_args
+
+    def validate_args(args: Any, *more: Any, **named: Any) -> Any:
+        args = original(args, *more, **named)
+        args.params_dtype = torch.float64
+        return args
+
+    arguments.validate_args = validate_args
+    # It knows float32 alone; no norm is above 1.
+    optimizer.clip_grad_by_total_norm_fp32 = lambda *unused, **named: None
+    torch.set_default_dtype(torch.float64)  # the layer norms'
+
+
+def unwarmed() -> None:
+    """Leave out what Megatron draws at its start to warm up fused functions.
+
+    It is as much as a context-parallel rank's part of the context, and what is drawn for the model's first parameters
+    comes after it in the same stream: models that are to be compared would begin differently.
+    """
+    from megatron.training import initialize
+
+    assert callable(initialize._warmup_jit_function)
+    initialize._warmup_jit_function = lambda **sizes: None
+
+
+def maxima() -> None:
+    """Print, after each update, the largest attention logits by which Megatron is to clip."""
+    from megatron.core import parallel_state
+    from megatron.training import get_args, training
+
+    clip_qk = training.clip_qk
+
+    def printing(model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = [
+            module.current_max_attn_logits.tolist()
+            for chunk in model
+            for module in chunk.modules()
+            if getattr(module, "current_max_attn_logits", None) is not None
+        ]
+        place = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        print(f"maxima: {json.dumps([get_args().curr_iteration + 1, place, found])}", flush=True)
+        return clip_qk(model, *args, **kwargs)
+
+    training.clip_qk = printing
+
+
+def with_wandb() -> None:
+    """Have a stand-in for W&B, which writes what it is told to a file of its own."""
+
+    def init(**settings: Any) -> None:
+        path = Path(settings["dir"]) / f"{os.getpid()}.jsonl"
+
+        def log(values: dict[str, Any], step: int) -> None:
+            row = {name: float(value) for name, value in values.items()}
+            with path.open("a") as file:
+                file.write(json.dumps([step, row]) + "\n")
+
+        wandb.log = log  # type: ignore[attr-defined]
+
+    wandb = ModuleType("wandb")
+    wandb.init = init  # type: ignore[attr-defined]
+    wandb.finish = lambda *unused: None  # type: ignore[attr-defined]
+    wandb.config = {}  # type: ignore[attr-defined]
+    sys.modules["wandb"] = wandb
+
+
+def over_nccl(settings: str) -> None:
+    """Have gradients travel over NCCL's double, on the CPU.
+
+    ``settings``: a JSON object, what ``tests.doubles.nccl.library`` takes, and which collective ("native" or "ring").
+    A worker's log tells which calls of NCCL's made and ended its communicators.
+    """
+    from recover_megatron.collectives.nccl import library as libraries
+    from recover_megatron.instep.epoch_groups import CommunicationConfig
+    from recover_megatron.megatron_hooks.entry import fault_tolerance
+    from tests.doubles.nccl import library as nccl_double
+
+    its = json.loads(settings)
+    collective = its.pop("collective")
+    its_double = nccl_double(**its)
+
+    class Told(list[str]):
+        def append(self, call: str) -> None:
+            print("NCCL's double:", call, flush=True)
+            super().append(call)
+
+    def config(**settings: Any) -> CommunicationConfig:
+        return CommunicationConfig(**settings | {"transport_kind": "nccl", "collective": collective})
+
+    libraries.load = lambda: its_double  # type: ignore[assignment]
+    fault_tolerance.CommunicationConfig = config  # type: ignore[assignment,misc]
+    its_double.core.calls = Told()
+
+
+def reaching(where: str) -> None:
+    """Have users reach over replicas.
+
+    loss        the loss function averages what it logs over the data-parallel group, in the step
+    optimizer   from the third iteration on the last stage takes a maximum over replicas before the optimizer's step
+    log         the last stage sums two things after each step, in place, and the stages meet in between; it prints
+                them, and worker 3 kills itself before the second sum of the third iteration
+    """
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import optimizer
+    from megatron.training import get_args, training
+
+    from recover_megatron.megatron_hooks.entry import gpt_script
+
+    loss_func, step = gpt_script.loss_func, optimizer.FP32Optimizer.step_with_ready_grads
+    training_log = training.training_log
+
+    def averaging(*args: Any, **kwargs: Any) -> Any:
+        loss, tokens, logged = loss_func(*args, **kwargs)
+        dist.all_reduce(loss.detach().clone(), group=parallel_state.get_data_parallel_group())
+        return loss, tokens, logged
+
+    def stepping(self: Any) -> Any:
+        if get_args().curr_iteration >= 2 and parallel_state.is_pipeline_last_stage():
+            dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return step(self)
+
+    def logging(*args: Any, **kwargs: Any) -> Any:
+        result = training_log(*args, **kwargs)
+        for name in ("first", "second"):
+            value = torch.ones(1)
+            if (os.environ["RANK"], name, get_args().curr_iteration) == ("3", "second", 2):
+                kill_me()
+            if parallel_state.is_pipeline_last_stage():
+                dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(value, group=parallel_state.get_pipeline_model_parallel_group())
+            print(f"summed {name} in {get_args().curr_iteration + 1}: {value.item():g}", flush=True)
+        return result
+
+    if where == "loss":
+        gpt_script.loss_func = averaging
+    if where == "optimizer":
+        optimizer.FP32Optimizer.step_with_ready_grads = stepping
+    if where == "log":
+        logging.__wrapped__ = training_log  # type: ignore[attr-defined]
+        training.training_log = logging
+
+
+def loaded_state(out: str) -> None:
+    """Load a checkpoint, and tell what stock Megatron's distributed optimizer then holds; no step.
+
+    Rank 0 writes ``out``, {"step": the iteration, "state": {"parameter name tensor": values}}.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.training import get_args, training
+
+    def train(forward_step_func: Any, model: Any, optimizer: Any, *unused: Any, **named: Any) -> Any:
+        whole = model[0].sharded_state_dict()
+        names = {id(value.data): value.key for value in whole.values() if isinstance(value, ShardedTensor)}
+        state: dict[str, list[float]] = {}
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            everything = one.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+            for number, buffer in enumerate(one.buffers):
+                (tensors,) = everything[number].values()
+                starts, offset = {}, 0
+                for bucket in buffer.buckets:
+                    starts[bucket.bucket_id], offset = offset - bucket.offset, offset + bucket.numel_unpadded
+                for parameter, (start, stop, bucket) in buffer.param_index_map.items():
+                    at = starts[bucket]
+                    for key in ("param", "exp_avg", "exp_avg_sq"):
+                        name = f"{names[id(parameter)]} {key}"
+                        state[name] = tensors[key][at + start : at + stop].tolist()
+        if dist.get_rank() == 0:
+            Path(out).write_text(json.dumps({"step": get_args().iteration, "state": state}))
+        dist.barrier()
+        sys.exit(0)
+
+    training.train = train
