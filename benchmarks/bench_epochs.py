@@ -59,8 +59,7 @@ class Member:
         from recover_megatron.collectives.epoch import CancelToken
         from recover_megatron.collectives.gloo.groups import GlooGroups
         from recover_megatron.collectives.peers import PeerStoreClient
-        from recover_megatron.collectives.tree.connections import Tree
-        from recover_megatron.collectives.tree.operations import TreeBackend
+        from recover_megatron.collectives.tree import Tree, TreeBackend
         from recover_megatron.instep.epoch_groups import PeerStores
 
         token, size = CancelToken(epoch), len(self.addresses)

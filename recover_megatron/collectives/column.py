@@ -42,7 +42,7 @@ from recover_megatron.collectives.epoch import EpochRevoked, Known, PeerLost, Se
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group, open_ring_listener
 from recover_megatron.collectives.ledger import Bucket
-from recover_megatron.collectives.ring.group import Tuning
+from recover_megatron.collectives.ring.executor import Tuning
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.auth import find_secret

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,9 +22,35 @@ import torch
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, Epoch, LedgerError, PeerLost
 from recover_megatron.collectives.ledger import Bucket, Held, Ledger, Span, from_digest, merge
-from recover_megatron.collectives.memo import Memo
 from recover_megatron.collectives.ring.progress import Handle
 from recover_megatron.collectives.ring.schedule import Chunks, even_chunks, frozen, within
+
+
+class Memo[V]:
+    """By key; all are forgotten when they weigh more than ``most``.  For any thread: at worst one is made twice."""
+
+    def __init__(self, most: int, weight: Callable[[V], int]) -> None:
+        """``weight``: of a value, in the unit of ``most``."""
+        self._most = most
+        self._weight = weight
+        self._known = dict[Hashable, V]()
+        self._total = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: Hashable, make: Callable[[], V]) -> V:
+        """What ``make`` gave for ``key``; it must depend on nothing else."""
+        known = self._known.get(key)
+        if known is None:
+            known = make()
+            self._total += self._weight(known)
+            if self._total > self._most:
+                self._known.clear()
+                self._total = self._weight(known)
+            self._known[key] = known
+        return known
+
 
 Shards = Sequence[Sequence[Span]]
 """By rank the spans that it owns, ascending."""

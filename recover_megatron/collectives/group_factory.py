@@ -10,14 +10,12 @@ import torch
 
 from recover_megatron.collectives.epoch import CancelToken, Epoch, EpochRevoked, KeyValue, PeerLost
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.native.group import NativeGroup
+from recover_megatron.collectives.native import NativeGroup
+from recover_megatron.collectives.nccl.groups import NcclOpener
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.nccl.ring import NcclOpener
-from recover_megatron.collectives.ring.executor import Hook
-from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.executor import Hook, RingGroup, Tuning
 from recover_megatron.collectives.transport.handshake import RingListener
-from recover_megatron.collectives.transport.host_staged import StagedTransport
-from recover_megatron.collectives.transport.interface import Transport
+from recover_megatron.collectives.transport.interface import StagedTransport, Transport
 from recover_megatron.collectives.transport.tcp import TcpTransport
 
 TransportKind = Literal["tcp", "tcp-inline", "nccl"]

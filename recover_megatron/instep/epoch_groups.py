@@ -31,8 +31,7 @@ from recover_megatron.collectives.group_factory import TransportKind, open_group
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.ring.executor import Hook
-from recover_megatron.collectives.tree.connections import Tree
-from recover_megatron.collectives.tree.operations import TreeBackend
+from recover_megatron.collectives.tree import Tree, TreeBackend
 from recover_megatron.instep.state_holder import KIND, Offer, Offers, new_memory
 from recover_megatron.instep.state_receiver import Place, Receiver, Shared, Source
 from recover_megatron.network.connection import Challenge

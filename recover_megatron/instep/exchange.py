@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.peers import PeerStoreClient
-from recover_megatron.collectives.tree.operations import TreeBackend
+from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.instep.announcements import HERE, OVER, Announcements, key, left_key
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.edges import Edges

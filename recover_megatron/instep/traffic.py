@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
-from recover_megatron.collectives.tree.operations import TreeBackend
+from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.instep.epoch_groups import Failure
 from recover_megatron.instep.faults import Disagreement, UnknownOperation
 from recover_megatron.instep.recovery import Recovery

@@ -41,7 +41,7 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.ring.progress import Handle
 from tests.collectives.transports import HangingTransport
 from tests.doubles.nccl import library as nccl_double

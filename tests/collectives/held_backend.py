@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.native.backend import Message, NativeBackend, Operation
-from recover_megatron.collectives.native.group import NativeGroup
+from recover_megatron.collectives.native import Message, NativeBackend, NativeGroup, Operation
 from tests.collectives.together import DEADLINE, PlainEpoch
 
 

@@ -19,7 +19,7 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import cancel_token_of, open_group
 from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span
 from recover_megatron.collectives.nccl import library
-from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.ring.schedule import even_chunks
 from recover_megatron.collectives.transport.tcp import TcpTransport
 from tests.collectives.expected import in_order_of_the_ring

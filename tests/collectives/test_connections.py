@@ -23,8 +23,7 @@ from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.peers import unreached
 from recover_megatron.collectives.transport import handshake
-from recover_megatron.collectives.transport.handshake import MAC, NONCE, Handshake
-from recover_megatron.collectives.transport.message import SharedMemory, machine
+from recover_megatron.collectives.transport.handshake import MAC, NONCE, Handshake, SharedMemory, machine
 from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch, together
 from tests.harness.waiting import eventually
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recover_megatron.collectives.memo import Memo
+from recover_megatron.collectives.group import Memo
 
 
 def test_a_result_is_made_once_and_all_are_forgotten_when_they_weigh_too_much() -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span
-from recover_megatron.collectives.native.backend import ALIGNED_BYTES, rounds
-from recover_megatron.collectives.native.group import NativeGroup
+from recover_megatron.collectives.native import ALIGNED_BYTES, NativeGroup, rounds
 from recover_megatron.collectives.nccl import library
 from recover_megatron.collectives.ring.schedule import within
 from tests.collectives.held_backend import Members, World

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.collectives.ring.group import Tuning
+from recover_megatron.collectives.ring.executor import Tuning
 from recover_megatron.collectives.ring.schedule import (
     Action,
     Program,

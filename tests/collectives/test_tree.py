@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, EpochRevoked, PeerLost
-from recover_megatron.collectives.tree.connections import FAN, Tree, parents
-from recover_megatron.collectives.tree.operations import TreeBackend
+from recover_megatron.collectives.tree import FAN, Tree, TreeBackend, parents
 from recover_megatron.instep.epoch_groups import PeerStores
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.harness.waiting import DEADLINE

@@ -13,7 +13,7 @@ import torch
 from recover_megatron.collectives import group_factory
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.transport.host_staged import StagedTransport
+from recover_megatron.collectives.transport.interface import StagedTransport
 from recover_megatron.collectives.transport.tcp import TcpTransport
 from tests.harness.patience import patient
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from recover_megatron.collectives.ring.group import RingGroup
+from recover_megatron.collectives.ring.executor import RingGroup
 from recover_megatron.membership.session import Session
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.arguments import config_from_argv
-from recover_megatron.collectives.tree.operations import TreeBackend
+from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.instep import exchange
 from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
