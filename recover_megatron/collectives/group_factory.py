@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -39,16 +37,6 @@ def cancel_token_of(epoch: Epoch) -> CancelToken:
     cancel_token = CancelToken(epoch.number)
     epoch.on_revoke(cancel_token.cancel)
     return cancel_token
-
-
-@contextmanager
-def lost_revokes(cancel_token: CancelToken) -> Iterator[None]:
-    """A member that is lost while a group is opened ends the epoch here: raises ``EpochRevoked``."""
-    try:
-        yield
-    except PeerLost as lost:
-        cancel_token.cancel(lost)
-        raise EpochRevoked(cancel_token.epoch, str(lost)) from lost
 
 
 def open_group(
@@ -88,7 +76,7 @@ def open_group(
     ring = f"ring/{name}/{epoch.number}"
     tuning = tuning or (Tuning.over_nccl() if transport_kind == "nccl" else Tuning())
     transport: Transport
-    with lost_revokes(cancel_token):
+    try:
         if transport_kind == "nccl":
             keeper = communicators if communicators is not None else Keeper(keeps=False)
             nccl = NcclOpener(rank, size, store, cancel_token, keeper, ring, device, timeout)
@@ -97,17 +85,12 @@ def open_group(
             transport = nccl.ring()
         else:
             transport = TcpTransport(
-                rank,
-                epoch.members,
-                store,
-                cancel_token,
-                secret=secret,
-                ring=ring,
-                slots=_slots(tuning, transport_kind),
-                host=host,
-                timeout=timeout,
-                ring_listener=ring_listener,
-            )
+                rank, epoch.members, store, cancel_token, secret=secret, ring=ring,
+                slots=_slots(tuning, transport_kind), host=host, timeout=timeout, ring_listener=ring_listener,
+            )  # fmt: skip
             if device.type == "cuda":
                 transport = StagedTransport(transport, device)
         return RingGroup(epoch, cancel_token, transport, device=device, tuning=tuning, hook=hook)
+    except PeerLost as lost:  # a member that is lost meanwhile ends the epoch here
+        cancel_token.cancel(lost)
+        raise EpochRevoked(cancel_token.epoch, str(lost)) from lost

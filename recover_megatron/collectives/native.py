@@ -59,8 +59,8 @@ class NativeBackend(Order, ABC):
                               '-----> EpochRevoked or PeerLost: it wrote garbage, and so did all later ones
 
     Operations of one member take effect in the order in which they were enqueued: a later one may read what an earlier
-    one writes before that was waited for.  An enqueueing call may raise what ``wait`` raises.  Only the group's progress
-    thread calls the methods (``submitted`` is the exception, see ``Order``).
+    one writes before that was waited for.  An enqueueing call may raise what ``wait`` raises.  Only the group's
+    progress thread calls the methods (``submitted`` is the exception, see ``Order``).
 
     The tensors of ``reduce_scatter`` and ``all_gather`` are contiguous and of one type.  They do not overlap, or the
     smaller one is exactly the part of the larger one that has this member's number (NCCL's rule for "in place").
@@ -364,7 +364,7 @@ class NativeGroup(Group):
     def __init__(
         self, epoch: Epoch, cancel_token: CancelToken, backend: NativeBackend, *, device: torch.device | None = None
     ) -> None:
-        super().__init__(epoch, cancel_token, device or torch.device("cpu"))
+        super().__init__(epoch, cancel_token, device)
         self._backend = backend
         copies = DeviceStream(self.device) if self.device.type == "cuda" else Order()
         size = self.size  # without the group itself: no circle may keep its memory
@@ -373,14 +373,6 @@ class NativeGroup(Group):
         self._progress: ProgressThread[NativeTask] = ProgressThread(
             self._pipeline, cancel_token, f"native group of epoch {self.epoch}"
         )
-
-    @property
-    def scratch_peak(self) -> int:
-        """The most bytes of scratch that the group ever had, over all buckets."""
-        return self._pipeline.scratch_peak
-
-    def close(self) -> None:
-        self._progress.close()
 
     def _start(self, collective: BucketCollective) -> Handle:
         its, flat = collective, collective.flat

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -145,23 +146,22 @@ class PeerStoreClient(dist.Store):
             connection.close()
 
 
+@dataclass(frozen=True)
 class Neighbours:
     """The peer stores of the members of a ring: each tells on its own, so nobody is needed but one's neighbours.
 
-    A key ends in the rank of the member that sets it, the place in
-    ``members``, whose ``client_of`` is the view of its peer store.  What is set belongs to ``epoch``.
+    A key ends in the rank of the member that sets it, the place in ``members``.
     """
 
-    def __init__(
-        self, own: PeerStoreServer, members: Sequence[int], client_of: Callable[[int], PeerStoreClient], epoch: int
-    ) -> None:
-        self._own = own
-        self._members = members
-        self._client_of = client_of
-        self._epoch = epoch
+    own: PeerStoreServer
+    members: Sequence[int]
+    client_of: Callable[[int], PeerStoreClient]
+    """The view of a member's peer store."""
+    epoch: int
+    """What is set belongs to it."""
 
     def set(self, key: str, value: str) -> None:
-        self._own.put(key, value, self._epoch)
+        self.own.put(key, value, self.epoch)
 
     def get(self, key: str) -> bytes:
         return self._of(key).get(key)
@@ -177,10 +177,10 @@ class Neighbours:
         return True
 
     def _of(self, key: str) -> PeerStoreClient:
-        return self._client_of(self._member(key))
+        return self.client_of(self._member(key))
 
     def _member(self, key: str) -> int:
-        return self._members[int(key.rpartition("/")[2])]
+        return self.members[int(key.rpartition("/")[2])]
 
 
 class Fetcher:

@@ -27,7 +27,9 @@ _SMALL = 64 << 10
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, one behind the other; its own memory where it is contiguous."""
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 _ROW = 1 << 15

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost
+from recover_megatron.collectives.state_transport import bytes_of
 from recover_megatron.network.connection import Unreachable, is_of_the_road
 from recover_megatron.network.system import close_in_children, forget, watch
 
@@ -195,31 +196,24 @@ class Tree:
 
 
 class TreeBackend:
-    """A group of workers over ``tree``, whose ranks are those of the operations."""
+    """A group of workers over ``tree``: what torch's groups of gloo offer, as far as operations over replicas need it.
 
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
-
-    def call(self, start: Callable[[Any], Any]) -> Any:
-        """Carry out an operation: ``start`` gets what stands for the backend.
-
-        Raises ``EpochRevoked``, and ``PeerLost`` where this member noticed it first.
-        """
-        return start(TreeOperations(self._tree))
-
-    def wait(self, work: Any) -> None:
-        """It is over already."""
-
-    def close(self) -> None:
-        self._tree.close()
-
-
-class TreeOperations:
-    """What torch's groups of gloo offer, as far as operations over replicas need it."""
+    The ranks of the operations are those of the tree; they are carried out on the spot.
+    """
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._rank = tree.rank
+
+    def call(self, start: Callable[[Any], Any]) -> Any:
+        """Carry out an operation: ``start`` gets this backend.
+
+        Raises ``EpochRevoked``, and ``PeerLost`` where this member noticed it first.
+        """
+        return start(self)
+
+    def close(self) -> None:
+        self._tree.close()
 
     # ---- up and down
 
@@ -236,7 +230,7 @@ class TreeOperations:
     def _gather(self, mine: torch.Tensor | None) -> list[torch.Tensor]:
         """What every member gives, as bytes, by rank: at the first member.  None: nothing."""
         tree = self._tree
-        parts: dict[int, torch.Tensor] = {} if mine is None else {self._rank: _bytes(mine)}
+        parts: dict[int, torch.Tensor] = {} if mine is None else {self._rank: bytes_of(mine)}
         for child in tree.children:
             parts |= _unpacked(tree.receive(child))
         if tree.parent is not None:
@@ -313,7 +307,7 @@ class TreeOperations:
 
     def scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any) -> None:
         for at, output in enumerate(outputs):
-            mine = torch.cat([_bytes(part) for part in inputs[at]]) if self._rank == opts.rootRank else None
+            mine = torch.cat([bytes_of(part) for part in inputs[at]]) if self._rank == opts.rootRank else None
             parts = self._from(opts.rootRank, mine)
             output.copy_(_like(output, parts[self._rank * output.nbytes : (self._rank + 1) * output.nbytes]))
 
@@ -328,7 +322,7 @@ class TreeOperations:
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any) -> None:
         self._tree.begin("alltoall")
         sizes = torch.tensor([part.nbytes for part in inputs])
-        for output, part in zip(outputs, self._all(torch.cat([_bytes(sizes), *map(_bytes, inputs)])), strict=True):
+        for output, part in zip(outputs, self._all(torch.cat([bytes_of(sizes), *map(bytes_of, inputs)])), strict=True):
             its = part[: sizes.nbytes].clone().view(torch.int64).tolist()
             start = sizes.nbytes + sum(its[: self._rank])
             output.copy_(_like(output, part[start : start + its[self._rank]]))
@@ -350,12 +344,8 @@ class TreeOperations:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else _NOTHING
-
-
 def _view(tensor: torch.Tensor) -> memoryview:
-    return memoryview(_bytes(tensor).numpy()).cast("B") if tensor.numel() else memoryview(b"")
+    return memoryview(bytes_of(tensor).numpy()).cast("B") if tensor.numel() else memoryview(b"")
 
 
 def _tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:

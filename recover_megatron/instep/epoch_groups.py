@@ -285,7 +285,7 @@ class EpochGroups:
         options.reduceOp = dist.ReduceOp.MAX
         backend = self.control("world", members)
         try:
-            backend.wait(backend.call(lambda on: on.allreduce([said], options)))
+            backend.call(lambda on: on.allreduce([said], options))
         except PeerLost as lost:
             self.fail(Failure.of(lost))
             raise EpochRevoked(self.number, str(lost)) from lost

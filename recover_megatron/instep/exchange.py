@@ -113,7 +113,7 @@ class Exchange:
             epoch_groups.check()
             backend = epoch_groups.control(group, members)
             performed(backend, members)
-            backend.wait(backend.call(lambda on: on.barrier(dist.BarrierOptions())))
+            backend.call(lambda on: on.barrier(dist.BarrierOptions()))
         except PeerLost as lost:
             epoch_groups.fail(Failure.of(lost))
             raise EpochRevoked(epoch_groups.number, str(lost)) from lost

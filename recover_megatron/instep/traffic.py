@@ -231,7 +231,7 @@ class Traffic:
         def perform(backend: TreeBackend, present: Sequence[int]) -> None:
             recovery.progress.inject("traffic")
             among = Among(members, tuple(present))
-            backend.wait(backend.call(lambda on: operation(staged.to(on), among)))
+            backend.call(lambda on: operation(staged.to(on), among))
 
         recovery.exchange.run(group.label, group.workers, members, perform)
         staged.bring_back()
@@ -245,7 +245,7 @@ class Traffic:
             with self.recovery.progress.waiting(f"{group.label} operation"):
                 backend = epoch_groups.control(group.label, members)
                 staged = Staged()
-                backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
+                backend.call(lambda on: operation(staged.to(on), Among(members, members)))
                 self.recovery.sections.kept.keep(staged.spoiled)
                 staged.bring_back()
         except PeerLost as lost:

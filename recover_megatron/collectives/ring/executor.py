@@ -334,7 +334,7 @@ class RingGroup(Group):
         tuning: Tuning | None = None,
         hook: Hook | None = None,
     ) -> None:
-        super().__init__(epoch, cancel_token, device or torch.device("cpu"))
+        super().__init__(epoch, cancel_token, device)
         self.tuning = tuning or Tuning()
         self.cut_bytes = self.tuning.cut_bytes
         self._transport = transport
@@ -346,14 +346,6 @@ class RingGroup(Group):
         self._progress: ProgressThread[RingTask] = ProgressThread(
             self._ring, cancel_token, f"ring of epoch {self.epoch}"
         )
-
-    @property
-    def scratch_peak(self) -> int:
-        """The most bytes of scratch that the group ever had, over all buckets."""
-        return self._ring.scratch_peak
-
-    def close(self) -> None:
-        self._progress.close()
 
     def segment_elements(self, chunks: Chunks, element_size: int) -> int:
         """Elements of a segment for ``chunks``."""

@@ -315,13 +315,12 @@ class RingListener:
         slots, self._slots = self._slots, None
         return slots
 
-    def close_in_child(self) -> None:
-        """A process forked from a worker (a loader of data) must not keep the ring listener of a dead worker open."""
-        self.close()
-
     def close(self) -> None:
         """Idempotent."""
         forget(self)
         self.listener.close()
         if (slots := self.take_slots()) is not None:
             slots.close()
+
+    close_in_child = close
+    """A process forked from a worker (a loader of data) must not keep the ring listener of a dead worker open."""

@@ -34,8 +34,7 @@ from recover_megatron.collectives.state_transport import memory_of
 from recover_megatron.collectives.transport.handshake import Handshake, RingListener, SharedMemory, machine
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Scratch, Transport
 from recover_megatron.network.connection import family_of, is_of_the_road
-from recover_megatron.network.system import SECONDS, close_in_children, is_silent, watch
-from recover_megatron.network.system import forget as unregister
+from recover_megatron.network.system import SECONDS, close_in_children, forget, is_silent, watch
 
 _INLINE, _SHARED = b"i", b"s"
 _GOODBYE = 255
@@ -414,15 +413,14 @@ class TcpTransport(Transport):
             with contextlib.suppress(OSError):  # the predecessor left first
                 self._in.send(bytes((_GOODBYE,)))
         with self._descriptors:
-            self.forget()
+            self.close_in_child()
 
     def close_in_child(self) -> None:
-        """A process forked from a worker must not keep the worker's connections open after its death."""
-        self.forget()
+        """Without a word to the neighbours.
 
-    def forget(self) -> None:
-        """Close this process's descriptors without a word to the neighbours."""
-        unregister(self)
+        A process forked from a worker must not keep the worker's connections open after its death.
+        """
+        forget(self)
         for sock in (self._out, self._in):
             if sock is not None:
                 sock.close()
