@@ -27,7 +27,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,16 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.ring.progress import Handle
-from tests.collectives.transports import HangingTransport
+from recover_megatron.collectives.transport.interface import Arrival, Pending
+from recover_megatron.collectives.transport.tcp import TcpTransport
+from tests.collectives.together import PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 from tests.harness.patience import patient
 
@@ -173,31 +174,39 @@ class Crew:
 # ---- a worker ----------------------------------------------------------------------------------------------------
 
 
-class WorkerEpoch:
-    """What the ring is given of an epoch."""
+class _Never:
+    """A message to or from a dead neighbour."""
 
-    def __init__(self, number: int, members: list[int], me: int) -> None:
-        self.number = number
-        self.members = members
-        self.me = me
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[str], None]] = []
-        self._reason: str | None = None
+    done = False
 
-    def on_revoke(self, callback: Callable[[str], None]) -> None:
-        with self._lock:
-            if self._reason is None:
-                self._callbacks.append(callback)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class HangingTransport(TcpTransport):
+    """Hangs on a dead neighbour instead of telling of it, as NCCL does, until it is aborted."""
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        try:
+            return super().send(tensor, tag)
+        except PeerLost:
+            return _Never(tensor)
+
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        try:
+            return super().recv(numel, dtype, tag)
+        except PeerLost:
+            return _Never(torch.empty(numel, dtype=dtype))
+
+    def wait(self, pending: Pending) -> None:
+        try:
+            if not isinstance(pending, _Never):
+                super().wait(pending)
                 return
-        callback(self._reason)
-
-    def revoke(self, reason: str) -> None:
-        with self._lock:
-            if self._reason is not None:
-                return
-            self._reason, callbacks = reason, self._callbacks
-        for callback in callbacks:
-            callback(reason)
+        except PeerLost:
+            pass
+        self._cancel_token.wait()
+        raise self._cancel_token.error()
 
 
 class Worker:
@@ -211,7 +220,7 @@ class Worker:
         self.holds = [me]
         self.revoked: dict[int, float] = {}
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.epoch = WorkerEpoch(0, [], me)
+        self.epoch = PlainEpoch(0, [], me)
         self.buckets = [Bucket(gradient(me, at, size, scenario)) for at, size in enumerate(scenario.sizes)]
         if scenario.op == "all_gather":  # after an optimizer's step each worker's shard is final
             for bucket in self.buckets:
@@ -235,7 +244,7 @@ class Worker:
                 self.epoch.revoke("a worker died")
             else:
                 if order["order"] == "epoch":
-                    self.epoch = WorkerEpoch(order["number"], order["members"], self.me)
+                    self.epoch = PlainEpoch(order["number"], order["members"], self.me)
                 self.orders.put(order)
 
     def boundary(self, name: str, hop: int) -> None:

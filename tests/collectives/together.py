@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -44,17 +45,23 @@ class PlainEpoch:
         self.number = number
         self.members = members
         self.me = me
+        self._lock = threading.Lock()
         self._callbacks: list[Callable[[str], None]] = []
         self._reason: str | None = None
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
-        self._callbacks.append(callback)
-        if self._reason is not None:
-            callback(self._reason)
+        with self._lock:
+            if self._reason is None:
+                self._callbacks.append(callback)
+                return
+        callback(self._reason)
 
     def revoke(self, reason: str) -> None:
-        self._reason = reason
-        for callback in self._callbacks:
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason, callbacks = reason, self._callbacks
+        for callback in callbacks:
             callback(reason)
 
 

@@ -9,6 +9,12 @@ from recover_megatron.collectives.ring.executor import RingGroup
 from recover_megatron.membership.session import Session
 
 
+def strikes_of(worker: int, text: str) -> set[tuple[int, str]]:
+    """(iteration, phase) of those of ``WORKER@ITERATION:PHASE,...`` that are for ``worker``."""
+    listed = [strike.replace("@", ":").split(":") for strike in text.split(",") if strike]
+    return {(int(iteration), phase) for who, iteration, phase in listed if int(who) == worker}
+
+
 def strike_in_sums(at: Callable[[str], None]) -> None:
     """Have ``at`` called with "reduce", when a sum has begun, "reduced", when all are made and the coordinator has not
     been told, and "agree", when it has been told and has not answered.
