@@ -74,7 +74,6 @@ def print_simulation(iterations: int = 1000) -> None:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=32)

@@ -25,7 +25,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, command_line, load_average, train, write  # noqa: E402
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, row, train, write  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
 from recover_megatron.run_log.steps import read_steps, violations  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402
@@ -91,7 +91,6 @@ class Bench:
 
 
 def main() -> None:
-    """Make the runs and print the table."""
     parser = command_line(__doc__, microbatch_seconds=0.25, timeout=1200.0)
     parser.add_argument("--iterations", type=int, default=36)
     parser.add_argument("--shrink-at", type=int, default=28)
@@ -105,13 +104,13 @@ def main() -> None:
         found = [bench.run("2, then 6, then 3", 2, *growing, newcomers=4)]
         found += [bench.run(f"constantly {size}", size) for size in options.constant]
     grown = found[0]
-    print("| replicas | iterations with 2 to 6 | wall, s | worker-seconds | tokens per worker-second | grown / it |")
-    print("|---|---|--:|--:|--:|--:|")
+    numbers = "wall, s:", "worker-seconds:", "tokens per worker-second:", "grown / it:"
+    head("replicas", "iterations with 2 to 6", *numbers)
     for its in found:
         spent = ", ".join(str(its.replicas.count(size)) for size in range(2, 7))
         ratio = grown.per_worker_second / its.per_worker_second
-        print(f"| {its.name} | {spent} | {its.seconds:.1f} | {its.worker_seconds:.1f} | "
-              f"{its.per_worker_second:.1f} | {ratio:.3f} |")  # fmt: skip
+        figures = its.seconds, its.worker_seconds, its.per_worker_second
+        row(its.name, spent, *(f"{figure:.1f}" for figure in figures), f"{ratio:.3f}")
     print(f"\n{load_average()}")
     write(options, [asdict(its) for its in found])
 

@@ -56,7 +56,6 @@ def seconds(server: ForkServer, folder: Path, schedule: str, pace: float) -> tup
 
 
 def main() -> None:
-    """Run it and print the table."""
     parser = command_line(__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.2, metavar="S", help="of a microbatch; default: %(default)s")

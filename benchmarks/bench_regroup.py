@@ -332,7 +332,6 @@ def transfers() -> None:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__, timeout=600)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["toy", "small", "medium"])
     parser.add_argument("--runs", type=int, default=2, help="of each model; two recombinations each")

@@ -95,7 +95,6 @@ def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tup
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__, model="small", microbatch_seconds=0.0, timeout=600)
     parser.add_argument("--runs", type=int, default=4, help="of three kills each")
     parser.add_argument("--flags", default="", help="more flags of Megatron's")

@@ -96,7 +96,6 @@ def loss(server: ForkServer, options: Any, memory: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print the tables, write the JSON."""
     parser = command_line(__doc__, model="small", timeout=900)
     parser.add_argument("--iterations", type=int, default=60, help="of the runs without failures")
     parser.add_argument("--rounds", type=int, default=3)

@@ -126,25 +126,16 @@ def svg(folder: Path) -> str:
 
 def run(folder: Path) -> int:
     """Train, with a death."""
-    from benchmarks.megatron_runs import COMMON, LAYOUTS, RECOVER, Model
+    from benchmarks.megatron_runs import COMMON, LAYOUTS, RECOVER, Model, environment
 
     folder.mkdir(parents=True, exist_ok=True)
     workers, layout = LAYOUTS["dp4"]
     model = Model(layers=2, hidden=32, sequence=32, vocabulary=127, micro_batch=1, global_batch=8)
-    command = [
-        sys.executable,
-        "-m",
-        "recover_megatron.launch",
-        "--nproc-per-node",
-        str(workers),
-        "--log-dir",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(workers)]
+    command += ["--log-dir", str(folder)]
     script = [__file__, "--recover", *RECOVER[1:], *COMMON, *model.argv, *layout.split(), *FLAGS.split()]
-    environ = os.environ | {
-        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "BENCH_OUT": str(folder),
-        "BENCH_MICROBATCH": MICROBATCH, "BENCH_KILL": f"{KILLED}@{ITERATION}",
-    }  # fmt: skip
+    strike = f"{KILLED}@{ITERATION}"
+    environ = environment(BENCH_OUT=str(folder), BENCH_MICROBATCH=MICROBATCH, BENCH_KILL=strike)
     return subprocess.run([*command, *script], env=environ, check=False).returncode
 
 
