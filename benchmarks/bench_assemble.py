@@ -19,11 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, row, write  # noqa: E402
-from recover_megatron.workload import Candidate, Placement, Shape, assemble  # noqa: E402
+from benchmarks.megatron_runs import command_line, row, write
+from recover_megatron.workload import Candidate, Placement, Shape, assemble
 
 
 def launch(tp: int, pp: int, workers: int) -> tuple[Shape, list[list[int]]]:

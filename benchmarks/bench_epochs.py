@@ -31,10 +31,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, head, load_average, row, write  # noqa: E402
+from benchmarks.megatron_runs import command_line, head, load_average, row, write
 
 SECRET = b"of the benchmark"
 COLUMNS = 2

@@ -38,11 +38,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, command_line, head, load_average, row, times, write  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, command_line, head, load_average, row, times, write
+from tests.harness.forkserver import ForkServer
 
 MAX_LAUNCHES = 50
 

@@ -22,13 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, row, train, write  # noqa: E402
-from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
-from recover_megatron.run_log.steps import read_steps, violations  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, row, train, write
+from recover_megatron.run_log.events import EVENTS_FILE, read_events
+from recover_megatron.run_log.steps import read_steps, violations
+from tests.harness.forkserver import ForkServer
 
 MICROBATCHES = 48
 """Of an iteration, each of one sample: whole shares for 2, 3 and 6 replicas."""

@@ -25,11 +25,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, row, times, train, write  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, row, times, train, write
+from tests.harness.forkserver import ForkServer
 
 FSDP = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "

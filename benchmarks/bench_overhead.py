@@ -26,10 +26,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import (  # noqa: E402
+from benchmarks.megatron_runs import (
     COMMON,
     LAYOUTS,
     MODELS,
@@ -42,7 +41,7 @@ from benchmarks.megatron_runs import (  # noqa: E402
     times,
     write,
 )
-from tests.harness.forkserver import ForkServer, Run  # noqa: E402
+from tests.harness.forkserver import ForkServer, Run
 
 SIDES: dict[str, list[str]] = {"without": [], "with": RECOVER}
 OVERLAPS = {"no": [False], "yes": [True], "both": [False, True]}

@@ -31,18 +31,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.megatron_runs import command_line, coordinator, fork, head, row, store, write  # noqa: E402
-from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch  # noqa: E402
-from recover_megatron.collectives.group import Group  # noqa: E402
-from recover_megatron.collectives.group_factory import open_group  # noqa: E402
-from recover_megatron.collectives.ledger import Bucket  # noqa: E402
-from recover_megatron.membership.auth import Secret  # noqa: E402
-from recover_megatron.membership.session import Session  # noqa: E402
+from benchmarks.megatron_runs import command_line, coordinator, fork, head, row, store, write
+from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.group_factory import open_group
+from recover_megatron.collectives.ledger import Bucket
+from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.session import Session
 
 ELEMENTS = (1 << 20) // 4
 WARM_UP = 5

@@ -34,17 +34,16 @@ from typing import Any
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.bench_overhead import OVERLAPS, WARM_UP, compare, loss_difference, ratios, spread, typical  # noqa: E402
-from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, command_line, head, load_average, row, train, write  # noqa: E402
-from benchmarks.timed_pretrain import received_over  # noqa: E402
-from recover_megatron.collectives.group import Group  # noqa: E402
-from recover_megatron.collectives.ledger import Bucket  # noqa: E402
-from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
-from tests.collectives.together import together  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.bench_overhead import OVERLAPS, WARM_UP, compare, loss_difference, ratios, spread, typical
+from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, command_line, head, load_average, row, train, write
+from benchmarks.timed_pretrain import received_over
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.ledger import Bucket
+from recover_megatron.run_log.events import EVENTS_FILE, read_events
+from tests.collectives.together import together
+from tests.harness.forkserver import ForkServer
 
 SECTIONS = ("wire", "memory", "repartition", "iteration", "table")
 SHARDED = "--use-distributed-optimizer"

@@ -31,11 +31,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import COMMON, MODELS, PACED, command_line, environment, head, load_average, row, write  # noqa: E402
-from recover_megatron.run_log.steps import StepRecord, read_steps  # noqa: E402
+from benchmarks.megatron_runs import COMMON, MODELS, PACED, command_line, environment, head, load_average, row, write
+from recover_megatron.run_log.steps import StepRecord, read_steps
 
 WAYS = ("hot spare", "worker started again", "job started again")
 REPLICAS, STRIKE, GO_ON, SAVE = 3, 25, 5, 10

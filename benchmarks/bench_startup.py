@@ -18,10 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, environment, head, row, write  # noqa: E402
+from benchmarks.megatron_runs import REPOSITORY, command_line, environment, head, row, write
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 FIRST_ITERATION = " iteration        1/"

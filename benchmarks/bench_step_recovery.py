@@ -30,12 +30,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, load_average, times, train, write  # noqa: E402
-from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
-from tests.harness.forkserver import ForkServer, Run  # noqa: E402
+from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, load_average, times, train, write
+from recover_megatron.run_log.events import EVENTS_FILE, read_events
+from tests.harness.forkserver import ForkServer, Run
 
 PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
 STRIKES = ("forward", "backward#2", "reduce-scatter", "all-gather", "agree", "backward")

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 WORKERS, KILLED, ITERATION = 4, 2, 5
 MICROBATCH = "0.4"
@@ -141,6 +140,7 @@ def run(folder: Path) -> int:
 
 def work() -> None:
     """A worker: notes its marks, and trains."""
+    from benchmarks.megatron_runs import SCRIPT
     from recover_megatron.membership.session import Session
 
     out = open(f"{os.environ['BENCH_OUT']}/marks-{os.environ['RANK']}.jsonl", "w", buffering=1)  # noqa: SIM115
@@ -159,7 +159,7 @@ def work() -> None:
         mark(self, iteration, phase, microbatch, waiting, allow)
 
     Session.mark = noted  # type: ignore[method-assign]
-    sys.argv[0] = str(REPOSITORY / "benchmarks" / "timed_pretrain.py")
+    sys.argv[0] = SCRIPT
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
