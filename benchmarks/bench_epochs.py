@@ -59,7 +59,6 @@ class Member:
         from recover_megatron.collectives.gloo.groups import GlooGroups
         from recover_megatron.collectives.peers import PeerStoreClient
         from recover_megatron.collectives.tree import Tree, TreeBackend
-        from recover_megatron.instep.epoch_groups import PeerStores
 
         token, size = CancelToken(epoch), len(self.addresses)
         began = met()
@@ -70,8 +69,8 @@ class Member:
             group = GlooGroups(self.rank, mesh, store, token, ring=f"world/{epoch}", timeout=TIMEOUT)
             mine = size - 1
         else:
-            network = PeerStores(self.peer_store.streams, SECRET, self.addresses)
-            tree = Tree(self.rank, range(size), network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
+            where = self.addresses, self.peer_store, SECRET
+            tree = Tree(self.rank, range(size), *where, token, name=f"tree/{epoch}", timeout=TIMEOUT)
             group = TreeBackend(tree)
             mine = len(tree.children) + (tree.parent is not None)
         world = met()

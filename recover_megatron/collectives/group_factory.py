@@ -21,11 +21,9 @@ TransportKind = Literal["tcp", "tcp-inline", "nccl"]
 buckets of a CUDA device through host memory, and no native collectives, which are NCCL's."""
 
 
-def open_ring_listener(
-    host: str = "127.0.0.1", tuning: Tuning | None = None, transport_kind: TransportKind = "tcp"
-) -> RingListener:
+def open_ring_listener(host: str = "127.0.0.1", transport_kind: TransportKind = "tcp") -> RingListener:
     """A ring listener for a group that is opened later with the same arguments."""
-    return RingListener(host, _slots(tuning or Tuning(), transport_kind))
+    return RingListener(host, _slots(Tuning(), transport_kind))
 
 
 def _slots(tuning: Tuning, transport_kind: TransportKind) -> tuple[int, int] | None:

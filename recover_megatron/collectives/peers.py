@@ -1,15 +1,14 @@
 """How a worker reads from the peer store of another one, and tries whether it can be reached: no node is special.
 
-    every worker    PeerStoreServer: a small key-value service in a thread; its address goes with the worker's status
+    every worker    PeerStoreServer: a key-value service in a thread; its address goes with the worker's status
     every group     PeerStoreClient: this worker's view of the store that the group uses: a member's, chosen alike
     every ring      Neighbours: everybody tells on its own store, and asks on that of its successor
     one worker      Fetcher: bytes that another worker holds, in no epoch and without meeting it (``instep.overlap``)
-    one worker      unreached: whom of the others it cannot connect to, all tried at once, for a bounded time
+    one worker      unreached: whom of the others it cannot connect to
 
-A group opens with what its members tell each other in one store.  If the member that keeps it dies the epoch is over
-anyway, and in the next one the group uses another's.  (``network.peer_store`` has the server and the messages.)
-The client's talking is done by a thread, so a host that has gone silent blocks no training thread: what it asks is just
-not there, until the epoch is revoked.
+If the member that keeps a group's store dies the epoch is over anyway, and in the next one the group uses another's.
+A client talks in a thread, so a host that has gone silent blocks no training thread: what it asks is just not there,
+until the epoch is revoked.
 """
 
 from __future__ import annotations

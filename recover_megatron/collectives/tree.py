@@ -34,32 +34,20 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost
 from recover_megatron.collectives.state_transport import bytes_of
-from recover_megatron.network.connection import Unreachable, is_of_the_road
+from recover_megatron.network.connection import Challenge, Unreachable, is_of_the_road
+from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, open_stream
 from recover_megatron.network.system import close_in_children, forget, watch
 
 FAN = 8
 """Children of a member: a hop costs more than a connection."""
 _HEADER = struct.Struct("<IQ")
-
-
-class Network(Protocol):
-    """How members reach each other."""
-
-    def connect(self, member: int, name: str, patience: Callable[[], None]) -> socket.socket:
-        """A connection of this name to the member of this rank.  Raises ``Unreachable``."""
-
-    def take(self, name: str, patience: Callable[[], None]) -> socket.socket:
-        """The connection of this name that somebody has made to this worker."""
-
-    def forget(self, name: str) -> None:
-        """It will not be taken any more."""
 
 
 def parents(size: int) -> list[int]:
@@ -74,19 +62,23 @@ class Tree:
         self,
         rank: int,
         members: Sequence[int],
-        network: Network,
+        addresses: Sequence[str],
+        own: PeerStoreServer,
+        secret: bytes,
         cancel_token: CancelToken,
         *,
         name: str,
         timeout: float = 60.0,
     ) -> None:
-        """``name``: of this group and epoch, the same on all members.
+        """``addresses``: of the members' peer stores, by rank; ``own``: this worker's, ``secret``: theirs.
+
+        ``name``: of this group and epoch, the same on all members.
 
         Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
         self.rank, self.size = rank, len(members)
         self._cancel_token = cancel_token
-        self._members, self._network, self._name = members, network, name
+        self._members, self._name, self._streams = members, name, own.streams
         self._sockets: dict[int, socket.socket] = {}
         self._closing = threading.Lock()
         self._number = 0
@@ -97,21 +89,22 @@ class Tree:
         close_in_children(self)
         cancel_token.on_cancel(self.abort)
         try:
-            self._open()
+            self._open(addresses, Challenge(secret, PURPOSE))
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> None:
+    def _open(self, addresses: Sequence[str], challenge: Challenge) -> None:
         if self.parent is not None:
             try:
-                sock = self._network.connect(self.parent, f"{self._name}/{self.rank}", self._patience)
+                name = f"{self._name}/{self.rank}"
+                sock = open_stream(addresses[self.parent], challenge, name, self._patience)
             except Unreachable as error:
                 self._cancel_token.check()
                 raise PeerLost(str(error), self._members[self.parent], road=error.road) from error
             self._keep(self.parent, sock)
         for child in self.children:
-            self._keep(child, self._network.take(f"{self._name}/{child}", self._patience))
+            self._keep(child, self._streams.take(f"{self._name}/{child}", self._patience))
         self._cancel_token.check()
 
     def _patience(self) -> None:
@@ -187,7 +180,7 @@ class Tree:
                 sock.close()
             self._sockets.clear()
         for child in self.children:
-            self._network.forget(f"{self._name}/{child}")
+            self._streams.forget(f"{self._name}/{child}")
 
     def close_in_child(self) -> None:
         """A forked process must not keep the connections of a worker open."""

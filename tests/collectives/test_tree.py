@@ -15,7 +15,6 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, EpochRevoked, PeerLost
 from recover_megatron.collectives.tree import FAN, Tree, TreeBackend, parents
-from recover_megatron.instep.epoch_groups import PeerStores
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.harness.waiting import DEADLINE
 
@@ -32,8 +31,7 @@ class Workers:
 
     def tree(self, rank: int) -> Tree:
         addresses = [store.address for store in self.stores]
-        network = PeerStores(self.stores[rank].streams, SECRET, addresses)
-        return Tree(rank, self.members, network, self.tokens[rank], name="tree/1/test")
+        return Tree(rank, self.members, addresses, self.stores[rank], SECRET, self.tokens[rank], name="tree/1/test")
 
 
 def together(size: int, do: Callable[[Tree], Any]) -> list[Any]:

@@ -14,8 +14,8 @@ The bucket's own gradient is the only copy of the input, and it survives until t
     (the write and the mark follow each other with no point of interruption in between: a revocation is looked at only
     while waiting for a message)
 
-A segment is thus always either the untouched gradient or the finished sum.  What is sent is read from my gradient (hop
-0), from scratch (a partial sum) or from a finished segment.  Scratch is used again only when its message has gone.
+What is sent is read from my gradient (hop 0), from scratch (a partial sum) or from a finished segment.  Scratch is used
+again only when its message has gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from recover_megatron.collectives.epoch import CancelToken, Epoch
 from recover_megatron.collectives.group import BucketCollective, Group, Memo
-from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.ledger import Span
 from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
 from recover_megatron.collectives.ring.schedule import (
     Action,
@@ -72,16 +72,13 @@ def parts_of(flat: torch.Tensor, program: Program) -> Parts:
 class RingTask(Task):
     """One collective on one bucket."""
 
-    flat: torch.Tensor
-    ledger: Ledger
+    its: BucketCollective
     program: Program
     to_send: Sequence[torch.Tensor]
     to_receive: Sequence[torch.Tensor]
     tag: int
     epoch_of: Callable[[int], int]
     """What to mark a finished segment with, by its first element."""
-    final: Sequence[Span]
-    """Spans that are finished as they are (a ring of one member, an owner's shard), marked at the start."""
     token: object
     stored: str
     """What the hook is told of a finished sum that has arrived."""
@@ -127,8 +124,8 @@ class Ring(Executor[RingTask]):
         self._count += 1
         task.tag = zlib.crc32(self._count.to_bytes(8, "little"), task.tag)
         self._transport.begin(task.token)
-        for span in task.final:
-            task.ledger.mark(span, task.epoch_of(span.start))
+        for span in task.its.final:
+            task.its.ledger.mark(span, task.epoch_of(span.start))
         for queue in (self._runs, self._to_send, self._to_ask):
             queue.append(task)
 
@@ -227,7 +224,7 @@ class Ring(Executor[RingTask]):
                 continue
             receive = receives[run.asked]
             span = receive.span
-            arrival = self._transport.recv(span.stop - span.start, run.flat.dtype, run.tag_of(run.asked, span))
+            arrival = self._transport.recv(span.stop - span.start, run.its.flat.dtype, run.tag_of(run.asked, span))
             self._receiving.append((run, receive, arrival))
             self._used += 1
             run.asked += 1
@@ -244,7 +241,7 @@ class Ring(Executor[RingTask]):
             if receive.action is Action.FINISH:
                 torch.add(scratch, part, out=part)
                 self._mark(run, receive)
-            elif not run.ledger.covers(receive.span):
+            elif not run.its.ledger.covers(receive.span):
                 part.copy_(scratch)
                 self._mark(run, receive)
             self._release(arrival)
@@ -255,7 +252,7 @@ class Ring(Executor[RingTask]):
     def _mark(self, run: RingTask, receive: Receive) -> None:
         if self._hook:
             self._hook("written", receive.hop)
-        run.ledger.mark(receive.span, run.epoch_of(receive.span.start))
+        run.its.ledger.mark(receive.span, run.epoch_of(receive.span.start))
 
     # ---- the rest
 
@@ -362,16 +359,10 @@ class RingGroup(Group):
         key = what, flat.dtype, its.reduce, gather_hops, frozen(its.chunks)
         planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, its.chunks, its.reduce, gather_hops))
         run = RingTask(
-            flat,
-            its.ledger,
-            planned.program,
-            *self._parts(what, flat, key, planned.program),
-            tag=planned.signature,
-            epoch_of=its.epoch_of or (lambda _: self.epoch),
-            final=its.final,
-            token=self._transport.submitted(),
-            stored="gather" if what == "all-gather" else "store",
-        )
+            its, planned.program, *self._parts(what, flat, key, planned.program),
+            tag=planned.signature, epoch_of=its.epoch_of or (lambda _: self.epoch),
+            token=self._transport.submitted(), stored="gather" if what == "all-gather" else "store",
+        )  # fmt: skip
         return self._progress.submit(run)
 
     def _parts(self, what: str, flat: torch.Tensor, key: Hashable, program: Program) -> Parts:
@@ -383,13 +374,8 @@ class RingGroup(Group):
     def _plan(self, what: str, dtype: torch.dtype, chunks: Chunks, reduce: bool, gather_hops: int) -> _Planned:
         length = self.segment_elements(chunks, dtype.itemsize)
         program = plan(
-            self.rank,
-            chunks,
-            length,
-            reduce=reduce,
-            gather_hops=gather_hops,
-            depth=self.tuning.depth,
-            cut=self._cut(dtype.itemsize),
-        )
+            self.rank, chunks, length, reduce=reduce, gather_hops=gather_hops,
+            depth=self.tuning.depth, cut=self._cut(dtype.itemsize),
+        )  # fmt: skip
         signature = f"{what} {dtype} {reduce} {gather_hops} {length} {frozen(chunks)}"
         return _Planned(program, zlib.crc32(signature.encode()))

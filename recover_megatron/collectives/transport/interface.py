@@ -60,11 +60,9 @@ class DeviceStream(Order):
 
     The event is recorded in the thread that hands a bucket over, on the stream that is current there.  It is the host
     that waits for it, and then looks at the switch, before anything is sent: when a mate dies, the groups inside the
-    replica are aborted, and what their kernels leave is garbage, from which the gradients behind them are computed to
-    the end.  The switch is thrown before that, so a gradient that was seen computed before the switch is one.  (An
-    operation that the device began by itself after the event would send the garbage to members who have not heard of
-    the death yet.)  A collective is told to be over only when the host has seen its last operation done, so the bucket
-    may then be used on any stream.
+    replica are aborted, and gradients are computed from the garbage that their kernels leave.  The switch is thrown
+    before that, so a gradient that was seen computed before the switch is one.  A collective is told to be over only
+    when the host has seen its last operation done, so the bucket may then be used on any stream.
 
     The progress thread is a new thread, in which CUDA's current device is the first one: only what runs in ``scope``,
     and tensors made with a device that has an index, are on the right one.  The stream has the highest priority: what
