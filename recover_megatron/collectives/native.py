@@ -79,7 +79,7 @@ class NativeBackend(Order, ABC):
         """Messages to and from single members, all under way together; at most one each way per pair and transfer.
 
         Every receive must have its send of the same size and type at the other member, in the same transfer of the
-        sequence of operations.  A member without messages hands in an empty transfer, or leaves it out.
+        sequence of operations.  A member without messages leaves it out.
         """
 
     @abstractmethod

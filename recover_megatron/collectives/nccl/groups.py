@@ -71,8 +71,6 @@ class NcclNative(DeviceStream, NativeBackend):
                 for tensor, rank in receives:
                     handle.recv(tensor, rank, stream=self._stream)
 
-        if not sends and not receives:
-            return communicator.Operation(self._event(), ())
         return self._launch(all_of_them, *(tensor for tensor, _ in (*sends, *receives)))
 
     def wait(self, operation: Operation) -> None:
@@ -94,25 +92,20 @@ class NcclNative(DeviceStream, NativeBackend):
         assert self._its is not None, "a group of one member has nothing to sum"
         return self._its.launch(call, self._event, *tensors)
 
-    def _event(self) -> Any:
-        event = self._library.cuda.Event()
-        event.record(self._stream)
-        return event
-
 
 MAX_CTAS = 8
 """Thread blocks of a message: two are under way beside the backward pass, and a copy needs few."""
 
 
+@dataclass(eq=False)
 class _Message:
     """queued --launch--> in progress --enqueued--> under way --over and believed--> done"""
 
-    def __init__(self, edge: _Edge, tensor: torch.Tensor, ready: Any) -> None:
-        self.edge = edge
-        self.tensor = tensor
-        self.ready = ready
-        """An event of the ring's own stream: what it does with the tensor before."""
-        self.over = False
+    edge: _Edge
+    tensor: torch.Tensor
+    ready: Any
+    """An event of the ring's own stream: what it does with the tensor before."""
+    over: bool = False
 
     @property
     def done(self) -> bool:
@@ -204,9 +197,7 @@ class NcclTransport(DeviceStream, Transport):
         return self._message(self._edges[1], self._scratch.take(numel, dtype))
 
     def _message(self, edge: _Edge, tensor: torch.Tensor) -> _Message:
-        ready = self._library.cuda.Event()
-        ready.record(self._stream)
-        message = _Message(edge, tensor, ready)
+        message = _Message(edge, tensor, self._event())
         edge.put(message)
         return message
 

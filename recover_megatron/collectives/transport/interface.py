@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +93,12 @@ class DeviceStream(Order):
 
     def finish(self) -> None:
         self._stream.synchronize()
+
+    def _event(self) -> Any:
+        """What the stream has been given by now."""
+        event = self._cuda.Event()
+        event.record(self._stream)
+        return event
 
 
 class Pending(Protocol):
@@ -200,27 +207,27 @@ class Scratch:
         self._free.clear()
 
 
+@dataclass(eq=False)
 class _Sending:
     """A message whose payload was copied to the host; the inner transport sends that."""
 
-    def __init__(self, inner: Pending, host: torch.Tensor) -> None:
-        self.inner = inner
-        self.host = host
+    inner: Pending
+    host: torch.Tensor
 
     @property
     def done(self) -> bool:
         return self.inner.done
 
 
+@dataclass(eq=False)
 class _Landing:
     """A message being received; on the device once it was waited for."""
 
-    def __init__(self, inner: Arrival, numel: int, dtype: torch.dtype) -> None:
-        self.inner = inner
-        self.numel = numel
-        self.dtype = dtype
-        self.tensor = torch.empty(0, dtype=dtype)
-        self.done = False
+    inner: Arrival
+    numel: int
+    dtype: torch.dtype
+    tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    done: bool = False
 
 
 class StagedTransport(Transport):
