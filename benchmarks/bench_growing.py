@@ -66,27 +66,20 @@ def measured(name: str, out: Path, tokens: int) -> Measured:
     return Measured(name, [step.replicas for step in steps], end - first, spent, tokens * len(steps))
 
 
-class Bench:
-    """Makes the runs."""
-
-    def __init__(self, server: ForkServer, folder: Path, options: Any) -> None:
-        self._server = server
-        self._folder = folder
-        self._options = options
-        self._model = MODELS["toy"]
-
-    def run(self, name: str, replicas: int, *flags: str, newcomers: int = 0) -> Measured:
-        """One run of ``replicas`` at its launch."""
-        out, options = self._folder / name.replace(" ", "-"), self._options
-        out.mkdir()
-        more = [*RECOVER, *flags, *["--use-distributed-optimizer"] * options.sharded]
-        train(
-            self._server, out, replicas,
-            [*self._model.argv, "--global-batch-size", str(MICROBATCHES), "--log-interval", "10", *more],
-            iterations=options.iterations, killed=None, timeout=options.timeout, spares=newcomers,
-            environment={"BENCH_MICROBATCH": str(options.microbatch_seconds)},
-        )  # fmt: skip
-        return measured(name, out, MICROBATCHES * self._model.sequence)
+def run(
+    server: ForkServer, folder: Path, options: Any, name: str, replicas: int, *flags: str, newcomers: int = 0
+) -> Measured:
+    """One run of ``replicas`` at its launch."""
+    out, model = folder / name.replace(" ", "-"), MODELS["toy"]
+    out.mkdir()
+    more = [*RECOVER, *flags, *["--use-distributed-optimizer"] * options.sharded]
+    train(
+        server, out, replicas,
+        [*model.argv, "--global-batch-size", str(MICROBATCHES), "--log-interval", "10", *more],
+        iterations=options.iterations, killed=None, timeout=options.timeout, spares=newcomers,
+        environment={"BENCH_MICROBATCH": str(options.microbatch_seconds)},
+    )  # fmt: skip
+    return measured(name, out, MICROBATCHES * model.sequence)
 
 
 def main() -> None:
@@ -98,10 +91,10 @@ def main() -> None:
     options = parser.parse_args()
     kills = ",".join(f"{worker}@{options.shrink_at + n}:backward:kill" for n, worker in enumerate((0, 3, 5)))
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
-        bench = Bench(server, Path(folder), options)
         growing = ("--recover-max-replicas", "6", "--recover-inject", kills)
-        found = [bench.run("2, then 6, then 3", 2, *growing, newcomers=4)]
-        found += [bench.run(f"constantly {size}", size) for size in options.constant]
+        where = server, Path(folder), options
+        found = [run(*where, "2, then 6, then 3", 2, *growing, newcomers=4)]
+        found += [run(*where, f"constantly {size}", size) for size in options.constant]
     grown = found[0]
     numbers = "wall, s:", "worker-seconds:", "tokens per worker-second:", "grown / it:"
     head("replicas", "iterations with 2 to 6", *numbers)

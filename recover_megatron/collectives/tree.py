@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost
-from recover_megatron.collectives.state_transport import bytes_of
+from recover_megatron.collectives.state_transport import bytes_of, receive_into
 from recover_megatron.network.connection import Challenge, Unreachable, is_of_the_road
 from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, open_stream
 from recover_megatron.network.system import close_in_children, forget, watch
@@ -146,22 +146,16 @@ class Tree:
         return self._exactly(member, length)
 
     def _exactly(self, member: int, size: int) -> bytearray:
-        found, got = bytearray(size), 0
-        view = memoryview(found)
-        while got < size:
-            try:
-                came = self._sockets[member].recv_into(view[got:])
-            except OSError as error:
-                raise self._lost(member, error) from error
-            if not came:
-                raise self._lost(member, None)
-            got += came
+        found = bytearray(size)
+        try:
+            receive_into(self._sockets[member], [memoryview(found)])
+        except OSError as error:
+            raise self._lost(member, error) from error
         return found
 
-    def _lost(self, member: int, error: OSError | None) -> PeerLost:
+    def _lost(self, member: int, error: OSError) -> PeerLost:
         self._cancel_token.check()
-        what = str(error or "it closed the connection")
-        return PeerLost(f"member {member} of {self._name}: {what}", self._members[member], road=is_of_the_road(error))
+        return PeerLost(f"member {member} of {self._name}: {error}", self._members[member], road=is_of_the_road(error))
 
     # ---- the end
 

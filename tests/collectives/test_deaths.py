@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import example, given, settings
@@ -23,6 +24,13 @@ TRANSPORTS = {
 }
 transports = pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 operations = pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Forks workers from a parent that imported torch once."""
+    with Crew() as crew:
+        yield crew
 
 
 def survive(crew: Crew, scenario: Scenario, *faults: Fault) -> Outcome:
@@ -55,7 +63,6 @@ def test_a_death_at_a_boundary_of_either_half(crew: Crew, op: str, rerun: bool) 
     at_boundaries(crew, op, rerun, 2 * rerun, 11)
 
 
-@pytest.mark.slow
 @operations
 @pytest.mark.parametrize("rerun", [True, False], ids=["rerun", "no-rerun"])
 def test_a_death_at_every_boundary_of_either_half(crew: Crew, op: str, rerun: bool) -> None:
@@ -88,7 +95,7 @@ def test_two_die_at_the_same_boundary(crew: Crew) -> None:
         survive(crew, Scenario(5, [200]), Fault(1, at), Fault(3, at))
 
 
-@pytest.mark.parametrize("step", [23, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [23, 2])
 def test_a_death_at_the_boundaries_of_the_resumption(crew: Crew, step: int) -> None:
     """Worker 1 dies in the first epoch, worker 2 anywhere in the second: exchange, pull or the rest."""
     first = Scenario(4, [90], segment_bytes=64, faults=[Fault(1, 25)])
@@ -160,7 +167,6 @@ def test_any_sequence_of_deaths_leaves_what_the_ledgers_say(crew: Crew, scenario
     survive(crew, scenario)
 
 
-@pytest.mark.slow
 @settings(max_examples=int(os.environ.get("RECOVER_EXAMPLES", "150")))
 @given(scenarios())
 def test_any_sequence_of_deaths_at_length(crew: Crew, scenario: Scenario) -> None:

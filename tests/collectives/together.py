@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked, Known
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.transport.interface import StagedTransport
 from recover_megatron.collectives.transport.tcp import TcpTransport
@@ -22,20 +22,14 @@ SECRET = b"the secret of a test"
 DEADLINE = patient(60)
 
 
-class Dictionary:
+class Dictionary(Known):
     """The plainest key-value exchange there is."""
 
     def __init__(self) -> None:
-        self._values: dict[str, str] = {}
+        super().__init__({})
 
     def set(self, key: str, value: str) -> None:
         self._values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self._values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
 
 
 class PlainEpoch:

@@ -113,15 +113,13 @@ class _Exchange:
                 self._known |= {(group, key): bytes.fromhex(value) for key, value in values.items()}
             self.changed.notify_all()
 
-    def wait(self, group: str, keys: Sequence[str]) -> None:
+    def wait(self, group: str, keys: Sequence[str]) -> list[bytes]:
+        """The values, when all are there."""
         with self.changed:
             self.changed.wait_for(lambda: self._over or all((group, key) in self._known for key in keys))
             if self._over:
                 raise ConnectionAbortedError("the groups are not made any more")
-
-    def get(self, group: str, key: str) -> bytes:
-        self.wait(group, [key])
-        return self._known[group, key]
+            return [self._known[group, key] for key in keys]
 
     def wake(self) -> None:
         with self.changed:
@@ -145,7 +143,7 @@ class _Store(dist.Store):
         self._exchange.publish(self._group, key, value)
 
     def get(self, key: str) -> bytes:
-        return self._exchange.get(self._group, key)
+        return self._exchange.wait(self._group, [key])[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         del timeout  # that of the whole is the caller's business
