@@ -11,7 +11,7 @@ from megatron.training import get_args
 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Traffic
-from recover_megatron.integrate.loop import Services
+from recover_megatron.integrate import Services
 from recover_megatron.megatron_hooks.between_steps import BetweenSteps
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
