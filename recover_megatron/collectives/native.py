@@ -369,10 +369,8 @@ class NativeGroup(Group):
         copies = DeviceStream(self.device) if self.device.type == "cuda" else Order()
         size = self.size  # without the group itself: no circle may keep its memory
         self._plans: Memo[tuple[Plan, ...]] = Memo(MOST_SPANS, lambda plans: 1 + len(plans) * size)
-        self._pipeline = Pipeline(backend, copies, self.rank, self.size, self.device)
-        self._progress: ProgressThread[NativeTask] = ProgressThread(
-            self._pipeline, cancel_token, f"native group of epoch {self.epoch}"
-        )
+        pipeline = Pipeline(backend, copies, self.rank, self.size, self.device)
+        self._progress = ProgressThread(pipeline, cancel_token, f"native group of epoch {self.epoch}")
 
     def _start(self, collective: BucketCollective) -> Handle:
         its, flat = collective, collective.flat

@@ -310,16 +310,8 @@ MOST_MESSAGES = 1 << 17
 """Limit of the programs that a group remembers, in messages: some 20 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Views:
-    """Parts of ``flat``, which they keep alive: no other tensor has its ``id``."""
-
-    flat: torch.Tensor
-    parts: Parts
-
-
 class RingGroup(Group):
-    """Use ``open_group`` of ``opening``."""
+    """Use ``open_group``."""
 
     def __init__(
         self,
@@ -338,11 +330,8 @@ class RingGroup(Group):
         self._planned: Memo[_Planned] = Memo(
             MOST_MESSAGES, lambda planned: len(planned.program.sends) + len(planned.program.receives)
         )
-        self._views: Memo[_Views] = Memo(MOST_MESSAGES, lambda views: sum(map(len, views.parts)))
-        self._ring = Ring(transport, hook)
-        self._progress: ProgressThread[RingTask] = ProgressThread(
-            self._ring, cancel_token, f"ring of epoch {self.epoch}"
-        )
+        self._views: Memo[tuple[torch.Tensor, Parts]] = Memo(MOST_MESSAGES, lambda views: sum(map(len, views[1])))
+        self._progress = ProgressThread(Ring(transport, hook), cancel_token, f"ring of epoch {self.epoch}")
 
     def segment_elements(self, chunks: Chunks, element_size: int) -> int:
         """Elements of a segment for ``chunks``."""
@@ -366,10 +355,13 @@ class RingGroup(Group):
         return self._progress.submit(run)
 
     def _parts(self, what: str, flat: torch.Tensor, key: Hashable, program: Program) -> Parts:
-        """Those of gradients are remembered, with the bucket: the next iteration wants the same."""
+        """Those of gradients are remembered: the next iteration wants the same.
+
+        So is the bucket, which stays alive: no other tensor has its ``id``.
+        """
         if what != "reduce":
             return parts_of(flat, program)
-        return self._views.get((id(flat), key), lambda: _Views(flat, parts_of(flat, program))).parts
+        return self._views.get((id(flat), key), lambda: (flat, parts_of(flat, program)))[1]
 
     def _plan(self, what: str, dtype: torch.dtype, chunks: Chunks, reduce: bool, gather_hops: int) -> _Planned:
         length = self.segment_elements(chunks, dtype.itemsize)
