@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -57,11 +58,8 @@ NEWS_SECONDS = 30.0
 
 def whole_shard_groups(workers: Collection[int], shards: int) -> list[int]:
     """The numbers of the shard groups of which all workers are among ``workers``, ascending."""
-    return [
-        number
-        for number in sorted({worker // shards for worker in workers})
-        if all(number * shards + shard in workers for shard in range(shards))
-    ]
+    there = Counter(worker // shards for worker in set(workers))
+    return sorted(number for number, count in there.items() if count == shards)
 
 
 class ShardGroup:

@@ -131,8 +131,7 @@ class StateTransport(Protocol):
 class SocketTransport:
     """Over a connection, between the kernel and the tensors' own memory; those of a GPU by way of pinned memory.
 
-    The check sum (``check_sum``) is one against accidents; that the bytes come from somebody who knows the run's
-    secret was proved when the connection was made.
+    That the bytes come from somebody who knows the run's secret was proved when the connection was made.
     """
 
     def __init__(self, sock: socket.socket) -> None:

@@ -297,9 +297,10 @@ class RingListener:
     """Where the predecessor in a ring finds a member: a listening socket and, for one on the same host, shared memory.
 
     It can be made before the ring is known.  A worker that tells its address with the status with which it joins an
-    epoch needs no store: with the plan everybody has been told all addresses, and nobody waits for anybody's word.
+    epoch needs no store: with the plan everybody has been told all addresses.
 
-    ``host``: the address of this machine that the others can reach.  ``slots``: number and bytes of the slots, if any.
+    ``host``: the address of this machine that the others can reach.  ``slots``: number and bytes of the slots; None:
+    everything goes through the connections.
     """
 
     def __init__(self, host: str, slots: tuple[int, int] | None) -> None:

@@ -120,11 +120,9 @@ class TcpTransport(Transport):
     ) -> None:
         """Meet both neighbours.  ``members``: by rank, as the epoch names them.
 
-        ``host``: the address of this machine that the others can reach; loopback by default.  ``ring_listener``: made
-        before, with the same host and slots; it is closed when the neighbours have been met.  ``ring``: a name that no
-        other ring of the job has (group, epoch).  ``secret``: the job's.  ``slots``: number and bytes of the slots for
-        neighbours on one host, the same on all members; None: everything goes through the connections.  Raises
-        ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
+        ``ring``: a name that no other ring of the job has (group, epoch).  ``host``, ``slots``: as for
+        ``RingListener``, the slots the same on all members.  ``ring_listener``: made before, with these; it is closed
+        when the neighbours have been met.  Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
         self._cancel_token = cancel_token
         self._sent: Callable[[], None] = lambda: None
