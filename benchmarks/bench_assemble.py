@@ -19,11 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, write  # noqa: E402
-from recover_megatron.workload import Candidate, Placement, Shape, assemble  # noqa: E402
+from benchmarks.megatron_runs import command_line, row, write
+from recover_megatron.workload import Candidate, Placement, Shape, assemble
 
 
 def launch(tp: int, pp: int, workers: int) -> tuple[Shape, list[list[int]]]:
@@ -70,7 +69,6 @@ def measure(tp: int, pp: int, workers: int, options: argparse.Namespace, seed: i
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__)
     parser.add_argument("--layouts", nargs="+", default=["8x8", "4x8", "2x4", "1x16", "1x64"], help="TPxPP")
     parser.add_argument("--workers", nargs="+", type=int, default=[1024, 16384])
@@ -83,13 +81,12 @@ def main() -> None:
         for layout in options.layouts:
             tp, pp = map(int, layout.split("x"))
             draws = [measure(tp, pp, workers, options, seed) for seed in range(options.repeat)]
-            row = {name: statistics.median(draw[name] for draw in draws) for name in draws[0]}
-            rows.append({"workers": workers, "TP x PP": f"{tp} x {pp}", **row})
-    print("| " + " | ".join(rows[0]) + " |\n|" + " --: |" * len(rows[0]))
-    for row in rows:
-        print(
-            "| " + " | ".join(f"{cell:.4f}" if name.endswith(", s") else f"{cell}" for name, cell in row.items()) + " |"
-        )
+            medians = {name: statistics.median(draw[name] for draw in draws) for name in draws[0]}
+            rows.append({"workers": workers, "TP x PP": f"{tp} x {pp}", **medians})
+    row(*rows[0])
+    row(*["--:"] * len(rows[0]))
+    for its in rows:
+        row(*(f"{cell:.4f}" if name.endswith(", s") else cell for name, cell in its.items()))
     write(options, rows)
 
 

@@ -20,15 +20,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import PACED, command_line, write  # noqa: E402
-from recover_megatron.run_log.steps import read_steps  # noqa: E402
-from recover_megatron.workload import quotas  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
-from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT  # noqa: E402
-from tests.workload.paces import Speeds, constant, simulate  # noqa: E402
+from benchmarks.megatron_runs import PACED, command_line, write
+from recover_megatron.run_log.steps import read_steps
+from recover_megatron.workload import quotas
+from tests.harness.forkserver import ForkServer
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT
+from tests.workload.paces import Speeds, constant, simulate
 
 
 def measure(server: ForkServer, paces: list[float], options: argparse.Namespace, *flags: str) -> dict[str, Any]:
@@ -74,7 +73,6 @@ def print_simulation(iterations: int = 1000) -> None:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=32)

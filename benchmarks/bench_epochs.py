@@ -31,10 +31,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, load_average, write  # noqa: E402
+from benchmarks.megatron_runs import command_line, head, load_average, row, write
 
 SECRET = b"of the benchmark"
 COLUMNS = 2
@@ -59,9 +58,7 @@ class Member:
         from recover_megatron.collectives.epoch import CancelToken
         from recover_megatron.collectives.gloo.groups import GlooGroups
         from recover_megatron.collectives.peers import PeerStoreClient
-        from recover_megatron.collectives.tree.connections import Tree
-        from recover_megatron.collectives.tree.operations import TreeBackend
-        from recover_megatron.instep.epoch_groups import PeerStores
+        from recover_megatron.collectives.tree import Tree, TreeBackend
 
         token, size = CancelToken(epoch), len(self.addresses)
         began = met()
@@ -72,15 +69,15 @@ class Member:
             group = GlooGroups(self.rank, mesh, store, token, ring=f"world/{epoch}", timeout=TIMEOUT)
             mine = size - 1
         else:
-            network = PeerStores(self.peer_store.streams, SECRET, self.addresses)
-            tree = Tree(self.rank, range(size), network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
+            where = self.addresses, self.peer_store, SECRET
+            tree = Tree(self.rank, range(size), *where, token, name=f"tree/{epoch}", timeout=TIMEOUT)
             group = TreeBackend(tree)
             mine = len(tree.children) + (tree.parent is not None)
         world = met()
         if way == "mesh":
             group.backends["all"].barrier(dist.BarrierOptions()).wait()
         else:
-            group.wait(group.call(lambda on: on.barrier(dist.BarrierOptions())))
+            group.call(lambda on: on.barrier(dist.BarrierOptions()))
         passed = met()
         rings: list[Any] = []
         if way == "mesh":
@@ -188,24 +185,23 @@ def measured(size: int, processes: int, ways: list[str]) -> list[dict[str, float
 
 
 def main() -> None:
-    """Measure, print the table."""
     parser = command_line(__doc__)
     parser.add_argument("--members", nargs="+", type=int, default=[8, 64, 256, 1024])
     parser.add_argument("--processes", type=int, default=4)
     options = parser.parse_args()
-    print("| members | way | world s | barrier s | rings s | connections | most |\n|--:|---|--:|--:|--:|--:|--:|")
+    head("members:", "way", "world s:", "barrier s:", "rings s:", "connections:", "most:")
     table = []
     for size in options.members:
         ways = ["tree", *(["mesh"] if size <= MOST_IN_A_MESH else [])]
         # The first round warms up: modules are imported, threads made.
         rows = dict(zip(ways, measured(size, options.processes, [*ways, *ways])[len(ways) :], strict=True))
         for way in ("mesh", "tree"):
-            row = rows.get(way)
-            seconds = ["" if row is None else f"{row[name]:.3f}" for name in ("world", "barrier", "rings")]
-            many = size * (size - 1) / 2 + COLUMNS * size if row is None else row["connections"]
-            most = size - 1 + 2 * COLUMNS if row is None else row["most"]
-            table.append({"members": size, "way": way, **(row or {})})
-            print(f"| {size} | {way} | {' | '.join(seconds)} | {many:.0f} | {most:.0f} |", flush=True)
+            its = rows.get(way)
+            seconds = ["" if its is None else f"{its[name]:.3f}" for name in ("world", "barrier", "rings")]
+            many = size * (size - 1) / 2 + COLUMNS * size if its is None else its["connections"]
+            most = size - 1 + 2 * COLUMNS if its is None else its["most"]
+            table.append({"members": size, "way": way, **(its or {})})
+            row(size, way, *seconds, f"{many:.0f}", f"{most:.0f}")
     print(f"\n{load_average()}")
     write(options, table)
 

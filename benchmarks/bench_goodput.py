@@ -38,11 +38,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, command_line, load_average, times, write  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, command_line, head, load_average, row, times, write
+from tests.harness.forkserver import ForkServer
 
 MAX_LAUNCHES = 50
 
@@ -166,11 +165,11 @@ class Bench:
         for rank in range(workers):
             if (out / f"times-{rank}.jsonl").exists():
                 iteration = 0
-                for row in times(out, rank):
-                    iteration = row["iteration"] or iteration + 1
-                    began[iteration] = max(began.get(iteration, 0.0), row["at"])
-                    if row["loss"] is not None:
-                        losses[iteration - 1] = row["loss"]
+                for note in times(out, rank):
+                    iteration = note["iteration"] or iteration + 1
+                    began[iteration] = max(began.get(iteration, 0.0), note["at"])
+                    if note["loss"] is not None:
+                        losses[iteration - 1] = note["loss"]
         first = min(began.values(), default=ended)
         return Launch(workers, paid, started, ended, first, sorted(struck.values()), began, losses)
 
@@ -264,7 +263,6 @@ LABELS = {
 
 
 def main() -> None:
-    """Measure, print the table, write what is asked for."""
     parser = command_line(__doc__, model="toy", microbatch_seconds=0.25)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=25)
@@ -288,17 +286,16 @@ def main() -> None:
             f"an iteration takes {iteration:.2f} s, a checkpoint {checkpoint:.2f} s, {between:.1f} s between failures: "
             f"a checkpoint every {interval} iterations\n"
         )
-        print("| run | launches | wall, s | worker-seconds | tokens per worker-second | without start-up | start-up |")
-        print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
+        tokens = "tokens per worker-second:", "without start-up:", "start-up:"
+        head("run", "launches:", "wall, s:", "worker-seconds:", *tokens)
         for name in options.runs:
             result = bench.run(name, kills, None if name in ("none", "recover") else interval)
             results.append(result)
-            print(
-                f"| {LABELS[name]} | {len(result.launches)} | {result.seconds:.1f} | {result.paid_until(math.inf):.0f} "
-                f"| {result.per_worker_second:.2f} | {result.per_worker_second_without_startup:.2f} "
-                f"| {100 * result.startup_share:.0f} % |",
-                flush=True,
-            )
+            row(
+                LABELS[name], len(result.launches), f"{result.seconds:.1f}", f"{result.paid_until(math.inf):.0f}",
+                f"{result.per_worker_second:.2f}", f"{result.per_worker_second_without_startup:.2f}",
+                f"{100 * result.startup_share:.0f} %",
+            )  # fmt: skip
     by_name = {result.name: result for result in results}
     if "recover" in by_name:
         ours = by_name["recover"]

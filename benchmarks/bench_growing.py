@@ -22,13 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, command_line, load_average, train, write  # noqa: E402
-from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
-from recover_megatron.run_log.steps import read_steps, violations  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, row, train, write
+from recover_megatron.run_log.events import EVENTS_FILE, read_events
+from recover_megatron.run_log.steps import read_steps, violations
+from tests.harness.forkserver import ForkServer
 
 MICROBATCHES = 48
 """Of an iteration, each of one sample: whole shares for 2, 3 and 6 replicas."""
@@ -67,31 +66,23 @@ def measured(name: str, out: Path, tokens: int) -> Measured:
     return Measured(name, [step.replicas for step in steps], end - first, spent, tokens * len(steps))
 
 
-class Bench:
-    """Makes the runs."""
-
-    def __init__(self, server: ForkServer, folder: Path, options: Any) -> None:
-        self._server = server
-        self._folder = folder
-        self._options = options
-        self._model = MODELS["toy"]
-
-    def run(self, name: str, replicas: int, *flags: str, newcomers: int = 0) -> Measured:
-        """One run of ``replicas`` at its launch."""
-        out, options = self._folder / name.replace(" ", "-"), self._options
-        out.mkdir()
-        more = [*RECOVER, *flags, *["--use-distributed-optimizer"] * options.sharded]
-        train(
-            self._server, out, replicas,
-            [*self._model.argv, "--global-batch-size", str(MICROBATCHES), "--log-interval", "10", *more],
-            iterations=options.iterations, killed=None, timeout=options.timeout, spares=newcomers,
-            environment={"BENCH_MICROBATCH": str(options.microbatch_seconds)},
-        )  # fmt: skip
-        return measured(name, out, MICROBATCHES * self._model.sequence)
+def run(
+    server: ForkServer, folder: Path, options: Any, name: str, replicas: int, *flags: str, newcomers: int = 0
+) -> Measured:
+    """One run of ``replicas`` at its launch."""
+    out, model = folder / name.replace(" ", "-"), MODELS["toy"]
+    out.mkdir()
+    more = [*RECOVER, *flags, *["--use-distributed-optimizer"] * options.sharded]
+    train(
+        server, out, replicas,
+        [*model.argv, "--global-batch-size", str(MICROBATCHES), "--log-interval", "10", *more],
+        iterations=options.iterations, killed=None, timeout=options.timeout, spares=newcomers,
+        environment={"BENCH_MICROBATCH": str(options.microbatch_seconds)},
+    )  # fmt: skip
+    return measured(name, out, MICROBATCHES * model.sequence)
 
 
 def main() -> None:
-    """Make the runs and print the table."""
     parser = command_line(__doc__, microbatch_seconds=0.25, timeout=1200.0)
     parser.add_argument("--iterations", type=int, default=36)
     parser.add_argument("--shrink-at", type=int, default=28)
@@ -100,18 +91,18 @@ def main() -> None:
     options = parser.parse_args()
     kills = ",".join(f"{worker}@{options.shrink_at + n}:backward:kill" for n, worker in enumerate((0, 3, 5)))
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
-        bench = Bench(server, Path(folder), options)
         growing = ("--recover-max-replicas", "6", "--recover-inject", kills)
-        found = [bench.run("2, then 6, then 3", 2, *growing, newcomers=4)]
-        found += [bench.run(f"constantly {size}", size) for size in options.constant]
+        where = server, Path(folder), options
+        found = [run(*where, "2, then 6, then 3", 2, *growing, newcomers=4)]
+        found += [run(*where, f"constantly {size}", size) for size in options.constant]
     grown = found[0]
-    print("| replicas | iterations with 2 to 6 | wall, s | worker-seconds | tokens per worker-second | grown / it |")
-    print("|---|---|--:|--:|--:|--:|")
+    numbers = "wall, s:", "worker-seconds:", "tokens per worker-second:", "grown / it:"
+    head("replicas", "iterations with 2 to 6", *numbers)
     for its in found:
         spent = ", ".join(str(its.replicas.count(size)) for size in range(2, 7))
         ratio = grown.per_worker_second / its.per_worker_second
-        print(f"| {its.name} | {spent} | {its.seconds:.1f} | {its.worker_seconds:.1f} | "
-              f"{its.per_worker_second:.1f} | {ratio:.3f} |")  # fmt: skip
+        figures = its.seconds, its.worker_seconds, its.per_worker_second
+        row(its.name, spent, *(f"{figure:.1f}" for figure in figures), f"{ratio:.3f}")
     print(f"\n{load_average()}")
     write(options, [asdict(its) for its in found])
 

@@ -31,9 +31,8 @@ from benchmarks.bench_ring import WholeRun
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket
-from recover_megatron.collectives.native.backend import Message, NativeBackend, Operation
-from recover_megatron.collectives.native.group import NativeGroup
-from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.native import Message, NativeBackend, NativeGroup, Operation
+from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 MOST = 100.0

@@ -25,11 +25,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, command_line, times, train, write  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, row, times, train, write
+from tests.harness.forkserver import ForkServer
 
 FSDP = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "
@@ -64,7 +63,6 @@ def run(server: ForkServer, folder: Path, flags: list[str], options: Any) -> dic
 
 
 def main() -> None:
-    """Count, print the table, write the JSON."""
     parser = command_line(__doc__, model="medium", timeout=1800)
     parser.add_argument("--flags", action="store_true", help="print the flags for bench_overhead.py, and do nothing")
     options = parser.parse_args()
@@ -72,24 +70,23 @@ def main() -> None:
         print(" ".join(FSDP))
         return
     found = []
-    print(
-        "| | | received an iteration, MiB | over stock | tensors of a worker, MiB | over stock | peak resident, MiB |"
-    )
-    print("|---|---|--:|--:|--:|--:|--:|", flush=True)
+    head(
+        "", "", "received an iteration, MiB:", "over stock:", "tensors of a worker, MiB:", "over stock:",
+        "peak resident, MiB:",
+    )  # fmt: skip
     with ForkServer() as server:
         for kind, more in KINDS.items():
             stock: dict[str, Any] = {}
             for side, flags in SIDES.items():
                 with tempfile.TemporaryDirectory() as folder:
-                    row = run(server, Path(folder), [*more, *flags], options)
-                stock = row if side.startswith("stock") else stock
-                ratios = [row[name] / stock[name] for name in ("received", "tensors")]
-                print(
-                    f"| {kind} | {side} | {row['received'] / 2**20:.3f} | {ratios[0]:.4f} "
-                    f"| {row['tensors'] / 2**20:.3f} | {ratios[1]:.4f} | {row['peak'] / 2**10:.0f} |",
-                    flush=True,
-                )
-                found.append({"kind": kind, "side": side, **row})
+                    its = run(server, Path(folder), [*more, *flags], options)
+                stock = its if side.startswith("stock") else stock
+                cells = [
+                    f"{its[name] / unit:{form}}" for name in ("received", "tensors")
+                    for unit, form in ((2**20, ".3f"), (stock[name], ".4f"))
+                ]  # fmt: skip
+                row(kind, side, *cells, f"{its['peak'] / 2**10:.0f}")
+                found.append({"kind": kind, "side": side, **its})
     print(f"\n{options.model}, {WORKERS} workers, {COUNTED} iterations; {platform.machine()}")
     write(options, found)
 

@@ -10,7 +10,6 @@ plan to all). The simulated workers share one process and one core with each oth
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -18,7 +17,6 @@ import secrets
 import selectors
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.megatron_runs import command_line, coordinator
 from recover_megatron.membership import wire
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import nonce
@@ -179,60 +180,51 @@ def resident_bytes(pid: int) -> int:
 def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
     """One size."""
     secret = secrets.token_hex(16)
-    environ = {**os.environ, "RECOVER_SECRET": secret, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "recover_megatron.membership", "--world", str(workers)]
-        command += ["--events", f"{folder}/events.jsonl", "--heartbeat-timeout", "60"]
-        coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
-        try:
-            assert coordinator.stdout is not None
-            host, _, port = json.loads(coordinator.stdout.readline())["listening"].rpartition(":")
-            start = time.monotonic()
-            crowd = Crowd((host, int(port)), workers, Secret(secret.encode()))
-            crowd.until(lambda: crowd.all_hold("plan", crowd.newest))
-            formed = time.monotonic() - start
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        coordinator(workers, Path(folder) / "events.jsonl", secret, "--heartbeat-timeout", "60") as (process, port),
+    ):
+        start = time.monotonic()
+        crowd = Crowd(("127.0.0.1", port), workers, Secret(secret.encode()))
+        crowd.until(lambda: crowd.all_hold("plan", crowd.newest))
+        formed = time.monotonic() - start
 
-            before, at = processor_seconds(coordinator.pid), time.monotonic()
-            crowd.until(lambda: time.monotonic() - at >= seconds)
-            steady = (processor_seconds(coordinator.pid) - before) / (time.monotonic() - at)
+        before, at = processor_seconds(process.pid), time.monotonic()
+        crowd.until(lambda: time.monotonic() - at >= seconds)
+        steady = (processor_seconds(process.pid) - before) / (time.monotonic() - at)
 
-            epoch, rounds = crowd.newest, 5
-            before = processor_seconds(coordinator.pid)
-            agreed = []
-            for iteration in range(1, rounds + 1):
-                crowd.all_done(epoch, iteration)
-                agreed.append(crowd.until(lambda t=iteration: crowd.all_hold("commit", t)))
-            agree_cpu = (processor_seconds(coordinator.pid) - before) / rounds
+        epoch, rounds = crowd.newest, 5
+        before = processor_seconds(process.pid)
+        agreed = []
+        for iteration in range(1, rounds + 1):
+            crowd.all_done(epoch, iteration)
+            agreed.append(crowd.until(lambda t=iteration: crowd.all_hold("commit", t)))
+        agree_cpu = (processor_seconds(process.pid) - before) / rounds
 
-            recovered = []
-            for victim in range(deaths):
-                at = time.monotonic()
-                crowd.die(victim)
-                old = crowd.newest
-                crowd.until(lambda e=old: crowd.newest > e and crowd.all_hold("plan", crowd.newest))
-                recovered.append(time.monotonic() - at)
-            return {
-                "workers": workers,
-                "first_plan_s": round(formed, 3),
-                "steady_cpu_share": round(steady, 4),
-                "agree_ms": round(statistics.median(agreed) * 1e3, 1),
-                "agree_cpu_ms": round(agree_cpu * 1e3, 1),
-                "death_to_last_plan_median_ms": round(statistics.median(recovered) * 1e3, 1),
-                "death_to_last_plan_worst_ms": round(max(recovered) * 1e3, 1),
-                "coordinator_mib": round(resident_bytes(coordinator.pid) / 2**20, 1),
-            }
-        finally:
-            coordinator.kill()
-            coordinator.wait()
+        recovered = []
+        for victim in range(deaths):
+            at = time.monotonic()
+            crowd.die(victim)
+            old = crowd.newest
+            crowd.until(lambda e=old: crowd.newest > e and crowd.all_hold("plan", crowd.newest))
+            recovered.append(time.monotonic() - at)
+        return {
+            "workers": workers,
+            "first_plan_s": round(formed, 3),
+            "steady_cpu_share": round(steady, 4),
+            "agree_ms": round(statistics.median(agreed) * 1e3, 1),
+            "agree_cpu_ms": round(agree_cpu * 1e3, 1),
+            "death_to_last_plan_median_ms": round(statistics.median(recovered) * 1e3, 1),
+            "death_to_last_plan_worst_ms": round(max(recovered) * 1e3, 1),
+            "coordinator_mib": round(resident_bytes(process.pid) / 2**20, 1),
+        }
 
 
 def main() -> int:
-    """Measure the sizes, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--deaths", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0, help="of steady state")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -26,11 +26,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, RECOVER, SCRIPT, command_line, load_average, times, write  # noqa: E402
-from tests.harness.forkserver import ForkServer, Run  # noqa: E402
+from benchmarks.megatron_runs import (
+    COMMON,
+    LAYOUTS,
+    MODELS,
+    RECOVER,
+    SCRIPT,
+    command_line,
+    head,
+    load_average,
+    row,
+    times,
+    write,
+)
+from tests.harness.forkserver import ForkServer, Run
 
 SIDES: dict[str, list[str]] = {"without": [], "with": RECOVER}
 OVERLAPS = {"no": [False], "yes": [True], "both": [False, True]}
@@ -162,7 +173,6 @@ def loss_difference(measured: dict[str, Any], stock: str, ours: str) -> str:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__, microbatch_seconds=0.0)
     parser.add_argument("--models", nargs="+", default=["small", "medium"], choices=MODELS)
     parser.add_argument("--layouts", nargs="+", default=["dp4", "tp2-dp2", "pp2-dp2"], choices=LAYOUTS)
@@ -178,10 +188,10 @@ def main() -> None:
         options.profile.mkdir(parents=True, exist_ok=True)
     iterations = options.block * options.blocks + 1
     rows = []
-    print(
-        "| model | layout | overlap | without, ms | with, ms | ratio (quartiles) | processor time | loss difference | |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    head(
+        "model", "layout", "overlap", "without, ms", "with, ms", "ratio (quartiles)", "processor time",
+        "loss difference", "",
+    )  # fmt: skip
     with ExitStack() as stack:
         servers = {side: stack.enter_context(ForkServer()) for side in SIDES}
         for model in options.models:
@@ -194,12 +204,11 @@ def main() -> None:
                     name = f"{model}-{layout}-{'overlap' if overlap else 'plain'}"
                     measured = compare(servers, workers, flags, options, name)
                     found = ratios(measured)
-                    print(
-                        f"| {model} | {layout} | {'yes' if overlap else 'no'} | {typical(measured, 'without'):.1f} "
-                        f"| {typical(measured, 'with'):.1f} | {spread(found['wall'])} | {spread(found['cpu'])} "
-                        f"| {loss_difference(measured, 'without', 'with')} | {load_average()} |",
-                        flush=True,
-                    )
+                    row(
+                        model, layout, "yes" if overlap else "no",
+                        *(f"{typical(measured, side):.1f}" for side in SIDES), *map(spread, found.values()),
+                        loss_difference(measured, *SIDES), load_average(),
+                    )  # fmt: skip
                     rows.append({"model": model, "layout": layout, "overlap": overlap, "ratios": found, **measured})
     print(
         f"\n{options.blocks - WARM_UP} pairs of {options.block - 1} iterations, {iterations} iterations in all, "

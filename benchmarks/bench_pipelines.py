@@ -20,13 +20,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, PACED, command_line, load_average, train, write  # noqa: E402
-from recover_megatron.run_log.steps import audit_problem, read_steps  # noqa: E402
-from recover_megatron.workload import quotas  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.megatron_runs import MODELS, PACED, command_line, load_average, train, write
+from recover_megatron.run_log.steps import audit_problem, read_steps
+from recover_megatron.workload import quotas
+from tests.harness.forkserver import ForkServer
 
 REPLICAS, STAGES, MICROBATCHES, KILLED_AT, ITERATIONS = 4, 2, 8, 6, 14
 SCHEDULES = {"1f1b": (1, ""), "interleaved": (2, "--num-layers-per-virtual-pipeline-stage 1")}
@@ -56,7 +55,6 @@ def seconds(server: ForkServer, folder: Path, schedule: str, pace: float) -> tup
 
 
 def main() -> None:
-    """Run it and print the table."""
     parser = command_line(__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.2, metavar="S", help="of a microbatch; default: %(default)s")

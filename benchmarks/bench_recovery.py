@@ -23,28 +23,25 @@ import os
 import random
 import secrets
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.megatron_runs import command_line, write  # noqa: E402
-from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch  # noqa: E402
-from recover_megatron.collectives.group import Group  # noqa: E402
-from recover_megatron.collectives.group_factory import open_group  # noqa: E402
-from recover_megatron.collectives.ledger import Bucket  # noqa: E402
-from recover_megatron.membership.session import Session  # noqa: E402
-from recover_megatron.membership.wire import SECRET_VARIABLE, Secret  # noqa: E402
+from benchmarks.megatron_runs import command_line, coordinator, fork, head, row, store, write
+from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.group_factory import open_group
+from recover_megatron.collectives.ledger import Bucket
+from recover_megatron.membership.session import Session
+from recover_megatron.membership.wire import Secret
 
 ELEMENTS = (1 << 20) // 4
 WARM_UP = 5
@@ -63,13 +60,13 @@ def work(me: int, address: tuple[str, int], secret: bytes, store_port: int, repo
     session = Session.connect(
         [address], me, Secret(secret), on_revoke=lambda epoch, reason: note("revoke") if times.get("steady") else None
     )
-    store = torch.distributed.TCPStore("127.0.0.1", store_port, is_master=False)
+    key_value = torch.distributed.TCPStore("127.0.0.1", store_port, is_master=False)
 
     def join() -> Group:
         plan = session.join({})
         if times.get("steady"):
             note("rendezvous")
-        return open_group(SessionEpoch(session, plan, me, sorted(plan.members)), store, name="bench", secret=secret)
+        return open_group(SessionEpoch(session, plan, me, sorted(plan.members)), key_value, name="bench", secret=secret)
 
     group = join()
     reduced = 0
@@ -97,25 +94,20 @@ def work(me: int, address: tuple[str, int], secret: bytes, store_port: int, repo
 
 def one_kill(workers: int, choose: random.Random) -> dict[str, float]:
     """The phases of one recovery, in milliseconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        secret = secrets.token_hex(16).encode()
-        events = Path(folder) / "events.jsonl"
-        command = [sys.executable, "-m", "recover_megatron.membership", "--world", str(workers)]
-        command += ["--events", str(events)]
-        environment = os.environ | {SECRET_VARIABLE: secret.decode(), "PYTHONPATH": str(REPOSITORY)}
-        coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert coordinator.stdout is not None
-        port = int(json.loads(coordinator.stdout.readline())["listening"].rpartition(":")[2])
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            store_port = listener.getsockname()[1]
-            store_pid = fork(lambda: serve_store(listener, store_port))
+    secret = secrets.token_hex(16)
+    with ExitStack() as stack:
+        events = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "events.jsonl"
+        process, port = stack.enter_context(coordinator(workers, events, secret))
+        store_port = stack.enter_context(store())
         reads: list[Any] = []
         pids: list[int] = []
         for me in range(workers):
             read, write = os.pipe()
-            pids.append(fork(lambda me=me, write=write: work(me, ("127.0.0.1", port), secret, store_port, write)))
+            pids.append(
+                fork(lambda me=me, write=write: work(me, ("127.0.0.1", port), secret.encode(), store_port, write))
+            )
             os.close(write)
-            reads.append(os.fdopen(read))
+            reads.append(stack.enter_context(os.fdopen(read)))
         for read in reads:
             read.readline()
         time.sleep(choose.random() * 0.05)  # anywhere in an all-reduce
@@ -125,11 +117,7 @@ def one_kill(workers: int, choose: random.Random) -> dict[str, float]:
         survivors = [json.loads(read.readline()) for me, read in enumerate(reads) if me != victim]
         for pid in pids:
             os.waitpid(pid, 0)
-        coordinator.wait(30)
-        os.kill(store_pid, signal.SIGKILL)
-        os.waitpid(store_pid, 0)
-        for read in reads:
-            read.close()
+        process.wait(30)
         ends = {phase: max(times[phase] for times in survivors) for phase in PHASES[1:]}
         ends["detect"] = detected(events, victim)
     result, before = {}, killed
@@ -147,38 +135,14 @@ def detected(events: Path, victim: int) -> float:
     return next(r["mono"] for r in records if r["event"] == "fault" and r.get("worker") == victim)
 
 
-def fork(child: Any) -> int:
-    """Run ``child`` in a forked process that ends with it; returns its pid."""
-    if (pid := os.fork()) == 0:
-        code = 1
-        try:
-            child()
-            code = 0
-        finally:  # an exception must not go on in the parent's code
-            if code:
-                traceback.print_exc()
-            os._exit(code)
-    return pid
-
-
-def serve_store(listener: socket.socket, port: int) -> None:
-    """Host the rendezvous store until killed."""
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    signal.pause()
-    del store
-
-
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     choose, rows = random.Random(options.seed), []
-    print(f"| workers | {' | '.join(PHASES)} | total |\n|---{'|---' * (len(PHASES) + 1)}|", flush=True)
+    head("workers", *PHASES, "total")
     for workers in options.workers:
         kills = [one_kill(workers, choose) for _ in range(options.kills)]
         rows += [{"workers": workers, **kill} for kill in kills]
@@ -186,7 +150,7 @@ def main() -> None:
         for phase in (*PHASES, "total"):
             values = [kill[phase] for kill in kills]
             cells.append(f"{statistics.median(values):.1f} ({max(values):.1f})")
-        print(f"| {workers} | {' | '.join(cells)} |", flush=True)
+        row(workers, *cells)
     print(f"\nmilliseconds, median (maximum) of {options.kills} kills; {os.cpu_count()} cores; 1 MiB per all-reduce")
     write(options, rows)
 

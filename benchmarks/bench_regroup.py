@@ -43,13 +43,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, command_line, load_average, train, write  # noqa: E402
-from recover_megatron.instep.grid import launch_grid  # noqa: E402
-from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events  # noqa: E402
-from tests.harness.forkserver import ForkServer, Run  # noqa: E402
+from benchmarks.megatron_runs import MODELS, RECOVER, REPOSITORY, command_line, load_average, train, write
+from recover_megatron.instep.grid import launch_grid
+from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events
+from tests.harness.forkserver import ForkServer, Run
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 WORKERS, SHAPE = 12, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -332,7 +331,6 @@ def transfers() -> None:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__, timeout=600)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["toy", "small", "medium"])
     parser.add_argument("--runs", type=int, default=2, help="of each model; two recombinations each")

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, write
+from benchmarks.megatron_runs import command_line, fork, row, write
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
@@ -57,12 +58,9 @@ class PipeEpoch:
 def work(rank: int, world: int, store: str, revoke: int, answer: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     group = open_group(
-        PipeEpoch(world, rank, revoke),
-        dist.FileStore(store, -1),
-        name="bench",
-        secret=b"bench",
+        PipeEpoch(world, rank, revoke), dist.FileStore(store, -1), name="bench", secret=b"bench",
         transport_kind=arguments.transport_kind,
-    )
+    )  # fmt: skip
     bucket = Bucket(torch.ones(int(arguments.mib * (1 << 18))))
     os.write(answer, b"ready\n")
     try:
@@ -79,12 +77,9 @@ def strike(world: int, how: signal.Signals, arguments: argparse.Namespace) -> tu
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(world):
             (revoke, tell), (heard, answer) = os.pipe(), os.pipe()
-            if (pid := os.fork()) == 0:
-                work(rank, world, f"{folder}/store", revoke, answer, arguments)
-                os._exit(0)
+            pids.append(fork(partial(work, rank, world, f"{folder}/store", revoke, answer, arguments)))
             os.close(revoke)
             os.close(answer)
-            pids.append(pid)
             revokes.append(tell)
             answers.append(os.fdopen(heard))
         for stream in answers:
@@ -129,11 +124,7 @@ def main() -> None:
             struck = [value for first, _ in samples for value in first]
             told = [value for _, second in samples for value in second]
             rows.append({"world": world, "signal": how.name, "struck_ms": struck, "told_ms": told})
-            print(
-                f"| {world} | {how.name} | {statistics.median(struck):.1f} | {max(struck):.1f} | "
-                f"{statistics.median(told):.1f} | {max(told):.1f} |",
-                flush=True,
-            )
+            row(world, how.name, *(f"{of(times):.1f}" for times in (struck, told) for of in (statistics.median, max)))
     write(arguments, rows)
 
 

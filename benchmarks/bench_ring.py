@@ -25,7 +25,6 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,10 +36,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, write
+from benchmarks.megatron_runs import command_line, fork, row, store, write
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket, Span
-from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.ring.schedule import even_chunks, segments
 
 MIB = 1 << 20
@@ -117,7 +116,7 @@ def arithmetic(flat: torch.Tensor, world: int, segment: int) -> None:
                 part.copy_(partial)
 
 
-def measure(operation: Callable[[], None], meet: Callable[[], None]) -> tuple[float, float]:
+def measure(operation: Callable[[], Any], meet: Callable[[], None]) -> tuple[float, float]:
     """Wall and CPU seconds of one repetition on this worker."""
     meet()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -127,28 +126,24 @@ def measure(operation: Callable[[], None], meet: Callable[[], None]) -> tuple[fl
 
 def work(rank: int, world: int, arguments: argparse.Namespace, port: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=timedelta(seconds=120))
-    gloo, one = gloo_group(store, rank, world), torch.zeros(1)
+    shared = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=timedelta(seconds=120))
+    gloo, one = gloo_group(shared, rank, world), torch.zeros(1)
 
     def meet() -> None:
         gloo.allreduce([one], dist.AllreduceOptions()).wait()
 
-    pump = Pump(store, rank, world)
+    pump = Pump(shared, rank, world)
     tuning = Tuning(arguments.segment_kib << 10, arguments.least_kib << 10, arguments.depth)
     rows = []
     for epoch, mib in enumerate(arguments.mib):
         name, secret = f"bench-{epoch}", os.urandom(16) if rank == 0 else b""
         if rank == 0:
-            store.set(name, secret.hex())
-        secret = bytes.fromhex(store.get(name).decode())
+            shared.set(name, secret.hex())
+        secret = bytes.fromhex(shared.get(name).decode())
         ring = open_group(
-            WholeRun(range(world), rank),
-            store,
-            name=name,
-            secret=secret,
+            WholeRun(range(world), rank), shared, name=name, secret=secret, tuning=tuning,
             transport_kind=arguments.transport_kind,
-            tuning=tuning,
-        )
+        )  # fmt: skip
         assert isinstance(ring, RingGroup)
         rows.append(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments))
         meet()
@@ -168,15 +163,9 @@ def compare(
     chunks = even_chunks(bucket.ledger.local, world)
     segment = ring.segment_elements(chunks, 4)
 
-    def ring_all_reduce() -> None:
-        ring.all_reduce(bucket).wait()
-
-    def gloo_all_reduce() -> None:
-        gloo.allreduce([bucket.flat], dist.AllreduceOptions()).wait()
-
-    operations = {
-        "ring": ring_all_reduce,
-        "gloo": gloo_all_reduce,
+    operations: dict[str, Callable[[], Any]] = {
+        "ring": lambda: ring.all_reduce(bucket).wait(),
+        "gloo": lambda: gloo.allreduce([bucket.flat], dist.AllreduceOptions()).wait(),
         "bytes": lambda: pump.move(2 * (world - 1) * 4 * numel // world),
         "adds": lambda: arithmetic(bucket.flat, world, segment),
     }
@@ -198,37 +187,20 @@ def compare(
 
 
 def run_world(world: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-    with tempfile.TemporaryDirectory() as folder:
-        children = {}
-        port = listener.getsockname()[1]
-        for rank in range(-1, world):
-            if (pid := os.fork()) == 0:
-                if rank < 0:
-                    store = dist.TCPStore("127.0.0.1", port, world, True, wait_for_workers=False,
-                                          master_listen_fd=listener.fileno())  # fmt: skip
-                    signal.pause()
-                    del store
-                code = 1
-                try:
-                    listener.close()
-                    Path(folder, str(rank)).write_text(json.dumps(work(rank, world, arguments, port)))
-                    code = 0
-                except Exception:  # noqa: BLE001  the worker's boundary
-                    traceback.print_exc()
-                os._exit(code)
-            children[rank] = pid
-        listener.close()
-        store_pid = children.pop(-1)
+    with tempfile.TemporaryDirectory() as folder, store() as port:
+
+        def worker(rank: int) -> None:
+            Path(folder, str(rank)).write_text(json.dumps(work(rank, world, arguments, port)))
+
+        children = {fork(lambda rank=rank: worker(rank)): rank for rank in range(world)}
         try:
             while children:
                 pid, code = os.waitpid(-1, 0)
-                rank = next(rank for rank, child in children.items() if child == pid)
-                del children[rank]
+                rank = children.pop(pid)
                 if code:
                     sys.exit(f"worker {rank} failed: {os.waitstatus_to_exitcode(code)}")
         finally:
-            for pid in (store_pid, *children.values()):
+            for pid in children:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         by_rank = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world)]
@@ -268,19 +240,18 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=50, help="repetitions at most")
     arguments = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.transport_kind}")
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("| " + " | ".join(["---:"] * len(COLUMNS)) + " |")
+    row(*COLUMNS)
+    row(*["---:"] * len(COLUMNS))
     results = []
     for world in arguments.world:
         for r in run_world(world, arguments):
             results.append(r)
-            print(
-                f"| {world} | {r['mib']:g} | {r['ring_ms']:.1f} | {r['gloo_ms']:.1f} | {r['ratio']:.2f} | "
-                f"{r['bytes_ms']:.1f} | {r['adds_ms']:.1f} | {r['ring_cpu_ms']:.0f} | {r['gloo_cpu_ms']:.0f} | "
-                f"{r['bytes_cpu_ms']:.0f} | {r['adds_cpu_ms']:.0f} | "
-                f"{r['segment_kib']:g} | {r['scratch_mib']:g}/{r['scratch_bound_mib']:g} |",
-                flush=True,
-            )
+            row(
+                world, f"{r['mib']:g}", f"{r['ring_ms']:.1f}", f"{r['gloo_ms']:.1f}", f"{r['ratio']:.2f}",
+                f"{r['bytes_ms']:.1f}", f"{r['adds_ms']:.1f}",
+                *(f"{r[f'{name}_cpu_ms']:.0f}" for name in ("ring", "gloo", "bytes", "adds")),
+                f"{r['segment_kib']:g}", f"{r['scratch_mib']:g}/{r['scratch_bound_mib']:g}",
+            )  # fmt: skip
     write(arguments, results)
 
 

@@ -23,9 +23,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import statistics
-import struct
 import sys
 import tempfile
 import threading
@@ -36,24 +34,16 @@ from typing import Any
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.bench_overhead import (  # noqa: E402
-    OVERLAPS,
-    WARM_UP,
-    compare,
-    loss_difference,
-    ratios,
-    spread,
-    typical,
-)
-from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, command_line, load_average, train, write  # noqa: E402
-from recover_megatron.collectives.group import Group  # noqa: E402
-from recover_megatron.collectives.ledger import Bucket  # noqa: E402
-from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
-from tests.collectives.together import together  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.bench_overhead import OVERLAPS, WARM_UP, compare, loss_difference, ratios, spread, typical
+from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, command_line, head, load_average, row, train, write
+from benchmarks.timed_pretrain import received_over
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.ledger import Bucket
+from recover_megatron.run_log.events import EVENTS_FILE, read_events
+from tests.collectives.together import together
+from tests.harness.forkserver import ForkServer
 
 SECTIONS = ("wire", "memory", "repartition", "iteration", "table")
 SHARDED = "--use-distributed-optimizer"
@@ -106,9 +96,7 @@ def moved(size: int) -> float:
 def received(group: Group) -> int:
     """Bytes that have come from the predecessor so far, as the kernel counts them."""
     # Nobody but a benchmark wants to know, hence no interface.
-    connection = group._transport._in  # type: ignore[attr-defined]
-    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    return int(struct.unpack_from("=Q", information, 128)[0])  # tcpi_bytes_received of struct tcp_info
+    return received_over(group._transport._in)  # type: ignore[attr-defined]
 
 
 def on_the_wire(size: int, numel: int, operation: Callable[[Group, Bucket], Any], dtype: torch.dtype) -> float:
@@ -133,22 +121,20 @@ def wire(options: Any) -> list[dict[str, Any]]:
     rows = []
     numel = options.mib * MIB // 4
     print(f"\nSent by each member, over the bytes of a bucket of {options.mib} MiB: measured (formula)\n")
-    print("| D | reduce-scatter, k = 0 | k = 1 | k = 2 | all-gather |\n|--:|---|---|---|---|")
+    head("D:", "reduce-scatter, k = 0", "k = 1", "k = 2", "all-gather")
     for size in options.sizes:
-        row: dict[str, Any] = {"D": size}
+        its: dict[str, Any] = {"D": size}
         cells = []
         for shadows in (0, 1, 2):
-            row[f"k={shadows}"] = on_the_wire(
-                size,
-                numel,
-                lambda group, bucket, k=shadows: group.reduce_scatter(bucket, shadows=range(1, k + 1)),
-                torch.float32,
-            )
-            cells.append(f"{row[f'k={shadows}']:.4f} ({scattered(size, shadows):.4f})")
-        row["gather"] = on_the_wire(size, 2 * numel, lambda group, bucket: group.all_gather(bucket), torch.bfloat16)
-        cells.append(f"{row['gather']:.4f} ({gathered(size):.4f})")
-        print(f"| {size} | {' | '.join(cells)} |", flush=True)
-        rows.append(row)
+
+            def scatter(group: Group, bucket: Bucket, k: int = shadows) -> Any:
+                return group.reduce_scatter(bucket, shadows=range(1, k + 1))
+
+            its[f"k={shadows}"] = on_the_wire(size, numel, scatter, torch.float32)
+            cells.append(f"{its[f'k={shadows}']:.4f} ({scattered(size, shadows):.4f})")
+        its["gather"] = on_the_wire(size, 2 * numel, lambda group, bucket: group.all_gather(bucket), torch.bfloat16)
+        row(size, *cells, f"{its['gather']:.4f} ({gathered(size):.4f})")
+        rows.append(its)
     return rows
 
 
@@ -176,23 +162,21 @@ def memory(options: Any) -> list[dict[str, Any]]:
     """Bytes of optimizer state of a worker, over those of a parameter of the model."""
     rows = []
     print("\nBytes of optimizer state of a worker, mean (largest), over the model's parameters; formula for the mean\n")
-    print("| model | D | stock | k = 0 | k = 1 | k = 2 | formula: stock, k = 0 | k = 1 | k = 2 |")
-    print("|---|--:|---|---|---|---|--:|--:|--:|", flush=True)
+    head("model", "D:", "stock", "k = 0", "k = 1", "k = 2", "formula: stock, k = 0:", "k = 1:", "k = 2:")
     with ForkServer() as server:
         for kind, (flags, each) in KINDS.items():
             for size in options.sizes:
-                row: dict[str, Any] = {"kind": kind, "D": size}
+                its: dict[str, Any] = {"kind": kind, "D": size}
                 cells = []
                 for shadows in (None, 0, 1, 2):
                     with tempfile.TemporaryDirectory() as folder:
                         more = [*flags, *shadows_of(shadows)]
-                        left = [its for its in state_after(server, Path(folder), size, "tiny", 3, more, options) if its]
-                    found = [its["bytes"] / its["parameters"] for its in left]
-                    row["stock" if shadows is None else f"k={shadows}"] = found
+                        left = state_after(server, Path(folder), size, "tiny", 3, more, options)
+                    found = [one["bytes"] / one["parameters"] for one in left if one]
+                    its["stock" if shadows is None else f"k={shadows}"] = found
                     cells.append(f"{statistics.mean(found):.3f} ({max(found):.3f})")
-                cells += [f"{state(1, size, shadows, each):.3f}" for shadows in (0, 1, 2)]
-                print(f"| {kind} | {size} | {' | '.join(cells)} |", flush=True)
-                rows.append(row)
+                row(kind, size, *cells, *(f"{state(1, size, shadows, each):.3f}" for shadows in (0, 1, 2)))
+                rows.append(its)
     return rows
 
 
@@ -200,10 +184,8 @@ def repartition(options: Any) -> list[dict[str, Any]]:
     """State that changes hands after a death."""
     rows = []
     print("\nState that changes hands after one death, one shadow, 16-bit model\n")
-    print(
-        "| model | D | deaths | seconds, median (largest) | bytes of all over a shard's (formula) | most of a worker |"
-    )
-    print("|---|--:|--:|---|---|--:|", flush=True)
+    last = "bytes of all over a shard's (formula)", "most of a worker:"
+    head("model", "D:", "deaths:", "seconds, median (largest)", *last)
     with ForkServer() as server:
         for model in options.models:
             for size in (size for size in options.sizes if size > 2):
@@ -213,11 +195,8 @@ def repartition(options: Any) -> list[dict[str, Any]]:
                 whole = statistics.median(sum(its["shards"]) for its in found)
                 most = statistics.median(max(its["shards"]) for its in found)
                 mib = state(found[0]["parameters"], size, 0) / MIB
-                print(
-                    f"| {model} | {size} | {len(found)} | {statistics.median(seconds):.3f} ({max(seconds):.3f}) "
-                    f"| {whole:.3f} ({moved(size):.3f}) of {mib:.2f} MiB | {most:.3f} |",
-                    flush=True,
-                )
+                took = f"{statistics.median(seconds):.3f} ({max(seconds):.3f})"
+                row(model, size, len(found), took, f"{whole:.3f} ({moved(size):.3f}) of {mib:.2f} MiB", f"{most:.3f}")
     return rows
 
 
@@ -241,8 +220,8 @@ def iteration(options: Any) -> list[dict[str, Any]]:
     sides = {"stock": shadows_of(None), "k=1": shadows_of(1), "k=0": shadows_of(0)}
     rows = []
     print("\nTime of an iteration, over stock's (quartiles)\n")
-    print("| model | D | overlap | stock, ms | k = 1 | processor time | k = 0 | processor time | loss difference | |")
-    print("|---|--:|---|--:|---|---|---|---|--:|---|", flush=True)
+    ratio = "k = 1", "processor time", "k = 0", "processor time"
+    head("model", "D:", "overlap", "stock, ms:", *ratio, "loss difference:", "")
     with ExitStack() as stack:
         servers = {side: stack.enter_context(ForkServer()) for side in sides}
         for model in options.models:
@@ -253,13 +232,12 @@ def iteration(options: Any) -> list[dict[str, Any]]:
                     measured = compare(servers, size, flags, options, f"{model}-{size}", sides)
                     found = {side: ratios(measured, side, "stock") for side in ("k=1", "k=0")}
                     cells = [spread(found[side][what]) for side in found for what in ("wall", "cpu")]
-                    print(
-                        f"| {model} | {size} | {'yes' if overlap else 'no'} | {typical(measured, 'stock'):.1f} "
-                        f"| {' | '.join(cells)} | {loss_difference(measured, 'stock', 'k=1')} | {load_average()} |",
-                        flush=True,
-                    )
+                    row(
+                        model, size, "yes" if overlap else "no", f"{typical(measured, 'stock'):.1f}", *cells,
+                        loss_difference(measured, "stock", "k=1"), load_average(),
+                    )  # fmt: skip
                     rows.append({"model": model, "D": size, "overlap": overlap, "ratios": found, **measured})
-    middles = [statistics.median(row["ratios"]["k=1"]["wall"]) for row in rows]
+    middles = [statistics.median(its["ratios"]["k=1"]["wall"]) for its in rows]
     print(f"\nk = 1: median of the medians {statistics.median(middles):.3f}; {options.blocks - WARM_UP} turns each")
     return rows
 
@@ -293,7 +271,6 @@ def table(options: Any) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print the tables, write the JSON."""
     parser = command_line(__doc__, microbatch_seconds=0.0)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8], help="D")

@@ -31,11 +31,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import COMMON, MODELS, PACED, command_line, load_average, write  # noqa: E402
-from recover_megatron.run_log.steps import StepRecord, read_steps  # noqa: E402
+from benchmarks.megatron_runs import COMMON, MODELS, PACED, command_line, environment, head, load_average, row, write
+from recover_megatron.run_log.steps import StepRecord, read_steps
 
 WAYS = ("hot spare", "worker started again", "job started again")
 REPLICAS, STRIKE, GO_ON, SAVE = 3, 25, 5, 10
@@ -50,15 +49,10 @@ class Launch:
     def __init__(self, folder: Path, argv: Sequence[str], pace: float) -> None:
         self.logs = folder
         command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(REPLICAS)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
-            "OMP_NUM_THREADS": "1",
-            "BENCH_PACES": ",".join([str(pace)] * REPLICAS),
-        }
         self._process = subprocess.Popen(
             [*command, "--log-dir", str(folder), *argv],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            env=environment(BENCH_PACES=",".join([str(pace)] * REPLICAS)),
         )  # fmt: skip
 
     def steps(self) -> list[StepRecord]:
@@ -124,7 +118,6 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__, model="small", microbatch_seconds=0.1)
     parser.add_argument("--runs", type=int, default=3, help="of each way; the table has their median")
     options = parser.parse_args()
@@ -134,12 +127,11 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows[way].append(measure(way, Path(folder), options))
     names = list(rows[WAYS[0]][0])
-    print(f"| | {' | '.join(names)} |\n|---{'|--:' * len(names)}|")
+    head("", *(f"{name}:" for name in names))
     for way, its in rows.items():
-        print(f"| {way} | {' | '.join(f'{statistics.median(row[name] for row in its):.2f}' for name in names)} |")
-    print(
-        f"\n{options.model}, {options.microbatch_seconds} s a microbatch, {options.runs} kills each; {load_average()}"
-    )
+        row(way, *(f"{statistics.median(kill[name] for kill in its):.2f}" for name in names))
+    told = f"{options.model}, {options.microbatch_seconds} s a microbatch, {options.runs} kills each"
+    print(f"\n{told}; {load_average()}")
     write(options, rows)
 
 

@@ -18,10 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, write  # noqa: E402
+from benchmarks.megatron_runs import REPOSITORY, command_line, environment, head, row, write
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 FIRST_ITERATION = " iteration        1/"
@@ -41,11 +40,11 @@ LAUNCHERS = {
 def seconds_to_first_iteration(launcher: str, workers: int, timeout: float) -> float:
     """Launch, wait for the log line of iteration 1, let the run end.  Raises RuntimeError if it does not get there."""
     command = [sys.executable, *(part.format(workers=workers) for part in LAUNCHERS[launcher]), SCRIPT, *FLAGS]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     started = time.perf_counter()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=environment(PYTHONUNBUFFERED="1"),
+    )  # fmt: skip
     signal.alarm(int(timeout))
     seen: float | None = None
     last: list[str] = []
@@ -67,7 +66,6 @@ def seconds_to_first_iteration(launcher: str, workers: int, timeout: float) -> f
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__, timeout=300)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; the table has their median")
@@ -85,17 +83,17 @@ def main() -> None:
                 rows.append({"launcher": launcher, "workers": workers, "repeat": repeat, "seconds": seconds})
                 print(f"{launcher:20} {workers} workers: {seconds:6.2f} s", file=sys.stderr, flush=True)
 
-    print(f"\n| workers | {' | '.join(LAUNCHERS)} |\n|---{'|---' * len(LAUNCHERS)}|")
+    print()
+    head("workers", *LAUNCHERS)
     for workers in options.workers:
         medians = {
             launcher: statistics.median(
-                row["seconds"] for row in rows if (row["launcher"], row["workers"]) == (launcher, workers)
+                its["seconds"] for its in rows if (its["launcher"], its["workers"]) == (launcher, workers)
             )
             for launcher in LAUNCHERS
         }
         base = medians["torchrun"]
-        cells = (f"{seconds:.1f} s ({seconds / base:.2f})" for seconds in medians.values())
-        print(f"| {workers} | {' | '.join(cells)} |")
+        row(workers, *(f"{seconds:.1f} s ({seconds / base:.2f})" for seconds in medians.values()))
     print(
         f"\nmedians of {options.repeat}; in brackets the ratio to torchrun; "
         f"{os.cpu_count()} cores, {platform.machine()}"

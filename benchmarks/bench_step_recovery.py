@@ -30,12 +30,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, load_average, times, train, write  # noqa: E402
-from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
-from tests.harness.forkserver import ForkServer, Run  # noqa: E402
+from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, head, load_average, row, times, train, write
+from recover_megatron.run_log.events import EVENTS_FILE, read_events
+from tests.harness.forkserver import ForkServer, Run
 
 PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
 STRIKES = ("forward", "backward#2", "reduce-scatter", "all-gather", "agree", "backward")
@@ -95,29 +94,27 @@ def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tup
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
     parser = command_line(__doc__, model="small", microbatch_seconds=0.0, timeout=600)
     parser.add_argument("--runs", type=int, default=4, help="of three kills each")
     parser.add_argument("--flags", default="", help="more flags of Megatron's")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     columns = (*PHASES, "without rerun", "longer")
-    print(f"| killed in | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|", flush=True)
+    head("killed in", *columns)
     with ForkServer() as server:
         for number in range(options.runs):
             with tempfile.TemporaryDirectory() as folder:
                 for found in one_run(server, Path(folder), number, options):
                     rows.append(found)
-                    cells = [f"{found[name]:.1f}" for name in columns]
-                    print(f"| {found['phase']} | {' | '.join(cells)} |", flush=True)
-    cells = [f"{statistics.median(v):.1f} ({max(v):.1f})" for name in columns if (v := [row[name] for row in rows])]
-    print(f"| median (maximum) | {' | '.join(cells)} |")
-    growth = [row["peak, MiB"] - row["peak before, MiB"] for row in rows]
+                    row(found["phase"], *(f"{found[name]:.1f}" for name in columns))
+    of = {name: [its[name] for its in rows] for name in rows[0]}
+    row("median (maximum)", *(f"{statistics.median(of[name]):.1f} ({max(of[name]):.1f})" for name in columns))
+    growth = [its["peak, MiB"] - its["peak before, MiB"] for its in rows]
     print(
-        f"\nmilliseconds; {len(rows)} kills; an iteration without: {statistics.median(r['usual'] for r in rows):.0f}; "
-        f"peak memory of a survivor {statistics.median(r['peak before, MiB'] for r in rows):.0f} MiB, in a recovery "
+        f"\nmilliseconds; {len(rows)} kills; an iteration without: {statistics.median(of['usual']):.0f}; "
+        f"peak memory of a survivor {statistics.median(of['peak before, MiB']):.0f} MiB, in a recovery "
         f"{statistics.median(growth):+.1f} MiB (at most {max(growth):+.1f}); set aside at most "
-        f"{max(row['set aside, MiB'] for row in rows):.1f} MiB, the gradients take "
+        f"{max(of['set aside, MiB']):.1f} MiB, the gradients take "
         f"{4 * MODELS[options.model].parameters / 2**20:.1f}; {load_average()}"
     )
     write(options, rows)

@@ -26,12 +26,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, load_average, times, train, write  # noqa: E402
-from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
-from tests.harness.forkserver import ForkServer  # noqa: E402
+from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, load_average, times, train, write
+from recover_megatron.run_log.events import EVENTS_FILE, read_events
+from tests.harness.forkserver import ForkServer
 
 NODES = ["a", "a", "b", "b"]
 WARM = 5
@@ -96,7 +95,6 @@ def loss(server: ForkServer, options: Any, memory: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print the tables, write the JSON."""
     parser = command_line(__doc__, model="small", timeout=900)
     parser.add_argument("--iterations", type=int, default=60, help="of the runs without failures")
     parser.add_argument("--rounds", type=int, default=3)

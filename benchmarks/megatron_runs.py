@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +103,73 @@ def write(options: argparse.Namespace, found: Any) -> None:
     """The file of --json, if it is asked for."""
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
+
+
+def head(*columns: str) -> None:
+    """The first lines of a table; the cells of a column whose name ends in a colon are aligned to the right."""
+    row(*(name.removesuffix(":") for name in columns))
+    print(f"|{'|'.join('--:' if name.endswith(':') else '---' for name in columns)}|", flush=True)
+
+
+def row(*cells: object) -> None:
+    """A line of a table."""
+    print(f"|{'|'.join(f' {cell} ' if cell != '' else ' ' for cell in cells)}|", flush=True)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that is started here: it finds the repository, and computes in one thread."""
+    return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
+
+
+def fork(child: Callable[[], object]) -> int:
+    """Run ``child`` in a forked process that ends with it; returns its pid."""
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            child()
+            code = 0
+        finally:  # an exception must not go on in the parent's code
+            if code:
+                traceback.print_exc()
+            os._exit(code)
+    return pid
+
+
+@contextmanager
+def store() -> Iterator[int]:
+    """torch's key-value store, in a process of its own; its port."""
+    import torch.distributed as dist
+
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        port = int(listener.getsockname()[1])
+
+        def serve() -> None:
+            its = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False,
+                                master_listen_fd=listener.fileno())  # fmt: skip
+            signal.pause()
+            del its
+
+        pid = fork(serve)
+    try:
+        yield port
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@contextmanager
+def coordinator(workers: int, events: Path, secret: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A coordinator of so many workers, on the loopback: its process, and its port."""
+    command = [sys.executable, "-m", "recover_megatron.membership", "--world", str(workers), "--events", str(events)]
+    process = subprocess.Popen(
+        [*command, *flags], stdout=subprocess.PIPE, text=True, env=environment(RECOVER_SECRET=secret)
+    )
+    try:
+        assert process.stdout is not None
+        yield process, int(json.loads(process.stdout.readline())["listening"].rpartition(":")[2])
+    finally:
+        process.kill()
+        process.wait()
 
 
 def train(

@@ -23,7 +23,6 @@ def pace_of_this_worker() -> float:
 
 
 def main() -> None:
-    """Train."""
     choose_device(config_from_argv(sys.argv[1:]))  # before anything of Megatron is imported
     from recover_megatron.megatron_hooks.entry import gpt_script
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 WORKERS, KILLED, ITERATION = 4, 2, 5
 MICROBATCH = "0.4"
@@ -126,30 +125,22 @@ def svg(folder: Path) -> str:
 
 def run(folder: Path) -> int:
     """Train, with a death."""
-    from benchmarks.megatron_runs import COMMON, LAYOUTS, RECOVER, Model
+    from benchmarks.megatron_runs import COMMON, LAYOUTS, RECOVER, Model, environment
 
     folder.mkdir(parents=True, exist_ok=True)
     workers, layout = LAYOUTS["dp4"]
     model = Model(layers=2, hidden=32, sequence=32, vocabulary=127, micro_batch=1, global_batch=8)
-    command = [
-        sys.executable,
-        "-m",
-        "recover_megatron.launch",
-        "--nproc-per-node",
-        str(workers),
-        "--log-dir",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(workers)]
+    command += ["--log-dir", str(folder)]
     script = [__file__, "--recover", *RECOVER[1:], *COMMON, *model.argv, *layout.split(), *FLAGS.split()]
-    environ = os.environ | {
-        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "BENCH_OUT": str(folder),
-        "BENCH_MICROBATCH": MICROBATCH, "BENCH_KILL": f"{KILLED}@{ITERATION}",
-    }  # fmt: skip
+    strike = f"{KILLED}@{ITERATION}"
+    environ = environment(BENCH_OUT=str(folder), BENCH_MICROBATCH=MICROBATCH, BENCH_KILL=strike)
     return subprocess.run([*command, *script], env=environ, check=False).returncode
 
 
 def work() -> None:
     """A worker: notes its marks, and trains."""
+    from benchmarks.megatron_runs import SCRIPT
     from recover_megatron.membership.session import Session
 
     out = open(f"{os.environ['BENCH_OUT']}/marks-{os.environ['RANK']}.jsonl", "w", buffering=1)  # noqa: SIM115
@@ -168,7 +159,7 @@ def work() -> None:
         mark(self, iteration, phase, microbatch, waiting, allow)
 
     Session.mark = noted  # type: ignore[method-assign]
-    sys.argv[0] = str(REPOSITORY / "benchmarks" / "timed_pretrain.py")
+    sys.argv[0] = SCRIPT
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -195,9 +195,14 @@ def received() -> int:
             if its.startswith("socket:") and its not in found:
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                        found[its] = int(struct.unpack_from("=Q", information, 128)[0])  # tcpi_bytes_received
+                        found[its] = received_over(connection)
     return sum(found.values())
+
+
+def received_over(connection: socket.socket) -> int:
+    """Bytes that came over a TCP connection so far, as the kernel counts them."""
+    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int(struct.unpack_from("=Q", information, 128)[0])  # tcpi_bytes_received of struct tcp_info
 
 
 def tensors() -> int:
@@ -232,7 +237,6 @@ def _kills(text: str) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    """Install the clock, then be the script."""
     from recover_megatron.arguments import config_from_argv
     from recover_megatron.megatron_hooks.entry.program import load
 

@@ -3,10 +3,10 @@
 group             what layer 2 calls: the group of one column in one epoch
 group_factory     opens it: the one place that knows the kinds of group and transport
 ledger            a gradient bucket, which of its elements are LOCAL or REDUCED, and sums that are set aside
-ring              schedule (pure), executor, progress thread: the ring as a group
+ring              schedule (pure), executor: the ring as a group, progress: the thread of a group
 native            the backend's own collectives behind the same interface
 transport         what carries a ring's messages: TCP and shared memory, host memory for a device without NCCL
-nccl              communicators of our own by nccl4py, for both kinds of group
+nccl              communicators of our own by nccl4py, and both kinds of group over them
 gloo              what gloo cannot do: be aborted, change its members (docs/gloo.md)
 tree              operations of some members over connections of their own
 epoch             what a group knows of the membership, the token that cancels it, the errors, waiting for a key

@@ -24,17 +24,17 @@ column is those with the same shard.
 
     whole --(a mate is lost: the session's thread sees it in the revoke)--> the process ends with EXIT_FENCED
 
-A worker whose mate is gone has nothing to add, and may be stuck in a collective that nobody will ever answer.  So it
-ends, whatever its main thread does: that closes its connections, and the run goes on with the whole shard groups.
-The training loop must see to it that the workers of a shard group join, or go on, together: ``opened`` is what they
-ask each other for.
+A worker whose mate is gone has nothing to add, and may be stuck in a collective that nobody will ever answer: it ends,
+and the run goes on with the whole shard groups.  The training loop must see to it that the workers of a shard group
+join, or go on, together: ``opened`` is what they ask each other for.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -42,7 +42,6 @@ from recover_megatron.collectives.epoch import EpochRevoked, Known, PeerLost, Se
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group, open_ring_listener
 from recover_megatron.collectives.ledger import Bucket
-from recover_megatron.collectives.ring.group import Tuning
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_LOST_MAJORITY, CoordinatorLost, Json, Plan
@@ -58,11 +57,8 @@ NEWS_SECONDS = 30.0
 
 def whole_shard_groups(workers: Collection[int], shards: int) -> list[int]:
     """The numbers of the shard groups of which all workers are among ``workers``, ascending."""
-    return [
-        number
-        for number in sorted({worker // shards for worker in workers})
-        if all(number * shards + shard in workers for shard in range(shards))
-    ]
+    there = Counter(worker // shards for worker in set(workers))
+    return sorted(number for number, count in there.items() if count == shards)
 
 
 class ShardGroup:
@@ -112,7 +108,6 @@ class Column:
         *,
         shards: int = 1,
         host: str = LOOPBACK,
-        tuning: Tuning | None = None,
         device: torch.device | None = None,
         timeout: float = 60.0,
     ) -> None:
@@ -127,7 +122,6 @@ class Column:
         self.shard_group = ShardGroup(session, me, shards)
         self._secret = secret
         self._host = host
-        self._tuning = tuning
         self._device = device or torch.device("cpu")
         self._timeout = timeout
         self._plan: Plan | None = None
@@ -140,18 +134,10 @@ class Column:
         self._tries = 0
 
     @classmethod
-    def from_environment(
-        cls,
-        environ: Mapping[str, str] = os.environ,
-        *,
-        shards: int = 1,
-        device: torch.device | None = None,
-        timeout: float = 60.0,
-    ) -> Column:
+    def from_environment(cls, *, shards: int = 1, device: torch.device | None = None, timeout: float = 60.0) -> Column:
         """That of a worker of recover-run; starts its session.  Raises as ``membership.session.connect`` does."""
-        key, host = find_secret(environ).key("column"), environ.get(HOST_VARIABLE, LOOPBACK)
-        session = connect(environ=environ)
-        return cls(session, worker_id(environ), key, shards=shards, host=host, device=device, timeout=timeout)
+        key, host = find_secret(os.environ).key("column"), os.environ.get(HOST_VARIABLE, LOOPBACK)
+        return cls(connect(), worker_id(), key, shards=shards, host=host, device=device, timeout=timeout)
 
     @property
     def over(self) -> bool:
@@ -200,7 +186,7 @@ class Column:
         self._close()
         if self._tries:
             time.sleep(min(_PAUSE * 2**self._tries, _LONGEST_PAUSE))  # whatever it is, it may pass
-        self._ring_listener = open_ring_listener(self._host, self._tuning)
+        self._ring_listener = open_ring_listener(self._host)
         self._plan = self.session.join({"ring_listener": self._ring_listener.address, "status": status}, reason)
         if self._plan.data.get("drain") and self.me == min(self._plan.members):
             for node in self._plan.data["drain"]:
@@ -249,7 +235,7 @@ class Column:
             try:
                 self._group = open_group(
                     SessionEpoch(self.session, self._plan, self.me, column), known, name="column", secret=self._secret,
-                    host=self._host, tuning=self._tuning, ring_listener=self._ring_listener, device=self._device,
+                    host=self._host, ring_listener=self._ring_listener, device=self._device,
                     transport_kind="tcp", timeout=self._timeout,
                 )  # fmt: skip
                 self._group.pull(buckets)

@@ -1,8 +1,5 @@
 """What a group needs to know of the membership: its epoch, the switch that ends it, its errors, how its members meet.
 
-``Epoch`` is the interface: anything that tells its number, its members and its end will do.  ``CancelToken`` is the
-switch.  ``await_key`` waits for a member's word in a key-value store without losing the revocation.
-
 When a collective raises ``EpochRevoked`` the epoch in which it was started is over: nothing of that epoch's group
 touches a bucket or a ledger any more, and no byte of it leaves this worker.  Every segment is either the untouched
 local gradient or the finished sum, as its ledger says.

@@ -14,17 +14,44 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, Epoch, LedgerError, PeerLost
 from recover_megatron.collectives.ledger import Bucket, Held, Ledger, Span, from_digest, merge
-from recover_megatron.collectives.memo import Memo
-from recover_megatron.collectives.ring.progress import Handle
+from recover_megatron.collectives.ring.progress import Handle, ProgressThread
 from recover_megatron.collectives.ring.schedule import Chunks, even_chunks, frozen, within
+
+
+class Memo[V]:
+    """By key; all are forgotten when they weigh more than ``most``.  For any thread: at worst one is made twice."""
+
+    def __init__(self, most: int, weight: Callable[[V], int]) -> None:
+        """``weight``: of a value, in the unit of ``most``."""
+        self._most = most
+        self._weight = weight
+        self._known = dict[Hashable, V]()
+        self._total = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: Hashable, make: Callable[[], V]) -> V:
+        """What ``make`` gave for ``key``; it must depend on nothing else."""
+        known = self._known.get(key)
+        if known is None:
+            known = make()
+            self._total += self._weight(known)
+            if self._total > self._most:
+                self._known.clear()
+                self._total = self._weight(known)
+            self._known[key] = known
+        return known
+
 
 Shards = Sequence[Sequence[Span]]
 """By rank the spans that it owns, ascending."""
@@ -56,19 +83,20 @@ class BucketCollective:
 
 
 class Group(ABC):
-    """What ring and backend groups have in common.  ``device`` is that of every bucket."""
+    """What ring and backend groups have in common.  ``device``: that of every bucket; default: the CPU."""
 
     cut_bytes = 1
     """An all-reduce cuts a bucket at multiples of it."""
+    _progress: ProgressThread[Any]
 
-    def __init__(self, epoch: Epoch, cancel_token: CancelToken, device: torch.device) -> None:
+    def __init__(self, epoch: Epoch, cancel_token: CancelToken, device: torch.device | None) -> None:
         self.epoch = epoch.number
         self.members = tuple(epoch.members)
         self.size = len(self.members)
         self.rank = self.members.index(epoch.me)
         self.everybody = tuple(range(1, self.size))
         """How many members further all the others are."""
-        self.device = device
+        self.device = device or torch.device("cpu")
         self._cancel_token = cancel_token
         self._chunks: Memo[tuple[tuple[Span, ...], ...]] = Memo(MOST_SPANS, lambda chunks: sum(map(len, chunks)))
 
@@ -149,9 +177,14 @@ class Group(ABC):
         """
         self._cancel_token.cancel(reason)
 
-    @abstractmethod
     def close(self) -> None:
         """Finish what was handed in (or fail it, if revoked) and give everything back."""
+        self._progress.close()
+
+    @property
+    def scratch_peak(self) -> int:
+        """The most bytes of scratch that the group ever had, over all buckets."""
+        return self._progress.executor.scratch_peak
 
     # ---- for the subclasses
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
 from recover_megatron.collectives.epoch import CancelToken, Epoch, EpochRevoked, KeyValue, PeerLost
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.native.group import NativeGroup
+from recover_megatron.collectives.native import NativeGroup
+from recover_megatron.collectives.nccl.groups import NcclOpener
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.nccl.ring import NcclOpener
-from recover_megatron.collectives.ring.executor import Hook
-from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.executor import Hook, RingGroup, Tuning
 from recover_megatron.collectives.transport.handshake import RingListener
-from recover_megatron.collectives.transport.host_staged import StagedTransport
-from recover_megatron.collectives.transport.interface import Transport
+from recover_megatron.collectives.transport.interface import StagedTransport, Transport
 from recover_megatron.collectives.transport.tcp import TcpTransport
 
 TransportKind = Literal["tcp", "tcp-inline", "nccl"]
@@ -25,11 +21,9 @@ TransportKind = Literal["tcp", "tcp-inline", "nccl"]
 buckets of a CUDA device through host memory, and no native collectives, which are NCCL's."""
 
 
-def open_ring_listener(
-    host: str = "127.0.0.1", tuning: Tuning | None = None, transport_kind: TransportKind = "tcp"
-) -> RingListener:
+def open_ring_listener(host: str = "127.0.0.1", transport_kind: TransportKind = "tcp") -> RingListener:
     """A ring listener for a group that is opened later with the same arguments."""
-    return RingListener(host, _slots(tuning or Tuning(), transport_kind))
+    return RingListener(host, _slots(Tuning(), transport_kind))
 
 
 def _slots(tuning: Tuning, transport_kind: TransportKind) -> tuple[int, int] | None:
@@ -41,16 +35,6 @@ def cancel_token_of(epoch: Epoch) -> CancelToken:
     cancel_token = CancelToken(epoch.number)
     epoch.on_revoke(cancel_token.cancel)
     return cancel_token
-
-
-@contextmanager
-def lost_revokes(cancel_token: CancelToken) -> Iterator[None]:
-    """A member that is lost while a group is opened ends the epoch here: raises ``EpochRevoked``."""
-    try:
-        yield
-    except PeerLost as lost:
-        cancel_token.cancel(lost)
-        raise EpochRevoked(cancel_token.epoch, str(lost)) from lost
 
 
 def open_group(
@@ -90,7 +74,7 @@ def open_group(
     ring = f"ring/{name}/{epoch.number}"
     tuning = tuning or (Tuning.over_nccl() if transport_kind == "nccl" else Tuning())
     transport: Transport
-    with lost_revokes(cancel_token):
+    try:
         if transport_kind == "nccl":
             keeper = communicators if communicators is not None else Keeper(keeps=False)
             nccl = NcclOpener(rank, size, store, cancel_token, keeper, ring, device, timeout)
@@ -99,17 +83,12 @@ def open_group(
             transport = nccl.ring()
         else:
             transport = TcpTransport(
-                rank,
-                epoch.members,
-                store,
-                cancel_token,
-                secret=secret,
-                ring=ring,
-                slots=_slots(tuning, transport_kind),
-                host=host,
-                timeout=timeout,
-                ring_listener=ring_listener,
-            )
+                rank, epoch.members, store, cancel_token, secret=secret, ring=ring,
+                slots=_slots(tuning, transport_kind), host=host, timeout=timeout, ring_listener=ring_listener,
+            )  # fmt: skip
             if device.type == "cuda":
                 transport = StagedTransport(transport, device)
         return RingGroup(epoch, cancel_token, transport, device=device, tuning=tuning, hook=hook)
+    except PeerLost as lost:  # a member that is lost meanwhile ends the epoch here
+        cancel_token.cancel(lost)
+        raise EpochRevoked(cancel_token.epoch, str(lost)) from lost

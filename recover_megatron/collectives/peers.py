@@ -1,15 +1,14 @@
 """How a worker reads from the peer store of another one, and tries whether it can be reached: no node is special.
 
-    every worker    PeerStoreServer: a small key-value service in a thread; its address goes with the worker's status
+    every worker    PeerStoreServer: a key-value service in a thread; its address goes with the worker's status
     every group     PeerStoreClient: this worker's view of the store that the group uses: a member's, chosen alike
     every ring      Neighbours: everybody tells on its own store, and asks on that of its successor
     one worker      Fetcher: bytes that another worker holds, in no epoch and without meeting it (``instep.overlap``)
-    one worker      unreached: whom of the others it cannot connect to, all tried at once, for a bounded time
+    one worker      unreached: whom of the others it cannot connect to
 
-A group opens with what its members tell each other in one store.  If the member that keeps it dies the epoch is over
-anyway, and in the next one the group uses another's.  (``network.peer_store`` has the server and the messages.)
-The client's talking is done by a thread, so a host that has gone silent blocks no training thread: what it asks is just
-not there, until the epoch is revoked.
+If the member that keeps a group's store dies the epoch is over anyway, and in the next one the group uses another's.
+A client talks in a thread, so a host that has gone silent blocks no training thread: what it asks is just not there,
+until the epoch is revoked.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -145,23 +145,22 @@ class PeerStoreClient(dist.Store):
             connection.close()
 
 
+@dataclass(frozen=True)
 class Neighbours:
     """The peer stores of the members of a ring: each tells on its own, so nobody is needed but one's neighbours.
 
-    A key ends in the rank of the member that sets it, the place in
-    ``members``, whose ``client_of`` is the view of its peer store.  What is set belongs to ``epoch``.
+    A key ends in the rank of the member that sets it, the place in ``members``.
     """
 
-    def __init__(
-        self, own: PeerStoreServer, members: Sequence[int], client_of: Callable[[int], PeerStoreClient], epoch: int
-    ) -> None:
-        self._own = own
-        self._members = members
-        self._client_of = client_of
-        self._epoch = epoch
+    own: PeerStoreServer
+    members: Sequence[int]
+    client_of: Callable[[int], PeerStoreClient]
+    """The view of a member's peer store."""
+    epoch: int
+    """What is set belongs to it."""
 
     def set(self, key: str, value: str) -> None:
-        self._own.put(key, value, self._epoch)
+        self.own.put(key, value, self.epoch)
 
     def get(self, key: str) -> bytes:
         return self._of(key).get(key)
@@ -177,10 +176,10 @@ class Neighbours:
         return True
 
     def _of(self, key: str) -> PeerStoreClient:
-        return self._client_of(self._member(key))
+        return self.client_of(self._member(key))
 
     def _member(self, key: str) -> int:
-        return self._members[int(key.rpartition("/")[2])]
+        return self.members[int(key.rpartition("/")[2])]
 
 
 class Fetcher:

@@ -27,7 +27,9 @@ _SMALL = 64 << 10
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, one behind the other; its own memory where it is contiguous."""
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 _ROW = 1 << 15
@@ -129,8 +131,7 @@ class StateTransport(Protocol):
 class SocketTransport:
     """Over a connection, between the kernel and the tensors' own memory; those of a GPU by way of pinned memory.
 
-    The check sum (``check_sum``) is one against accidents; that the bytes come from somebody who knows the run's
-    secret was proved when the connection was made.
+    That the bytes come from somebody who knows the run's secret was proved when the connection was made.
     """
 
     def __init__(self, sock: socket.socket) -> None:

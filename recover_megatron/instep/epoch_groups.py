@@ -12,7 +12,6 @@ Healthy replicas go on computing after ``end``: nothing here is used by what sta
 from __future__ import annotations
 
 import hashlib
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,12 +30,11 @@ from recover_megatron.collectives.group_factory import TransportKind, open_group
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.ring.executor import Hook
-from recover_megatron.collectives.tree.connections import Tree
-from recover_megatron.collectives.tree.operations import TreeBackend
+from recover_megatron.collectives.tree import Tree, TreeBackend
 from recover_megatron.instep.state_holder import KIND, Offer, Offers, Place, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Shared, Source
 from recover_megatron.network.connection import Challenge
-from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, Streams, open_stream
+from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, open_stream
 
 
 @dataclass(frozen=True)
@@ -90,24 +88,6 @@ class _Column:
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
         self.cancel_token.on_cancel(lambda: callback(self.cancel_token.reason))
-
-
-class PeerStores:
-    """How the members of a group connect to each other: by the peer stores, whose ``addresses`` are given by rank."""
-
-    def __init__(self, streams: Streams, secret: bytes, addresses: Sequence[str]) -> None:
-        self._streams = streams
-        self._challenge = Challenge(secret, PURPOSE)
-        self._addresses = addresses
-
-    def connect(self, member: int, name: str, patience: Callable[[], None]) -> socket.socket:
-        return open_stream(self._addresses[member], self._challenge, name, patience)
-
-    def take(self, name: str, patience: Callable[[], None]) -> socket.socket:
-        return self._streams.take(name, patience)
-
-    def forget(self, name: str) -> None:
-        self._streams.forget(name)
 
 
 @dataclass(eq=False)
@@ -228,12 +208,9 @@ class EpochGroups:
         config = self._comm_config
         with self.lost_ends_it():
             tree = Tree(
-                members.index(self._me),
-                members,
-                PeerStores(config.peer_store.streams, config.secret, [self._peer_stores[slot] for slot in members]),
-                self._cancel_token,
-                name=f"tree/{self.number}/{name}/{name_of('of', members)}",
-            )
+                members.index(self._me), members, [self._peer_stores[slot] for slot in members], config.peer_store,
+                config.secret, self._cancel_token, name=f"tree/{self.number}/{name}/{name_of('of', members)}",
+            )  # fmt: skip
         return TreeBackend(tree)
 
     @contextmanager
@@ -259,7 +236,7 @@ class EpochGroups:
         options.reduceOp = dist.ReduceOp.MAX
         with self.lost_ends_it():
             backend = self.control("world", members)
-            backend.wait(backend.call(lambda on: on.allreduce([said], options)))
+            backend.call(lambda on: on.allreduce([said], options))
         return [float(value) for value in said]
 
     # ---- states

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.peers import PeerStoreClient
-from recover_megatron.collectives.tree.operations import TreeBackend
+from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, name_of
@@ -106,7 +106,7 @@ class Exchange:
             epoch_groups.check()
             backend = epoch_groups.control(group, members)
             performed(backend, members)
-            backend.wait(backend.call(lambda on: on.barrier(dist.BarrierOptions())))
+            backend.call(lambda on: on.barrier(dist.BarrierOptions()))
 
     def _settle(self, group: str, operation: str, members: Sequence[int], performed: _Performed) -> None:
         """The epoch has ended in the middle: find out whether the operation is over, or repeat it until it is."""

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.collectives.tree.operations import TreeBackend
+from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.instep.faults import Disagreement, UnknownOperation
 from recover_megatron.instep.recovery import Recovery
 
@@ -306,7 +306,7 @@ class Traffic:
         def perform(backend: TreeBackend, present: Sequence[int]) -> None:
             recovery.progress.inject("traffic")
             among = Among(members, tuple(present))
-            backend.wait(backend.call(lambda on: operation(staged.to(on), among)))
+            backend.call(lambda on: operation(staged.to(on), among))
 
         recovery.exchange.run(group.label, group.workers, members, perform)
         staged.bring_back()
@@ -319,6 +319,6 @@ class Traffic:
         with epoch_groups.lost_ends_it(), self.recovery.progress.waiting(f"{group.label} operation"):
             backend = epoch_groups.control(group.label, members)
             staged = Staged()
-            backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
+            backend.call(lambda on: operation(staged.to(on), Among(members, members)))
             self.recovery.sections.kept.keep(staged.spoiled)
             staged.bring_back()

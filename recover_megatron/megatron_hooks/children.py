@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from multiprocessing import popen_fork, process, resource_tracker
 from typing import Any
 
-from recover_megatron.integrate.seams import wrap
+from recover_megatron.integrate import wrap
 
 _OF_EACH = {signal.SIGCHLD, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
 """Of a process's own children and timers; nobody sends them to a job."""

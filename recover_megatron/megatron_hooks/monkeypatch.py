@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recover_megatron import integrate
 from recover_megatron.errors import UserError
-from recover_megatron.integrate import seams
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
@@ -114,7 +114,7 @@ def _read_version(package_info: Path) -> str:
     return f"{found['MAJOR']}.{found['MINOR']}.{found.get('PATCH', '0')}"
 
 
-wrap = partial(seams.wrap, supported=SUPPORTED)
+wrap = partial(integrate.wrap, supported=SUPPORTED)
 """Replace ``owner.name`` by ``wrapper(owner.name)``; see `seams.wrap`."""
 
 

@@ -24,7 +24,7 @@ from recover_megatron.arguments import RecoverConfig
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.instep.traffic import Mode
-from recover_megatron.integrate.loop import Services
+from recover_megatron.integrate import Services
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, InShardGroups
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp

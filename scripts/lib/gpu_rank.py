@@ -31,7 +31,7 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
-from recover_megatron.collectives.ring.group import Tuning
+from recover_megatron.collectives.ring.executor import Tuning
 
 REHEARSE = os.environ.get("RECOVER_REHEARSE") == "1"
 DEVICE = torch.device("cpu") if REHEARSE else torch.device("cuda", 0)

@@ -1,7 +1,7 @@
 """Real workers, real deaths: runs one scenario after another in processes forked from a parent that imported torch.
 
-    client (pytest) --scenario, a JSON line--> server --fork--> worker 0 .. N-1
-                    <--outcome, a JSON line---   the server is the membership of a scenario: it sees a worker's end
+    client (pytest) --scenario, pickled--> server --fork--> worker 0 .. N-1
+                    <--outcome, pickled---   the server is the membership of a scenario: it sees a worker's end
                                                  (pidfd), pushes the revocation to the others, and when all that live
                                                  have joined, opens the next epoch among them
 
@@ -17,6 +17,7 @@ import faulthandler
 import gc
 import json
 import os
+import pickle
 import queue
 import select
 import signal
@@ -27,8 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,16 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.ring.progress import Handle
-from tests.collectives.transports import HangingTransport
+from recover_megatron.collectives.transport.interface import Arrival, Pending
+from recover_megatron.collectives.transport.tcp import TcpTransport
+from tests.collectives.together import PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 from tests.harness.patience import patient
 
@@ -113,6 +115,7 @@ class Outcome:
     """Members of each epoch that was opened."""
     ended: dict[int, float]
     """When the membership noticed each worker's end."""
+    problems: list[str]
 
 
 def gradient(worker: int, bucket: int, numel: int, scenario: Scenario) -> torch.Tensor:
@@ -136,30 +139,19 @@ class Crew:
     def __init__(self) -> None:
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.collectives.crew"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            [sys.executable, "-c", "from tests.collectives.crew import main; main()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
         )  # fmt: skip
 
     def run(self, scenario: Scenario) -> Outcome:
         """Carry out a scenario.  AssertionError when a worker failed or hung: with what all of them said."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(scenario)) + "\n")
+        pickle.dump(scenario, self._process.stdin)
         self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, "the crew's server died"
-        answer = json.loads(line)
-        assert not answer["problems"], "\n".join([str(scenario), *answer["problems"]])
-        dtype = getattr(torch, scenario.dtype)
-        results = []
-        for row in answer["results"]:
-            buckets = [torch.frombuffer(bytearray.fromhex(x), dtype=dtype) if x else torch.empty(0, dtype=dtype)
-                       for x in row.pop("buckets")]  # fmt: skip
-            reduced = [[tuple(span) for span in spans] for spans in row.pop("reduced")]
-            revoked = {int(epoch): when for epoch, when in row.pop("revoked").items()}
-            results.append(Result(buckets=buckets, reduced=reduced, revoked=revoked, **row))
-        epochs = {int(number): members for number, members in answer["epochs"].items()}
-        return Outcome(results, epochs, {int(worker): when for worker, when in answer["ended"].items()})
+        outcome: Outcome = pickle.load(self._process.stdout)  # noqa: S301  of our own process
+        assert not outcome.problems, "\n".join([str(scenario), *outcome.problems])
+        return outcome
 
     def __enter__(self) -> Crew:
         return self
@@ -173,31 +165,39 @@ class Crew:
 # ---- a worker ----------------------------------------------------------------------------------------------------
 
 
-class WorkerEpoch:
-    """What the ring is given of an epoch."""
+class _Never:
+    """A message to or from a dead neighbour."""
 
-    def __init__(self, number: int, members: list[int], me: int) -> None:
-        self.number = number
-        self.members = members
-        self.me = me
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[str], None]] = []
-        self._reason: str | None = None
+    done = False
 
-    def on_revoke(self, callback: Callable[[str], None]) -> None:
-        with self._lock:
-            if self._reason is None:
-                self._callbacks.append(callback)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class HangingTransport(TcpTransport):
+    """Hangs on a dead neighbour instead of telling of it, as NCCL does, until it is aborted."""
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        try:
+            return super().send(tensor, tag)
+        except PeerLost:
+            return _Never(tensor)
+
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        try:
+            return super().recv(numel, dtype, tag)
+        except PeerLost:
+            return _Never(torch.empty(numel, dtype=dtype))
+
+    def wait(self, pending: Pending) -> None:
+        try:
+            if not isinstance(pending, _Never):
+                super().wait(pending)
                 return
-        callback(self._reason)
-
-    def revoke(self, reason: str) -> None:
-        with self._lock:
-            if self._reason is not None:
-                return
-            self._reason, callbacks = reason, self._callbacks
-        for callback in callbacks:
-            callback(reason)
+        except PeerLost:
+            pass
+        self._cancel_token.wait()
+        raise self._cancel_token.error()
 
 
 class Worker:
@@ -211,7 +211,7 @@ class Worker:
         self.holds = [me]
         self.revoked: dict[int, float] = {}
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.epoch = WorkerEpoch(0, [], me)
+        self.epoch = PlainEpoch(0, [], me)
         self.buckets = [Bucket(gradient(me, at, size, scenario)) for at, size in enumerate(scenario.sizes)]
         if scenario.op == "all_gather":  # after an optimizer's step each worker's shard is final
             for bucket in self.buckets:
@@ -235,7 +235,7 @@ class Worker:
                 self.epoch.revoke("a worker died")
             else:
                 if order["order"] == "epoch":
-                    self.epoch = WorkerEpoch(order["number"], order["members"], self.me)
+                    self.epoch = PlainEpoch(order["number"], order["members"], self.me)
                 self.orders.put(order)
 
     def boundary(self, name: str, hop: int) -> None:
@@ -332,13 +332,12 @@ class Worker:
             self.attempt(order)
 
     def report(self) -> None:
-        buckets = [bytes(bucket.flat.view(torch.uint8).tolist()).hex() for bucket in self.buckets]
-        reduced = [[(s.start, s.stop, s.epoch) for s in bucket.ledger.reduced] for bucket in self.buckets]
-        descriptors = (self.descriptors, len(os.listdir("/proc/self/fd")))
-        self.say(result={
-            "worker": self.me, "buckets": buckets, "reduced": reduced, "holds": self.holds, "revoked": self.revoked,
-            "boundaries": self.boundaries, "scratch": self.scratch, "descriptors": descriptors,
-        })  # fmt: skip
+        result = Result(
+            self.me, [bucket.flat for bucket in self.buckets],
+            [[(s.start, s.stop, s.epoch) for s in bucket.ledger.reduced] for bucket in self.buckets], self.holds,
+            self.boundaries, self.revoked, self.scratch, (self.descriptors, len(os.listdir("/proc/self/fd"))),
+        )  # fmt: skip
+        self.say(result=pickle.dumps(result).hex())
 
 
 # ---- the server --------------------------------------------------------------------------------------------------
@@ -364,7 +363,7 @@ class Membership:
         self.formed = True
         self.epochs: dict[int, list[int]] = {}
         self.ended: dict[int, float] = {}
-        self.results: list[dict[str, Any]] = []
+        self.results: list[Result] = []
         self.problems: list[str] = []
 
     def fork(self, me: int) -> None:
@@ -394,7 +393,7 @@ class Membership:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: its handle tells
             self.controls[worker].sendall(json.dumps(message).encode() + b"\n")
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Outcome:
         for me in range(self.scenario.workers):
             self.fork(me)
         self.live = set(self.pids)
@@ -414,7 +413,7 @@ class Membership:
                     self.buried(worker)
             self.proceed()
         self.clean_up()
-        return {"results": self.results, "epochs": self.epochs, "ended": self.ended, "problems": self.problems}
+        return Outcome(self.results, self.epochs, self.ended, self.problems)
 
     def open_epoch(self) -> None:
         self.epoch += 1
@@ -434,7 +433,7 @@ class Membership:
         for line in lines:
             message = json.loads(line)
             if "result" in message:
-                self.results.append(message["result"])
+                self.results.append(pickle.loads(bytes.fromhex(message["result"])))  # noqa: S301
             elif "joined" in message:
                 self.joined.add(worker)
                 self.holds[worker] = message["holds"]
@@ -450,7 +449,7 @@ class Membership:
     def buried(self, worker: int) -> None:
         """Its process has ended."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pids.pop(worker), 0)[1])
-        if code == 0 and any(result["worker"] == worker for result in self.results):
+        if code == 0 and any(result.worker == worker for result in self.results):
             os.close(self.handles.pop(worker))
             return
         if code != -signal.SIGKILL:
@@ -504,16 +503,12 @@ class Membership:
 
 def main() -> None:
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     gc.freeze()
-    for line in sys.stdin:
-        request = json.loads(line)
-        request["faults"] = [Fault(**fault) for fault in request["faults"]]
-        with tempfile.TemporaryDirectory() as folder:
-            answers.write(json.dumps(Membership(Scenario(**request), folder).run()) + "\n")
-            answers.flush()
-
-
-if __name__ == "__main__":
-    main()
+    with contextlib.suppress(EOFError):  # nobody asks any more
+        while True:
+            scenario = pickle.load(sys.stdin.buffer)  # noqa: S301
+            with tempfile.TemporaryDirectory() as folder:
+                pickle.dump(Membership(scenario, folder).run(), answers)
+                answers.flush()

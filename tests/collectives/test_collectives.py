@@ -19,7 +19,7 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import cancel_token_of, open_group
 from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span
 from recover_megatron.collectives.nccl import library
-from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.ring.schedule import even_chunks
 from recover_megatron.collectives.transport.tcp import TcpTransport
 from tests.collectives.expected import in_order_of_the_ring
@@ -58,6 +58,13 @@ def integers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch
     return torch.randint(-8, 8, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
+def all_reduce(group: Group, *buckets: Bucket) -> list[torch.Tensor]:
+    """All in flight at a time."""
+    for handle in [group.all_reduce(bucket) for bucket in buckets]:
+        handle.wait(DEADLINE)
+    return [bucket.flat for bucket in buckets]
+
+
 @ways
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_all_reduce_sums_buckets_of_every_size(store: Any, way: dict, size: int) -> None:
@@ -65,11 +72,10 @@ def test_all_reduce_sums_buckets_of_every_size(store: Any, way: dict, size: int)
 
     def work(group: Group) -> list[torch.Tensor]:
         buckets = [Bucket(integers(group.rank, numel)) for numel in sizes]
-        for handle in [group.all_reduce(bucket) for bucket in buckets]:  # all in flight at a time
-            handle.wait(DEADLINE)
+        sums = all_reduce(group, *buckets)
         assert all(bucket.ledger.complete for bucket in buckets)
         assert all(span.epoch == 1 for bucket in buckets for span in bucket.ledger.reduced)
-        return [bucket.flat for bucket in buckets]
+        return sums
 
     for results in together(size, work, store, **way):
         for numel, result in zip(sizes, results, strict=True):
@@ -85,10 +91,7 @@ def test_a_ring_that_never_has_two_receives_under_way_goes_on(
     tuning = Tuning(segment_bytes=256, least_bytes=128, cut_bytes=128)
 
     def work(group: Group) -> list[torch.Tensor]:
-        buckets = [Bucket(integers(group.rank, numel)) for numel in (0, 5, 1001, 1024)]
-        for handle in [group.all_reduce(bucket) for bucket in buckets]:
-            handle.wait(DEADLINE)
-        return [bucket.flat for bucket in buckets]
+        return all_reduce(group, *(Bucket(integers(group.rank, numel)) for numel in (0, 5, 1001, 1024)))
 
     for results in together(size, work, store, tuning=tuning):
         for result in results:
@@ -123,24 +126,18 @@ def test_the_order_of_additions_is_the_documented_one_bit_for_bit(store: Any, wa
         [randoms(rank, numel, dtype) for rank in range(size)], even_chunks([Span(0, numel)], size)
     )
 
-    def work(group: Group) -> torch.Tensor:
-        bucket = Bucket(randoms(group.rank, numel, dtype))
-        group.all_reduce(bucket).wait(DEADLINE)
-        return bucket.flat
+    def work(group: Group) -> list[torch.Tensor]:
+        return all_reduce(group, Bucket(randoms(group.rank, numel, dtype)))
 
-    for result in together(size, work, store, **way):
+    for (result,) in together(size, work, store, **way):
         assert torch.equal(result.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @ways
 def test_two_runs_are_bitwise_equal_at_all_members(store: Any, way: dict) -> None:
     def work(group: Group) -> list[list[int]]:
-        results = []
-        for _ in range(2):
-            bucket = Bucket(randoms(group.rank, 5003, torch.float32))
-            group.all_reduce(bucket).wait(DEADLINE)
-            results.append(bucket.flat.view(torch.int32).tolist())
-        return results
+        runs = [all_reduce(group, Bucket(randoms(group.rank, 5003, torch.float32))) for _ in range(2)]
+        return [flat.view(torch.int32).tolist() for (flat,) in runs]
 
     first, *others = together(3, work, store, **way)
     assert first[0] == first[1]
@@ -246,15 +243,6 @@ def test_pull_gives_what_is_reduced_anywhere_and_keeps_its_epoch(store: Any, way
     together(3, work, store, **way)
 
 
-def test_what_is_reduced_survives_a_second_run_of_microbatches() -> None:
-    bucket = Bucket(torch.zeros(2, 5), Ledger(10, [Reduced(2, 6, 1)]))
-    bucket.flat[2:6] = 7.0
-    aside = bucket.set_aside()
-    bucket.flat.add_(1.0)
-    aside.put_back()
-    assert bucket.flat.tolist() == [1.0, 1.0, 7.0, 7.0, 7.0, 7.0, 1.0, 1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize("numel", [200, 4000, 300_000])
 @pytest.mark.parametrize("size", [2, 4, 7])
 @pytest.mark.parametrize("transport_kind", ["tcp", "tcp-inline"])
@@ -266,9 +254,7 @@ def test_scratch_is_at_most_two_chunks_and_two_segments(
 
     def work(group: Group) -> None:
         assert isinstance(group, RingGroup)
-        buckets = [Bucket(torch.ones(numel, dtype=dtype)) for _ in range(4)]
-        for handle in [group.all_reduce(bucket) for bucket in buckets]:
-            handle.wait(DEADLINE)
+        all_reduce(group, *(Bucket(torch.ones(numel, dtype=dtype)) for _ in range(4)))
         chunk = -(-numel // size)
         segment = group.segment_elements(even_chunks([Span(0, numel)], size), dtype.itemsize)
         assert 0 < group.scratch_peak <= dtype.itemsize * (2 * chunk + 2 * segment)
@@ -277,12 +263,22 @@ def test_scratch_is_at_most_two_chunks_and_two_segments(
 
 
 @pytest.mark.parametrize("transport_kind", ["tcp", "tcp-inline"])
-def test_members_that_do_different_things_are_told_so(store: Any, transport_kind: str) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [lambda group, bucket: group.reduce_scatter(bucket).wait(DEADLINE), lambda group, _: group.exchange([1, 2, 3])],
+    ids=["reduce-scatter", "exchange"],
+)
+def test_members_that_do_different_things_are_told_so(store: Any, transport_kind: str, other: Any) -> None:
+    """A neighbour that speaks out of turn: the header does not match, nothing of it reaches the bucket."""
+
     def work(group: Group) -> str:
         own = torch.full((1000,), float(group.rank))
         bucket = Bucket(own.clone())
         try:
-            (group.all_reduce if group.rank else group.reduce_scatter)(bucket).wait(DEADLINE)
+            if group.rank:
+                group.all_reduce(bucket).wait(DEADLINE)
+            else:
+                other(group, bucket)
         except (CollectiveMismatch, EpochRevoked) as error:
             assert not bucket.ledger.reduced
             assert torch.equal(bucket.flat, own)
@@ -376,16 +372,15 @@ def test_a_group_that_is_closed_takes_nothing_more(store: Any) -> None:
 
 def test_a_member_may_leave_when_its_own_part_is_done(store: Any) -> None:
     """The first to finish closes its group at once; the others still get everything."""
+
+    def reduce_once(group: Group) -> list[float]:
+        (flat,) = all_reduce(group, Bucket(torch.ones(3000)))
+        group.close()
+        return flat.tolist()
+
     for _ in range(20):
-        results = together(4, _reduce_once, store=None, transport_kind="tcp-inline", tuning=SMALL)
+        results = together(4, reduce_once, store=None, transport_kind="tcp-inline", tuning=SMALL)
         assert all(result == [4.0] * 3000 for result in results)
-
-
-def _reduce_once(group: Group) -> list[float]:
-    bucket = Bucket(torch.ones(3000))
-    group.all_reduce(bucket).wait(DEADLINE)
-    group.close()
-    return bucket.flat.tolist()
 
 
 @pytest.mark.parametrize(
@@ -430,10 +425,7 @@ def test_any_shape_of_ring_and_bucket(
     size: int, sizes: list[int], segment: int, depth: int, transport_kind: str, dtype: torch.dtype
 ) -> None:
     def work(group: Group) -> list[torch.Tensor]:
-        buckets = [Bucket(randoms(group.rank, numel, dtype, seed=numel)) for numel in sizes]
-        for handle in [group.all_reduce(bucket) for bucket in buckets]:
-            handle.wait(DEADLINE)
-        return [bucket.flat for bucket in buckets]
+        return all_reduce(group, *(Bucket(randoms(group.rank, numel, dtype, seed=numel)) for numel in sizes))
 
     results = together(size, work, transport_kind=transport_kind, tuning=Tuning(segment, 16, depth))
     for at, numel in enumerate(sizes):

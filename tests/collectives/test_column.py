@@ -1,4 +1,7 @@
-"""Plain data parallelism: the column meets without a store, goes on after an epoch, and keeps what is finished."""
+"""Data parallelism without Megatron: the column meets without a store, goes on, and keeps what is finished.
+
+With hybrid sharding: who sums with whom, and what becomes of the mates of a dead worker.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from recover_megatron.collectives import column as column_module
-from recover_megatron.collectives.column import Column
+from recover_megatron.collectives.column import Column, ShardGroup, whole_shard_groups
 from recover_megatron.collectives.epoch import EpochRevoked, Known
 from recover_megatron.collectives.group_factory import open_group, open_ring_listener
 from recover_megatron.collectives.ledger import Bucket, Reduced, Span
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.membership import Session
-from recover_megatron.membership.records import CoordinatorLost
+from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost
 from recover_megatron.membership.wire import read_secret_file
 from tests.collectives.together import DEADLINE, PlainEpoch
 from tests.membership.cluster import Cluster, cluster
@@ -35,13 +40,13 @@ def control(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def columns(control: Cluster, size: int, work: Callable[[Column], Any]) -> list[Any]:
+def columns(control: Cluster, size: int, work: Callable[[Column], Any], shards: int = 1) -> list[Any]:
     """What ``work`` returns at each of ``size`` members, by worker id; a real coordinator, members as threads."""
     control.start_coordinators(size)
     secret = read_secret_file(control.secret_file)
 
     def member(me: int) -> Any:
-        column = Column(Session.connect(control.addresses, me, secret), me, SECRET)
+        column = Column(Session.connect(control.addresses, me, secret), me, SECRET, shards=shards)
         try:
             return work(column)
         finally:
@@ -95,21 +100,38 @@ def test_the_next_epoch_brings_what_was_finished_anywhere_to_all(control: Cluste
     assert columns(control, 3, work) == [[100.0] * 5 + [3.0] * 5] * 3
 
 
-def test_gradients_accumulate_into_the_bucket_and_the_optimizer_steps_with_it() -> None:
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_gradients_accumulate_into_the_bucket_and_the_optimizer_steps_with_it(sharded: bool) -> None:
+    torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)).double()
-    bucket = Bucket.of_gradients(model.parameters(), extra=2)
-    assert bucket.flat.dtype == torch.float64
-    assert bucket.flat.numel() == sum(p.numel() for p in model.parameters()) + 2
     x = torch.randn(5, 3, dtype=torch.float64)
     wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    model(x).sum().backward()
-    model(x).sum().backward()
+    if sharded:
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+
+    def held() -> list[torch.Tensor]:
+        """What of the parameters is in this process's memory."""
+        return [(p.to_local() if sharded else p).detach() for p in model.parameters()]
+
+    bucket = Bucket.of_gradients(model.parameters(), extra=2)
+    assert bucket.flat.dtype == torch.float64
+    assert bucket.flat.numel() == sum(p.numel() for p in held()) + 2
+    for _ in range(2):
+        model(x).sum().backward()
     assert torch.allclose(bucket.flat[:-2], 2 * torch.cat([g.reshape(-1) for g in wanted]))
     assert bucket.flat[-2:].tolist() == [0, 0]
     bucket.flat.fill_(0.5)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = [p.clone() for p in held()]
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert all(torch.equal(p, old - 0.5) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(p, old - 0.5) for p, old in zip(held(), before, strict=True))
 
 
 def test_a_cleared_bucket_is_zero_and_local() -> None:
@@ -122,7 +144,7 @@ def test_a_cleared_bucket_is_zero_and_local() -> None:
 
 @pytest.mark.parametrize("error", [None, KeyError], ids=["in order", "by an exception"])
 def test_what_is_reduced_is_put_back_however_the_block_ends(error: type[Exception] | None) -> None:
-    bucket = Bucket(torch.ones(6))
+    bucket = Bucket(torch.ones(2, 3))
     bucket.ledger.mark(Span(1, 3), 7)
     with contextlib.suppress(KeyError), bucket.set_aside():
         bucket.flat += 1
@@ -137,16 +159,10 @@ def test_members_that_know_each_others_doors_need_no_store(transport_kind: Any) 
     known = Known({f"ring/column/1/{rank}": ring_listener.address for rank, ring_listener in enumerate(ring_listeners)})
 
     def member(rank: int) -> list[float]:
-        epoch = PlainEpoch(1, [0, 1, 2], rank)
         group = open_group(
-            epoch,
-            known,
-            name="column",
-            secret=SECRET,
-            transport_kind=transport_kind,
-            timeout=DEADLINE,
-            ring_listener=ring_listeners[rank],
-        )
+            PlainEpoch(1, [0, 1, 2], rank), known, name="column", secret=SECRET, timeout=DEADLINE,
+            transport_kind=transport_kind, ring_listener=ring_listeners[rank],
+        )  # fmt: skip
         bucket = Bucket(torch.full((100,), float(rank)))
         group.all_reduce(bucket).wait(DEADLINE)
         group.close()
@@ -154,9 +170,7 @@ def test_members_that_know_each_others_doors_need_no_store(transport_kind: Any) 
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(member, range(3))) == [[3.0]] * 3
-    assert all(ring_listener.listener.fileno() == -1 for ring_listener in ring_listeners), (
-        "a door is closed when all have met"
-    )
+    assert all(one.listener.fileno() == -1 for one in ring_listeners), "a door is closed when all have met"
 
 
 def test_a_forked_child_does_not_keep_a_door_open() -> None:
@@ -219,3 +233,66 @@ def test_a_member_that_lives_and_cannot_be_reached_ends_the_run_after_some_epoch
     complaints = [event for event in control.events() if event["event"] == "complaint"]
     assert complaints
     assert {(event["worker"], event["peer"]) for event in complaints} >= {(0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("workers", "shards", "whole"),
+    [([0, 1, 2, 3], 2, [0, 1]), ([0, 2, 3], 2, [1]), ([1, 2], 2, []), ([], 2, []), ([0, 2], 1, [0, 2]),
+     ([3, 4, 5, 6, 8], 3, [1])],
+)  # fmt: skip
+def test_a_shard_group_is_whole_if_all_of_its_workers_are_there(
+    workers: list[int], shards: int, whole: list[int]
+) -> None:
+    assert whole_shard_groups(workers, shards) == whole
+
+
+class Told:
+    """A session that was told who is left."""
+
+    def __init__(self) -> None:
+        self.opened_members = self.left = frozenset[int]()
+        self.epoch = 1
+        self.callbacks: list[Callable[[int, str], None]] = []
+
+    def on_revoke(self, callback: Callable[[int, str], None]) -> None:
+        self.callbacks.append(callback)
+
+    def wait_lost(self, workers: frozenset[int], seconds: float) -> bool:
+        return not self.opened_members.issuperset(workers)
+
+    def revoke(self, members: set[int], left: set[int]) -> None:
+        self.opened_members, self.left = frozenset(members), frozenset(left)
+        for callback in self.callbacks:
+            callback(2, "told")
+
+
+@pytest.mark.parametrize(
+    ("me", "shards", "members", "left", "ends"),
+    [(0, 2, {0, 2, 3}, set(), True), (3, 2, {0, 2, 3}, set(), False), (5, 3, {0, 1, 2, 4, 5}, set(), True),
+     (0, 2, {0, 2, 3}, {1}, False), (0, 1, {0, 2}, set(), False)],
+    ids=["its mate", "another one's mate", "one of two mates", "a mate that has finished", "has no mates"],
+)  # fmt: skip
+def test_a_worker_ends_when_a_mate_is_lost_and_only_then(
+    me: int, shards: int, members: set[int], left: set[int], ends: bool
+) -> None:
+    session: Any = Told()
+    ended: list[int] = []
+    group = ShardGroup(session, me, shards, ended.append)
+    session.revoke(members, left)
+    assert ended == [EXIT_FENCED] * ends
+    group.end_if_broken()
+    assert ended == [EXIT_FENCED] * 2 * ends
+
+
+def test_each_shard_is_summed_over_the_whole_shard_groups(control: Cluster) -> None:
+    def work(column: Column) -> tuple[Any, ...]:
+        bucket = Bucket(torch.full((10,), 10.0**column.me))
+        assert not column.opened([bucket]), "there is no epoch yet"
+        column.join({"me": column.me})
+        assert column.opened([bucket])
+        column.group([bucket]).all_reduce(bucket).wait(DEADLINE)
+        column.agree(1)
+        return column.shard_groups, column.column, bucket.flat.unique().tolist()
+
+    seen = columns(control, 4, work, shards=2)
+    assert seen == [([0, 1], [0, 2], [101.0]), ([0, 1], [1, 3], [1010.0])] * 2

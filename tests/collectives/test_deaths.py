@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.collectives.crew import Crew, Fault, Scenario
+from tests.collectives.crew import Crew, Fault, Outcome, Scenario
 from tests.collectives.expected import check
 from tests.doubles.nccl.core import Errors
 
@@ -25,10 +26,25 @@ transports = pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANS
 operations = pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 
 
-def boundaries(crew: Crew, scenario: Scenario, worker: int) -> int:
-    """How many boundaries ``worker`` passes when nobody dies."""
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Forks workers from a parent that imported torch once."""
+    with Crew() as crew:
+        yield crew
+
+
+def survive(crew: Crew, scenario: Scenario, *faults: Fault) -> Outcome:
+    """Carry it out, with these faults where any are named, and check what the survivors end with."""
+    if faults:
+        scenario = dataclasses.replace(scenario, faults=list(faults))
     outcome = crew.run(scenario)
     check(scenario, outcome)
+    return outcome
+
+
+def boundaries(crew: Crew, scenario: Scenario, worker: int) -> int:
+    """How many boundaries ``worker`` passes."""
+    outcome = survive(crew, scenario)
     return next(result.boundaries for result in outcome.results if result.worker == worker)
 
 
@@ -37,9 +53,7 @@ def at_boundaries(crew: Crew, op: str, rerun: bool, first: int, step: int) -> No
     total = boundaries(crew, scenario, 1)
     assert total > 20
     for at in range(first, total + 1, step):
-        dying = dataclasses.replace(scenario, faults=[Fault(1, at)])
-        outcome = crew.run(dying)
-        check(dying, outcome)
+        outcome = survive(crew, scenario, Fault(1, at))
         assert len(outcome.epochs) == 2 or at == total
 
 
@@ -49,7 +63,6 @@ def test_a_death_at_a_boundary_of_either_half(crew: Crew, op: str, rerun: bool) 
     at_boundaries(crew, op, rerun, 2 * rerun, 11)
 
 
-@pytest.mark.slow
 @operations
 @pytest.mark.parametrize("rerun", [True, False], ids=["rerun", "no-rerun"])
 def test_a_death_at_every_boundary_of_either_half(crew: Crew, op: str, rerun: bool) -> None:
@@ -62,58 +75,45 @@ def test_a_death_on_every_transport(crew: Crew, transport: dict, op: str) -> Non
     scenario = Scenario(4, [61, 7, 0], op=op, segment_bytes=64, **transport)
     total = boundaries(crew, scenario, 2)
     for at in range(1, total, max(1, total // 3)):
-        dying = dataclasses.replace(scenario, faults=[Fault(2, at)])
-        check(dying, crew.run(dying))
+        survive(crew, scenario, Fault(2, at))
 
 
 @transports
 def test_a_stopped_worker_is_survived_like_a_dead_one(crew: Crew, transport: dict) -> None:
     for at in (0, 20):
-        scenario = Scenario(3, [300], faults=[Fault(0, at, "stop")], **transport)
-        check(scenario, crew.run(scenario))
+        survive(crew, Scenario(3, [300], **transport), Fault(0, at, "stop"))
 
 
 @transports
 def test_all_but_one_die_one_after_the_other(crew: Crew, transport: dict) -> None:
-    faults = [Fault(0, 12), Fault(3, 40), Fault(1, 90)]
-    scenario = Scenario(4, [400, 33], faults=faults, **transport)
-    outcome = crew.run(scenario)
-    check(scenario, outcome)
+    outcome = survive(crew, Scenario(4, [400, 33], **transport), Fault(0, 12), Fault(3, 40), Fault(1, 90))
     assert [result.worker for result in outcome.results] == [2]
 
 
 def test_two_die_at_the_same_boundary(crew: Crew) -> None:
     for at in range(0, 40, 9):
-        scenario = Scenario(5, [200], faults=[Fault(1, at), Fault(3, at)])
-        check(scenario, crew.run(scenario))
+        survive(crew, Scenario(5, [200]), Fault(1, at), Fault(3, at))
 
 
-@pytest.mark.parametrize("step", [23, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [23, 2])
 def test_a_death_at_the_boundaries_of_the_resumption(crew: Crew, step: int) -> None:
     """Worker 1 dies in the first epoch, worker 2 anywhere in the second: exchange, pull or the rest."""
     first = Scenario(4, [90], segment_bytes=64, faults=[Fault(1, 25)])
-    outcome = crew.run(first)
-    check(first, outcome)
-    total = next(result.boundaries for result in outcome.results if result.worker == 2)
-    for at in range(20, total + 1, step):
-        scenario = dataclasses.replace(first, faults=[Fault(1, 25), Fault(2, at)])
-        check(scenario, crew.run(scenario))
+    for at in range(20, boundaries(crew, first, 2) + 1, step):
+        survive(crew, first, Fault(1, 25), Fault(2, at))
 
 
 def test_members_that_hear_of_nothing_from_the_membership_are_interrupted_too(crew: Crew) -> None:
     """The death runs round the ring by itself: also members without a connection to the dead worker give up."""
     for at in (3, 40):
-        scenario = Scenario(5, [2000], faults=[Fault(2, at)], announce=False)
-        outcome = crew.run(scenario)
-        check(scenario, outcome)
+        outcome = survive(crew, Scenario(5, [2000], announce=False), Fault(2, at))
         assert all(result.revoked for result in outcome.results)
 
 
 @pytest.mark.parametrize("transport", list(TRANSPORTS.values())[:2], ids=list(TRANSPORTS)[:2])
 def test_a_dead_workers_forked_child_does_not_hide_its_death(crew: Crew, transport: dict) -> None:
     """Loaders of data are forked from a worker and outlive it; here nobody but the connections tells of the death."""
-    scenario = Scenario(3, [500], children=True, announce=False, faults=[Fault(1, 20)], **transport)
-    check(scenario, crew.run(scenario))
+    survive(crew, Scenario(3, [500], children=True, announce=False, **transport), Fault(1, 20))
 
 
 @transports
@@ -164,14 +164,13 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 @given(scenarios())
 @example(Scenario(2, [1], faults=[Fault(0, 1)]))
 def test_any_sequence_of_deaths_leaves_what_the_ledgers_say(crew: Crew, scenario: Scenario) -> None:
-    check(scenario, crew.run(scenario))
+    survive(crew, scenario)
 
 
-@pytest.mark.slow
 @settings(max_examples=int(os.environ.get("RECOVER_EXAMPLES", "150")))
 @given(scenarios())
 def test_any_sequence_of_deaths_at_length(crew: Crew, scenario: Scenario) -> None:
-    check(scenario, crew.run(scenario))
+    survive(crew, scenario)
 
 
 @st.composite
@@ -186,14 +185,13 @@ def scenarios_over_nccl(draw: st.DrawFn) -> Scenario:
 @settings(max_examples=20)
 @given(scenarios_over_nccl())
 def test_any_sequence_of_deaths_over_nccls_double(crew: Crew, scenario: Scenario) -> None:
-    check(scenario, crew.run(scenario))
+    survive(crew, scenario)
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+@operations
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_native_collectives_survive_a_death_as_well(crew: Crew, op: str, how: str) -> None:
     whole = Scenario(3, [100, 41], op=op, collective="native", transport_kind="nccl")
-    check(whole, crew.run(whole))
+    survive(crew, whole)
     for at in (0, 2):
-        dying = dataclasses.replace(whole, faults=[Fault(1, at, how)])
-        check(dying, crew.run(dying))
+        survive(crew, whole, Fault(1, at, how))

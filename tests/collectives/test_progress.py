@@ -19,6 +19,8 @@ ABORTED = dist.DistBackendError("NCCL communicator was aborted on rank 1.")
 class Scripted(Executor[Task]):
     """Carries nothing out: ``work`` is called for the first task, ``settled`` when the thread settles."""
 
+    scratch_peak = 0
+
     def __init__(self, work: Callable[[], None], settled: Callable[[], None] = lambda: None) -> None:
         self.tasks: list[Task] = []
         self._work = work

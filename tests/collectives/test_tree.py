@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, EpochRevoked, PeerLost
-from recover_megatron.collectives.tree.connections import FAN, Tree, parents
-from recover_megatron.collectives.tree.operations import TreeBackend
-from recover_megatron.instep.epoch_groups import PeerStores
+from recover_megatron.collectives.tree import FAN, Tree, TreeBackend, parents
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.harness.waiting import DEADLINE
 
@@ -33,13 +31,12 @@ class Workers:
 
     def tree(self, rank: int) -> Tree:
         addresses = [store.address for store in self.stores]
-        network = PeerStores(self.stores[rank].streams, SECRET, addresses)
-        return Tree(rank, self.members, network, self.tokens[rank], name="tree/1/test")
+        return Tree(rank, self.members, addresses, self.stores[rank], SECRET, self.tokens[rank], name="tree/1/test")
 
 
-def together(size: int, do: Callable[[Tree], Any]) -> list[Any]:
+def together(size: int, do: Callable[[Tree], Any], workers: Workers | None = None) -> list[Any]:
     """What ``do`` returns at each member of a tree, by rank."""
-    workers = Workers(size)
+    workers = workers or Workers(size)
 
     def run(rank: int) -> Any:
         tree = workers.tree(rank)
@@ -84,7 +81,7 @@ def test_torchs_operations_give_what_gloo_would_give() -> None:
         results: dict[str, Any] = {}
 
         def run(name: str, start: Callable[[Any], Any], *tensors: torch.Tensor) -> None:
-            backend.wait(backend.call(start))
+            backend.call(start)
             results[name] = [tensor.tolist() for tensor in tensors]
 
         one = mine.clone()
@@ -133,12 +130,7 @@ def test_the_first_operation_of_many_members_gives_all_of_them_the_same() -> Non
 
 
 def test_members_that_do_not_make_the_same_operations_are_told_so() -> None:
-    tokens: list[CancelToken] = []
-    lock = threading.Lock()
-
     def do(tree: Tree) -> str:
-        with lock:
-            tokens.append(tree._cancel_token)
         backend, mine = TreeBackend(tree), torch.zeros(1)
         try:
             if tree.rank:
@@ -159,13 +151,11 @@ def test_a_members_death_is_seen_by_its_neighbours_and_the_revocation_wakes_the_
     size = 12  # 1 has children: 9, 10, 11
     workers, waiting, lost_ones = Workers(size), threading.Barrier(size), list[int | None]()
 
-    def run(rank: int) -> str:
-        tree = workers.tree(rank)
-        backend = TreeBackend(tree)
+    def do(tree: Tree) -> str:
         waiting.wait(DEADLINE)
         try:
-            if rank != 1:
-                backend.call(lambda on: on.barrier(dist.BarrierOptions()))
+            if tree.rank != 1:
+                TreeBackend(tree).call(lambda on: on.barrier(dist.BarrierOptions()))
         except PeerLost as lost:
             lost_ones.append(lost.peer)
             for token in workers.tokens:  # what the membership does when it is told
@@ -173,12 +163,9 @@ def test_a_members_death_is_seen_by_its_neighbours_and_the_revocation_wakes_the_
             return "lost"
         except EpochRevoked:
             return "revoked"
-        finally:
-            tree.close()
         return "dead"
 
-    with ThreadPoolExecutor(size) as pool:
-        found = [result.result(DEADLINE) for result in [pool.submit(run, rank) for rank in range(size)]]
+    found = together(size, do, workers)
     assert found[1] == "dead"
     assert {*found[:1], *found[2:]} <= {"revoked", "lost"}
     assert lost_ones[0] == workers.members[1]  # who is revoked hangs up, too, and others may see that before they are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -11,9 +12,9 @@ from unittest.mock import patch
 import torch
 
 from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked, Known
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.transport.host_staged import StagedTransport
+from recover_megatron.collectives.transport.interface import StagedTransport
 from recover_megatron.collectives.transport.tcp import TcpTransport
 from tests.harness.patience import patient
 
@@ -21,20 +22,14 @@ SECRET = b"the secret of a test"
 DEADLINE = patient(60)
 
 
-class Dictionary:
+class Dictionary(Known):
     """The plainest key-value exchange there is."""
 
     def __init__(self) -> None:
-        self._values: dict[str, str] = {}
+        super().__init__({})
 
     def set(self, key: str, value: str) -> None:
         self._values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self._values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
 
 
 class PlainEpoch:
@@ -44,17 +39,23 @@ class PlainEpoch:
         self.number = number
         self.members = members
         self.me = me
+        self._lock = threading.Lock()
         self._callbacks: list[Callable[[str], None]] = []
         self._reason: str | None = None
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
-        self._callbacks.append(callback)
-        if self._reason is not None:
-            callback(self._reason)
+        with self._lock:
+            if self._reason is None:
+                self._callbacks.append(callback)
+                return
+        callback(self._reason)
 
     def revoke(self, reason: str) -> None:
-        self._reason = reason
-        for callback in self._callbacks:
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason, callbacks = reason, self._callbacks
+        for callback in callbacks:
             callback(reason)
 
 

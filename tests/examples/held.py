@@ -12,7 +12,8 @@ from typing import Any
 
 from recover_megatron import ElasticDataParallel
 
-last, file, script = int(sys.argv.pop(1)), Path(sys.argv.pop(1)), sys.argv.pop(1)
+last, file = int(sys.argv.pop(1)), Path(sys.argv.pop(1))
+script = str(Path(__file__).parents[2] / sys.argv.pop(1))
 step = ElasticDataParallel.step
 
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from recover_megatron.collectives.ring.group import RingGroup
+from recover_megatron.collectives.ring.executor import RingGroup
 from recover_megatron.membership.session import Session
+
+
+def strikes_of(worker: int, text: str) -> set[tuple[int, str]]:
+    """(iteration, phase) of those of ``WORKER@ITERATION:PHASE,...`` that are for ``worker``."""
+    listed = [strike.replace("@", ":").split(":") for strike in text.split(",") if strike]
+    return {(int(iteration), phase) for who, iteration, phase in listed if int(who) == worker}
 
 
 def strike_in_sums(at: Callable[[str], None]) -> None:

@@ -18,13 +18,7 @@ from typing import Any
 import torch
 
 from examples import hsdp_pytorch as example
-from tests.examples.striking import strike_in_sums
-
-
-def strikes_of(worker: int, text: str) -> set[tuple[int, str]]:
-    """(iteration, phase) of those that are for ``worker``."""
-    listed = [strike.replace("@", ":").split(":") for strike in text.split(",")]
-    return {(int(iteration), phase) for who, iteration, phase in listed if int(who) == worker}
+from tests.examples.striking import strike_in_sums, strikes_of
 
 
 class Struck(example.Trainer):

@@ -26,17 +26,16 @@ from examples import plain_pytorch as example
 from recover_megatron import ElasticDataParallel, run
 from recover_megatron.elastic.state import Exchange
 from recover_megatron.launch.successors import JOINED_FROM
-from tests.examples.striking import strike_in_sums
+from tests.examples.striking import strike_in_sums, strikes_of
 
 ME, STRIKES, FOLDER, STEPS = int(os.environ["RECOVER_WORKER_ID"]), *sys.argv[1:4]
 
 
 class Strikes:
-    """Those for this worker: (step, phase)."""
+    """Those for this worker."""
 
     def __init__(self, elastic: ElasticDataParallel) -> None:
-        listed = [strike.replace("@", ":").split(":") for strike in STRIKES.split(",") if strike]
-        self._mine = {(int(step), phase) for who, step, phase in listed if int(who) == ME}
+        self._mine = strikes_of(ME, STRIKES)
         self._elastic = elastic
         self._begun: tuple[int, int] = (0, 0)
         self._ran = 0

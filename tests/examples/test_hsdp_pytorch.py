@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,15 +9,11 @@ import torch
 
 from examples import hsdp_pytorch as example
 from tests.drawn import some
-from tests.harness import REPOSITORY
-from tests.harness.patience import patient
+from tests.examples.launching import Losses, finish, losses, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hsdp pytorch")]
 
 ITERATIONS = 9
-PATIENCE = patient(180)
-STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
-Losses = dict[int, float]
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +40,10 @@ def alone() -> tuple[Losses, list[torch.Tensor]]:
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
-def run(out: Path, workers: int, shards: int, strikes: str) -> tuple[int, str]:
-    """Exit code of recover-run, and what it said."""
-    launch = [sys.executable, "-m", "recover_megatron.launch", "--log-dir", str(out), "--nproc-per-node", str(workers)]
-    script = str(REPOSITORY / "tests" / "examples" / "struck_hsdp.py")
-    done = subprocess.run(
-        [*launch, script, strikes, str(out), str(shards), str(ITERATIONS)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-    )
-    return done.returncode, done.stdout
-
-
-def losses(out: Path, worker: int) -> Losses:
-    """What a worker printed; an iteration stands there once."""
-    steps = STEP.findall((out / f"worker-{worker}.log").read_text())
-    assert len({iteration for iteration, _ in steps}) == len(steps)
-    return {int(iteration): float(loss) for iteration, loss in steps}
+def run(out: Path, workers: int, shards: int, strikes: str, code: int = 0) -> str:
+    """What recover-run said, which ends with ``code``."""
+    script = "tests/examples/struck_hsdp.py"
+    return finish(start(out, script, strikes, out, shards, ITERATIONS, workers=workers, options=()), code)
 
 
 DEATHS = [
@@ -84,8 +60,7 @@ DEATHS = [
 def test_whole_shard_groups_train_as_if_nobody_had_died(
     tmp_path: Path, alone: tuple[Losses, list[torch.Tensor]], workers: int, shards: int, strikes: str
 ) -> None:
-    code, said = run(tmp_path, workers, shards, strikes)
-    assert code == 0, said
+    said = run(tmp_path, workers, shards, strikes)
     victims = [int(strike.split("@")[0]) for strike in strikes.split(",")]
     assert said.count("was killed by SIGKILL") == len(victims), said
     broken = {victim // shards for victim in victims}
@@ -105,6 +80,5 @@ def test_whole_shard_groups_train_as_if_nobody_had_died(
 def test_without_a_whole_shard_group_the_run_ends_with_the_code_that_says_so(
     tmp_path: Path, alone: tuple[Losses, list[torch.Tensor]]
 ) -> None:
-    code, said = run(tmp_path, 4, 2, "0@2:backward,3@4:forward")
-    assert code == 10, said
+    run(tmp_path, 4, 2, "0@2:backward,3@4:forward", code=10)
     assert losses(tmp_path, 2) == pytest.approx({i: alone[0][i] for i in (1, 2, 3)}, rel=1e-9)

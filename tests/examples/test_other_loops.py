@@ -9,34 +9,22 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.test_plain_pytorch import losses
-from tests.harness import REPOSITORY
-from tests.harness.patience import patient
+from tests.examples.launching import finish, losses, start
 from tests.harness.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain pytorch")]
 
 DOUBLES = Path(__file__).parent / "doubles"
 STEPS = 400
-PATIENCE = patient(180)
 
 
 def launch(out: Path, example: str, workers: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "recover_megatron.launch", "--elastic", "--log-dir", str(out)]
-    held = [str(REPOSITORY / "tests" / "examples" / "held.py"), str(STEPS - 20), str(out / "go")]
-    return subprocess.Popen(
-        [*command, "--nproc-per-node", str(workers), *held, str(REPOSITORY / "examples" / example), str(STEPS)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{DOUBLES}"},
-        start_new_session=True,
-    )
+    held = [STEPS - 20, out / "go", f"examples/{example}", STEPS]
+    return start(out, "tests/examples/held.py", *held, workers=workers, path=[DOUBLES])
 
 
 def pid_of(out: Path, worker: int) -> int | None:
@@ -51,9 +39,7 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path, example: str) -> None:
     for folder in ("alone", "struck"):
         (tmp_path / folder).mkdir()
     (tmp_path / "alone" / "go").touch()
-    alone = launch(tmp_path / "alone", example, 1)
-    said, _ = alone.communicate(timeout=PATIENCE)
-    assert alone.returncode == 0, said
+    finish(launch(tmp_path / "alone", example, 1))
     out = tmp_path / "struck"
     run = launch(out, example, 3)
     log = out / "worker-1.log"
@@ -61,9 +47,7 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path, example: str) -> None:
     eventually(lambda: pid_of(out, 1), "the launcher has written down who that is")
     os.kill(pid_of(out, 1), signal.SIGKILL)
     (out / "go").touch()
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, said
-    assert "was killed by SIGKILL" in said
+    assert "was killed by SIGKILL" in finish(run)
     wanted = losses(tmp_path / "alone", 0)
     assert sorted(wanted) == list(range(1, STEPS + 1))
     assert len(losses(tmp_path / "struck", 1)) < STEPS

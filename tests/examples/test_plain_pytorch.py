@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,12 @@ import torch
 
 from examples import plain_pytorch as example
 from tests.drawn import some
-from tests.harness import REPOSITORY
-from tests.harness.patience import patient
+from tests.examples.launching import ELASTIC, finish, losses, start
 from tests.harness.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain pytorch")]
 
 STEPS = 9
-PATIENCE = patient(180)
-STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
 
 
 def alone(steps: int) -> tuple[list[float], dict[str, Any]]:
@@ -40,31 +35,6 @@ def alone(steps: int) -> tuple[list[float], dict[str, Any]]:
         here.optimizer.step()
         losses.append(sum(part.item() for part in parts))
     return losses, {"model": here.model.state_dict(), "optimizer": here.optimizer.state_dict()}
-
-
-def start(out: Path, script: str, *arguments: str, options: Sequence[str] = ()) -> subprocess.Popen[str]:
-    launch = [sys.executable, "-m", "recover_megatron.launch", "--elastic", "--log-dir", str(out)]
-    return subprocess.Popen(
-        [*launch, "--nproc-per-node", "4", *options, str(REPOSITORY / script), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        start_new_session=True,
-    )
-
-
-def finish(run: subprocess.Popen[str]) -> str:
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, said
-    return said
-
-
-def losses(out: Path, worker: int) -> dict[int, float]:
-    """What a worker printed; an iteration stands there once."""
-    steps = STEP.findall((out / f"worker-{worker}.log").read_text())
-    assert len({iteration for iteration, _ in steps}) == len(steps)
-    return {int(iteration): float(loss) for iteration, loss in steps}
 
 
 def check(out: Path, finishers: Sequence[int], newcomers: Sequence[int] = ()) -> None:
@@ -110,7 +80,7 @@ DEATHS = [
 
 @pytest.mark.parametrize("strikes", some("plain", DEATHS, 2))
 def test_survivors_train_as_if_nobody_had_died(tmp_path: Path, strikes: str) -> None:
-    said = finish(start(tmp_path, "tests/examples/struck_plain.py", strikes, str(tmp_path), str(STEPS)))
+    said = finish(start(tmp_path, "tests/examples/struck_plain.py", strikes, tmp_path, STEPS))
     victims = {int(strike.split("@")[0]) for strike in strikes.split(",")}
     assert said.count("was killed by SIGKILL") == len(victims), said
     assert "worker 1 began with another state than worker 0" in said
@@ -121,11 +91,8 @@ def test_survivors_train_as_if_nobody_had_died(tmp_path: Path, strikes: str) -> 
 
 def test_a_worker_that_comes_back_has_the_state_and_trains_on(tmp_path: Path) -> None:
     """The first that is started in place of the lost one dies while it is to get the state."""
-    script = start(
-        tmp_path, "tests/examples/struck_plain.py", "2@3:reduced,4@1:state", str(tmp_path), "5+4",
-        options=["--max-restarts", "2"],
-    )  # fmt: skip
-    said = finish(script)
+    strikes, options = "2@3:reduced,4@1:state", [*ELASTIC, "--max-restarts", "2"]
+    said = finish(start(tmp_path, "tests/examples/struck_plain.py", strikes, tmp_path, "5+4", options=options))
     assert said.count("was killed by SIGKILL") == 2, said
     assert "worker 5 has the state after step" in said
     check(tmp_path, [0, 1, 3], [5])
@@ -133,8 +100,7 @@ def test_a_worker_that_comes_back_has_the_state_and_trains_on(tmp_path: Path) ->
 
 def test_a_killed_coordinator_is_succeeded(tmp_path: Path) -> None:
     go = tmp_path / "go"
-    plain = [str(REPOSITORY / "examples" / "plain_pytorch.py"), "--iterations", "120"]
-    run = start(tmp_path, "tests/examples/held.py", "100", str(go), *plain)
+    run = start(tmp_path, "tests/examples/held.py", 100, go, "examples/plain_pytorch.py", "--iterations", 120)
     log = tmp_path / "worker-2.log"
     eventually(lambda: log.exists() and 10 in losses(tmp_path, 2), "the run trains")
     candidates = subprocess.run(

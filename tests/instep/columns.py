@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.arguments import config_from_argv
-from recover_megatron.collectives.tree.operations import TreeBackend
+from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.instep import exchange
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.faults import Orphaned, RunOver

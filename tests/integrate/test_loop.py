@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from recover_megatron.errors import UserError
-from recover_megatron.integrate import INTERFACE, ROLES, Loop, Seam
+from recover_megatron.integrate import INTERFACE, ROLES, Loop, Role, Seam
+from tests.harness import REPOSITORY
 
 
 def step(model: Any, data: Any) -> str:
@@ -84,3 +85,19 @@ def test_a_function_that_a_version_may_lack_is_wrapped_where_it_is(module: Modul
     assert later.misfit() is None
     later.wrap(lambda original: original, "supported: 1")
     assert not hasattr(module, "later")
+
+
+PAGE = (REPOSITORY / "docs" / "integrate.md").read_text(encoding="utf-8")
+
+
+def row(role: Role) -> str:
+    call = f"`{role.name}({', '.join([*role.parameters, '...'])})`"
+    return f"| {call} | {'yes' if role.required else ''} | {role.when.replace('``', '`')} |"
+
+
+def test_the_page_has_every_role_in_order() -> None:
+    assert "\n".join(row(role) for role in ROLES) in PAGE
+
+
+def test_the_page_has_the_version() -> None:
+    assert f"it is {INTERFACE}." in PAGE

@@ -5,10 +5,9 @@
     gloo            has been told everybody's: it connects, and the threads end
     one look        at the sockets of this process: the connections of these groups
 
-gloo can't abort an operation; dropping a group with an operation in flight blocks until its timeout.  What wakes it is
-shutdown(2) of its connected sockets, and those are found exactly: a device of gloo has one listener, every connection
-of its groups has the address of some member's listener at one of its ends, and the members tell each other theirs.
-Even that gloo can miss, so an operation is waited for by a thread that can be left behind (``Waiter``).
+What wakes an operation is shutdown(2) of the connected sockets (docs/gloo.md), and those are found exactly: a device of
+gloo has one listener, every connection of its groups has the address of some member's listener at one of its ends, and
+the members tell each other theirs.
 
 Looking through the sockets of a process costs more than connecting two members, and every message through the store
 waits for the slowest of them: hence both are done once, however many groups there are.
@@ -114,15 +113,13 @@ class _Exchange:
                 self._known |= {(group, key): bytes.fromhex(value) for key, value in values.items()}
             self.changed.notify_all()
 
-    def wait(self, group: str, keys: Sequence[str]) -> None:
+    def wait(self, group: str, keys: Sequence[str]) -> list[bytes]:
+        """The values, when all are there."""
         with self.changed:
             self.changed.wait_for(lambda: self._over or all((group, key) in self._known for key in keys))
             if self._over:
                 raise ConnectionAbortedError("the groups are not made any more")
-
-    def get(self, group: str, key: str) -> bytes:
-        self.wait(group, [key])
-        return self._known[group, key]
+            return [self._known[group, key] for key in keys]
 
     def wake(self) -> None:
         with self.changed:
@@ -146,7 +143,7 @@ class _Store(dist.Store):
         self._exchange.publish(self._group, key, value)
 
     def get(self, key: str) -> bytes:
-        return self._exchange.get(self._group, key)
+        return self._exchange.wait(self._group, [key])[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         del timeout  # that of the whole is the caller's business
@@ -270,10 +267,8 @@ class Waiter:
 
     For one thread: the next operation is waited for when the last one is over or has been left.
 
-    gloo can miss that its connections were shut: its thread that reads a neighbour's request finds the connection shut
-    when it answers, and forgets the message it answered with.  A thread that waits for that message waits for ever
-    (seen in up to one in eight aborts of a busy group), and is left behind here; what arrives there goes to memory that
-    its operation keeps alive.
+    gloo can miss that its connections were shut (docs/gloo.md).  A thread that waits for ever then is left behind here;
+    what arrives there goes to memory that its operation keeps alive.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:

@@ -36,8 +36,8 @@ _NOT_IN_PIECES = (
 class AbortableWorks:
     """Has gloo's operations inside a replica waited for in a way that can be left.
 
-    ``cancel_token``: cancelled when the replica is broken, after its connections have been shut.  That wakes its
-    workers, but gloo does not always pass it on, and then its wait never returns (why: ``gloo.groups.Waiter``).
+    ``cancel_token``: cancelled when the replica is broken, after its connections have been shut; gloo does not always
+    pass that on, and then its wait never returns.
 
         collective      the wait is cut in pieces: it begins again as long as the replica is whole
         message         can't be waited for in pieces (a time that runs out shuts gloo's connections): a thread waits,

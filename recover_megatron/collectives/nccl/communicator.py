@@ -265,7 +265,7 @@ class Communicator:
         with self._lock:
             if self._state in (State.REVOKED, State.CLOSED):
                 return
-            if not self.library.has_revoke or self._state is State.OPENING or self._in_progress:
+            if not self.library.revokes_and_grows or self._state is State.OPENING or self._in_progress:
                 return self._abort()  # in progress only aborting is sure to be allowed
             self._state = State.REVOKING
         try:

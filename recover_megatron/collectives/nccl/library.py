@@ -34,11 +34,8 @@ class Library:
     errors: tuple[type[Exception], ...]
 
     @property
-    def has_revoke(self) -> bool:
-        return self.version >= _REVOKE_AND_GROW
-
-    @property
-    def has_grow(self) -> bool:
+    def revokes_and_grows(self) -> bool:
+        """Whether it has ncclCommRevoke and ncclCommGrow."""
         return self.version >= _REVOKE_AND_GROW
 
     def config(self, max_ctas: int | None = None) -> Any:

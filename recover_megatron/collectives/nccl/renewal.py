@@ -161,7 +161,7 @@ class Opening:
 
     def _open(self) -> Generator[bool]:
         mine = {identity: asdict(holding) for identity, holding in self._keeper.holdings().items()}
-        told = {"held": mine, "grows": self._library.has_grow}
+        told = {"held": mine, "grows": self._library.revokes_and_grows}
         self._store.set(f"{self.prefix}/held/{self._rank}", json.dumps(told))
         if self._rank == 0:
             yield from self._lead()

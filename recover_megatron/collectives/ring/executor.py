@@ -14,22 +14,34 @@ The bucket's own gradient is the only copy of the input, and it survives until t
     (the write and the mark follow each other with no point of interruption in between: a revocation is looked at only
     while waiting for a message)
 
-A segment is thus always either the untouched gradient or the finished sum.  What is sent is read from my gradient (hop
-0), from scratch (a partial sum) or from a finished segment.  Scratch is used again only when its message has gone.
+What is sent is read from my gradient (hop 0), from scratch (a partial sum) or from a finished segment.  Scratch is used
+again only when its message has gone.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from recover_megatron.collectives.ledger import Ledger, Span
-from recover_megatron.collectives.ring.progress import Executor, Task
-from recover_megatron.collectives.ring.schedule import Action, Program, Receive, Send
+from recover_megatron.collectives.epoch import CancelToken, Epoch
+from recover_megatron.collectives.group import BucketCollective, Group, Memo
+from recover_megatron.collectives.ledger import Span
+from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
+from recover_megatron.collectives.ring.schedule import (
+    Action,
+    Chunks,
+    Program,
+    Receive,
+    Send,
+    frozen,
+    most_partials,
+    plan,
+    segment_length,
+)
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 _MESSAGES = 32
@@ -60,16 +72,13 @@ def parts_of(flat: torch.Tensor, program: Program) -> Parts:
 class RingTask(Task):
     """One collective on one bucket."""
 
-    flat: torch.Tensor
-    ledger: Ledger
+    its: BucketCollective
     program: Program
     to_send: Sequence[torch.Tensor]
     to_receive: Sequence[torch.Tensor]
     tag: int
     epoch_of: Callable[[int], int]
     """What to mark a finished segment with, by its first element."""
-    final: Sequence[Span]
-    """Spans that are finished as they are (a ring of one member, an owner's shard), marked at the start."""
     token: object
     stored: str
     """What the hook is told of a finished sum that has arrived."""
@@ -115,8 +124,8 @@ class Ring(Executor[RingTask]):
         self._count += 1
         task.tag = zlib.crc32(self._count.to_bytes(8, "little"), task.tag)
         self._transport.begin(task.token)
-        for span in task.final:
-            task.ledger.mark(span, task.epoch_of(span.start))
+        for span in task.its.final:
+            task.its.ledger.mark(span, task.epoch_of(span.start))
         for queue in (self._runs, self._to_send, self._to_ask):
             queue.append(task)
 
@@ -215,7 +224,7 @@ class Ring(Executor[RingTask]):
                 continue
             receive = receives[run.asked]
             span = receive.span
-            arrival = self._transport.recv(span.stop - span.start, run.flat.dtype, run.tag_of(run.asked, span))
+            arrival = self._transport.recv(span.stop - span.start, run.its.flat.dtype, run.tag_of(run.asked, span))
             self._receiving.append((run, receive, arrival))
             self._used += 1
             run.asked += 1
@@ -232,7 +241,7 @@ class Ring(Executor[RingTask]):
             if receive.action is Action.FINISH:
                 torch.add(scratch, part, out=part)
                 self._mark(run, receive)
-            elif not run.ledger.covers(receive.span):
+            elif not run.its.ledger.covers(receive.span):
                 part.copy_(scratch)
                 self._mark(run, receive)
             self._release(arrival)
@@ -243,7 +252,7 @@ class Ring(Executor[RingTask]):
     def _mark(self, run: RingTask, receive: Receive) -> None:
         if self._hook:
             self._hook("written", receive.hop)
-        run.ledger.mark(receive.span, run.epoch_of(receive.span.start))
+        run.its.ledger.mark(receive.span, run.epoch_of(receive.span.start))
 
     # ---- the rest
 
@@ -262,40 +271,103 @@ class Ring(Executor[RingTask]):
             self._runs.popleft().handle.finish()
 
 
-class Scratch:
-    """A pool of equal buffers; grows to what a collective needs, counts its peak."""
+@dataclass(frozen=True)
+class Tuning:
+    """How buckets are cut; the same on all members.  Measured with benchmarks/bench_ring.py."""
 
-    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
-        """``pinned``: host memory that a GPU copies from and to without a detour."""
-        self._device = device
-        self._pinned = pinned
-        self._size = 0
-        self._free: list[torch.Tensor] = []
-        self.bytes = 0
-        """Bytes allocated now."""
-        self.peak = 0
-        """The most bytes ever allocated."""
+    segment_bytes: int = 512 << 10
+    """The longest segment."""
+    least_bytes: int = 128 << 10
+    """No segment is made shorter than this only to have several under way."""
+    depth: int = 2
+    """Blocks under way at a time; see ``schedule``."""
+    cut_bytes: int = 1
+    """Cuts are at multiples of it, where the spans begin at such."""
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of ``numel`` elements with arbitrary content; ``give`` it back."""
-        needed = numel * dtype.itemsize
-        if needed > self._size:
-            self._drop()
-            self._size = needed
-        if not self._free:
-            self._free.append(torch.empty(self._size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned))
-            self.bytes += self._size
-            self.peak = max(self.peak, self.bytes)
-        return self._free.pop()[:needed].view(dtype)
+    @classmethod
+    def over_nccl(cls) -> Tuning:
+        """Every segment costs the host two calls and a launch, and NCCL is fast with whole lines of 128 bytes.
 
-    def give(self, tensor: torch.Tensor) -> None:
-        """Take back what ``take`` gave, when nothing reads or writes it any more."""
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < self._size:  # of before the buffers grew
-            self.bytes -= storage.nbytes()
-            return
-        self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+        By estimate: not measured, no GPU was there.
+        """
+        return cls(segment_bytes=32 << 20, least_bytes=16 << 20, cut_bytes=128)
 
-    def _drop(self) -> None:
-        self.bytes -= sum(buffer.nbytes for buffer in self._free)
-        self._free.clear()
+    @property
+    def slots(self) -> int:
+        """Segments that one member has room for: all partial sums that it may hold, and one that arrives."""
+        return most_partials(self.depth) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A program, and what tells whether all members have the same."""
+
+    program: Program
+    signature: int
+
+
+MOST_MESSAGES = 1 << 17
+"""Limit of the programs that a group remembers, in messages: some 20 MiB."""
+
+
+class RingGroup(Group):
+    """Use ``open_group``."""
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        cancel_token: CancelToken,
+        transport: Transport,
+        *,
+        device: torch.device | None = None,
+        tuning: Tuning | None = None,
+        hook: Hook | None = None,
+    ) -> None:
+        super().__init__(epoch, cancel_token, device)
+        self.tuning = tuning or Tuning()
+        self.cut_bytes = self.tuning.cut_bytes
+        self._transport = transport
+        self._planned: Memo[_Planned] = Memo(
+            MOST_MESSAGES, lambda planned: len(planned.program.sends) + len(planned.program.receives)
+        )
+        self._views: Memo[tuple[torch.Tensor, Parts]] = Memo(MOST_MESSAGES, lambda views: sum(map(len, views[1])))
+        self._progress = ProgressThread(Ring(transport, hook), cancel_token, f"ring of epoch {self.epoch}")
+
+    def segment_elements(self, chunks: Chunks, element_size: int) -> int:
+        """Elements of a segment for ``chunks``."""
+        tuning = self.tuning
+        most, least = max(1, tuning.segment_bytes // element_size), tuning.least_bytes // element_size
+        return segment_length(chunks, most, least, tuning.depth, self._cut(element_size))
+
+    def _cut(self, element_size: int) -> int:
+        return max(1, self.tuning.cut_bytes // element_size)
+
+    def _start(self, collective: BucketCollective) -> Handle:
+        its, flat, what = collective, collective.flat, collective.what
+        gather_hops = max(its.to, default=0)  # a ring gives it to all in between
+        key = what, flat.dtype, its.reduce, gather_hops, frozen(its.chunks)
+        planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, its.chunks, its.reduce, gather_hops))
+        run = RingTask(
+            its, planned.program, *self._parts(what, flat, key, planned.program),
+            tag=planned.signature, epoch_of=its.epoch_of or (lambda _: self.epoch),
+            token=self._transport.submitted(), stored="gather" if what == "all-gather" else "store",
+        )  # fmt: skip
+        return self._progress.submit(run)
+
+    def _parts(self, what: str, flat: torch.Tensor, key: Hashable, program: Program) -> Parts:
+        """Those of gradients are remembered: the next iteration wants the same.
+
+        So is the bucket, which stays alive: no other tensor has its ``id``.
+        """
+        if what != "reduce":
+            return parts_of(flat, program)
+        return self._views.get((id(flat), key), lambda: (flat, parts_of(flat, program)))[1]
+
+    def _plan(self, what: str, dtype: torch.dtype, chunks: Chunks, reduce: bool, gather_hops: int) -> _Planned:
+        length = self.segment_elements(chunks, dtype.itemsize)
+        program = plan(
+            self.rank, chunks, length, reduce=reduce, gather_hops=gather_hops,
+            depth=self.tuning.depth, cut=self._cut(dtype.itemsize),
+        )  # fmt: skip
+        signature = f"{what} {dtype} {reduce} {gather_hops} {length} {frozen(chunks)}"
+        return _Planned(program, zlib.crc32(signature.encode()))

@@ -71,6 +71,11 @@ class Task:
 class Executor[T: Task](ABC):
     """Carries tasks out; used by the progress thread alone."""
 
+    @property
+    @abstractmethod
+    def scratch_peak(self) -> int:
+        """The most bytes of scratch that it ever had."""
+
     @abstractmethod
     def add(self, task: T) -> None:
         """Take on one more task; it is carried out after those before it, or overlapping with them."""
@@ -102,7 +107,7 @@ class ProgressThread[T: Task]:
     """The thread; started with the first task."""
 
     def __init__(self, executor: Executor[T], cancel_token: CancelToken, name: str) -> None:
-        self._executor = executor
+        self.executor = executor
         self._cancel_token = cancel_token
         self._name = name
         self._wakeup = threading.Condition()
@@ -140,7 +145,7 @@ class ProgressThread[T: Task]:
             self._wakeup.notify()
         self.quiesce()
         if first:
-            self._executor.close()
+            self.executor.close()
 
     def _wake(self) -> None:
         with self._wakeup:
@@ -151,7 +156,7 @@ class ProgressThread[T: Task]:
         try:
             pause = 0.0
             while self._next(pause):
-                pause = self._executor.advance()
+                pause = self.executor.advance()
                 while self._unfinished and self._unfinished[0].handle.done():
                     self._unfinished.popleft()
             return
@@ -172,28 +177,28 @@ class ProgressThread[T: Task]:
     def _settled(self, error: BaseException) -> BaseException:
         """Settle after ``error``, and return what the handles end with."""
         try:
-            self._executor.settle()
+            self.executor.settle()
         except BaseException as fault:  # noqa: BLE001  as above
             return fault
         return _afresh(error)
 
     def _next(self, pause: float) -> bool:
         """Move what was handed in to the executor, waiting while there is nothing to do; False: closed."""
-        if self._executor.busy and not (pause or self._queue or self._cancel_token.cancelled):
+        if self.executor.busy and not (pause or self._queue or self._cancel_token.cancelled):
             return True  # without the lock: whatever comes now is seen at the next call
         with self._wakeup:
             if pause and not (self._queue or self._cancel_token.cancelled):
                 self._wakeup.wait(pause)
-            while not (self._queue or self._executor.busy or self._closing or self._cancel_token.cancelled):
+            while not (self._queue or self.executor.busy or self._closing or self._cancel_token.cancelled):
                 self._wakeup.wait()
             self._cancel_token.check()
             fresh, closing = list(self._queue), self._closing
             self._unfinished += fresh
             self._queue.clear()
         for task in fresh:  # without the lock: it may wait for the device that computes the bucket
-            self._executor.add(task)
+            self.executor.add(task)
         self._cancel_token.check()  # what was computed since is not to be sent: see ``DeviceStream``
-        return self._executor.busy or not closing
+        return self.executor.busy or not closing
 
     def _fail(self, error: BaseException) -> None:
         with self._wakeup:

@@ -24,7 +24,7 @@ depends on the receipt of the same segment at hop h, which is at least ``blocks 
 
 A member holds the partial sums of the blocks that are between two hops of the reduce-scatter half, and nothing is sent
 to a member without room for it.  So blocks start late enough that no more than ``most_partials`` are held at a time:
-members with room for one segment more can't block each other (tests/collectives/ring_model.py).
+members with room for one segment more can't block each other (tests/collectives/test_schedule.py).
 """
 
 from __future__ import annotations

@@ -12,13 +12,17 @@ nobody up: all candidates are served side by side until the right one is there; 
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import select
 import socket
 import time
+from pathlib import Path
+
+import torch
 
 from recover_megatron.collectives.epoch import CancelToken, PeerLost
-from recover_megatron.collectives.transport.message import SharedMemory, machine
 from recover_megatron.network import connection
 from recover_megatron.network.connection import listen
 from recover_megatron.network.system import close_in_children, forget
@@ -223,6 +227,69 @@ def _is_connected(sock: socket.socket) -> bool:
     return True
 
 
+def machine() -> str:
+    """Equal on two processes if one may see the other's descriptors under /proc: same boot, same namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.stat('/proc/self/ns/user').st_ino}"
+
+
+class SharedMemory:
+    """``count`` slots of ``size`` bytes, shared by two neighbours on one host.
+
+    The receiver makes the memory (anonymous, sealed against shrinking, gone with its last user) and the sender maps it.
+    A slot belongs to the sender while it is free and to the receiver from the header that names it until the byte that
+    gives it back.  A sender that dies while it writes never sends the header, so half a segment is never seen.
+    """
+
+    def __init__(self, descriptor: int, count: int, size: int) -> None:
+        self.descriptor = descriptor
+        self.count = count
+        self._size = size
+        self._memory = torch.frombuffer(mmap.mmap(descriptor, count * size), dtype=torch.uint8)
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    @classmethod
+    def make(cls, count: int, size: int) -> SharedMemory:
+        """New memory."""
+        descriptor = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, count * size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(descriptor, count, size)
+
+    @classmethod
+    def open(cls, pid: int, descriptor: int, count: int, size: int) -> SharedMemory | None:
+        """The memory that process ``pid`` of this machine made; None if the system does not let us."""
+        try:
+            mine = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        try:
+            if fcntl.fcntl(mine, fcntl.F_GET_SEALS) & seals != seals or os.fstat(mine).st_size != count * size:
+                raise OSError("not the memory of a ring")
+        except OSError:
+            os.close(mine)
+            return None
+        return cls(mine, count, size)
+
+    def view(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first ``numel`` elements of a slot."""
+        key = slot, numel, dtype
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) > 256:
+                self._views.clear()
+            start = slot * self._size
+            view = self._views[key] = self._memory[start : start + numel * dtype.itemsize].view(dtype)
+        return view
+
+    def close(self) -> None:
+        """Give back; the memory itself goes when the last tensor on it does."""
+        os.close(self.descriptor)
+        self._views.clear()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
 _BACKLOG = 128
 
 
@@ -230,9 +297,10 @@ class RingListener:
     """Where the predecessor in a ring finds a member: a listening socket and, for one on the same host, shared memory.
 
     It can be made before the ring is known.  A worker that tells its address with the status with which it joins an
-    epoch needs no store: with the plan everybody has been told all addresses, and nobody waits for anybody's word.
+    epoch needs no store: with the plan everybody has been told all addresses.
 
-    ``host``: the address of this machine that the others can reach.  ``slots``: number and bytes of the slots, if any.
+    ``host``: the address of this machine that the others can reach.  ``slots``: number and bytes of the slots; None:
+    everything goes through the connections.
     """
 
     def __init__(self, host: str, slots: tuple[int, int] | None) -> None:
@@ -248,13 +316,12 @@ class RingListener:
         slots, self._slots = self._slots, None
         return slots
 
-    def close_in_child(self) -> None:
-        """A process forked from a worker (a loader of data) must not keep the ring listener of a dead worker open."""
-        self.close()
-
     def close(self) -> None:
         """Idempotent."""
         forget(self)
         self.listener.close()
         if (slots := self.take_slots()) is not None:
             slots.close()
+
+    close_in_child = close
+    """A process forked from a worker (a loader of data) must not keep the ring listener of a dead worker open."""

@@ -8,13 +8,17 @@ predecessor, each in order.  It is made for one epoch and cancelled away with it
 
 Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``settle``; ``abort`` may come from
 any thread at any time.  On a device that works asynchronously the ring has a stream of its own (``DeviceStream``).
+
+A column without Megatron sums a GPU's gradients over a transport of the host (``StagedTransport``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -57,11 +61,9 @@ class DeviceStream(Order):
 
     The event is recorded in the thread that hands a bucket over, on the stream that is current there.  It is the host
     that waits for it, and then looks at the switch, before anything is sent: when a mate dies, the groups inside the
-    replica are aborted, and what their kernels leave is garbage, from which the gradients behind them are computed to
-    the end.  The switch is thrown before that, so a gradient that was seen computed before the switch is one.  (An
-    operation that the device began by itself after the event would send the garbage to members who have not heard of
-    the death yet.)  A collective is told to be over only when the host has seen its last operation done, so the bucket
-    may then be used on any stream.
+    replica are aborted, and gradients are computed from the garbage that their kernels leave.  The switch is thrown
+    before that, so a gradient that was seen computed before the switch is one.  A collective is told to be over only
+    when the host has seen its last operation done, so the bucket may then be used on any stream.
 
     The progress thread is a new thread, in which CUDA's current device is the first one: only what runs in ``scope``,
     and tensors made with a device that has an index, are on the right one.  The stream has the highest priority: what
@@ -91,6 +93,12 @@ class DeviceStream(Order):
 
     def finish(self) -> None:
         self._stream.synchronize()
+
+    def _event(self) -> Any:
+        """What the stream has been given by now."""
+        event = self._cuda.Event()
+        event.record(self._stream)
+        return event
 
 
 class Pending(Protocol):
@@ -158,3 +166,143 @@ class Transport(Order, ABC):
     def settle(self) -> None:
         """Called after an error: block until nothing of this transport reads, writes or sends a tensor any more."""
         return None
+
+
+class Scratch:
+    """A pool of equal buffers; grows to what a collective needs, counts its peak."""
+
+    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
+        """``pinned``: host memory that a GPU copies from and to without a detour."""
+        self._device = device
+        self._pinned = pinned
+        self._size = 0
+        self._free: list[torch.Tensor] = []
+        self.bytes = 0
+        """Bytes allocated now."""
+        self.peak = 0
+        """The most bytes ever allocated."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of ``numel`` elements with arbitrary content; ``give`` it back."""
+        needed = numel * dtype.itemsize
+        if needed > self._size:
+            self._drop()
+            self._size = needed
+        if not self._free:
+            self._free.append(torch.empty(self._size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned))
+            self.bytes += self._size
+            self.peak = max(self.peak, self.bytes)
+        return self._free.pop()[:needed].view(dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Take back what ``take`` gave, when nothing reads or writes it any more."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._size:  # of before the buffers grew
+            self.bytes -= storage.nbytes()
+            return
+        self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+
+    def _drop(self) -> None:
+        self.bytes -= sum(buffer.nbytes for buffer in self._free)
+        self._free.clear()
+
+
+@dataclass(eq=False)
+class _Sending:
+    """A message whose payload was copied to the host; the inner transport sends that."""
+
+    inner: Pending
+    host: torch.Tensor
+
+    @property
+    def done(self) -> bool:
+        return self.inner.done
+
+
+@dataclass(eq=False)
+class _Landing:
+    """A message being received; on the device once it was waited for."""
+
+    inner: Arrival
+    numel: int
+    dtype: torch.dtype
+    tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    done: bool = False
+
+
+class StagedTransport(Transport):
+    """Carries a device's tensors by copies in host memory, in the device's order.  ``inner`` carries CPU tensors.
+
+        bucket (device) --copy--> host memory, pinned --inner transport--> host memory --copy--> scratch (device)
+
+    It is slower than NCCL by what the copies cost; it fails and is aborted as the inner transport does.  On the CPU the
+    same copies are made without a stream, so the tests of the ring run this code too.
+    """
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        self._order = DeviceStream(device) if device.type == "cuda" else Order()
+        self._inner = inner
+        self.lookahead = inner.lookahead
+        self._host = Scratch(torch.device("cpu"), pinned=device.type == "cuda")
+        self._scratch = Scratch(device)
+        self._sending: deque[_Sending] = deque()
+
+    @property
+    def scratch_peak(self) -> int:
+        return self._inner.scratch_peak + self._host.peak + self._scratch.peak
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        self._reap()
+        host = self._host.take(tensor.numel(), tensor.dtype)
+        host.copy_(tensor)  # returns when the bytes are there: the current stream is that of ``scope``
+        sending = _Sending(self._inner.send(host, tag), host)
+        self._sending.append(sending)
+        return sending
+
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        return _Landing(self._inner.recv(numel, dtype, tag), numel, dtype)
+
+    def wait(self, pending: Pending) -> None:
+        assert isinstance(pending, (_Sending, _Landing))
+        self._inner.wait(pending.inner)
+        if isinstance(pending, _Landing):
+            pending.tensor = self._scratch.take(pending.numel, pending.dtype)
+            pending.tensor.copy_(pending.inner.tensor)
+            self._order.finish()  # from memory that is not pinned, too, a copy may still be under way
+            self._inner.release(pending.inner)
+            pending.done = True
+
+    def release(self, arrival: Arrival) -> None:
+        self._scratch.give(arrival.tensor)
+
+    def on_sent(self, callback: Callable[[], None]) -> None:
+        self._inner.on_sent(callback)
+
+    def _reap(self) -> None:
+        """Take back host memory whose message has gone."""
+        while self._sending and self._sending[0].done:
+            self._host.give(self._sending.popleft().host)
+
+    def submitted(self) -> object:
+        return self._order.submitted()
+
+    def begin(self, token: object) -> None:
+        self._order.begin(token)
+
+    def scope(self) -> AbstractContextManager[object]:
+        return self._order.scope()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def close(self) -> None:
+        self._inner.close()
+        self._sending.clear()
+
+    def finish(self) -> None:
+        self._inner.finish()
+        self._order.finish()
+
+    def settle(self) -> None:
+        self._inner.settle()
+        self._order.finish()

@@ -22,6 +22,7 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,13 +30,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, KeyValue, PeerLost, await_key
-from recover_megatron.collectives.ring.executor import Scratch
-from recover_megatron.collectives.transport.handshake import Handshake, RingListener
-from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
-from recover_megatron.collectives.transport.message import IN_LINE, Message, SharedMemory, machine
+from recover_megatron.collectives.state_transport import memory_of
+from recover_megatron.collectives.transport.handshake import Handshake, RingListener, SharedMemory, machine
+from recover_megatron.collectives.transport.interface import Arrival, Pending, Scratch, Transport
 from recover_megatron.network.connection import family_of, is_of_the_road
-from recover_megatron.network.system import SECONDS, close_in_children, is_silent, watch
-from recover_megatron.network.system import forget as unregister
+from recover_megatron.network.system import SECONDS, close_in_children, forget, is_silent, watch
 
 _INLINE, _SHARED = b"i", b"s"
 _GOODBYE = 255
@@ -43,6 +42,65 @@ _FROM_SUCCESSOR = select.POLLIN | select.POLLRDHUP
 _FROM_SUCCESSOR_OR_END = _FROM_SUCCESSOR | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _WORTH_WAKING = 128 << 10
 """Bytes of a payload that may collect before a waiting thread is woken."""
+IN_LINE = -1
+"""Slot number of a message whose payload follows."""
+_HEADER = struct.Struct("<IiQ")
+_NOTHING = torch.empty(0)
+
+
+class Message:
+    """A message under way; ``parts`` is what is left of it to be moved through the connection."""
+
+    __slots__ = ("done", "dtype", "header", "numel", "own", "parts", "slot", "tag", "tensor")
+
+    def __init__(self, tag: int, numel: int, dtype: torch.dtype) -> None:
+        self.tag = tag
+        self.numel = numel
+        self.dtype = dtype
+        self.header = bytearray(_HEADER.size)
+        self.tensor = _NOTHING
+        self.own: torch.Tensor | None = None
+        self.slot = IN_LINE
+        self.parts = [memoryview(self.header)]
+        self.done = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the payload."""
+        return self.numel * self.dtype.itemsize
+
+    def write_header(self, slot: int) -> None:
+        """For the receiver: the payload lies in its slot ``slot``, or follows (``IN_LINE``)."""
+        _HEADER.pack_into(self.header, 0, self.tag, slot, self.nbytes)
+
+    def read_header(self) -> int:
+        """The slot that a header which has arrived names.
+
+        Raises ``CollectiveMismatch`` if it is the header of another message than the one that is waited for.
+        """
+        tag, slot, length = _HEADER.unpack(self.header)
+        if (tag, length) != (self.tag, self.nbytes):
+            raise CollectiveMismatch(
+                f"the predecessor in the ring sent message {tag:08x} of {length} bytes, this worker waits for message "
+                f"{self.tag:08x} of {self.nbytes} bytes: the members did not issue the same collectives"
+            )
+        return int(slot)
+
+    def add_payload(self, tensor: torch.Tensor) -> None:
+        """The memory of ``tensor``, contiguous on the CPU, goes through the connection, too; it must live as long."""
+        self.parts.append(memory_of(tensor))
+
+    def advance(self, count: int) -> None:
+        """So many bytes of it were moved."""
+        parts = self.parts
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if count:
+            parts[0] = parts[0][count:]
+
+    def forget(self) -> None:
+        """Nobody reads the tensor any more."""
+        self.tensor = _NOTHING
 
 
 class TcpTransport(Transport):
@@ -62,11 +120,9 @@ class TcpTransport(Transport):
     ) -> None:
         """Meet both neighbours.  ``members``: by rank, as the epoch names them.
 
-        ``host``: the address of this machine that the others can reach; loopback by default.  ``ring_listener``: made
-        before, with the same host and slots; it is closed when the neighbours have been met.  ``ring``: a name that no
-        other ring of the job has (group, epoch).  ``secret``: the job's.  ``slots``: number and bytes of the slots for
-        neighbours on one host, the same on all members; None: everything goes through the connections.  Raises
-        ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
+        ``ring``: a name that no other ring of the job has (group, epoch).  ``host``, ``slots``: as for
+        ``RingListener``, the slots the same on all members.  ``ring_listener``: made before, with these; it is closed
+        when the neighbours have been met.  Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
         self._cancel_token = cancel_token
         self._sent: Callable[[], None] = lambda: None
@@ -355,15 +411,14 @@ class TcpTransport(Transport):
             with contextlib.suppress(OSError):  # the predecessor left first
                 self._in.send(bytes((_GOODBYE,)))
         with self._descriptors:
-            self.forget()
+            self.close_in_child()
 
     def close_in_child(self) -> None:
-        """A process forked from a worker must not keep the worker's connections open after its death."""
-        self.forget()
+        """Without a word to the neighbours.
 
-    def forget(self) -> None:
-        """Close this process's descriptors without a word to the neighbours."""
-        unregister(self)
+        A process forked from a worker must not keep the worker's connections open after its death.
+        """
+        forget(self)
         for sock in (self._out, self._in):
             if sock is not None:
                 sock.close()

@@ -25,6 +25,17 @@ NEW, OLD = (2, 29, 7), (2, 27, 7)
 versions = pytest.mark.parametrize("version", [NEW, OLD], ids=["2.29", "2.27"])
 
 
+def all_gather(communicator: Communicator, stream: Stream, output: torch.Tensor, source: torch.Tensor) -> Any:
+    """Launch one."""
+
+    def event() -> Any:
+        recorded = communicator.library.cuda.Event()
+        recorded.record(stream)
+        return recorded
+
+    return communicator.launch(lambda its: its.allgather(source, output, stream=stream), event, output, source)
+
+
 OPENED: list[Communicator] = []
 
 
@@ -50,14 +61,15 @@ class Member:
         eventually(self.communicator.advance, "the communicator is open", every=0.0001)
         return self
 
-    def event(self) -> Any:
-        event = self.library.cuda.Event()
-        event.record(self.stream)
-        return event
-
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Any:
-        gather: Callable[[Any], None] = lambda its: its.allgather(source, output, stream=self.stream)  # noqa: E731
-        return self.communicator.launch(gather, self.event, output, source)
+        return all_gather(self.communicator, self.stream, output, source)
+
+    def is_ended_in(self, wait: Callable[[], Any]) -> None:
+        """``wait`` is ended by the switch, and what is under way settles."""
+        threading.Timer(0.02, self.token.cancel, ["a test ends the epoch"]).start()
+        with pytest.raises(EpochRevoked):
+            wait()
+        self.communicator.settle()
 
     def gathered(self) -> list[float]:
         output = torch.zeros(2)
@@ -90,10 +102,7 @@ def test_a_revocation_ends_an_operation_that_nobody_answers(version: tuple[int, 
     output = torch.zeros(2)
     operation = member.all_gather(output, torch.ones(1))
     assert not operation.done
-    threading.Timer(0.02, member.token.cancel, ["a test ends the epoch"]).start()
-    with pytest.raises(EpochRevoked):
-        member.communicator.wait(operation)
-    member.communicator.settle()
+    member.is_ended_in(lambda: member.communicator.wait(operation))
     eventually(lambda: operation.done, "the revoked operation is over")
     assert not torch.equal(output, torch.ones(2))
     assert member.communicator.state is (State.REVOKED if version == NEW else State.CLOSED)
@@ -142,10 +151,7 @@ def test_a_first_operation_that_the_others_never_join_is_ended_by_the_switch(ver
     library, unique_id = double(version), double().core.get_unique_id()
     with ThreadPoolExecutor(2) as pool:
         member, _ = pool.map(lambda rank: Member(library, rank, 2, unique_id).open(), range(2))
-    threading.Timer(0.02, member.token.cancel, ["a test ends the epoch"]).start()
-    with pytest.raises(EpochRevoked):
-        member.all_gather(torch.zeros(2), torch.ones(1))
-    member.communicator.settle()
+    member.is_ended_in(lambda: member.all_gather(torch.zeros(2), torch.ones(1)))
     assert member.communicator.state is State.CLOSED
     assert "revoke" not in library.core.calls
 
@@ -212,4 +218,4 @@ def test_the_double_knows_illegal_calls() -> None:
 def test_an_old_nccl_is_refused_with_what_to_do() -> None:
     with pytest.raises(UserError, match=r"NCCL 2\.26\.5; 2\.27\.0 or later"):
         checked(double((2, 26, 5)))
-    assert checked(double(OLD)).has_revoke is False
+    assert checked(double(OLD)).revokes_and_grows is False

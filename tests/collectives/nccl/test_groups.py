@@ -19,7 +19,7 @@ from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.ring.group import Tuning
+from recover_megatron.collectives.ring.executor import Tuning
 from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 from tests.doubles.nccl.core import Errors

@@ -15,6 +15,7 @@ from recover_megatron.collectives.epoch import CancelToken, EpochRevoked
 from recover_megatron.collectives.nccl.communicator import Communicator, State
 from recover_megatron.collectives.nccl.library import Library
 from recover_megatron.collectives.nccl.renewal import Decision, Holding, Keeper, Opening, decide, open_all
+from tests.collectives.nccl.test_communicator import all_gather
 from tests.collectives.together import DEADLINE, Dictionary
 from tests.doubles.nccl import library as double
 from tests.doubles.nccl.streams import Stream
@@ -27,36 +28,33 @@ def held(
     return [{} if rank is None else {"old": Holding(rank, size, ready, operations)} for rank in ranks]
 
 
-def test_the_same_members_keep_what_nothing_is_outstanding_on() -> None:
-    assert decide(held([0, 1, 2], 3), can_grow=True) == Decision("keep", "old")
+INIT, MIXED = Decision("init"), [*held([0], 3, ready=False, operations=3), *held([2], 3, operations=4)]
 
 
-def test_what_is_revoked_anywhere_or_of_another_length_is_not_kept() -> None:
-    assert decide(held([0, 1, 2], 3, ready=False), can_grow=True) == Decision("init")
-    lagging = [*held([0, 1], 3), *held([2], 3, operations=6)]
-    assert decide(lagging, can_grow=True) == Decision("init")
-
-
-def test_a_loss_shrinks_what_all_who_stay_hold_whatever_its_state() -> None:
-    assert decide(held([0, 2, 3], 5), can_grow=False) == Decision("shrink", "old", (1, 4))
-    mixed = [*held([0], 3, ready=False, operations=3), *held([2], 3, operations=4)]
-    assert decide(mixed, can_grow=False) == Decision("shrink", "old", (1,))
-
-
-def test_ranks_are_never_permuted() -> None:
-    assert decide(held([2, 0], 3), can_grow=True) == Decision("init")
-    assert decide(held([None, 0, 1], 2), can_grow=True) == Decision("init")
-
-
-def test_joiners_behind_the_others_grow_it_where_nccl_can() -> None:
-    assert decide(held([0, 1, None], 2), can_grow=True) == Decision("grow", "old")
-    assert decide(held([0, 1, None], 2), can_grow=False) == Decision("init")
-    assert decide(held([0, 1, None], 3), can_grow=True) == Decision("init"), "a loss and a joiner at the same time"
-    assert decide(held([0, 1, None], 2, ready=False), can_grow=True) == Decision("init")
-
-
-def test_nothing_held_is_a_new_one() -> None:
-    assert decide([{}, {}], can_grow=True) == Decision("init")
+@pytest.mark.parametrize(
+    ("members", "can_grow", "wanted"),
+    [
+        ([{}, {}], True, INIT),
+        (held([0, 1, 2], 3), True, Decision("keep", "old")),
+        (held([0, 1, 2], 3, ready=False), True, INIT),
+        ([*held([0, 1], 3), *held([2], 3, operations=6)], True, INIT),
+        (held([0, 2, 3], 5), False, Decision("shrink", "old", (1, 4))),
+        (MIXED, False, Decision("shrink", "old", (1,))),
+        (held([2, 0], 3), True, INIT),
+        (held([None, 0, 1], 2), True, INIT),
+        (held([0, 1, None], 2), True, Decision("grow", "old")),
+        (held([0, 1, None], 2), False, INIT),
+        (held([0, 1, None], 3), True, INIT),
+        (held([0, 1, None], 2, ready=False), True, INIT),
+    ],
+    ids=[
+        "nothing held", "the same members keep it", "revoked anywhere", "of another length", "a loss shrinks it",
+        "whatever its state", "permuted", "joiners in front", "joiners behind the others", "of an old NCCL",
+        "a loss and a joiner at the same time", "joiners to what is revoked",
+    ],
+)  # fmt: skip
+def test_what_becomes_of_what_is_held(members: list[dict[str, Holding]], can_grow: bool, wanted: Decision) -> None:
+    assert decide(members, can_grow=can_grow) == wanted
 
 
 RANKS = st.lists(st.sampled_from([None, 0, 1, 2, 3]), min_size=2, max_size=5).filter(
@@ -101,17 +99,8 @@ class Worker:
 
     def gathered(self, members: list[Worker]) -> list[float]:
         assert self.communicator is not None
-        output, source = torch.zeros(len(members)), torch.tensor([float(self.name)])
-
-        def event() -> Any:
-            event = self.library.cuda.Event()
-            event.record(self.stream)
-            return event
-
-        operation = self.communicator.launch(
-            lambda handle: handle.allgather(source, output, stream=self.stream), event, output, source
-        )
-        self.communicator.wait(operation)
+        output = torch.zeros(len(members))
+        self.communicator.wait(all_gather(self.communicator, self.stream, output, torch.tensor([float(self.name)])))
         return output.tolist()
 
 
@@ -144,12 +133,7 @@ class Crew:
             communicator = worker.communicator
             assert communicator is not None
             if worker.name in waiting:
-                output = torch.zeros(len(self.used))
-                communicator.launch(
-                    lambda handle, out=output, its=worker: handle.allgather(torch.ones(1), out, stream=its.stream),
-                    self.library.cuda.Event,
-                    output,
-                )
+                all_gather(communicator, worker.stream, torch.zeros(len(self.used)), torch.ones(1))
             self.tokens[worker.name].cancel("a test ends the epoch")
             communicator.settle()
             if worker.name in dead:

@@ -66,21 +66,28 @@ class Communicator:
         if config is None or config.blocking is not False:
             raise Illegal("the double is for non-blocking communicators")
         cls.core.calls.append("init")
-        made = cls()
-        made.is_valid = True
-        me, hers = net(), unique_id
-        if me.address == unique_id.root and rank == 0:
-            _in_thread(lambda: _root(hers, nranks))
+        if net().address == unique_id.root and rank == 0:
+            _in_thread(lambda: _root(unique_id, nranks))
+        return cls()._met_at_root(unique_id, rank)
+
+    def _met_at_root(self, unique_id: UniqueId, rank: int) -> Communicator:
+        """Of the others it is told by who made the id, when all have come.
+
+        NCCL does it in a thread of its own; the communicator is in progress meanwhile, and a little longer.
+        """
+        me, text, root = net(), unique_id.text, unique_id.root
 
         def meet() -> bool:
-            me.deliver(hers.root, f"{hers.text}|{rank}", me.address.encode())
-            table = me.take(f"{hers.text}|{rank}|table", lambda: made.ended or made._sees_death([hers.root]))
+            me.deliver(root, f"{text}|{rank}", me.address.encode())
+            table = me.take(f"{text}|{rank}|table", lambda: self.ended or self._sees_death([root]))
             if table is not None:
-                made.become(hers.text, rank, json.loads(table))
+                self.become(text, rank, json.loads(table))
             return table is not None
 
-        made._begin(meet)
-        return made
+        self.is_valid = True
+        self._polls = self.core.draw()
+        self._job = _in_thread(meet)
+        return self
 
     def shrink(self, exclude_ranks: Sequence[int] = (), config: Any = None, flag: int = CommShrinkFlag.DEFAULT) -> Any:
         """Guide, "Shrinking a communicator": all but the excluded must call; ranks are renumbered in order.
@@ -125,18 +132,7 @@ class Communicator:
             if self.core.version < (2, 29, 2):
                 raise NcclError(INVALID_USAGE)
             self.core.calls.append("grow")
-            made, hers, me = type(self)(), unique_id, net()
-
-            def join() -> bool:
-                me.deliver(hers.root, f"{hers.text}|{rank}", me.address.encode())
-                table = me.take(f"{hers.text}|{rank}|table", lambda: made.ended or made._sees_death([hers.root]))
-                if table is not None:
-                    made.become(hers.text, rank, json.loads(table))
-                return table is not None
-
-            made.is_valid = True
-            made._begin(join)
-            return made
+            return type(self)()._met_at_root(unique_id, rank)
         self._management("grow", False)
         child = type(self)()
         number, self._children = self._children, self._children + 1
@@ -173,11 +169,6 @@ class Communicator:
         others = [self.addresses[rank] for rank in ranks]
         ended = lambda: child.ended or not self.is_valid or self._sees_death(others)  # noqa: E731
         return all(net().take(f"{name}|{self.rank}|{rank}", ended) is not None for rank in ranks)
-
-    def _begin(self, work: Callable[[], bool]) -> None:
-        """NCCL does it in a thread of its own; the communicator is in progress meanwhile, and a little longer."""
-        self._polls = self.core.draw()
-        self._job = _in_thread(work)
 
     def _parent_of(self, child: Communicator, work: Callable[[], bool]) -> None:
         """The child's pointer is null while the parent is in progress (nccl4py, ``_children_in_progress``)."""

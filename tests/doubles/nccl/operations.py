@@ -54,7 +54,7 @@ class Collective(Part):
         self.source = source
 
     def numbered(self, communicator: Any) -> Collective:
-        self.key = self._number(communicator, "collective")
+        self.key, self.size = self._number(communicator, "collective"), communicator.nranks
         return self
 
     def peers(self, communicator: Any) -> set[int]:
@@ -69,8 +69,9 @@ class Collective(Part):
         self.parts = self.cut()
         self.tensor.view(-1).view(torch.uint8).fill_(0x7F)
 
-    def cut(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def cut(self) -> list[bytes]:
+        """What each rank gets of the source."""
 
     def everybody(self, communicator: Any) -> list[bytes] | None:
         found = []
@@ -83,8 +84,8 @@ class Collective(Part):
 
 
 class AllGather(Collective):
-    def cut(self) -> Any:
-        return _Same(_bytes(self.source))
+    def cut(self) -> list[bytes]:
+        return [_bytes(self.source)] * self.size
 
     def finish(self, communicator: Any) -> bool:
         parts = self.everybody(communicator)
@@ -94,11 +95,7 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    def numbered(self, communicator: Any) -> Collective:
-        self.size = communicator.nranks
-        return super().numbered(communicator)
-
-    def cut(self) -> Any:
+    def cut(self) -> list[bytes]:
         return [_bytes(part) for part in self.source.view(-1).view(self.size, -1)]
 
     def finish(self, communicator: Any) -> bool:
@@ -111,16 +108,8 @@ class ReduceScatter(Collective):
         return parts is not None
 
 
-class _Same:
-    def __init__(self, value: bytes) -> None:
-        self._value = value
-
-    def __getitem__(self, rank: int) -> bytes:
-        return self._value
-
-
-class Send(Part):
-    """Over when the other side has it: NCCL may buffer, but need not (guide, "Point-to-point communication")."""
+class Message(Part):
+    """To or from ``peer``."""
 
     def __init__(self, tensor: torch.Tensor, peer: int) -> None:
         super().__init__(tensor)
@@ -129,6 +118,10 @@ class Send(Part):
     def peers(self, communicator: Any) -> set[int]:
         del communicator
         return {self.peer}
+
+
+class Send(Message):
+    """Over when the other side has it: NCCL may buffer, but need not (guide, "Point-to-point communication")."""
 
     def numbered(self, communicator: Any) -> Send:
         self.key = self._number(communicator, f"{communicator.rank}>{self.peer}")
@@ -141,15 +134,7 @@ class Send(Part):
         return communicator.arrived(f"{self.key}|taken", [self.peer]) is not None
 
 
-class Receive(Part):
-    def __init__(self, tensor: torch.Tensor, peer: int) -> None:
-        super().__init__(tensor)
-        self.peer = peer
-
-    def peers(self, communicator: Any) -> set[int]:
-        del communicator
-        return {self.peer}
-
+class Receive(Message):
     def numbered(self, communicator: Any) -> Receive:
         self.key = self._number(communicator, f"{self.peer}>{communicator.rank}")
         return self

@@ -1,4 +1,15 @@
-"""torch's collectives over a tree of connections, for what workers of several replicas do between two steps.
+"""A tree of connections among the members of a group: one to the parent, at most ``FAN`` to children.
+
+                     0                n members have n - 1 connections, nobody more than FAN + 1
+        .--------.---'---.--------.   and nobody is farther from another than twice log n;
+        1        2       3        4   gloo's groups have n (n - 1) / 2
+     .--'--.    ...
+     5 6 7 8
+
+    open   a member connects to its parent's peer store (`network.peer_store`) and takes its children's connections from
+           its own: the addresses come with the plan, so nothing is asked of a store
+
+torch's collectives go over it, for what workers of several replicas do between two steps:
 
     reduce      up: what the members below give is combined on the way; the first member has the result
     gather      up: all that is given, by rank
@@ -9,47 +20,187 @@
 What only the first member needs is not spread, what it alone gives is not gathered.  It is small: losses, a log's
 numbers, who wrote what of a checkpoint.  Gradients and states go elsewhere.
 
-    operation(on) --> call(): carried out on the spot --> wait(): nothing is left to wait for
+A member's death closes its connections: its parent and its children raise ``PeerLost``, and all others are woken by the
+revocation that follows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import struct
+import threading
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.tree.connections import Tree
+from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost
+from recover_megatron.collectives.state_transport import bytes_of, receive_into
+from recover_megatron.network.connection import Challenge, Unreachable, is_of_the_road
+from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, open_stream
+from recover_megatron.network.system import close_in_children, forget, watch
+
+FAN = 8
+"""Children of a member: a hop costs more than a connection."""
+_HEADER = struct.Struct("<IQ")
+
+
+def parents(size: int) -> list[int]:
+    """By rank: that of the parent; -1 for the first."""
+    return [-1, *((rank - 1) // FAN for rank in range(1, size))]
+
+
+class Tree:
+    """This worker's place in a tree; ``rank``: its own; ``members``: by rank, as the epoch names them."""
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[int],
+        addresses: Sequence[str],
+        own: PeerStoreServer,
+        secret: bytes,
+        cancel_token: CancelToken,
+        *,
+        name: str,
+        timeout: float = 60.0,
+    ) -> None:
+        """``addresses``: of the members' peer stores, by rank; ``own``: this worker's, ``secret``: theirs.
+
+        ``name``: of this group and epoch, the same on all members.
+
+        Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
+        """
+        self.rank, self.size = rank, len(members)
+        self._cancel_token = cancel_token
+        self._members, self._name, self._streams = members, name, own.streams
+        self._sockets: dict[int, socket.socket] = {}
+        self._closing = threading.Lock()
+        self._number = 0
+        above = parents(self.size)
+        self.parent = above[rank] if rank else None
+        self.children = [member for member in range(self.size) if above[member] == rank]
+        self._deadline = time.monotonic() + timeout
+        close_in_children(self)
+        cancel_token.on_cancel(self.abort)
+        try:
+            self._open(addresses, Challenge(secret, PURPOSE))
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, addresses: Sequence[str], challenge: Challenge) -> None:
+        if self.parent is not None:
+            try:
+                name = f"{self._name}/{self.rank}"
+                sock = open_stream(addresses[self.parent], challenge, name, self._patience)
+            except Unreachable as error:
+                self._cancel_token.check()
+                raise PeerLost(str(error), self._members[self.parent], road=error.road) from error
+            self._keep(self.parent, sock)
+        for child in self.children:
+            self._keep(child, self._streams.take(f"{self._name}/{child}", self._patience))
+        self._cancel_token.check()
+
+    def _patience(self) -> None:
+        self._cancel_token.check()
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"not all members of {self._name} came in time")
+
+    def _keep(self, member: int, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch(sock)
+        with self._closing:
+            self._sockets[member] = sock
+        if self._cancel_token.cancelled:  # it may have been aborted before it was kept
+            self.abort()
+
+    # ---- messages
+
+    def begin(self, what: str) -> None:
+        """The next operation: all members must begin the same ones in the same order."""
+        self._number += 1
+        self._what, self._tag = what, zlib.crc32(f"{what} {self._number}".encode())
+
+    def send(self, member: int, data: bytes | bytearray | memoryview) -> None:
+        """To the parent or a child.  Raises ``EpochRevoked``, ``PeerLost``."""
+        try:
+            self._sockets[member].sendall(_HEADER.pack(self._tag, len(data)))
+            self._sockets[member].sendall(data)
+        except OSError as error:
+            raise self._lost(member, error) from error
+
+    def receive(self, member: int) -> bytearray:
+        """From the parent or a child; as ``send``, and ``CollectiveMismatch``."""
+        tag, length = _HEADER.unpack(self._exactly(member, _HEADER.size))
+        if tag != self._tag:
+            raise CollectiveMismatch(
+                f"member {member} of {self._name} is in another operation than {self._what}, number {self._number}: "
+                "the members did not issue the same ones"
+            )
+        return self._exactly(member, length)
+
+    def _exactly(self, member: int, size: int) -> bytearray:
+        found = bytearray(size)
+        try:
+            receive_into(self._sockets[member], [memoryview(found)])
+        except OSError as error:
+            raise self._lost(member, error) from error
+        return found
+
+    def _lost(self, member: int, error: OSError) -> PeerLost:
+        self._cancel_token.check()
+        return PeerLost(f"member {member} of {self._name}: {error}", self._members[member], road=is_of_the_road(error))
+
+    # ---- the end
+
+    def abort(self) -> None:
+        """Wake whoever waits in ``send`` and ``receive``, here and at the other ends; from any thread."""
+        with self._closing:
+            for sock in self._sockets.values():
+                with contextlib.suppress(OSError):  # the other end was faster
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent.  What was sent arrives."""
+        forget(self)
+        with self._closing:
+            for sock in self._sockets.values():
+                sock.close()
+            self._sockets.clear()
+        for child in self.children:
+            self._streams.forget(f"{self._name}/{child}")
+
+    def close_in_child(self) -> None:
+        """A forked process must not keep the connections of a worker open."""
+        for sock in self._sockets.values():
+            sock.close()
 
 
 class TreeBackend:
-    """A group of workers over ``tree``, whose ranks are those of the operations."""
+    """A group of workers over ``tree``: what torch's groups of gloo offer, as far as operations over replicas need it.
 
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
-
-    def call(self, start: Callable[[Any], Any]) -> Any:
-        """Carry out an operation: ``start`` gets what stands for the backend.
-
-        Raises ``EpochRevoked``, and ``PeerLost`` where this member noticed it first.
-        """
-        return start(TreeOperations(self._tree))
-
-    def wait(self, work: Any) -> None:
-        """It is over already."""
-
-    def close(self) -> None:
-        self._tree.close()
-
-
-class TreeOperations:
-    """What torch's groups of gloo offer, as far as operations over replicas need it."""
+    The ranks of the operations are those of the tree; they are carried out on the spot.
+    """
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._rank = tree.rank
+
+    def call(self, start: Callable[[Any], Any]) -> Any:
+        """Carry out an operation: ``start`` gets this backend.
+
+        Raises ``EpochRevoked``, and ``PeerLost`` where this member noticed it first.
+        """
+        return start(self)
+
+    def close(self) -> None:
+        self._tree.close()
 
     # ---- up and down
 
@@ -66,7 +217,7 @@ class TreeOperations:
     def _gather(self, mine: torch.Tensor | None) -> list[torch.Tensor]:
         """What every member gives, as bytes, by rank: at the first member.  None: nothing."""
         tree = self._tree
-        parts: dict[int, torch.Tensor] = {} if mine is None else {self._rank: _bytes(mine)}
+        parts: dict[int, torch.Tensor] = {} if mine is None else {self._rank: bytes_of(mine)}
         for child in tree.children:
             parts |= _unpacked(tree.receive(child))
         if tree.parent is not None:
@@ -143,7 +294,7 @@ class TreeOperations:
 
     def scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any) -> None:
         for at, output in enumerate(outputs):
-            mine = torch.cat([_bytes(part) for part in inputs[at]]) if self._rank == opts.rootRank else None
+            mine = torch.cat([bytes_of(part) for part in inputs[at]]) if self._rank == opts.rootRank else None
             parts = self._from(opts.rootRank, mine)
             output.copy_(_like(output, parts[self._rank * output.nbytes : (self._rank + 1) * output.nbytes]))
 
@@ -158,7 +309,7 @@ class TreeOperations:
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any) -> None:
         self._tree.begin("alltoall")
         sizes = torch.tensor([part.nbytes for part in inputs])
-        for output, part in zip(outputs, self._all(torch.cat([_bytes(sizes), *map(_bytes, inputs)])), strict=True):
+        for output, part in zip(outputs, self._all(torch.cat([bytes_of(sizes), *map(bytes_of, inputs)])), strict=True):
             its = part[: sizes.nbytes].clone().view(torch.int64).tolist()
             start = sizes.nbytes + sum(its[: self._rank])
             output.copy_(_like(output, part[start : start + its[self._rank]]))
@@ -180,12 +331,8 @@ class TreeOperations:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else _NOTHING
-
-
 def _view(tensor: torch.Tensor) -> memoryview:
-    return memoryview(_bytes(tensor).numpy()).cast("B") if tensor.numel() else memoryview(b"")
+    return memoryview(bytes_of(tensor).numpy()).cast("B") if tensor.numel() else memoryview(b"")
 
 
 def _tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:

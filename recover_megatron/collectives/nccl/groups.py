@@ -1,4 +1,13 @@
-"""The ring's messages by NCCL's send and receive.  NOT RUN on a GPU: on a double only.
+"""What a group needs of NCCL, opened for it.  NOT RUN on a GPU: on a double only.
+
+``NcclNative``: NCCL's own collectives, on a stream of the group's own.
+
+    reduce_scatter, all_gather, transfer --launch--> the stream, in order --event--> over --NCCL's word--> believed
+
+A copy that is queued behind a failed operation in the same stream would copy garbage, so copies to a bucket are the
+group's to order, after ``wait``.
+
+``NcclTransport``: the ring's messages by NCCL's send and receive.
 
     predecessor --edge: communicator of two, stream--> this member --edge: communicator of two, stream--> successor
 
@@ -15,33 +24,88 @@ order of theirs can close a circle.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from recover_megatron.collectives.epoch import CancelToken, KeyValue
+from recover_megatron.collectives.native import Message, NativeBackend, Operation
+from recover_megatron.collectives.nccl import communicator
 from recover_megatron.collectives.nccl import library as libraries
-from recover_megatron.collectives.nccl.communicator import Communicator, Operation, pauses
+from recover_megatron.collectives.nccl.communicator import Communicator, pauses
 from recover_megatron.collectives.nccl.library import Library
-from recover_megatron.collectives.nccl.native import NcclNative
 from recover_megatron.collectives.nccl.renewal import Keeper, Opening, open_all
-from recover_megatron.collectives.ring.executor import Scratch
-from recover_megatron.collectives.transport.interface import Arrival, DeviceStream, Pending, Transport
+from recover_megatron.collectives.transport.interface import Arrival, DeviceStream, Pending, Scratch, Transport
+
+
+class NcclNative(DeviceStream, NativeBackend):
+    """``its``: None where the member is alone.  ``keeper``: takes the communicator when ``epoch`` is over."""
+
+    def __init__(
+        self, library: Library, its: Communicator | None, keeper: Keeper, epoch: int, device: torch.device
+    ) -> None:
+        super().__init__(device, library.cuda)
+        self._library = library
+        self._its = its
+        self._keeper = keeper
+        self._epoch = epoch
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
+        total = self._library.core.NcclRedOp.SUM
+        return self._launch(
+            lambda handle: handle.reduce_scatter(source, output, total, stream=self._stream), output, source
+        )
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
+        return self._launch(lambda handle: handle.allgather(source, output, stream=self._stream), output, source)
+
+    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
+        """One launch: NCCL carries out all of a group at the same time, so no order of theirs matters."""
+
+        def all_of_them(handle: Any) -> None:
+            with self._library.core.group():
+                for tensor, rank in sends:
+                    handle.send(tensor, rank, stream=self._stream)
+                for tensor, rank in receives:
+                    handle.recv(tensor, rank, stream=self._stream)
+
+        return self._launch(all_of_them, *(tensor for tensor, _ in (*sends, *receives)))
+
+    def wait(self, operation: Operation) -> None:
+        assert isinstance(operation, communicator.Operation)
+        assert self._its is not None
+        self._its.wait(operation)
+
+    def settle(self) -> None:
+        if self._its is not None:
+            self._its.settle()
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        if self._its is not None:
+            self._keeper.give(self._its, self._epoch)
+            self._its = None
+
+    def _launch(self, call: Callable[[Any], None], *tensors: torch.Tensor) -> Operation:
+        assert self._its is not None, "a group of one member has nothing to sum"
+        return self._its.launch(call, self._event, *tensors)
+
 
 MAX_CTAS = 8
 """Thread blocks of a message: two are under way beside the backward pass, and a copy needs few."""
 
 
+@dataclass(eq=False)
 class _Message:
     """queued --launch--> in progress --enqueued--> under way --over and believed--> done"""
 
-    def __init__(self, edge: _Edge, tensor: torch.Tensor, ready: Any) -> None:
-        self.edge = edge
-        self.tensor = tensor
-        self.ready = ready
-        """An event of the ring's own stream: what it does with the tensor before."""
-        self.over = False
+    edge: _Edge
+    tensor: torch.Tensor
+    ready: Any
+    """An event of the ring's own stream: what it does with the tensor before."""
+    over: bool = False
 
     @property
     def done(self) -> bool:
@@ -59,7 +123,7 @@ class _Edge:
         self._call = call
         self._queue: deque[_Message] = deque()
         self._first: _Message | None = None
-        self._operation: Operation | None = None
+        self._operation: communicator.Operation | None = None
 
     def put(self, message: _Message) -> None:
         self._queue.append(message)
@@ -133,9 +197,7 @@ class NcclTransport(DeviceStream, Transport):
         return self._message(self._edges[1], self._scratch.take(numel, dtype))
 
     def _message(self, edge: _Edge, tensor: torch.Tensor) -> _Message:
-        ready = self._library.cuda.Event()
-        ready.record(self._stream)
-        message = _Message(edge, tensor, ready)
+        message = _Message(edge, tensor, self._event())
         edge.put(message)
         return message
 

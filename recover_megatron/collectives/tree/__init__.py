@@ -1,1 +1,0 @@
-"""Operations of many workers over a tree of connections."""
