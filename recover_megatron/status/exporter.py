@@ -35,9 +35,8 @@ from recover_megatron.logger import get_logger
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.observer import NoAnswer
 from recover_megatron.membership.records import AuthenticationError
-from recover_megatron.status.folder import ending
+from recover_megatron.status.folder import History, ending, worker_processes
 from recover_megatron.status.headline import headline
-from recover_megatron.status.history import History, worker_processes
 from recover_megatron.status.model import RunStatus
 from recover_megatron.status.source import Watch
 

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from recover_megatron.status.folder import History
 from recover_megatron.status.headline import headline
-from recover_megatron.status.history import History
 from recover_megatron.status.model import RunStatus
 
 STATES = ("STARTING", "HEALTHY", "DEGRADED", "RECOVERING", "STALLED", "ENDED")

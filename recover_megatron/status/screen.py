@@ -25,7 +25,6 @@ from rich.text import Text
 from recover_megatron.membership.observer import NoAnswer
 from recover_megatron.membership.records import AuthenticationError, ranges
 from recover_megatron.status.headline import Level, headline, some, span
-from recover_megatron.status.history import Training
 from recover_megatron.status.model import (
     DrainStatus,
     Fault,
@@ -33,6 +32,7 @@ from recover_megatron.status.model import (
     RecoveryStatus,
     Replica,
     RunStatus,
+    Training,
     WorkerStatus,
     of_launch,
 )

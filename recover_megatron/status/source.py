@@ -17,17 +17,23 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.membership.auth import Secret, find_secret
 from recover_megatron.membership.client import Address
 from recover_megatron.membership.observer import ANSWER_SECONDS, NoAnswer, Observer, OtherVersion
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, AuthenticationError
-from recover_megatron.status.folder import candidates, ending, has_begun, last_written, may_go_on, secret_file
-from recover_megatron.status.history import History, worker_processes
-from recover_megatron.status.model import RunStatus
-from recover_megatron.status.view_reader import read
+from recover_megatron.status.folder import (
+    History,
+    candidates,
+    ending,
+    has_begun,
+    last_written,
+    may_go_on,
+    secret_file,
+    worker_processes,
+)
+from recover_megatron.status.model import RunStatus, read
 
 
 class Watch:
@@ -89,19 +95,6 @@ class Watch:
         self._addresses.append(self._addresses.pop(0))
 
 
-class Source(Protocol):
-    """Whatever can be looked at again and again."""
-
-    def look(self, drain: str | None = None) -> RunStatus:
-        """The run now, after ``drain``, a node or host, was asked to be drained.
-
-        Raises ``NoAnswer`` and ``AuthenticationError``.
-        """
-
-    def close(self) -> None:
-        """End the connection."""
-
-
 class FolderSource:
     """The last launch into ``folder``.  Raises ValueError, OSError and SecretError where it cannot be asked."""
 
@@ -115,7 +108,7 @@ class FolderSource:
             self._watch = Watch(addresses, find_secret(path=secret or secret_file(folder)))
 
     def look(self, drain: str | None = None) -> RunStatus:
-        """See ``Source``."""
+        """As ``Watch.look``, with what the files tell."""
         status = ending(self._folder) if self._watch is None else None
         if status is None:
             assert self._watch is not None
@@ -137,9 +130,12 @@ class FolderSource:
         return status.with_files(training, worker_processes(self._folder))
 
     def close(self) -> None:
-        """See ``Source``."""
+        """End the connection."""
         if self._watch is not None:
             self._watch.close()
+
+
+Source = Watch | FolderSource
 
 
 def source_of(where: str, secret: Path | None) -> Source:

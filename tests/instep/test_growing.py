@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from recover_megatron.status.drain import DrainExit
+from recover_megatron.status.__main__ import DrainExit
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference, Runs

@@ -8,12 +8,10 @@ import pytest
 from rich.console import Console
 
 from recover_megatron.membership.observer import NoAnswer
-from recover_megatron.status import drain as command
-from recover_megatron.status.__main__ import main
-from recover_megatron.status.drain import DrainExit, drain
-from recover_megatron.status.model import RunStatus
+from recover_megatron.status import __main__ as command
+from recover_megatron.status.__main__ import DrainExit, drain, main
+from recover_megatron.status.model import RunStatus, read
 from recover_megatron.status.screen import render
-from recover_megatron.status.view_reader import read
 from tests.harness.waiting import DEADLINE
 from tests.status.test_status_model import VIEW
 

@@ -12,10 +12,9 @@ import pytest
 
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
+from recover_megatron.status.folder import History, Training, worker_processes
 from recover_megatron.status.headline import Level, headline
-from recover_megatron.status.history import History, Training, worker_processes
-from recover_megatron.status.model import Gone, RunStatus, Stall
-from recover_megatron.status.view_reader import read
+from recover_megatron.status.model import Gone, RunStatus, Stall, read
 from tests.status.test_status_model import GRID, VIEW, placed
 
 BEGUN = 1000.0

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from recover_megatron.status.exporter import EventHook
+from recover_megatron.status.folder import History
 from recover_megatron.status.headline import Headline, Level, headline
-from recover_megatron.status.history import History
 from recover_megatron.status.metrics import RunCollector
+from recover_megatron.status.model import read
 from recover_megatron.status.screen import render
-from recover_megatron.status.view_reader import read
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 from tests.status.test_history import BEGUN, event, start, steps

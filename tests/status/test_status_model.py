@@ -17,10 +17,9 @@ from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.observer import NoAnswer
 from recover_megatron.membership.wire import TO_MEMBER
 from recover_megatron.status.headline import Headline, Level, headline, span
-from recover_megatron.status.model import Gone, RunStatus
+from recover_megatron.status.model import Gone, RunStatus, read
 from recover_megatron.status.screen import render
 from recover_megatron.status.source import Watch
-from recover_megatron.status.view_reader import read
 
 
 def row(worker: int, **fields: Any) -> dict[str, Any]:
