@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.chaos.__main__ import main
-from recover_megatron.chaos.victims import Victims, draws, hold
+from recover_megatron.chaos.__main__ import Victims, draws, hold, main
 from recover_megatron.run_log.events import read_events
 from tests.harness import REPOSITORY
 from tests.harness.processes import alive
