@@ -6,7 +6,6 @@ import subprocess
 import pytest
 
 from recover_megatron import hostdevice
-from recover_megatron.hostdevice import detect
 from tests.harness.patience import patient
 
 DRIVER = """
@@ -45,13 +44,13 @@ assert "torch" not in sys.modules and sys.meta_path == finders and not hostdevic
 
 def test_the_drivers_devices_are_counted(driver):
     driver("0")
-    assert detect.driver_device_count() == 2
+    assert hostdevice.driver_device_count() == 2
 
 
 @pytest.mark.parametrize("code", ["100", "34"], ids=["no device", "stub library"])
 def test_a_driver_without_a_device_counts_as_none(driver, code):
     driver(code)
-    assert detect.driver_device_count() == 0
+    assert hostdevice.driver_device_count() == 0
 
 
 def test_a_broken_driver_is_an_error_not_a_machine_without_gpu(driver):
@@ -63,8 +62,8 @@ def test_a_broken_driver_is_an_error_not_a_machine_without_gpu(driver):
 
 def test_a_driver_that_crashes_is_an_error(driver):
     driver("*(volatile int *)0")
-    with pytest.raises(detect.CudaBroken, match="status -11"):
-        detect.driver_device_count()
+    with pytest.raises(hostdevice.CudaBroken, match="status -11"):
+        hostdevice.driver_device_count()
 
 
 @pytest.mark.parametrize(("count", "auto"), [(0, True), (2, False)])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.hostdevice import detect
+from recover_megatron import hostdevice
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parent.parent / "docs" / "hostdevice.md"
@@ -44,7 +44,7 @@ def test_not_activated_every_name_of_torch_is_as_it_was(in_process):
 
 
 def test_where_cuda_exists_auto_replaces_nothing(in_process):
-    if detect.usable_device_count() == 0:
+    if hostdevice.usable_device_count() == 0:
         pytest.skip("NO CUDA DEVICE HERE: that the host device is inert beside one is not tested")
     in_process(
         """

@@ -11,7 +11,7 @@ import pytest
 from gpu_checks import CHECKS, NO_DEVICE, NotRun, Place, Results, run
 from lib.gpu_training import Failed
 
-from recover_megatron.hostdevice.detect import driver_device_count
+from recover_megatron.hostdevice import driver_device_count
 from tests.drawn import some
 from tests.harness.waiting import DEADLINE
 
