@@ -18,11 +18,10 @@ from typing import Any
 import jinja2
 
 from recover_megatron.report import goodput, lanes
-from recover_megatron.report.compare import Comparison, Difference
 from recover_megatron.report.goodput import Account
 from recover_megatron.report.history import PHASES, History, RecoveryRecord
 from recover_megatron.report.lanes import Mark, stretches
-from recover_megatron.report.run_dir import RecordedRun
+from recover_megatron.report.run_dir import Comparison, Difference, RecordedRun
 from recover_megatron.report.summary import levels
 from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord, microbatches_per_iteration

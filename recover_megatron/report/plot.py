@@ -13,9 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.report.compare import Comparison
 from recover_megatron.report.history import PHASES, RecoveryRecord
-from recover_megatron.report.run_dir import RecordedRun
+from recover_megatron.report.run_dir import Comparison, RecordedRun
 from recover_megatron.report.summary import rates
 from recover_megatron.run_log.steps import StepRecord
 

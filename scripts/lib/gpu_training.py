@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recover_megatron.report.compare import compare
+from recover_megatron.report.run_dir import compare
 from recover_megatron.run_log.steps import read_steps, violations
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.compare import compare, unfit
 from recover_megatron.report.full import main
 from recover_megatron.report.history import history
 from recover_megatron.report.lanes import Mark, Stretch, stretches, svg
 from recover_megatron.report.page import ids_in_runs
+from recover_megatron.report.run_dir import compare, unfit
 from recover_megatron.report.summary import levels, rates
 from recover_megatron.run_log.events import read_run_events
 from tests.report.synthetic import (
