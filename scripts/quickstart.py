@@ -27,11 +27,10 @@ from lib.progress import Progress
 from lib.recoveries import Recoveries
 
 from recover_megatron import __version__
-from recover_megatron.report.compare import compare
 from recover_megatron.report.full import main as report
-from recover_megatron.report.run_dir import read_run
+from recover_megatron.report.run_dir import compare, read_run
+from recover_megatron.run_log.events import Lines
 from recover_megatron.run_log.steps import StepRecord
-from recover_megatron.run_log.tail import Lines
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENCE = 128

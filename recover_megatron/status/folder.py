@@ -21,10 +21,8 @@ from typing import Any
 
 from recover_megatron.membership.auth import SECRET_FILE
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, FIRST_JOINED
-from recover_megatron.run_log import tail
-from recover_megatron.run_log.events import COORDINATOR_FILES, EVENTS_FILE
-from recover_megatron.run_log.steps import STEPS_FILE
-from recover_megatron.run_log.tail import Lines
+from recover_megatron.run_log.events import COORDINATOR_FILES, EVENTS_FILE, Lines
+from recover_megatron.run_log.steps import STEPS_FILE, read_last
 from recover_megatron.status.headline import span
 from recover_megatron.status.model import Gone, RunStatus, Training, printable
 
@@ -141,7 +139,7 @@ def _last_iteration(folder: Path) -> int:
         return 0
     try:
         with (folder / STEPS_FILE).open("rb") as file:
-            return tail.read_last(file.fileno())
+            return read_last(file.fileno())
     except OSError:
         return 0
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.run_log.events import EVENTS_FILE
-from recover_megatron.run_log.tail import Lines
+from recover_megatron.run_log.events import EVENTS_FILE, Lines
 
 
 class Recoveries:

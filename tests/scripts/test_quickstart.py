@@ -22,8 +22,8 @@ import quickstart
 from lib.progress import Progress
 from lib.recoveries import Recoveries, describe
 
+from recover_megatron.run_log.events import Lines
 from recover_megatron.run_log.steps import StepRecord
-from recover_megatron.run_log.tail import Lines
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 
