@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,28 +185,22 @@ class Chaos:
 
     def wait_for_workers(self, seconds: float) -> bool:
         """Wait until a worker of the run lives here; False if none does in time."""
-        deadline = time.monotonic() + seconds
-        while not self._victims.live():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self._victims.wait(min(_LOOK_AGAIN, left))
-        return True
+        return not self._wait_while(lambda: not self._victims.live(), time.monotonic() + seconds)
 
     def run(self, kinds: Sequence[str], seed: int, mtbf: float) -> None:
-        """Strike until the run ends.  Raises NoWorkers."""
+        """Strike until the run ends: until no worker lives or is about to.  Raises NoWorkers."""
         due = time.monotonic()
         for number, draw in enumerate(draws(seed, mtbf, kinds), 1):
             due += draw.after
             if self.strikes >= self._max_kills:
                 due = math.inf  # only see the run's end
-            if not self._sleep_until(due):
+            if not self._wait_while(lambda: bool(self._victims.live()) or self._victims.expected, due):
                 return
             self._inject(number, draw)
 
-    def _sleep_until(self, due: float) -> bool:
-        """Wait until it is ``due``; False if the run ended before: no worker lives or is about to."""
-        while self._victims.live() or self._victims.expected:
+    def _wait_while(self, condition: Callable[[], bool], due: float) -> bool:
+        """Wait until it is ``due``; False if ``condition`` ended before."""
+        while condition():
             left = due - time.monotonic()
             if left <= 0:
                 return True

@@ -98,7 +98,7 @@ def without_page(argv: Sequence[str] | None = None) -> int:
     picture = args.run_dir / "loss.png"
     if not args.no_plot and run.steps:
         try:
-            drawn = plot.plot_loss(run, picture)
+            drawn = plot.save(picture, lambda axes: plot.draw_loss(axes[0], run), [4.5])
             _say(f"{'plot':<16}{picture if drawn else plot.NO_PLOT}")
         except OSError as error:
             _refuse(f"cannot write {picture}: {error.strerror}")

@@ -32,14 +32,8 @@ _PHASE_COLOURS = {
     "agree": "#2a9d8f",
 }
 
-
 NO_PLOT = "none: matplotlib is not installed: pip install 'recover-megatron[plot]'"
 """What is told where there is nothing to draw with."""
-
-
-def plot_loss(run: RecordedRun, path: Path) -> bool:
-    """Draw the loss over the iterations into ``path`` (PNG).  False if matplotlib is not installed."""
-    return save(path, lambda axes: draw_loss(axes[0], run), [4.5])
 
 
 def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[float]) -> bool:
