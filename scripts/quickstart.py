@@ -23,8 +23,7 @@ from types import FrameType
 from typing import Any
 
 import prepare_corpus
-from lib.progress import Progress
-from lib.recoveries import Recoveries
+from lib.progress import Progress, Recoveries
 
 from recover_megatron import __version__
 from recover_megatron.report.full import main as report

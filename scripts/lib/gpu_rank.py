@@ -150,7 +150,7 @@ class Rank:
         before = torch.cuda.memory_allocated(DEVICE)
         self._sum(check=False)
         peak = torch.cuda.max_memory_allocated(DEVICE) - before
-        self._check()
+        self.check()
         return {"peak": peak, "bucket": self._buckets[0].flat.nbytes}
 
     def busy(self, seconds: float, **_: Any) -> Values:
@@ -176,12 +176,6 @@ class Rank:
         if not all(bool((b.flat.cpu() == s).all()) for b, s in zip(self._buckets, sums, strict=True)):
             raise RuntimeError("a sum that was set aside came back changed")
         return {"filled": sum(tensor.nbytes for tensor in filler)}
-
-    def device_assert(self, **_: Any) -> Values:
-        """An index out of range on the device: its context is broken from then on."""
-        index = torch.tensor([1 << 30], device=DEVICE)
-        torch.zeros(4, device=DEVICE)[index].sum().item()
-        return {}
 
     # ---- inside
 
@@ -212,15 +206,12 @@ class Rank:
         for handle in [group.all_reduce(bucket) for bucket in self._buckets]:
             handle.wait(SECONDS)
         if check:
-            self._check()
+            self.check()
         if not all(bucket.ledger.complete for bucket in self._buckets):
             raise RuntimeError("a bucket is not complete after its sum")
 
-    def check_all(self) -> None:
+    def check(self) -> None:
         """Raises RuntimeError unless every element is this worker's gradient or the sum that its ledger names."""
-        self._check()
-
-    def _check(self) -> None:
         for number, bucket in enumerate(self._buckets):
             parts: list[tuple[Span, list[int]]] = [(span, [self._me]) for span in bucket.ledger.local]
             parts += [(span, self._members_of[span.epoch]) for span in bucket.ledger.reduced]
@@ -255,7 +246,7 @@ def carry_out(rank: Rank, command: Values) -> Values:
         return {"told": what, **getattr(rank, what)(**command)}
     except EpochRevoked:
         now = time.monotonic()
-        rank.check_all()
+        rank.check()
         assert rank.epoch is not None
         by_parent = rank.epoch.revoked_at
         return {"told": what, "raised": "EpochRevoked", "after": now - by_parent if by_parent else None}

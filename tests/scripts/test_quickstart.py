@@ -19,8 +19,7 @@ import prepare_corpus
 import psutil
 import pytest
 import quickstart
-from lib.progress import Progress
-from lib.recoveries import Recoveries, describe
+from lib.progress import Progress, Recoveries, describe
 
 from recover_megatron.run_log.events import Lines
 from recover_megatron.run_log.steps import StepRecord
@@ -185,7 +184,7 @@ def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
 
 
 def test_the_table_has_a_line_now_and_then_with_the_mean_since_the_last_one() -> None:
-    progress = Progress(iterations=100, reference=4.0)
+    progress = Progress(iterations=100, reference=4.0, rows=25)
     steps = [StepRecord(n, float(n % 2 * 2), 1.0, n, 0, 4, 0.5, {}) for n in range(1, 101)]
     lines = list(progress.lines(steps))
     assert len(lines) == 26  # the first, and each fourth
@@ -195,7 +194,7 @@ def test_the_table_has_a_line_now_and_then_with_the_mean_since_the_last_one() ->
 
 @pytest.mark.parametrize("loss", [None, float("nan"), float("inf"), 1e30])
 def test_a_loss_that_is_no_number_does_not_break_the_table(loss: float | None) -> None:
-    assert list(Progress(1, 3.0).lines([StepRecord(1, loss, None, 2, 0, 1, 0.5, {0: [0]})]))
+    assert list(Progress(1, 3.0, 25).lines([StepRecord(1, loss, None, 2, 0, 1, 0.5, {0: [0]})]))
 
 
 # ---- the death
