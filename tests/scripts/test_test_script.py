@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,13 @@ def bin_folder(tmp_path: Path) -> Path:
     return folder
 
 
+def ended(bin_folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, and what it said on stdout and stderr."""
+    process = start(bin_folder, *arguments)
+    out, err = process.communicate(timeout=DEADLINE)
+    return process.returncode, out, err
+
+
 def start(bin_folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [str(bin_folder.parents[1] / "scripts" / "test.sh"), *arguments],
@@ -63,9 +71,8 @@ def start(bin_folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_pytests_closing_line_is_the_last_of_a_good_run(bin_folder: Path) -> None:
-    process = start(bin_folder, "--fast", "-k", "two words")
-    out, _ = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0
+    code, out, _ = ended(bin_folder, "--fast", "-k", "two words")
+    assert code == 0
     assert out.splitlines()[-1] == "3 passed in 0.01s"
     processes = os.environ.get("RECOVER_TEST_PROCESSES", "2")
     called = f"-m pytest -n {processes} --dist loadgroup --durations=20 -m not slow -k two words"
@@ -76,19 +83,15 @@ def test_pytests_closing_line_is_the_last_of_a_good_run(bin_folder: Path) -> Non
     ("arguments", "tests"), [(["tests/launch"], "those of CI"), (["--all", "tests/launch"], "all")]
 )
 def test_all_tests_of_a_place_run_where_that_is_asked_for(bin_folder: Path, arguments: list[str], tests: str) -> None:
-    process = start(bin_folder, *arguments)
-    process.communicate(timeout=DEADLINE)
-    calls = (bin_folder / "calls").read_text()
-    assert process.returncode == 0
-    assert calls.endswith(f"--durations=20 tests/launch\ntests: {tests}\n")
+    assert ended(bin_folder, *arguments)[0] == 0
+    assert (bin_folder / "calls").read_text().endswith(f"--durations=20 tests/launch\ntests: {tests}\n")
 
 
 @pytest.mark.parametrize(("tool", "status"), [("ruff", 1), ("mypy", 1), ("pytest", 5)])
 def test_each_failure_alone_fails_the_run(bin_folder: Path, tool: str, status: int) -> None:
     (bin_folder / tool).write_text(str(status))
-    process = start(bin_folder)
-    _, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == status
+    code, _, err = ended(bin_folder)
+    assert code == status
     assert "pytest" in (bin_folder / "calls").read_text()  # it ran all the same
     assert ("lint failed" in err) == (tool != "pytest")
 
@@ -106,3 +109,13 @@ def test_a_stopped_run_lets_pytest_clean_up_and_leaves_no_process(bin_folder: Pa
         assert process.returncode != 0
         assert "interrupted" in (bin_folder / "calls").read_text()
         assert alive.read() == b""  # ends only when nobody holds the pipe any more
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_hooks_are_what_ci_checks() -> None:
+    checked = re.findall(r"(?m)^lint (.+)$", (ROOT / "scripts" / "test.sh").read_text())
+    hooks = re.findall(r"(?m)^ +entry: \.venv/bin/python -m (.+)$", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert checked
+    assert hooks == checked

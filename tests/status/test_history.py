@@ -37,14 +37,23 @@ def start(folder: Path, at: float = BEGUN, **fields: Any) -> None:
     event(folder, "start", at, **{**told, **fields})
 
 
+def history_of(folder: Path) -> History:
+    history = History(folder)
+    history.read()
+    return history
+
+
+def training_at(history: History, now: float) -> Training:
+    training = history.training(now)
+    assert training is not None
+    return training
+
+
 def test_the_pace_the_way_to_go_and_the_goodput_come_from_the_files(tmp_path: Path) -> None:
     start(tmp_path)
     steps(tmp_path, 1, 40)
     event(tmp_path, "checkpoint", BEGUN + 15, saved=30, folder="here")
-    history = History(tmp_path)
-    history.read()
-    training = history.training(BEGUN + 40)
-    assert training is not None
+    training = training_at(history_of(tmp_path), BEGUN + 40)
     assert (training.iteration, training.train_iters, training.checkpoint) == (40, 100, 30)
     assert training.seconds_per_iteration == pytest.approx(0.5)
     assert training.samples_per_second == pytest.approx(16)
@@ -61,10 +70,8 @@ def test_time_with_fewer_replicas_and_time_to_recover_are_no_goodput(tmp_path: P
     event(tmp_path, "plan", BEGUN + 5, lost_replicas=[2, 3], lost_workers=[2, 3])
     event(tmp_path, "recovery", BEGUN + 6, reran={"0": [1, 2], "1": [3]}, seconds={"rendezvous": 0.5})
     event(tmp_path, "plan", BEGUN + 7, lost_replicas=[], lost_workers=[])
-    history = History(tmp_path)
-    history.read()
-    training = history.training(BEGUN + 10)
-    assert training is not None
+    history = history_of(tmp_path)
+    training = training_at(history, BEGUN + 10)
     assert training.goodput == pytest.approx((5 + 2.5 - 0.5) / 10)
     assert (training.recoveries, training.microbatches_rerun) == (1, 3)
     assert history.phases == [("rendezvous", 0.5)]
@@ -73,8 +80,7 @@ def test_time_with_fewer_replicas_and_time_to_recover_are_no_goodput(tmp_path: P
 def test_what_is_written_meanwhile_is_read_on_and_half_a_line_is_left_for_later(tmp_path: Path) -> None:
     start(tmp_path)
     steps(tmp_path, 1, 3)
-    history = History(tmp_path)
-    history.read()
+    history = history_of(tmp_path)
     steps(tmp_path, 4, 4)
     whole = (tmp_path / STEPS_FILE).read_bytes()
     (tmp_path / STEPS_FILE).open("ab").write(whole.splitlines()[-1][:20])
@@ -88,20 +94,17 @@ def test_a_run_that_begins_again_in_the_folder_is_told_of_alone(tmp_path: Path) 
     start(tmp_path)
     steps(tmp_path, 1, 40)
     event(tmp_path, "plan", BEGUN + 5, lost_replicas=[2], lost_workers=[2])
-    history = History(tmp_path)
-    history.read()
+    history = history_of(tmp_path)
     start(tmp_path, BEGUN + 100, iteration=21)
     steps(tmp_path, 21, 22)
     history.read()
-    training = history.training(BEGUN + 110)
-    assert training is not None
+    training = training_at(history, BEGUN + 110)
     assert (training.iteration, training.recoveries) == (22, 0)
     assert training.goodput == pytest.approx(0.1)
 
 
 def test_an_empty_folder_and_spoiled_files_tell_nothing(tmp_path: Path) -> None:
-    history = History(tmp_path)
-    history.read()
+    history = history_of(tmp_path)
     assert history.training(0.0) is None
     assert worker_processes(tmp_path) == {}
     for name in (STEPS_FILE, EVENTS_FILE, "workers.json"):
