@@ -96,12 +96,8 @@ def work(session: Session, iterations: int, step: float) -> None:
 def main() -> None:
     config = config_from_argv(sys.argv[3:])
     settings = Settings(config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout)
-    names = [
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        *(f"RECOVER_{name}" for name in ("JOIN", "SPARE", "REPLACED", "NODE_NAME")),
-    ]
+    ours = (f"RECOVER_{name}" for name in ("JOIN", "SPARE", "REPLACED", "NODE_NAME"))
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", *ours]
     tell("starts", pid=os.getpid(), **{name: os.environ[name] for name in names if name in os.environ})
     if is_newcomer() and "AGREEING_LATE" in os.environ:
         if until := os.environ.get("AGREEING_UNTIL"):

@@ -1,4 +1,4 @@
-"""The --recover-* flags: their defaults, what is refused, and where each value goes."""
+"""The --recover-* flags and where each value goes; flags of the script that must be alike; a user's variables."""
 
 from __future__ import annotations
 

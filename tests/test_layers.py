@@ -20,7 +20,7 @@ ANYWHERE = {"arguments", "errors", "log_writer", "logger", "options", "script_fl
 ALLOWED: dict[str, set[str]] = {
     # layer: the other layers of ours, and the libraries, that it may import
     "__init__": {"elastic"},
-    **dict.fromkeys(ANYWHERE, set()),
+    **{name: set() for name in ANYWHERE},
     "network": set(),
     "membership": {"network"},
     "workload": set(),

@@ -1,4 +1,4 @@
-"""The injector strikes exactly where the specification says, with real signals."""
+"""The fault specification: what it means, its errors all at once; the injector strikes exactly where it says."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.chaos import PHASES, BadSpec, Fault, InjectedFault, Injector, Kind, parse_spec
+from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 WORKER = """
 import sys

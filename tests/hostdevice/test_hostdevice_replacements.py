@@ -1,4 +1,4 @@
-"""hostdevice.activate: what differs afterwards, and only that."""
+"""hostdevice.wanted: who decides; hostdevice.activate: what differs afterwards, and only that."""
 
 import shutil
 import subprocess

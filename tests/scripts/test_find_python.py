@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 
-FINDER = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "find_python.sh"
+FINDER = REPOSITORY / "scripts" / "lib" / "find_python.sh"
 
 SHIM = "#!/bin/sh\necho 'command not found; it exists in these versions: 3.12.1' >&2\nexit 127\n"
 # The probe is the fourth argument (-E -s -c PROBE): it is run with a changed idea of what Python this is.

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 STUB = r"""#!/usr/bin/env bash
 here="$FAKE"
