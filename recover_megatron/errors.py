@@ -48,8 +48,8 @@ def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
     sys.exit(EXIT_USAGE)
 
 
-def end_process(code: int = 0) -> NoReturn:
-    """End this process with ``code`` as Python would, in its order, but for the interpreter's own finalization.
+def end_process() -> NoReturn:
+    """End this process with 0 as Python would, in its order, but for the interpreter's own finalization.
 
     A thread of gloo's may hold a tensor for a moment after the collective is over.  If it gives up the last reference
     while the main thread is finalizing, CPython 3.12 ends it (``pthread_exit``), which unwinds through destructors that
@@ -63,4 +63,4 @@ def end_process(code: int = 0) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    os._exit(code)
+    os._exit(0)

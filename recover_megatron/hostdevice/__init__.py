@@ -129,12 +129,6 @@ def is_active() -> bool:
     return _active
 
 
-def _spawned() -> bool:
-    """Whether multiprocessing started this process, also while it still imports its parent's main module."""
-    main = sys.modules.get("__mp_main__")  # in a process not spawned: another name of __main__
-    return multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
-
-
 def warn_of_what_is_never_summed(args: Any) -> None:
     """Say once in a run, by the process of rank 0, what ``never_summed`` and ``outer_sharding`` find."""
     global _warned
@@ -146,8 +140,10 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 
 def _speaks() -> bool:
-    """Whether what all processes of a run find is said by this one."""
-    return os.environ.get("RANK", "0") == "0" and not _spawned()
+    """Whether what all processes of a run find is said by this one: rank 0's, and none that multiprocessing started."""
+    main = sys.modules.get("__mp_main__")  # of a spawned process that still imports its parent's main module; or ours
+    spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
+    return os.environ.get("RANK", "0") == "0" and not spawned
 
 
 def activate(within: str | None = None) -> None:

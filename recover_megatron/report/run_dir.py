@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron.run_log.events import EVENTS_FILE, read_events
-from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, read_steps
+from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, microbatches_per_iteration, read_steps
 
 # Megatron prints it; no file has it in a better form.
 _EVALUATION = re.compile(
@@ -43,6 +43,11 @@ class RecordedRun:
     """Split (validation, test) -> iteration -> loss."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
     """The events of those that were carried out, in their order: ``to``, ``lost``, ``tier``."""
+
+    @property
+    def microbatches(self) -> int:
+        """Of an iteration; of a run without settings as its steps show it."""
+        return self.settings.get("microbatches") or microbatches_per_iteration(self.steps)
 
     @property
     def unigram_entropy(self) -> float | None:

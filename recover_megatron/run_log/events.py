@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,19 +40,14 @@ class EventsFile:
         One write to a file opened for appending: lines of several writers on one host never mix, and a writer that is
         killed leaves the whole line or nothing.
         """
-        self._file.put(_line(event, fields))
+        told = {"event": event, "time": round(time.time(), 6), **fields}
+        self._file.put(json.dumps(told, separators=(",", ":")).encode() + b"\n")
         self._file.settle()
 
     def close(self) -> None:
         """No more events; what is left is written as long as the disk takes it."""
         self._file.flush()
         self._file.close()
-
-
-def _line(event: str, fields: Mapping[str, Any]) -> bytes:
-    return (
-        json.dumps({"event": event, "time": round(time.time(), 6), **fields}, separators=(",", ":")) + "\n"
-    ).encode()
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -124,7 +124,7 @@ class StepsFile:
         may_write: Callable[[], bool] = lambda: True,
         since_epoch: int | None = None,
     ) -> None:
-        """Continue ``path`` before ``first_iteration``; None: after whatever is there.
+        """Continue ``path`` before ``first_iteration``; None: after whatever a writer that is gone has left.
 
         ``since_epoch``: the run itself went back, with this epoch.  Lines of that epoch or a later one are those of the
         iterations as they were run again, and are continued.
@@ -141,11 +141,6 @@ class StepsFile:
         self._last = 0
         """Iteration of the last line that was there when the file was opened."""
         self._file = LogWriter(path, opening=self._open)
-
-    @classmethod
-    def taken_over(cls, path: Path, may_write: Callable[[], bool] = lambda: True) -> StepsFile:
-        """Continue the file of a writer that is gone."""
-        return cls(path, None, may_write)
 
     def append(self, step: StepRecord) -> None:
         """Add one line, if the file does not have its iteration already."""
@@ -180,7 +175,10 @@ class StepsFile:
                 if end < _whole(descriptor):
                     old, descriptor = descriptor, _begin_anew(path, descriptor, end)
                     os.close(old)
-            self._last = _cut_and_read_last(descriptor)
+            end = _whole(descriptor)
+            if end < os.fstat(descriptor).st_size:
+                os.ftruncate(descriptor, end)
+            self._last = read_last(descriptor)
         except OSError:
             os.close(descriptor)
             raise
@@ -214,15 +212,12 @@ def violations(steps: Sequence[StepRecord], expected: int | None = None) -> list
     ``expected`` is M where it is known and constant.  Without it M is taken from the samples an iteration consumed;
     for the first line, which has nothing before it, from its own ids.  Checked besides: no iteration is left out.
     """
-    return [*_first(steps[:1], expected), *_others(steps, expected)]
+    return list(_violations(steps, expected))
 
 
-def _first(first: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
-    for step in first:
+def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
+    for step in steps[:1]:
         yield from _counts(step, microbatches_per_iteration([step]) if expected is None else expected)
-
-
-def _others(steps: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
     size = samples_per_microbatch(steps)
     for before, step in pairwise(steps):
         consumed = step.consumed_samples - before.consumed_samples
@@ -260,14 +255,6 @@ def _counts(step: StepRecord, total: int) -> Iterator[str]:
 def _whole(descriptor: int) -> int:
     """Where the last whole line ends.  Raises OSError."""
     return _before(descriptor, os.fstat(descriptor).st_size)
-
-
-def _cut_and_read_last(descriptor: int) -> int:
-    """Cut off a last line without its end; the iteration of the last one then, 0 if there is none.  Raises OSError."""
-    end = _whole(descriptor)
-    if end < os.fstat(descriptor).st_size:
-        os.ftruncate(descriptor, end)
-    return read_last(descriptor)
 
 
 def read_last(descriptor: int) -> int:

@@ -66,7 +66,8 @@ class Watch:
                 if not (status.state == "standby" or status.code == EXIT_LOST_MAJORITY):
                     return status
                 seconds.append(status)
-            self._next()
+            self.close()
+            self._addresses.append(self._addresses.pop(0))
         if seconds:
             return max(seconds, key=lambda status: (status.code is None, status.attached))
         if refusals:
@@ -88,11 +89,6 @@ class Watch:
             return read(answer, name)
         except (KeyError, TypeError, ValueError) as error:
             raise NoAnswer(f"{name} answers with a view that cannot be read ({error!r})") from error
-
-    def _next(self) -> None:
-        """Turn to the next candidate."""
-        self.close()
-        self._addresses.append(self._addresses.pop(0))
 
 
 class FolderSource:

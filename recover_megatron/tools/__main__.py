@@ -29,10 +29,10 @@ RUN = {
 """The interpreter and the script of each command that is run."""
 
 
-def root(package: Path = PACKAGE) -> Path:
-    """Where the files lie: in the installed package, or the source tree of which ``package`` is a part."""
-    shipped = package / "shipped"
-    return shipped if shipped.is_dir() else package.parent
+def root() -> Path:
+    """Where the files lie: in the installed package, or the source tree of which the package is a part."""
+    shipped = PACKAGE / "shipped"
+    return shipped if shipped.is_dir() else PACKAGE.parent
 
 
 def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:

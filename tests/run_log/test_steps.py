@@ -139,7 +139,7 @@ def test_whoever_takes_over_adds_only_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     write(path, range(1, 4))
     path.write_bytes(path.read_bytes() + step(4).to_line()[:-1])
-    file = StepsFile.taken_over(path)
+    file = StepsFile(path, None)
     for iteration in range(2, 6):
         file.append(step(iteration))
     assert [s.iteration for s in read_steps(path)] == [1, 2, 3, 4, 5]
