@@ -204,10 +204,14 @@ class RunStatus:
     """Workers that were started in place of others, where the log folder is known."""
 
     @property
+    def placed(self) -> list[WorkerStatus]:
+        """The workers of the replicas that run."""
+        return [worker for replica in self.grid for worker in replica.workers]
+
+    @property
     def attached(self) -> int:
         """Live workers that have a connection to this coordinator."""
-        placed = [worker for replica in self.grid for worker in replica.workers]
-        return sum(worker.silence is not None for worker in [*placed, *self.spares, *self.unplaced])
+        return sum(worker.silence is not None for worker in [*self.placed, *self.spares, *self.unplaced])
 
     @property
     def lost(self) -> list[Gone]:

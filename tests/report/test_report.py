@@ -11,7 +11,7 @@ import pytest
 
 from recover_megatron.report.full import without_page as main
 from recover_megatron.run_log.steps import StepRecord, microbatches_per_iteration, violations
-from tests.report.synthetic import write_lines
+from tests.report.synthetic import write_lines, write_steps
 
 M = 6
 
@@ -28,11 +28,6 @@ def step(iteration: int, **changes: object) -> StepRecord:
         microbatches={0: [0, 2, 4], 1: [1, 3, 5]},
     )
     return dataclasses.replace(good, **changes)  # type: ignore[arg-type]
-
-
-def write(folder: Path, steps: list[StepRecord], end: str = "") -> Path:
-    (folder / "steps.jsonl").write_text("".join(s.to_json() + "\n" for s in steps) + end)
-    return folder
 
 
 GOOD = [step(n) for n in range(1, 9)]
@@ -91,7 +86,7 @@ def test_each_kind_of_violation_is_found_and_named(
 ) -> None:
     steps = [*GOOD, dataclasses.replace(step(9), **changes)]  # type: ignore[arg-type]
     assert violations(steps)[0].startswith(said)
-    told = summary(write(tmp_path, steps), code=1)
+    told = summary(write_steps(tmp_path, steps), code=1)
     assert f"NOT each counted exactly once: {said}" in told
     assert f"\nreport: {said}" in told
 
@@ -102,19 +97,19 @@ def test_ids_missing_from_every_iteration_are_found_where_their_number_is_known(
     assert violations(GOOD, expected=7)[0] == "iteration 1: microbatches [6] were not counted"
     assert violations(GOOD, expected=5)[0] == "iteration 1: microbatches [5] were counted, the last one is 4"
     (tmp_path / "run.json").write_text('{"microbatches": 7}')
-    summary(write(tmp_path, GOOD), code=1)
+    summary(write_steps(tmp_path, GOOD), code=1)
     summary(tmp_path, "--microbatches", 6)
 
 
 def test_a_last_line_cut_by_a_crash_is_left_out_and_a_damaged_one_before_it_is_named(
     tmp_path: Path, summary: Summary
 ) -> None:
-    assert "8 (1 to 8)" in summary(write(tmp_path, GOOD, end=step(9).to_json()[:40]))
-    assert "steps.jsonl:9" in summary(write(tmp_path, GOOD, end="{}\n" + step(9).to_json() + "\n"), code=2)
+    assert "8 (1 to 8)" in summary(write_steps(tmp_path, GOOD, end=step(9).to_json()[:40]))
+    assert "steps.jsonl:9" in summary(write_steps(tmp_path, GOOD, end="{}\n" + step(9).to_json() + "\n"), code=2)
 
 
 def test_the_summary_has_the_losses_beside_the_unigram_entropy(tmp_path: Path, summary: Summary) -> None:
-    write(tmp_path, [*GOOD, step(9, epoch=1, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]}, loss=None)])
+    write_steps(tmp_path, [*GOOD, step(9, epoch=1, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]}, loss=None)])
     (tmp_path / "corpus.json").write_text(json.dumps({"unigram_entropy_nats": {"valid_under_train": 3.25}}))
     (tmp_path / "run.json").write_text(json.dumps({"seq_length": 100, "exit_code": 0}))
     workers = [{"worker_id": n, "state": state} for n, state in enumerate(("finished", "killed", "finished"))]
@@ -146,11 +141,11 @@ def test_the_summary_says_what_was_run_twice(tmp_path: Path, summary: Summary) -
     backs = [planned, *({"event": "rolled back", **its} for its in carried_out)]
     write_lines(tmp_path / "events.jsonl", [{"time": 1.0, "worker": 0, **its} for its in backs])
     told = "rolled back     to 4 from disk, to 2 from memory; 3 iterations lost, and run again"
-    assert told in summary(write(tmp_path, GOOD))
+    assert told in summary(write_steps(tmp_path, GOOD))
 
 
 def test_of_many_changes_of_the_replicas_the_first_and_the_last_are_told(tmp_path: Path, summary: Summary) -> None:
-    said = summary(write(tmp_path, [step(n, replicas=20 - n, epoch=n) for n in range(1, 13)]))
+    said = summary(write_steps(tmp_path, [step(n, replicas=20 - n, epoch=n) for n in range(1, 13)]))
     assert next(line for line in said.splitlines() if line.startswith("replicas")) == (
         "replicas        19, 18 from iteration 2, 17 from iteration 3, 16 from iteration 4, 15 from iteration 5, "
         "... (3 more changes), 11 from iteration 9, 10 from iteration 10, 9 from iteration 11, 8 from iteration 12 "
@@ -161,7 +156,7 @@ def test_of_many_changes_of_the_replicas_the_first_and_the_last_are_told(tmp_pat
 def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nowhere")]) == 2
     assert main([str(tmp_path)]) == 2
-    write(tmp_path, GOOD)
+    write_steps(tmp_path, GOOD)
     assert main([str(tmp_path), "--corpus", str(tmp_path / "no.json")]) == 2
     for content in ("{", "[]"):
         (tmp_path / "corpus.json").write_text(content)
@@ -172,7 +167,7 @@ def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, capsys: pyte
 
 
 def test_a_run_without_a_step_is_told_and_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(write(tmp_path, []))]) == 0
+    assert main([str(write_steps(tmp_path, []))]) == 0
     assert "none committed" in capsys.readouterr().out
     assert not (tmp_path / "loss.png").exists()
 
@@ -180,6 +175,6 @@ def test_a_run_without_a_step_is_told_and_not_drawn(tmp_path: Path, capsys: pyte
 def test_the_loss_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "corpus.json").write_text(json.dumps({"unigram_entropy_nats": {"valid_under_train": 3.25}}))
-    write(tmp_path, [*GOOD, step(9, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]})])
+    write_steps(tmp_path, [*GOOD, step(9, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]})])
     assert main([str(tmp_path)]) == 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
