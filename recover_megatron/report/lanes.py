@@ -3,8 +3,7 @@
     plans, aside, back, left, fault --stretches--> training | spare | ... | gone --svg--> lanes of the last launch
     recoveries, rollbacks, snapshots --marks--> lines across the lanes, and ticks below them
 
-Colours are classes of the page's style, so that they follow the reader's light or dark mode.  The width, the time axis
-and the legend are those of all pictures that are part of the page.
+Colours are classes of the page's style, so that they follow the reader's light or dark mode.
 
 ``trace``, for ``recover-report --trace FILE``: the recoveries of a run in the Chrome trace format.
 

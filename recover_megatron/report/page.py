@@ -232,8 +232,8 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
                 tiles.append((f"{rate:,.0f} tokens/s", f"median with {level.replicas} replicas"))
     tiles.append(("ended" if past.good_end else "stopped" if past.good_end is False else "no end", past.end))
     if report.spent:
-        share, rest = goodput.in_short(report.spent[-1])
-        tiles.append((f"{share} goodput", rest))
+        worked, rest = goodput.in_short(report.spent[-1])
+        tiles.append((f"{worked} goodput", rest))
     return tiles
 
 

@@ -182,7 +182,6 @@ class RecentStep:
 
     iteration: int
     loss: float | None
-    grad_norm: float | None
     consumed_samples: int
     replicas: int
     seconds: float
