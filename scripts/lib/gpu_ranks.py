@@ -119,7 +119,6 @@ class Ranks:
         self._waiting: list[Process] = []
         self._epochs: dict[int, list[int]] = {}
         self.members: list[Process] = []
-        self.round = 0
 
     def __enter__(self) -> Ranks:
         return self
@@ -157,6 +156,11 @@ class Ranks:
         for process in self.members:
             process.ask(do, **values)
         return [process.good(do) for process in self.members]
+
+    def kill(self, victim: Process) -> list[Process]:
+        """The members that are left."""
+        victim.kill()
+        return [process for process in self.members if process is not victim]
 
     def revoke(self, survivors: Sequence[Process], what: str) -> list[float]:
         """End the epoch; every survivor must raise EpochRevoked with nothing but its gradients and exact sums.
@@ -198,19 +202,16 @@ def kills(collective: str, delay: float = 0.0, most: int = MOST) -> str:
     raised: list[float] = []
     recovered: list[float] = []
     with Ranks(collective, spares=SPARES) as ranks:
-        members = ranks.ready(4)
-        ranks.open(members)
+        ranks.open(ranks.ready(4))
         before = ranks.all("state")
         for _ in _until_counted(raised, most):
             _start_sums(ranks, choose)
-            victim = choose.choice(members[1:])  # the first one stays, so that growth shows in it
+            victim = choose.choice(ranks.members[1:])  # the first one stays, so that growth shows in it
             time.sleep(choose.random() * 0.05)  # anywhere within a sum
-            victim.kill()
-            survivors = [process for process in members if process is not victim]
+            survivors = ranks.kill(victim)
             time.sleep(delay)  # the news is late: until then nobody may believe what NCCL makes of the death
             raised += ranks.revoke(survivors, "sums beside a death")
-            members = [*survivors, *ranks.ready(1)]
-            recovered.append(ranks.recover(members))
+            recovered.append(ranks.recover([*survivors, *ranks.ready(1)]))
         after = ranks.all("state")
         grown = {key: after[0][key] - before[0][key] for key in ("threads", "descriptors")}
         if max(grown.values()) > len(recovered) and len(recovered) >= 20:
@@ -227,13 +228,12 @@ def revocations(collective: str) -> str:
     raised: list[float] = []
     recovered: list[float] = []
     with Ranks(collective) as ranks:
-        members = ranks.ready(3)
-        ranks.open(members)
+        ranks.open(ranks.ready(3))
         for _ in _until_counted(recovered):
             _start_sums(ranks, choose)
             time.sleep(choose.random() * 0.02)
-            raised += ranks.revoke(members, "revoked at full speed")
-            recovered.append(ranks.recover(members))
+            raised += ranks.revoke(ranks.members, "revoked at full speed")
+            recovered.append(ranks.recover(ranks.members))
     if max(raised) > 1.0:
         raise RankFailed(f"{max(raised):.1f} s until EpochRevoked was raised")
     return f"{len(recovered)} revocations; to EpochRevoked {_spread(raised)}"
@@ -244,15 +244,12 @@ def deaths_while_opening(collective: str) -> str:
     choose = random.Random(2028)
     waited: list[float] = []
     with Ranks(collective, spares=SPARES) as ranks:
-        members = ranks.ready(3)
-        opening = max(values["seconds"] for values in ranks.open(members))
+        opening = max(values["seconds"] for values in ranks.open(ranks.ready(3)))
         ranks.all("sum", **ranks.shape, rounds=1)
         for _ in _until_counted(waited):
-            ranks.begin(members)
+            ranks.begin(ranks.members)
             time.sleep(choose.random() * opening)
-            victim = choose.choice(members)
-            victim.kill()
-            survivors = [process for process in members if process is not victim]
+            survivors = ranks.kill(choose.choice(ranks.members))
             started = time.monotonic()
             for process in survivors:
                 process.ask("revoke")
@@ -261,8 +258,7 @@ def deaths_while_opening(collective: str) -> str:
                 if "failed" in values:
                     raise RankFailed(f"rank {process.me} while opening: {values['failed']}")
             waited.append(time.monotonic() - started)
-            members = [*survivors, *ranks.ready(1)]
-            ranks.recover(members)
+            ranks.recover([*survivors, *ranks.ready(1)])
     return f"{len(waited)} killed; the others free after {_spread(waited)}"
 
 

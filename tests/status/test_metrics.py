@@ -19,7 +19,7 @@ from recover_megatron.status.metrics import RunCollector
 from recover_megatron.status.model import read
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
-from tests.status.test_history import BEGUN, event, history_of, start, steps
+from tests.status.test_folder import BEGUN, event, history_of, start, steps
 from tests.status.test_status_model import GRID, VIEW, text
 
 OBSERVABILITY = REPOSITORY / "examples" / "observability"
