@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from recover_megatron.run_log.events import EVENTS_FILE, Lines
+from recover_megatron.run_log.events import Lines
 from recover_megatron.run_log.steps import StepRecord
 
 _BAR_WIDTH = 30
@@ -53,18 +52,11 @@ class Progress:
         return bar[:_BAR_WIDTH] + "|" + bar[_BAR_WIDTH:]
 
 
-class Recoveries:
-    """The events that a run adds from now on; what is in the file already is left out."""
-
-    def __init__(self, run: Path) -> None:
-        self._events = Lines(run / EVENTS_FILE)
-        self._events.new()
-
-    def new_lines(self) -> Iterator[str]:
-        """A line for each loss of workers, each recovery and each replica put together since the last call."""
-        for event in self._events.new()[1]:
-            if text := describe(event):
-                yield f"    >>>  {text}"
+def recoveries(events: Lines) -> Iterator[str]:
+    """A line for each loss of workers, each recovery and each replica put together since ``events`` was read last."""
+    for event in events.new()[1]:
+        if text := describe(event):
+            yield f"    >>>  {text}"
 
 
 def describe(event: Mapping[str, Any]) -> str | None:

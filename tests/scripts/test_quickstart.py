@@ -19,7 +19,7 @@ import prepare_corpus
 import psutil
 import pytest
 import quickstart
-from lib.progress import Progress, Recoveries, describe
+from lib.progress import Progress, describe, recoveries
 
 from recover_megatron.run_log.events import Lines
 from recover_megatron.run_log.steps import StepRecord
@@ -253,18 +253,19 @@ def test_a_death_that_did_not_happen_or_changed_more_than_rounding_is_no_success
 
 
 def test_a_recovery_is_told_as_it_happens_and_a_half_written_line_when_it_is_whole(tmp_path: Path) -> None:
-    events = tmp_path / "events.jsonl"
-    events.write_text('{"event": "plan", "lost_workers": [7], "iteration": 1, "epoch": 2, "replicas": [0]}\n')
-    recoveries = Recoveries(tmp_path)
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "plan", "lost_workers": [7], "iteration": 1, "epoch": 2, "replicas": [0]}\n')
+    events = Lines(path)
+    events.new()
     plan = {"event": "plan", "iteration": 9, "epoch": 3, "replicas": [0, 2], "spares": [], "lost_workers": [1]}
     whole = json.dumps(plan)
-    with events.open("a") as file:
+    with path.open("a") as file:
         file.write(whole[:20])
         file.flush()
-        assert list(recoveries.new_lines()) == []
+        assert list(recoveries(events)) == []
         file.write(whole[20:] + "\n")
-    assert list(recoveries.new_lines()) == ["    >>>  iteration 9: worker 1 lost; epoch 3 goes on with replicas 0, 2"]
-    assert list(recoveries.new_lines()) == []
+    assert list(recoveries(events)) == ["    >>>  iteration 9: worker 1 lost; epoch 3 goes on with replicas 0, 2"]
+    assert list(recoveries(events)) == []
 
 
 def test_the_start_is_no_recovery_and_one_says_who_ran_what_again() -> None:
