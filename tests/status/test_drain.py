@@ -11,7 +11,7 @@ from recover_megatron.status import __main__ as command
 from recover_megatron.status.__main__ import DrainExit, drain, main
 from recover_megatron.status.model import RunStatus, read
 from tests.harness.waiting import DEADLINE
-from tests.status.test_status_model import VIEW, text
+from tests.status.test_status_model import VIEW, seen, text
 
 ASKED = {"node": "b", "state": "asked", "workers": [[2, 3]], "names": ["b", "host"]}
 MOVING = {**ASKED, "state": "moving"}
@@ -102,7 +102,7 @@ def test_a_mistyped_order_is_refused(more: list[str], capsys: pytest.CaptureFixt
 
 
 def test_the_view_names_drained_nodes() -> None:
-    shown = text(read({**VIEW, "drains": [DRAINED, {**MOVING, "node": "c"}, REFUSED]}, "h:1"))
+    shown = text(seen(drains=[DRAINED, {**MOVING, "node": "c"}, REFUSED]))
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "b drained: it may be switched off" in lines
     assert "c being drained 2-3" in lines

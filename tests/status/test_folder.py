@@ -29,7 +29,7 @@ from recover_megatron.status.folder import (
 )
 from recover_megatron.status.headline import Level, headline
 from recover_megatron.status.model import Gone, RunStatus, Stall, read
-from tests.status.test_status_model import GRID, VIEW, placed
+from tests.status.test_status_model import GRID, placed, seen
 
 LAUNCHED, JOINED = "10.0.0.1:1000", "10.0.0.9:9000"
 STOP = {"event": "stop", "code": 0, "reason": "all workers have left"}
@@ -269,10 +269,6 @@ def test_causes_are_few(fate: str, why: str, exit_: str, cause: str) -> None:
     assert Gone(1, fate, "h", why, 1.0, exit_).cause == cause
 
 
-def status(**fields: Any) -> RunStatus:
-    return read({**VIEW, **fields}, "a:1")
-
-
 WAITING = [
     placed(n, n // 2, n % 2, iteration=7, phase="agree", marked=43.0, **({"waiting": 42.0} if n != 5 else {}))
     for n in range(6)
@@ -284,15 +280,15 @@ WRITER = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="checkpoint", marked=
 @pytest.mark.parametrize(
     ("told", "text", "level"),
     [
-        (status(), "HEALTHY 3/3 replicas", Level.OK),
-        (status(workers=GRID[:4]), "DEGRADED 2/3 replicas", Level.WARNING),
-        (status(state="rendezvous", opened=2), "RECOVERING: opens epoch 2", Level.WARNING),
-        (status(state="rendezvous", epoch=0), "STARTING: the workers build their models", Level.WARNING),
-        (status(state="standby", epoch=0), "STARTING: no coordinator leads: 6 of 6 workers have come", Level.WARNING),
-        (status(workers=CULPRIT), "STALLED 42 s in forward at worker 5 on h", Level.CRITICAL),
-        (status(workers=WRITER), "HEALTHY 3/3 replicas", Level.OK),
+        (seen(), "HEALTHY 3/3 replicas", Level.OK),
+        (seen(workers=GRID[:4]), "DEGRADED 2/3 replicas", Level.WARNING),
+        (seen(state="rendezvous", opened=2), "RECOVERING: opens epoch 2", Level.WARNING),
+        (seen(state="rendezvous", epoch=0), "STARTING: the workers build their models", Level.WARNING),
+        (seen(state="standby", epoch=0), "STARTING: no coordinator leads: 6 of 6 workers have come", Level.WARNING),
+        (seen(workers=CULPRIT), "STALLED 42 s in forward at worker 5 on h", Level.CRITICAL),
+        (seen(workers=WRITER), "HEALTHY 3/3 replicas", Level.OK),
         (
-            replace(status(), stall=Stall(30.0, 570.0, [3], ["worker 3 on h: no progress"])),
+            replace(seen(), stall=Stall(30.0, 570.0, [3], ["worker 3 on h: no progress"])),
             "STALLED for 30 s: waits, worker 3 on h: no progress",
             Level.CRITICAL,
         ),
@@ -315,9 +311,9 @@ def test_what_a_run_does_is_one_word_with_a_level_for_monitoring(told: RunStatus
 
 def test_the_iteration_is_not_behind_what_is_committed() -> None:
     newer = Training(99, None, None, None, None, None, None, None, None, None, None, 0, 0)
-    assert status().iteration < 99
-    assert status().with_files(newer, {}).iteration == 99
-    assert status().with_files(replace(newer, iteration=1), {}).iteration == status().iteration
+    assert seen().iteration < 99
+    assert seen().with_files(newer, {}).iteration == 99
+    assert seen().with_files(replace(newer, iteration=1), {}).iteration == seen().iteration
 
 
 def test_a_worker_has_its_process_and_how_it_ended(tmp_path: Path) -> None:
@@ -327,7 +323,7 @@ def test_a_worker_has_its_process_and_how_it_ended(tmp_path: Path) -> None:
     ]
     (tmp_path / "workers.json").write_text(json.dumps(entries))
     dead = {"worker": 5, "fate": "dead", "host": "h", "why": "gone", "ago": 2.0, "phase": "forward", "iteration": 7}
-    told = status(workers=[*GRID[:5], dead]).with_files(None, worker_processes(tmp_path))
+    told = seen(workers=[*GRID[:5], dead]).with_files(None, worker_processes(tmp_path))
     first = told.grid[0].workers[0]
     assert (first.pid, first.device, told.restarts) == (77, 3, 1)
     gone = told.gone[0]

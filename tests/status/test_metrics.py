@@ -20,7 +20,7 @@ from recover_megatron.status.model import read
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 from tests.status.test_folder import BEGUN, event, history_of, start, steps
-from tests.status.test_status_model import GRID, VIEW, text
+from tests.status.test_status_model import GRID, seen, text
 
 OBSERVABILITY = REPOSITORY / "examples" / "observability"
 
@@ -40,7 +40,7 @@ def collector(tmp_path: Path) -> RunCollector:
     history = history_of(tmp_path)
     collector = RunCollector(history)
     gone = {"worker": 5, "fate": "dead", "host": "h", "why": "its process has ended (SIGKILL)", "ago": 2.0}
-    collector.put(read({**VIEW, "workers": [*GRID[:4], gone]}, "a:1").with_files(history.training(BEGUN + 20), {}))
+    collector.put(seen(workers=[*GRID[:4], gone]).with_files(history.training(BEGUN + 20), {}))
     return collector
 
 
@@ -64,7 +64,7 @@ def test_who_is_aside_and_what_is_being_drained_is_counted_and_no_loss(tmp_path:
     states = {"a": "asked", "b": "moving", "c": "drained", "d": "refused"}
     drains = [{"node": node, "state": state, "workers": [], "names": [node]} for node, state in states.items()]
     collector = RunCollector(History(tmp_path))
-    collector.put(status := read({**VIEW, "workers": [*GRID[:4], *aside], "drains": drains}, "a:1"))
+    collector.put(status := seen(workers=[*GRID[:4], *aside], drains=drains))
     told = samples(collector)
     assert (told["recover_workers_aside",], told["recover_nodes_draining",]) == (2, 2)
     assert not any(name == "recover_workers_lost_total" for name, *_ in told)
@@ -72,7 +72,7 @@ def test_who_is_aside_and_what_is_being_drained_is_counted_and_no_loss(tmp_path:
     assert headline(status) == Headline("DEGRADED", word, Level.WARNING)
     assert re.search(r"4 +h +aside .*set aside, and may come back: late", text(status))
     assert re.search(r"b +being drained", text(status))
-    collector.put(read(VIEW, "a:1"))
+    collector.put(seen())
     told = samples(collector)
     assert (told["recover_workers_aside",], told["recover_nodes_draining",]) == (0, 0)
 
