@@ -23,7 +23,6 @@ SHIPPED = (
     "docs",
     "scripts/apply_patches.sh",
     "scripts/prepare_corpus.py",
-    "scripts/lib/documents.py",
     "scripts/lib/version.sh",
     "scripts/slurm",
 )

@@ -2,14 +2,6 @@
 
 ``UserError`` carries one or more reasons.  The entry script prints them all at once and ends with ``EXIT_USAGE``; any
 other exception is a fault of the program or the machine and keeps its traceback.
-
-The end of a process that used gloo, without tearing Python down.
-
-A thread of gloo's may hold a tensor for a moment after the collective is over (``c10d::ProcessGroupGloo::runLoop``
-tells who waits first).  Where it gives up the last reference to a tensor that Python knows, it asks for the
-interpreter.  If the main thread is finalizing that by then, CPython 3.12 ends the asking thread (``pthread_exit``),
-which unwinds through destructors that may not throw: ``terminate called without an active exception``, SIGABRT, after a
-training that had ended well.  Seen with torch 2.13 on a loaded machine.
 """
 
 from __future__ import annotations
@@ -56,8 +48,12 @@ def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
     sys.exit(EXIT_USAGE)
 
 
-def end_process(code: int = 0) -> NoReturn:
-    """End this process with ``code`` as Python would, in its order, but for the interpreter's own finalization.
+def end_process() -> NoReturn:
+    """End this process with 0 as Python would, in its order, but for the interpreter's own finalization.
+
+    A thread of gloo's may hold a tensor for a moment after the collective is over.  If it gives up the last reference
+    while the main thread is finalizing, CPython 3.12 ends it (``pthread_exit``), which unwinds through destructors that
+    may not throw: SIGABRT, after a training that had ended well.  Seen with torch 2.13 on a loaded machine.
 
     Waits for threads that are not daemons, calls what ``atexit`` holds (Megatron stops its checkpoint writer there),
     and writes out stdout and stderr.  Call it in the main thread, where nothing is left to do.
@@ -67,4 +63,4 @@ def end_process(code: int = 0) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    os._exit(code)
+    os._exit(0)

@@ -4,10 +4,9 @@
                                   | OSError: said once; tried again every ``RETRY_SECONDS``, the others wait
                                   | a write that does not return (a frozen file system): said after ``STALL_SECONDS``
 
-Nobody who decides or trains touches the disk: ``put`` takes microseconds and raises nothing.  What does not fit into
-the queue any more is dropped and counted.  When the disk takes data again the file goes on where it stopped, whole line
-after whole line.  The price: the last lines of a process that is killed may be lost.  A caller that must not lose them
-waits for them with ``settle`` or ``flush``, both for a bounded time.
+``put`` takes microseconds and raises nothing; what does not fit into the queue is dropped and counted.  When the disk
+takes data again the file goes on where it stopped, whole line after whole line.  The last lines of a process that is
+killed may be lost: a caller that must not lose them waits with ``settle`` or ``flush``, both for a bounded time.
 
 A kernel does not end a process while one of its threads is inside a write to a file system that was frozen
 (``fsfreeze``): such a process ends when it thaws, and whoever waits for it sees that end then.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,21 +64,47 @@ TABLES = {
     "launcher.md": {"recover-run": lambda: flag_table(launch_arguments.FLAGS, "meaning", helps=True)},
 }
 """File in docs/ -> its tables, by name, and what makes each."""
-END = "<!-- end of flags -->"
 
 
-def updated(page: str) -> tuple[Path, str, str]:
-    """A page of the docs: its path, its text, and the text with the tables as they should be."""
-    path = ROOT / "docs" / page
-    text = new = path.read_text(encoding="utf-8")
-    for name, table in TABLES[page].items():
-        begin = f"<!-- flags: {name} -->\n"
-        before, found, rest = new.partition(begin)
-        _, ended, after = rest.partition(END)
+@dataclass(frozen=True)
+class Page:
+    """A page of the docs, of which a part is made by a script."""
+
+    path: Path
+    text: str
+    new: str
+    """The text as it should be."""
+
+    @classmethod
+    def read(cls, path: Path) -> Page:
+        """As it is."""
+        text = path.read_text(encoding="utf-8")
+        return cls(path, text, text)
+
+    def with_part(self, begin: str, part: str, end: str) -> Page:
+        """With ``part`` between the lines ``begin`` and ``end``."""
+        before, found, rest = self.new.partition(f"{begin}\n")
+        _, ended, after = rest.partition(end)
         if not found or not ended:
-            raise SystemExit(f"{path}: no {begin.strip()} followed by {END}")
-        new = f"{before}{begin}{table()}\n{END}{after}"
-    return path, text, new
+            raise SystemExit(f"{self.path}: no {begin} followed by {end}")
+        return replace(self, new=f"{before}{begin}\n{part}\n{end}{after}")
+
+    def settle(self, script: str, *, check: bool) -> int:
+        """Write it if it is out of date, or with ``check`` say so; returns the exit status."""
+        if self.text == self.new:
+            return 0
+        print(f"{self.path}: {f'out of date: python scripts/{script} writes it' if check else 'written'}")
+        if not check:
+            self.path.write_text(self.new, encoding="utf-8")
+        return int(check)
+
+
+def updated(name: str) -> Page:
+    """A page of the docs, with its tables."""
+    page = Page.read(ROOT / "docs" / name)
+    for table, made in TABLES[name].items():
+        page = page.with_part(f"<!-- flags: {table} -->", made(), "<!-- end of flags -->")
+    return page
 
 
 def main() -> int:
@@ -85,12 +112,7 @@ def main() -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
-    stale = [(path, new) for path, old, new in map(updated, TABLES) if old != new]
-    for path, new in stale:
-        print(f"{path}: {'out of date: python scripts/flag_tables.py writes it' if check else 'written'}")
-        if not check:
-            path.write_text(new, encoding="utf-8")
-    return 1 if stale and check else 0
+    return max([updated(page).settle("flag_tables.py", check=check) for page in TABLES])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from lib.gpu_check_list import CHECKS, NotRun, Place
 from lib.gpu_training import Failed
 
 from recover_megatron import __version__
-from recover_megatron.hostdevice.detect import CudaBroken, driver_device_count
+from recover_megatron.hostdevice import CudaBroken, driver_device_count
 
 SECONDS = 580.0
 """For all checks of one call: under ten minutes."""

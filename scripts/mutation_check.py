@@ -31,7 +31,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -143,6 +143,15 @@ def copy(root: Path, to: Path) -> None:
             shutil.copy2(root / name, to / name)
 
 
+@contextmanager
+def copied(root: Path) -> Iterator[Path]:
+    """A copy of the tree, as long as it is needed."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        tree = Path(folder) / "tree"
+        copy(root, tree)
+        yield tree
+
+
 def apply(mutation: Mutation, root: Path) -> None:
     """Change the tree at ``root``, which must be a copy."""
     for edit in mutation.edits:
@@ -152,9 +161,7 @@ def apply(mutation: Mutation, root: Path) -> None:
 
 def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
     """Run its tests in a copy of ``root`` with the mutation, until the first one fails."""
-    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        tree = Path(folder) / "tree"
-        copy(root, tree)
+    with copied(root) as tree:
         apply(mutation, tree)
         started = time.monotonic()
         code, output = pytest(["-x", *mutation.tests], tree, limit)
@@ -203,9 +210,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def fails_anyway(mutations: Sequence[Mutation], root: Path, limit: float) -> str:
     """What pytest says of the named tests in an unchanged copy; empty: all pass."""
     tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
-    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        tree = Path(folder) / "tree"
-        copy(root, tree)
+    with copied(root) as tree:
         code, output = pytest(tests, tree, limit * len(mutations))
     return "" if code == 0 else output
 

@@ -23,15 +23,13 @@ from types import FrameType
 from typing import Any
 
 import prepare_corpus
-from lib.progress import Progress
-from lib.recoveries import Recoveries
+from lib.progress import Progress, recoveries
 
 from recover_megatron import __version__
-from recover_megatron.report.compare import compare
 from recover_megatron.report.full import main as report
-from recover_megatron.report.run_dir import read_run
+from recover_megatron.report.run_dir import compare, read_run
+from recover_megatron.run_log.events import EVENTS_FILE, Lines
 from recover_megatron.run_log.steps import StepRecord
-from recover_megatron.run_log.tail import Lines
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENCE = 128
@@ -149,9 +147,9 @@ def new_steps(lines: Lines, after: int) -> list[StepRecord]:
 
 def train(command: Sequence[str], run: Path, progress: Progress) -> int:
     """Run the training to its end, showing progress; returns its exit status.  Ends it when this process is told to."""
-    steps, resumed = Lines(run / "steps.jsonl"), checkpointed(run)
-    steps.new()  # what is there already
-    recoveries = Recoveries(run)
+    steps, events, resumed = Lines(run / "steps.jsonl"), Lines(run / EVENTS_FILE), checkpointed(run)
+    for lines in (steps, events):
+        lines.new()  # what is there already
     environment = dict(os.environ)
     cores = len(os.sched_getaffinity(0))
     workers = int(command[command.index("--nproc-per-node") + 1])
@@ -165,7 +163,7 @@ def train(command: Sequence[str], run: Path, progress: Progress) -> int:
         shown = False
         while True:
             ended = process.poll() is not None
-            for line in recoveries.new_lines():
+            for line in recoveries(events):
                 print(line, flush=True)
             for line in progress.lines(new_steps(steps, resumed)):
                 if not shown:

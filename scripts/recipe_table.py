@@ -20,11 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from flag_tables import Page  # noqa: E402
+
 from recover_megatron import __version__  # noqa: E402
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
-BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
 FOLDER = ROOT / "scripts" / "recipes"
 WORLD = 16
 """Workers of a run, which no configuration says: enough for Megatron-FSDP to have two shard groups of experts, too."""
@@ -139,17 +140,12 @@ def tables(found: list[Verdict]) -> str:
             name = its.recipe.name.removeprefix("release/")
             reasons = ", ".join(f"`{reason}`" for reason in its.reasons)
             lines.append(f"| {name} | {its.answer.value}{': ' if reasons else ''}{reasons} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def updated() -> tuple[str, str]:
-    """The page's text, and the text as it should be."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, found, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not found or not ended:
-        raise SystemExit(f"{PAGE}: no {BEGIN.strip()} followed by {END}")
-    return text, f"{before}{BEGIN}{tables(verdicts())}{END}{after}"
+def updated() -> Page:
+    """The page, with its tables."""
+    return Page.read(PAGE).with_part("<!-- recipes -->", tables(verdicts()), "<!-- end of recipes -->")
 
 
 def main() -> int:
@@ -162,12 +158,7 @@ def main() -> int:
         for its in verdicts():
             print(its.answer.value, its.recipe.name, ", ".join(its.reasons), sep="\t")
         return 0
-    old, new = updated()
-    if old != new:
-        print(f"{PAGE}: {'out of date: python scripts/recipe_table.py writes it' if args.check else 'written'}")
-        if not args.check:
-            PAGE.write_text(new, encoding="utf-8")
-    return 1 if old != new and args.check else 0
+    return updated().settle("recipe_table.py", check=args.check)
 
 
 if __name__ == "__main__":

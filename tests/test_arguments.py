@@ -1,4 +1,4 @@
-"""The --recover-* flags: their defaults, what is refused, and where each value goes."""
+"""The --recover-* flags and where each value goes; flags of the script that must be alike; a user's variables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron import variables
 from recover_megatron.arguments import (
     COORDINATOR_VARIABLE,
     LOG_DIR_VARIABLE,
@@ -18,8 +19,11 @@ from recover_megatron.arguments import (
     spares_from_argv,
     times_from_argv,
 )
+from recover_megatron.collectives import torch_nccl
 from recover_megatron.errors import UserError
 from recover_megatron.membership import Settings
+from recover_megatron.script_flags import MOST_NAMED, codes, differences, digest, flags_of, listed
+from recover_megatron.variables import TABLE, Rule
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +153,86 @@ def test_the_help_names_every_flag_and_its_default() -> None:
     for flag in ("coordinator", "heartbeat-interval", "heartbeat-timeout", "hang-timeout", "collective"):
         assert f"--recover-{flag}" in text
     assert "(default: 60.0)" in text
+
+
+ARGV = ["data/", "--lr", "1e-3", "--data-path", "0.5", "/here/data/corpus", "--bf16", "--recover-log-dir", "logs"]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        ["data", "--bf16", "--lr=0.001", "--data-path", "0.50", "/there/corpus"],
+        [*ARGV, "--tensorboard-dir", "/tmp/here", "--recover-inject", "1@2:forward", "--wandb-exp-name=mine"],
+        ["data", "--lr", "0.0010", "--data_path", "0.5", "corpus", "--bf16", "--num-workers", "7"],
+    ],
+)
+def test_order_spelling_folders_and_what_is_a_workers_own_make_no_difference(same: list[str]) -> None:
+    assert differences(flags_of(same), flags_of(ARGV)) == []
+    assert digest(flags_of(same)) == digest(flags_of(ARGV))
+    assert codes(flags_of(same)) == codes(flags_of(ARGV))
+
+
+@pytest.mark.parametrize(
+    ("other", "said", "hidden"),
+    [
+        (["--lr", "-2"], "--lr -2.0 (the run: 0.001)", "--lr has another value"),
+        ([], "--lr is missing (the run: 0.001)", "--lr is missing"),
+        (["--lr", "1e-3", "--fp16"], "--fp16 is not given to the run", "--fp16 is not given to the run"),
+        (["--lr", "1e-3", "1"], "--lr 0.001 1.0 (the run: 0.001)", "--lr has another value"),
+        (["extra", "--lr", "1e-3"], "the words before the first flag extra is not given to the run",
+         "the words before the first flag is not given to the run"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_told_by_flag_with_both_values(other: list[str], said: str, hidden: str) -> None:
+    mine, theirs = flags_of(other), flags_of(["--lr", "1e-3"])
+    assert differences(mine, theirs) == [said]
+    assert differences(codes(mine), codes(theirs), shown=False) == [hidden]
+    assert digest(mine) != digest(theirs)
+
+
+def test_what_may_differ_is_not_compared_and_long_lists_are_cut() -> None:
+    assert differences(flags_of(["--lr", "1"], ["--lr"]), flags_of(["--lr", "2"], ["lr", ""])) == []
+    many = flags_of([f"--flag-{n}" for n in range(MOST_NAMED + 2)])
+    assert listed(differences(many, {})).endswith(", and 2 more")
+    assert len(differences({"--x": "y" * 100}, {})[0]) < 100
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "becomes"),
+    [
+        ("TORCH_GLOO_LAZY_INIT", "1", None),
+        ("TORCH_DISTRIBUTED_DEBUG", "detail", "INFO"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", None),
+        ("NCCL_COMM_BLOCKING", "0", None),
+        ("PYTHONINSPECT", "0", None),
+    ],
+)
+def test_a_value_that_recovery_cannot_live_with_is_overruled_and_told(
+    name: str, value: str, becomes: str | None
+) -> None:
+    environ = {name: value, "SOME_OF_MINE": "kept"}
+    (said,) = variables.overrule(environ)
+    assert said.startswith(f"{name}={value} of your environment is overruled ({becomes or 'not passed on'}")
+    assert environ == {"SOME_OF_MINE": "kept"} | ({name: becomes} if becomes else {})
+    assert variables.overrule(environ) == [], "once"
+
+
+def test_other_values_stand_without_a_word() -> None:
+    environ = {name: "1" for variable in TABLE if variable.rule in (Rule.KEPT, Rule.DEFAULT) for name in variable.names}
+    environ |= {"TORCH_GLOO_LAZY_INIT": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO", "GLOO_DEVICE_TRANSPORT": "TCP"}
+    before = dict(environ)
+    assert variables.overrule(environ) == []
+    assert variables.refusals(environ) == []
+    assert environ == before
+
+
+def test_a_transport_that_cannot_be_aborted_is_refused() -> None:
+    (reason,) = variables.refusals({"GLOO_DEVICE_TRANSPORT": "TCP_TLS"})
+    assert reason.startswith("GLOO_DEVICE_TRANSPORT=TCP_TLS: only gloo's connections over plain TCP can be aborted")
+
+
+def test_each_variable_has_one_row_and_those_that_workers_set_for_nccl_have_theirs() -> None:
+    rules = [(name, variable.rule) for variable in TABLE for name in variable.names]
+    assert len(dict(rules)) == len(rules)
+    for name in torch_nccl.environment(60):
+        assert dict(rules)[name] is Rule.DEFAULT

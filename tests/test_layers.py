@@ -14,27 +14,13 @@ import pytest
 from tests.harness import REPOSITORY
 
 PACKAGE = "recover_megatron"
-ANYWHERE = {
-    "arguments",
-    "errors",
-    "log_writer",
-    "logger",
-    "options",
-    "script_flags",
-    "variables",
-}
+ANYWHERE = {"arguments", "errors", "log_writer", "logger", "options", "script_flags", "variables"}
 """Modules of the package's root that every layer may use: they import nothing but the standard library."""
 
 ALLOWED: dict[str, set[str]] = {
     # layer: the other layers of ours, and the libraries, that it may import
     "__init__": {"elastic"},
-    "arguments": set(),
-    "errors": set(),
-    "log_writer": set(),
-    "logger": set(),
-    "options": set(),
-    "script_flags": set(),
-    "variables": set(),
+    **{name: set() for name in ANYWHERE},
     "network": set(),
     "membership": {"network"},
     "workload": set(),

@@ -11,13 +11,19 @@ from pathlib import Path
 import pytest
 
 from recover_megatron import __version__
+from tests.harness import REPOSITORY as ROOT
 from tests.harness.waiting import DEADLINE
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 INSTALLED = PROJECT["project"]["scripts"]
 MODULES = sorted(path.parent.name for path in (ROOT / "recover_megatron").glob("*/__main__.py"))
-SCRIPTS = sorted([*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("*.py"), ROOT / "pretrain_gpt_recover.py"])
+SCRIPTS = sorted(
+    [
+        *(ROOT / "scripts").glob("*.sh"),
+        *(ROOT / "scripts").glob("*.py"),
+        ROOT / "pretrain_gpt_recover.py",
+    ]
+)
 
 
 def said(*command: str | Path) -> str:

@@ -7,10 +7,6 @@ From inside, at an exact place in the step, for tests and for trying one fault::
 From outside, with real signals at random times, for endurance::
 
     python -m recover_megatron.chaos --log-dir DIR --mtbf 60 --seed 1
-
-spec       the fault specification, `parse_spec`, and what strikes at the places that it names, `Injector`
-victims    the workers of a run on this host, held so that no signal can hit another process; the draws of who and when
-__main__   the command
 """
 
 from recover_megatron.chaos.spec import PHASES, BadSpec, Fault, InjectedFault, Injector, Kind, parse_spec

@@ -8,33 +8,53 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 from typing import Any
 
-from recover_megatron.hostdevice.detect import CudaBroken, usable_device_count
-from recover_megatron.hostdevice.flags import host_defaults, never_summed, outer_sharding, unsupported
+from recover_megatron.hostdevice.flags import host_defaults as host_defaults
+from recover_megatron.hostdevice.flags import never_summed as never_summed
+from recover_megatron.hostdevice.flags import outer_sharding
+from recover_megatron.hostdevice.flags import unsupported as unsupported
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
 
-__all__ = [
-    "HostDeviceError",
-    "activate",
-    "host_defaults",
-    "is_active",
-    "never_summed",
-    "outer_sharding",
-    "unsupported",
-    "wanted",
-    "warn_of_what_is_never_summed",
-]
-
 _active = False
 _warned = False
+
+DEADLINE_S = 60.0
+"""Longest wait for the driver's answer; initialising a node's eight GPUs takes some seconds at worst."""
+
+# Prints one line: "none" (no driver, or a driver without a device), "devices N", or "broken TEXT".
+_PROBE = """
+import ctypes
+try:
+    driver = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    print("none")
+    raise SystemExit
+NO_DEVICE, STUB_LIBRARY = 100, 34
+code, count = driver.cuInit(0), ctypes.c_int(0)
+if code == 0:
+    code = driver.cuDeviceGetCount(ctypes.byref(count))
+if code in (NO_DEVICE, STUB_LIBRARY):
+    print("none")
+elif code:
+    text = ctypes.c_char_p()
+    driver.cuGetErrorString(code, ctypes.byref(text))
+    print("broken", "CUDA error", code, (text.value or b"").decode())
+else:
+    print("devices", count.value)
+"""
 
 
 class HostDeviceError(RuntimeError):
     """The host device cannot be chosen or activated; the message says why and what to do."""
+
+
+class CudaBroken(RuntimeError):
+    """A CUDA driver is installed but does not work."""
 
 
 def wanted(device: str) -> bool:
@@ -67,15 +87,46 @@ def wanted(device: str) -> bool:
     return False
 
 
+def driver_device_count() -> int:
+    """How many devices the CUDA driver offers to this process; 0 where there is no driver.
+
+    Asked in a child process, so that this one can still fork: ``torch.cuda.is_available()`` may initialise the driver.
+    The child asks the driver itself, so that ``CUDA_VISIBLE_DEVICES`` means what it means to CUDA, and a driver that is
+    there but broken is told from no driver.  Raises ``CudaBroken`` where one is installed and fails.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _PROBE],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CudaBroken(f"the CUDA driver did not answer within {DEADLINE_S:.0f} s") from None
+    word, _, rest = done.stdout.strip().partition(" ")
+    if word == "none":
+        return 0
+    if word == "devices":
+        return int(rest)
+    raise CudaBroken(rest or f"asking the CUDA driver ended with status {done.returncode}: {done.stderr.strip()}")
+
+
+def usable_device_count() -> int:
+    """As ``driver_device_count``, but 0 too where the installed torch was built without CUDA."""
+    count = driver_device_count()
+    if count:
+        import torch
+
+        if not torch.backends.cuda.is_built():
+            return 0
+    return count
+
+
 def is_active() -> bool:
     """Whether ``activate`` has run in this process (or in the one it was forked from)."""
     return _active
-
-
-def _spawned() -> bool:
-    """Whether multiprocessing started this process, also while it still imports its parent's main module."""
-    main = sys.modules.get("__mp_main__")  # in a process not spawned: another name of __main__
-    return multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
 
 
 def warn_of_what_is_never_summed(args: Any) -> None:
@@ -89,8 +140,10 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 
 def _speaks() -> bool:
-    """Whether what all processes of a run find is said by this one."""
-    return os.environ.get("RANK", "0") == "0" and not _spawned()
+    """Whether what all processes of a run find is said by this one: rank 0's, and none that multiprocessing started."""
+    main = sys.modules.get("__mp_main__")  # of a spawned process that still imports its parent's main module; or ours
+    spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
+    return os.environ.get("RANK", "0") == "0" and not spawned
 
 
 def activate(within: str | None = None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -183,17 +184,10 @@ def for_class(original: Any, module: ModuleType) -> type:
             seen = self._seen(mine, key.shape[0], attention_mask, attn_mask_type, packed_seq_params)
             if self._keeps_logits:
                 self._keep_largest(query, key, seen)
-            generators = module.tensor_parallel.get_cuda_rng_tracker()
-            settings = {
-                "scale": self._scale,
-                "dropout": self.attention_dropout.p if self.training else 0.0,
-                "sink": self.softmax_offset,
-            }
-            if self.config.sequence_parallel or not settings["dropout"]:
-                weighted = attend(query, key, value, seen, **settings)
-            else:
-                with generators.fork():
-                    weighted = attend(query, key, value, seen, **settings)
+            dropout = self.attention_dropout.p if self.training else 0.0
+            forks = dropout and not self.config.sequence_parallel
+            with module.tensor_parallel.get_cuda_rng_tracker().fork() if forks else nullcontext():
+                weighted = attend(query, key, value, seen, scale=self._scale, dropout=dropout, sink=self.softmax_offset)
             return weighted.squeeze(1) if flat else weighted
 
         @property

@@ -63,18 +63,14 @@ class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Any arguments of ``torch.cuda.Stream``."""
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
     def record_event(self, event: Any = None) -> Any:
         """An event that has passed."""
         return Event() if event is None else event
 
-    def synchronize(self) -> None:
+    def synchronize(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to wait for."""
+
+    wait_stream = wait_event = synchronize
 
 
 class Event:
@@ -83,14 +79,10 @@ class Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Any arguments of ``torch.cuda.Event``."""
 
-    def record(self, stream: Any = None) -> None:
-        """Nothing to mark."""
+    def synchronize(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to mark, nothing to wait for."""
 
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    record = wait = synchronize
 
 
 def table() -> list[Replacement]:

@@ -178,7 +178,7 @@ class Records:
             elif self._first:
                 self._file = StepsFile(path, self._lines[-1][0], may_write)
             else:
-                self._file = StepsFile.taken_over(path, may_write)
+                self._file = StepsFile(path, None, may_write)
         for iteration, line in self._lines:
             self._file.append_line(iteration, line)
         self._lines.clear()

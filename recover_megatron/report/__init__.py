@@ -1,14 +1,5 @@
 """Reports on a run, from its log folder.  The page is made by jinja2; matplotlib is used where it is installed.
 
-    python -m recover_megatron.report DIR               the run in a dozen lines of text, and its loss as a picture
-    recover-report DIR [--reference DIR2] [--out FILE]  all of it as an HTML page
-
-run_dir     the files of a run's log folder; steps.jsonl and events.jsonl are read by ``run_log``
-history     the faults, and what each cost
-compare     a run beside its reference
-throughput  samples per second
-summary     the run in a dozen lines of text
-plot        the pictures
-page        the HTML page
-full        both commands
+python -m recover_megatron.report DIR               the run in a dozen lines of text, and its loss as a picture
+recover-report DIR [--reference DIR2] [--out FILE]  all of it as an HTML page
 """

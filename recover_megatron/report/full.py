@@ -18,12 +18,11 @@ from typing import Any
 
 from recover_megatron import __version__
 from recover_megatron.report import plot
-from recover_megatron.report.compare import compare, unfit
 from recover_megatron.report.goodput import accounts
 from recover_megatron.report.history import history
 from recover_megatron.report.lanes import trace
 from recover_megatron.report.page import Report, page
-from recover_megatron.report.run_dir import NotARun, RecordedRun, read_run
+from recover_megatron.report.run_dir import NotARun, RecordedRun, compare, read_run, unfit
 from recover_megatron.report.summary import summary
 from recover_megatron.run_log.events import read_run_events
 from recover_megatron.run_log.steps import violations
@@ -99,7 +98,7 @@ def without_page(argv: Sequence[str] | None = None) -> int:
     picture = args.run_dir / "loss.png"
     if not args.no_plot and run.steps:
         try:
-            drawn = plot.plot_loss(run, picture)
+            drawn = plot.save(picture, lambda axes: plot.draw_loss(axes[0], run), [4.5])
             _say(f"{'plot':<16}{picture if drawn else plot.NO_PLOT}")
         except OSError as error:
             _refuse(f"cannot write {picture}: {error.strerror}")

@@ -138,7 +138,7 @@ def _recoveries(
             told.setdefault(event["epoch"], []).append(event)
     decided = {event["epoch"]: event for event in coordinators if event["event"] == "plan"}
     epochs = sorted(told.keys() | decided.keys())
-    faults = [event for event in coordinators if event["event"] == "fault"]
+    faults = [{**event, "strike": _strike(event, chaos)} for event in coordinators if event["event"] == "fault"]
     revokes = [event for event in coordinators if event["event"] == "revoke"]
     # A fault belongs to the first plan after it.
     times = [decided[epoch]["time"] if epoch in decided else told[epoch][0]["time"] for epoch in epochs]
@@ -149,17 +149,15 @@ def _recoveries(
     for place, epoch in enumerate(epochs):
         reasons = [event.get("reason", "") for event in revokes if event["epoch"] == epoch]
         recovery = _recovery(
-            launch, epoch, times[place], told.get(epoch, []), decided.get(epoch), by_plan.get(place, []), reasons, chaos
+            launch, epoch, times[place], told.get(epoch, []), decided.get(epoch), by_plan.get(place, []), reasons
         )
         started = place == 0 and not recovery.lost_workers and not recovery.lost_replicas and not recovery.reran
         if not started:
             recoveries.append(recovery)
     for fault in by_plan.get(len(epochs), []):  # no plan followed
-        causes = (_cause(fault, chaos),)
+        lost, causes = (fault["worker"],), (_cause(fault),)
         recoveries.append(
-            RecoveryRecord(
-                fault["time"], launch, lost_workers=(fault["worker"],), causes=causes, seconds=_detect([fault], chaos)
-            )
+            RecoveryRecord(fault["time"], launch, lost_workers=lost, causes=causes, seconds=_detect([fault]))
         )
     return recoveries
 
@@ -172,7 +170,6 @@ def _recovery(
     decided: Event | None,
     faults: Sequence[Event],
     reasons: Sequence[str],
-    chaos: Sequence[Event],
 ) -> RecoveryRecord:
     plans = [event for event in told if event["event"] == "plan"]
     finished = [event for event in told if event["event"] == "recovery"]
@@ -182,7 +179,7 @@ def _recovery(
     parts |= _longest(plans)
     parts |= _longest(finished)
     total = sum(parts.values())
-    parts |= _detect(faults, chaos)
+    parts |= _detect(faults)
     order = [*PHASES, *(name for name in parts if name not in PHASES)]
     account = max(finished, key=lambda event: sum(event["seconds"].values()), default=None)
     iterations = [event["iteration"] for event in (*finished, *plans)]
@@ -198,7 +195,7 @@ def _recovery(
         fresh=tuple(sorted(plan.get("fresh", ()))),
         lost_workers=tuple(sorted(lost)),
         lost_replicas=tuple(sorted(plan.get("lost_replicas", ()))),
-        causes=tuple(_cause(fault, chaos) for fault in faults) or tuple(reason for reason in reasons if reason),
+        causes=tuple(_cause(fault) for fault in faults) or tuple(reason for reason in reasons if reason),
         replicas=len(plan["replicas"]) if "replicas" in plan else None,
         reran=sum(len(ids) for ids in account["reran"].values()) if account else 0,
         seconds={name: parts[name] for name in order if name in parts},
@@ -218,21 +215,17 @@ def _longest(events: Iterable[Event], only: Sequence[str] = ()) -> dict[str, flo
 
 def _strike(fault: Event, chaos: Sequence[Event]) -> Event | None:
     """The strike that led to the fault, if it was one."""
-    struck = [
-        event
-        for event in chaos
-        if event["event"] == "strike" and event["worker"] == fault["worker"] and event["time"] <= fault["time"]
-    ]
-    return struck[-1] if struck else None
+    strikes = [event for event in chaos if event["event"] == "strike" and event["worker"] == fault["worker"]]
+    return next((event for event in reversed(strikes) if event["time"] <= fault["time"]), None)
 
 
-def _detect(faults: Iterable[Event], chaos: Sequence[Event]) -> dict[str, float]:
-    waits = [fault["time"] - strike["time"] for fault in faults if (strike := _strike(fault, chaos)) is not None]
+def _detect(faults: Iterable[Event]) -> dict[str, float]:
+    waits = [fault["time"] - fault["strike"]["time"] for fault in faults if fault["strike"] is not None]
     return {"detect": max(waits)} if waits else {}
 
 
-def _cause(fault: Event, chaos: Sequence[Event]) -> str:
-    strike = _strike(fault, chaos)
+def _cause(fault: Event) -> str:
+    strike = fault["strike"]
     host = f" on {fault['host']}" if fault.get("host") else ""
     injected = f" (chaos: {strike['kind']})" if strike else ""
     return f"worker {fault['worker']}{host}: {fault.get('reason', fault.get('kind', ''))}{injected}"

@@ -3,8 +3,7 @@
     plans, aside, back, left, fault --stretches--> training | spare | ... | gone --svg--> lanes of the last launch
     recoveries, rollbacks, snapshots --marks--> lines across the lanes, and ticks below them
 
-Colours are classes of the page's style, so that they follow the reader's light or dark mode.  The width, the time axis
-and the legend are those of all pictures that are part of the page.
+Colours are classes of the page's style, so that they follow the reader's light or dark mode.
 
 ``trace``, for ``recover-report --trace FILE``: the recoveries of a run in the Chrome trace format.
 
@@ -325,10 +324,8 @@ def _recoveries(workers: Sequence[Event]) -> Iterator[Entry]:
 def _coordinators(events: Sequence[Event], lanes: Mapping[str, int]) -> Iterator[Entry]:
     opened: dict[tuple[str, Any], float] = {}
     for event in events:
-        lane, told = (
-            lanes[event["file"]],
-            {name: value for name, value in event.items() if name not in ("time", "mono")},
-        )
+        lane = lanes[event["file"]]
+        told = {name: value for name, value in event.items() if name not in ("time", "mono")}
         if event["event"] == "revoke":
             opened[event["file"], event.get("epoch")] = event["time"]
         if event["event"] == "plan":
@@ -341,15 +338,8 @@ def _coordinators(events: Sequence[Event], lanes: Mapping[str, int]) -> Iterator
 
 def _trace_event(lane: int, name: str, begun: float, ended: float, args: Entry) -> Entry:
     micros = round(begun * 1e6)
-    return {
-        "ph": "X",
-        "pid": 0,
-        "tid": lane,
-        "name": name,
-        "ts": micros,
-        "dur": round(ended * 1e6) - micros,
-        "args": args,
-    }
+    duration = round(ended * 1e6) - micros
+    return {"ph": "X", "pid": 0, "tid": lane, "name": name, "ts": micros, "dur": duration, "args": args}
 
 
 def _moment(lane: int, name: str, at: float, args: Entry) -> Entry:

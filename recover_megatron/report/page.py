@@ -18,14 +18,13 @@ from typing import Any
 import jinja2
 
 from recover_megatron.report import goodput, lanes
-from recover_megatron.report.compare import Comparison, Difference
 from recover_megatron.report.goodput import Account
 from recover_megatron.report.history import PHASES, History, RecoveryRecord
 from recover_megatron.report.lanes import Mark, stretches
-from recover_megatron.report.run_dir import RecordedRun
-from recover_megatron.report.summary import levels
+from recover_megatron.report.run_dir import Comparison, Difference, RecordedRun
+from recover_megatron.report.summary import in_short, levels
 from recover_megatron.run_log.events import Event
-from recover_megatron.run_log.steps import StepRecord, microbatches_per_iteration
+from recover_megatron.run_log.steps import StepRecord
 
 MOST = 30
 """Losses of which the iterations around are shown: the longest recoveries."""
@@ -74,10 +73,10 @@ def ids_in_runs(ids: Sequence[int]) -> str:
 
 def checkpoints(events: Sequence[Event]) -> Table | None:
     """Those that were complete, in the order of time."""
-    saved = [event for event in events if event["event"] == "checkpoint" and "saved" in event]
     rows = [
-        [str(event["saved"]), strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(event["time"])), str(event.get("folder", ""))]
-        for event in saved
+        [str(event["saved"]), _date(event["time"]), str(event.get("folder", ""))]
+        for event in events
+        if event["event"] == "checkpoint" and "saved" in event
     ]
     return Table(["iteration", "complete", "folder"], rows[-MOST:], frozenset({"iteration"})) if rows else None
 
@@ -132,7 +131,7 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
         name=report.run.folder.resolve().name,
         most_rows=_MAX_ROWS,
         verdicts=_verdicts(report),
-        tiles=[*_tiles(report), *_goodput_tile(report.spent)],
+        tiles=_tiles(report),
         problems=[*report.violations, *(report.comparison.unlike if report.comparison else ())],
         lanes=lanes.svg(found, moments),
         lanes_legend=lanes.legend(found, moments),
@@ -196,25 +195,17 @@ def told(report: Report) -> defaultdict[str, str]:
 # -- at a glance ------------------------------------------------------------------------------------------------------
 
 
-def verdict(report: Report) -> tuple[str, str, str]:
+def _verdicts(report: Report) -> list[tuple[str, str, str]]:
     """How the run is judged: CSS class, the word, the sentence."""
     steps = report.run.steps
     if report.violations:
-        more = f" (and {len(report.violations) - 1} more)" if len(report.violations) > 1 else ""
-        return "fail", "AUDIT FAILED", report.violations[0] + more
-    if not steps:
-        return "open", "NOTHING TO AUDIT", "no iteration was committed"
-    total = report.run.settings.get("microbatches") or microbatches_per_iteration(steps)
-    return (
-        "pass",
-        "AUDIT PASSED",
-        f"in each of {len(steps):,} iterations ({steps[0].iteration} to {steps[-1].iteration}) "
-        f"each of the {total} microbatches was counted exactly once",
-    )
-
-
-def _verdicts(report: Report) -> list[tuple[str, str, str]]:
-    bars = [verdict(report)]
+        bars = [("fail", "AUDIT FAILED", in_short(report.violations))]
+    elif not steps:
+        bars = [("open", "NOTHING TO AUDIT", "no iteration was committed")]
+    else:
+        of = f"in each of {len(steps):,} iterations ({steps[0].iteration} to {steps[-1].iteration})"
+        text = f"{of} each of the {report.run.microbatches} microbatches was counted exactly once"
+        bars = [("pass", "AUDIT PASSED", text)]
     if report.history.good_end is False:
         bars.append(("fail", "ENDED EARLY", report.history.end))
     return bars
@@ -226,13 +217,8 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
     if report.comparison is not None:
         tiles.append(_difference_tile("loss", report.comparison.worst_loss, report.comparison.iterations))
         tiles.append(_difference_tile("grad norm", report.comparison.worst_grad_norm, report.comparison.iterations))
-    lost = past.workers_lost
-    tiles.append(
-        (
-            f"{lost} worker{'' if lost == 1 else 's'} lost",
-            f"in {past.losses} recover{'y' if past.losses == 1 else 'ies'}",
-        )
-    )
+    lost = f"{past.workers_lost} worker{'' if past.workers_lost == 1 else 's'} lost"
+    tiles.append((lost, f"in {past.losses} recover{'y' if past.losses == 1 else 'ies'}"))
     if steps:
         share = past.seconds / max(sum(step.seconds for step in steps), 1e-9)
         times = [r.total for r in past.recoveries if r.total > 0]
@@ -245,14 +231,10 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
                 rate = level.samples_per_second * tokens
                 tiles.append((f"{rate:,.0f} tokens/s", f"median with {level.replicas} replicas"))
     tiles.append(("ended" if past.good_end else "stopped" if past.good_end is False else "no end", past.end))
+    if report.spent:
+        worked, rest = goodput.in_short(report.spent[-1])
+        tiles.append((f"{worked} goodput", rest))
     return tiles
-
-
-def _goodput_tile(spent: Sequence[Account]) -> list[tuple[str, str]]:
-    if not spent:
-        return []
-    share, rest = goodput.in_short(spent[-1])
-    return [(f"{share} goodput", rest)]
 
 
 def _difference_tile(what: str, worst: Difference | None, iterations: int) -> tuple[str, str]:
@@ -353,7 +335,7 @@ def _setup(report: Report) -> Table:
         rows.append(["shape", _pairs(start.get("shape", {}))])
         rows.append(["microbatches of an iteration", _maybe(start.get("microbatches"))])
         rows += started_with(start)
-        rows.append(["started", strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(start["time"]))])
+        rows.append(["started", _date(start["time"])])
     if report.history.launches > 1:
         rows.append(["launches into this folder", str(report.history.launches)])
     return Table(["", ""], rows)
@@ -369,6 +351,10 @@ def _pairs(items: Mapping[str, object]) -> str:
 
 def _maybe(value: object) -> str:
     return "" if value is None else str(value)
+
+
+def _date(time: float) -> str:
+    return strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(time))
 
 
 def _ms(seconds: float) -> str:

@@ -13,9 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.report.compare import Comparison
 from recover_megatron.report.history import PHASES, RecoveryRecord
-from recover_megatron.report.run_dir import RecordedRun
+from recover_megatron.report.run_dir import Comparison, RecordedRun
 from recover_megatron.report.summary import rates
 from recover_megatron.run_log.steps import StepRecord
 
@@ -33,14 +32,8 @@ _PHASE_COLOURS = {
     "agree": "#2a9d8f",
 }
 
-
 NO_PLOT = "none: matplotlib is not installed: pip install 'recover-megatron[plot]'"
 """What is told where there is nothing to draw with."""
-
-
-def plot_loss(run: RecordedRun, path: Path) -> bool:
-    """Draw the loss over the iterations into ``path`` (PNG).  False if matplotlib is not installed."""
-    return save(path, lambda axes: draw_loss(axes[0], run), [4.5])
 
 
 def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[float]) -> bool:

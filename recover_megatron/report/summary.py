@@ -9,9 +9,10 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from recover_megatron.report.goodput import Account, in_short
+from recover_megatron.report import goodput
+from recover_megatron.report.goodput import Account
 from recover_megatron.report.run_dir import RecordedRun
-from recover_megatron.run_log.steps import StepRecord, microbatches_per_iteration, samples_per_microbatch
+from recover_megatron.run_log.steps import StepRecord, samples_per_microbatch
 
 _LAST = 10
 """The training loss of one iteration is noisy: the summary gives the mean over so many."""
@@ -30,14 +31,14 @@ def summary(run: RecordedRun, violations: Sequence[str], spent: Sequence[Account
     rows.append(("iterations", _iterations(run, steps)))
     rows.append(("time", _time(steps)))
     if spent:
-        rows.append(("goodput", " ".join(in_short(spent[-1]))))
+        rows.append(("goodput", " ".join(goodput.in_short(spent[-1]))))
     rows.append(("replicas", _replicas(steps)))
     if run.rollbacks:
         rows.append(("rolled back", _rollbacks(run.rollbacks)))
     if run.workers:
         rows.append(("workers", _workers(run.workers)))
     rows += _losses(run, steps)
-    rows.append(("microbatches", _audit(run, steps, violations)))
+    rows.append(("microbatches", _audit(run, violations)))
     if "exit_code" in run.settings:
         rows.append(("exit code", str(run.settings["exit_code"])))
     return _table(rows)
@@ -108,31 +109,33 @@ def _nats(value: float) -> str:
     return f"{value:.4f} nats ({value / math.log(2):.3f} bits) a token"
 
 
-def _audit(run: RecordedRun, steps: Sequence[StepRecord], violations: Sequence[str]) -> str:
-    total = run.settings.get("microbatches") or microbatches_per_iteration(steps)
+def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
     if not violations:
-        return f"in every iteration each of 0..{total - 1} was counted exactly once"
-    more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-    return f"NOT each counted exactly once: {violations[0]}{more}"
+        return f"in every iteration each of 0..{run.microbatches - 1} was counted exactly once"
+    return f"NOT each counted exactly once: {in_short(violations)}"
 
 
-def samples(steps: Sequence[StepRecord]) -> dict[int, int]:
-    """Iteration -> the samples it consumed; of the first, and after a gap, counted from its microbatches."""
-    size = samples_per_microbatch(steps)
-    found = {}
-    for before, step in pairwise([None, *steps]):
-        assert step is not None
-        if before is not None and step.iteration == before.iteration + 1:
-            found[step.iteration] = step.consumed_samples - before.consumed_samples
-        elif size is not None:
-            found[step.iteration] = size * sum(len(ids) for ids in step.microbatches.values())
-    return found
+def in_short(violations: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    return violations[0] + (f" (and {len(violations) - 1} more)" if len(violations) > 1 else "")
 
 
 def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
-    """(iteration, samples per second of its compute time), for all iterations whose samples are known."""
-    counts = samples(steps)
-    return [(s.iteration, counts[s.iteration] / s.seconds) for s in steps if s.iteration in counts and s.seconds > 0]
+    """(iteration, samples per second of its compute time), for all iterations whose samples are known.
+
+    The samples of the first one, and of one after a gap, are counted from its microbatches.
+    """
+    size = samples_per_microbatch(steps)
+    found = []
+    for before, step in pairwise([None, *steps]):
+        assert step is not None
+        if before is not None and step.iteration == before.iteration + 1:
+            samples: int | None = step.consumed_samples - before.consumed_samples
+        else:
+            samples = None if size is None else size * sum(len(ids) for ids in step.microbatches.values())
+        if samples is not None and step.seconds > 0:
+            found.append((step.iteration, samples / step.seconds))
+    return found
 
 
 @dataclass(frozen=True)

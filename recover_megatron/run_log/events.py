@@ -3,16 +3,17 @@
     {"event": "plan", "time": 1700000000.123456, "worker": 3, "iteration": 7, "epoch": 2, "replicas": [0, 1, 3], ...}
 
 Training workers write events.jsonl, the coordinators events-0.jsonl and events-1.jsonl, fault injection from outside
-chaos.jsonl.  All have ``event`` and ``time`` (unix seconds).
+chaos.jsonl.  All have ``event`` and ``time`` (unix seconds).  ``Lines`` reads on in any file of JSON objects.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from recover_megatron.log_writer import LogWriter
 
@@ -39,19 +40,14 @@ class EventsFile:
         One write to a file opened for appending: lines of several writers on one host never mix, and a writer that is
         killed leaves the whole line or nothing.
         """
-        self._file.put(_line(event, fields))
+        told = {"event": event, "time": round(time.time(), 6), **fields}
+        self._file.put(json.dumps(told, separators=(",", ":")).encode() + b"\n")
         self._file.settle()
 
     def close(self) -> None:
         """No more events; what is left is written as long as the disk takes it."""
         self._file.flush()
         self._file.close()
-
-
-def _line(event: str, fields: Mapping[str, Any]) -> bytes:
-    return (
-        json.dumps({"event": event, "time": round(time.time(), 6), **fields}, separators=(",", ":")) + "\n"
-    ).encode()
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -94,3 +90,40 @@ def read_run_events(folder: Path) -> tuple[list[Event], list[Event], list[Event]
     for group in groups:
         group.sort(key=lambda event: event["time"])
     return groups
+
+
+class Lines:
+    """The JSON objects of a file with one on each line, from where it was read last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._file: tuple[int, int] | None = None
+
+    def new(self, upto: bytes = b"") -> tuple[bool, list[dict[str, Any]]]:
+        """Whether the file has begun anew, and its new objects.
+
+        ``upto``: read of each line what comes before this, as a whole object.
+        """
+        try:
+            with open(self._path, "rb") as file:
+                about = os.fstat(file.fileno())
+                same = self._file == (about.st_dev, about.st_ino) and about.st_size >= self._at
+                self._file, self._at = (about.st_dev, about.st_ino), self._at if same else 0
+                file.seek(self._at)
+                return not same, list(self._read(file, upto))
+        except OSError:
+            return False, []
+
+    def _read(self, file: IO[bytes], upto: bytes) -> Iterator[dict[str, Any]]:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            self._at += len(line)
+            head, found, _ = line.partition(upto) if upto else (line, b"", b"")
+            try:
+                value = json.loads(head + b"}" if found else line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron.log_writer import LogWriter
-from recover_megatron.run_log import tail
 
 STEPS_FILE = "steps.jsonl"
+_BLOCK = 1 << 16
+"""How much of a file is read at a time."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class StepsFile:
         may_write: Callable[[], bool] = lambda: True,
         since_epoch: int | None = None,
     ) -> None:
-        """Continue ``path`` before ``first_iteration``; None: after whatever is there.
+        """Continue ``path`` before ``first_iteration``; None: after whatever a writer that is gone has left.
 
         ``since_epoch``: the run itself went back, with this epoch.  Lines of that epoch or a later one are those of the
         iterations as they were run again, and are continued.
@@ -140,11 +141,6 @@ class StepsFile:
         self._last = 0
         """Iteration of the last line that was there when the file was opened."""
         self._file = LogWriter(path, opening=self._open)
-
-    @classmethod
-    def taken_over(cls, path: Path, may_write: Callable[[], bool] = lambda: True) -> StepsFile:
-        """Continue the file of a writer that is gone."""
-        return cls(path, None, may_write)
 
     def append(self, step: StepRecord) -> None:
         """Add one line, if the file does not have its iteration already."""
@@ -175,11 +171,14 @@ class StepsFile:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if self._first is not None and not self._has_gone_back(descriptor):
-                end = tail.first_at_least(descriptor, self._first)
-                if end < tail.whole(descriptor):
-                    old, descriptor = descriptor, tail.begin_anew(path, descriptor, end)
+                end = _first_at_least(descriptor, self._first)
+                if end < _whole(descriptor):
+                    old, descriptor = descriptor, _begin_anew(path, descriptor, end)
                     os.close(old)
-            self._last = tail.cut_and_read_last(descriptor)
+            end = _whole(descriptor)
+            if end < os.fstat(descriptor).st_size:
+                os.ftruncate(descriptor, end)
+            self._last = read_last(descriptor)
         except OSError:
             os.close(descriptor)
             raise
@@ -188,7 +187,7 @@ class StepsFile:
 
     def _has_gone_back(self, descriptor: int) -> bool:
         """Whether another writer has been here since the run went back."""
-        return self._since_epoch is not None and tail.last_field(descriptor, "epoch") >= self._since_epoch
+        return self._since_epoch is not None and _last_field(descriptor, "epoch") >= self._since_epoch
 
 
 def microbatches_per_iteration(steps: Sequence[StepRecord]) -> int:
@@ -213,15 +212,12 @@ def violations(steps: Sequence[StepRecord], expected: int | None = None) -> list
     ``expected`` is M where it is known and constant.  Without it M is taken from the samples an iteration consumed;
     for the first line, which has nothing before it, from its own ids.  Checked besides: no iteration is left out.
     """
-    return [*_first(steps[:1], expected), *_others(steps, expected)]
+    return list(_violations(steps, expected))
 
 
-def _first(first: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
-    for step in first:
+def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
+    for step in steps[:1]:
         yield from _counts(step, microbatches_per_iteration([step]) if expected is None else expected)
-
-
-def _others(steps: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
     size = samples_per_microbatch(steps)
     for before, step in pairwise(steps):
         consumed = step.consumed_samples - before.consumed_samples
@@ -251,3 +247,106 @@ def _counts(step: StepRecord, total: int) -> Iterator[str]:
         yield f"iteration {step.iteration}: microbatches {missing} were not counted"
     elif foreign := sorted(counted - set(range(total))):
         yield f"iteration {step.iteration}: microbatches {foreign} were counted, the last one is {total - 1}"
+
+
+# -- finding a line without reading all of the file: lines are in the order of their iterations ---------------------
+
+
+def _whole(descriptor: int) -> int:
+    """Where the last whole line ends.  Raises OSError."""
+    return _before(descriptor, os.fstat(descriptor).st_size)
+
+
+def read_last(descriptor: int) -> int:
+    """The iteration of the last whole line, 0 if there is none.  Raises OSError."""
+    return _last_field(descriptor, "iteration")
+
+
+def _last_field(descriptor: int, name: str) -> int:
+    """A number of the last whole line, 0 if there is none.  Raises OSError."""
+    end = _whole(descriptor)
+    while end:
+        start = _before(descriptor, end - 1)
+        if (found := _number(_read(descriptor, start, end), name)) is not None:
+            return found
+        end = start  # a line that was spoiled: the one before it tells
+    return 0
+
+
+def _first_at_least(descriptor: int, iteration: int) -> int:
+    """Where the first line begins that has ``iteration`` or a later one; the end of the last whole line if none has.
+
+    Looks at a logarithm of the lines.  Raises OSError.
+    """
+    low, high = 0, _whole(descriptor)  # both are beginnings of lines, or the end
+    while low < high:
+        start = _before(descriptor, (low + high) // 2)
+        end = _after(descriptor, start, high)
+        found = _number(_read(descriptor, start, end), "iteration")
+        if found is not None and found >= iteration:
+            high = start
+        else:
+            low = end
+    return low
+
+
+def _begin_anew(path: Path, descriptor: int, end: int) -> int:
+    """Keep the file as path.1, path.2, ...; a new one has its first ``end`` bytes.  Its descriptor; raises OSError."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    other = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        offset = 0
+        while offset < end and (block := os.pread(descriptor, min(16 * _BLOCK, end - offset), offset)):
+            offset += len(block)
+            while block:
+                block = block[os.write(other, block) :]
+        number = 1
+        while (old := path.with_name(f"{path.name}.{number}")).exists():
+            number += 1
+        try:
+            os.link(path, old)  # so that there is a steps.jsonl at any time
+        except OSError:
+            os.rename(path, old)
+        os.replace(temporary, path)
+    except OSError:
+        os.close(other)
+        raise
+    return other
+
+
+def _before(descriptor: int, offset: int) -> int:
+    """Where the line begins that ``offset`` is in: after the last line end before ``offset``, or at 0."""
+    while offset > 0:
+        start = max(0, offset - _BLOCK)
+        found = _read(descriptor, start, offset).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        offset = start
+    return 0
+
+
+def _after(descriptor: int, offset: int, end: int) -> int:
+    """Behind the first line end from ``offset`` on, or ``end``."""
+    while offset < end:
+        block = _read(descriptor, offset, min(end, offset + _BLOCK))
+        found = block.find(b"\n")
+        if found >= 0:
+            return offset + found + 1
+        if not block:
+            break
+        offset += len(block)
+    return end
+
+
+def _read(descriptor: int, start: int, end: int) -> bytes:
+    data = b""
+    while len(data) < end - start and (block := os.pread(descriptor, end - start - len(data), start + len(data))):
+        data += block
+    return data
+
+
+def _number(line: bytes, name: str) -> int | None:
+    try:
+        return int(json.loads(line)[name])
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,7 +1,7 @@
 """``recover-status HOST:PORT[,HOST:PORT...]``, or a log folder: what a running job does, from its coordinator.
 
 Exit status: 0, also when the run turns out to have ended; 1 if nobody answers; 2 for a wrong address or secret.  With
-``--check`` those of monitoring (``headline.Level``), with ``drain`` those of ``drain.DrainExit``.
+``--check`` those of monitoring (``headline.Level``), with ``drain`` those of ``DrainExit``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from pathlib import Path
 
 from recover_megatron import __version__
 from recover_megatron.membership.client import NoAnswer, OtherVersion
-from recover_megatron.membership.records import AuthenticationError, SecretError
-from recover_megatron.status.drain import drain
+from recover_megatron.membership.records import AuthenticationError, SecretError, ranges
 from recover_megatron.status.folder import candidates
 from recover_megatron.status.headline import Level, headline
+from recover_megatron.status.model import DrainStatus, RunStatus
 from recover_megatron.status.source import Source, source_of
 from recover_megatron.variables import COORDINATOR_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
@@ -32,6 +34,17 @@ PATIENCE_SECONDS = 30.0
 """A live view that nobody answers any more ends after this long: a new coordinator leads sooner, or never."""
 SHORTEST_INTERVAL = 0.5
 """Seconds; a coordinator refuses who asks more often."""
+PAUSE_SECONDS = 0.5
+"""Between two questions of ``drain``."""
+
+
+class DrainExit(IntEnum):
+    """Exit codes of ``drain``, beside ``EXIT_NOBODY`` and ``EXIT_INTERRUPTED``."""
+
+    DRAINED = 0
+    """It may be switched off."""
+    REFUSED = 3
+    """Nothing has changed; or, of a host, some of its nodes are drained and others stay."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -108,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = source_of(args.addresses, args.secret_file)
     except (SecretError, ValueError, OSError) as error:
         if args.check:
-            return _unknown(str(error))
+            return _refuse(str(error), EXIT_USAGE, check=True)
         parser.error(str(error))
     try:
         code = _show(source, args)
@@ -116,14 +129,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except AuthenticationError as error:
         told = f"{error}; set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} to the secret of the run"
-        return _unknown(told) if args.check else _refuse(told, EXIT_USAGE)
+        return _refuse(told, EXIT_USAGE, check=args.check)
     except OtherVersion as error:
-        return _unknown(str(error)) if args.check else _refuse(str(error), EXIT_NOBODY)
+        return _refuse(str(error), EXIT_NOBODY, check=args.check)
     except NoAnswer as error:
-        if args.check:
-            return _unknown(f"no coordinator answers: {error}")
         hint = "the run is over (its launcher's output and events-*.jsonl say how), has not started, or is elsewhere"
-        return _refuse(f"no coordinator answers: {error}\nEither {hint}.", EXIT_NOBODY)
+        more = "" if args.check else f"\nEither {hint}."
+        return _refuse(f"no coordinator answers: {error}{more}", EXIT_NOBODY, check=args.check)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED if args.drain else 0
     except BrokenPipeError:
@@ -164,14 +176,69 @@ def _print_no_more() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _unknown(reason: str) -> int:
-    print(f"UNKNOWN: {reason}")
-    return Level.UNKNOWN
-
-
-def _refuse(reason: str, code: int) -> int:
+def _refuse(reason: str, code: int, *, check: bool = False) -> int:
+    """Tell why there is nothing to show; returns the exit status.  ``check``: as monitoring wants it told."""
+    if check:
+        print(f"UNKNOWN: {reason}")
+        return Level.UNKNOWN
     print(f"recover-status: error: {reason}", file=sys.stderr)
     return code
+
+
+def drain(node: str, look: Callable[[str | None], RunStatus], patience: float, say: Callable[[str], None]) -> DrainExit:
+    """Have ``node`` (or all nodes of a host of that name) drained, and tell of it until it is known what becomes of it.
+
+    ask -> asked, moving: a line for each change -> drained: it may be switched off
+                                               |--> refused: why; of a host: which of its nodes
+                                               '--> the run ends: so it may, too
+
+    The coordinator that was asked may be lost before the run's members know of it; the next one shows nothing of the
+    node then, and is asked again.  Ctrl-C ends the looking and takes nothing back.
+
+    ``look``: the run as it is now, after asking for a node to be drained if one is given.  Raises ``NoAnswer`` when
+    nobody answers for ``patience`` seconds, and what else ``look`` raises.
+    """
+    told, silent_since, known = "", None, False
+    while True:
+        try:
+            status = look(None if known else node)
+        except NoAnswer:
+            silent_since = silent_since or time.monotonic()
+            if time.monotonic() - silent_since > patience:
+                raise
+        else:
+            silent_since = None
+            if status.code is not None:
+                say(f"the run has ended ({status.reason}): nothing of it runs on {node}")
+                return DrainExit.DRAINED
+            rows = [row for row in status.drains if node in row.names]
+            known = bool(rows)
+            text, end = _told(node, rows)
+            if text and text != told:
+                say(text)
+                told = text
+            if end is not None:
+                return end
+        time.sleep(PAUSE_SECONDS)
+
+
+def _told(node: str, rows: list[DrainStatus]) -> tuple[str, DrainExit | None]:
+    """What to say of a node, and how that ends the command, if it does."""
+    if not rows:
+        return "", None
+    running = [row for row in rows if row.state in ("asked", "moving")]
+    refused = [row for row in rows if row.state == "refused"]
+    if running:
+        workers = ranges(sorted(worker for row in running for worker in row.workers))
+        doing = "is asked for" if any(row.state == "asked" for row in running) else "leaves at the next iteration"
+        return f"{node}: {doing}; workers there: {workers or 'none'}", None
+    if refused:
+        drained = " and ".join(row.node for row in rows if row not in refused)
+        if not drained:
+            return f"{node} is not drained, and nothing has changed: {refused[0].reason}", DrainExit.REFUSED
+        stays = ". ".join(f"{row.node} stays: {row.reason}" for row in refused)
+        return f"{node} is not drained as a whole. {stays}. {drained} is drained", DrainExit.REFUSED
+    return f"{node} is drained: it may be switched off", DrainExit.DRAINED
 
 
 if __name__ == "__main__":

@@ -6,11 +6,8 @@ asks the coordinator as an observer and reads the log folder, so the training kn
     every ``INTERVAL``:  look, read --> registry (served by HTTP), textfile (replaced), events (to the command)
     SIGTERM:             the same once more, then the end
 
-``--recover-on-event COMMAND``: a command of the user's for every event of a run, which nobody else waits for.
-
-put --queue--> COMMAND, with the event as a JSON object on its stdin, one at a time
-       |            '-- takes longer than ``SECONDS``: killed, with its whole process group
-       '-- ``MOST`` wait: the event is dropped, and a line says so
+The command gets one event at a time, as a JSON object on its stdin.  It is killed, with its whole process group, after
+``SECONDS``; where ``MOST`` events wait for it another one is dropped, and a line says so.
 """
 
 from __future__ import annotations
@@ -35,14 +32,21 @@ from recover_megatron.logger import get_logger
 from recover_megatron.membership.client import NoAnswer
 from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.membership.wire import find_secret
-from recover_megatron.status.folder import ending
+from recover_megatron.status.folder import History, ending, worker_processes
 from recover_megatron.status.headline import headline
-from recover_megatron.status.history import History, worker_processes
 from recover_megatron.status.model import RunStatus
 from recover_megatron.status.source import Watch
 
+log = get_logger(__name__)
+
+INTERVAL = 2.0
+ANSWER_SECONDS = 2.0
 SECONDS = 30.0
+LAST_SECONDS = 3.0
+"""How long, at the end, the command may take for the events that are left."""
 MOST = 1000
+UNTOLD = ("commit", "attached", "join", "spawned", "witness", "complaint", "listening")
+"""Events of every run and every second, of which the command is not told."""
 
 
 class EventHook:
@@ -94,16 +98,6 @@ class EventHook:
             return
         if process.returncode:
             self._say(f"--recover-on-event: {self._words[0]} ended with {process.returncode}")
-
-
-log = get_logger(__name__)
-
-INTERVAL = 2.0
-ANSWER_SECONDS = 2.0
-LAST_SECONDS = 3.0
-"""How long, at the end, the command may take for the events that are left."""
-UNTOLD = ("commit", "attached", "join", "spawned", "witness", "complaint", "listening")
-"""Events of every run and every second, of which the command is not told."""
 
 
 class Exporter:

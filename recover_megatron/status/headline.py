@@ -85,7 +85,7 @@ def _passing(status: RunStatus) -> str:
 
 def held_up_by(status: RunStatus) -> WorkerStatus | None:
     """The worker for which others with a place have waited for too long; None: there is none."""
-    placed = [worker for replica in status.grid for worker in replica.workers]
+    placed = status.placed
     usual = status.training.seconds_per_iteration if status.training is not None else None
     limit = max(HELD_UP_SECONDS, HELD_UP_ITERATIONS * (usual or 0.0))
     if not any((worker.waiting or 0.0) > limit for worker in placed):

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from recover_megatron.status.folder import History
 from recover_megatron.status.headline import headline
-from recover_megatron.status.history import History
 from recover_megatron.status.model import RunStatus
 
 STATES = ("STARTING", "HEALTHY", "DEGRADED", "RECOVERING", "STALLED", "ENDED")
@@ -59,10 +59,9 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
     for cause, count in sorted(Counter(gone.cause for gone in status.lost).items()):
         lost.add_metric([cause], float(count))
     yield lost
-    placed = [worker for replica in status.grid for worker in replica.workers]
-    silences = [worker.silence for worker in [*placed, *status.spares] if worker.silence is not None]
+    silences = [worker.silence for worker in [*status.placed, *status.spares] if worker.silence is not None]
     training = status.training
-    for name, text, value in (
+    rows: list[tuple[str, str, float | None]] = [
         ("recover_replicas", "Replicas that run.", len(status.grid)),
         ("recover_replicas_of_launch", "Replicas at the launch.", status.replicas_of_launch),
         ("recover_workers_live", "Workers that live.", status.live),
@@ -73,23 +72,23 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
         ("recover_worker_silence_seconds", "Longest silence of a live worker.", max(silences, default=None)),
         ("recover_last_step_age_seconds", "Since the last committed decision.", status.commit_age),
         ("recover_exit_code", "Of a run that has ended.", status.code),
-    ):
-        yield from _known(name, text, value)
-    if training is None:
-        return
-    for name, text, value in (
-        ("recover_iteration", "Last committed iteration.", training.iteration),
-        ("recover_train_iterations", "Iterations that the training shall have.", training.train_iters),
-        ("recover_loss", "Loss of the last iteration.", training.loss),
-        ("recover_iteration_seconds", "Mean of the last iterations.", training.seconds_per_iteration),
-        ("recover_samples_per_second", "Over the last iterations.", training.samples_per_second),
-        ("recover_tflops_per_gpu", "By Megatron's formula.", training.tflops_per_gpu),
-        ("recover_goodput_ratio", "Share of worker time in committed iterations.", training.goodput),
-        ("recover_checkpoint_iteration", "Of the last checkpoint.", training.checkpoint),
-        ("recover_checkpoint_age_seconds", "Of the last checkpoint.", training.checkpoint_age),
-    ):
-        yield from _known(name, text, value)
-    if status.restarts is not None:
+    ]
+    if training is not None:
+        rows += [
+            ("recover_iteration", "Last committed iteration.", training.iteration),
+            ("recover_train_iterations", "Iterations that the training shall have.", training.train_iters),
+            ("recover_loss", "Loss of the last iteration.", training.loss),
+            ("recover_iteration_seconds", "Mean of the last iterations.", training.seconds_per_iteration),
+            ("recover_samples_per_second", "Over the last iterations.", training.samples_per_second),
+            ("recover_tflops_per_gpu", "By Megatron's formula.", training.tflops_per_gpu),
+            ("recover_goodput_ratio", "Share of worker time in committed iterations.", training.goodput),
+            ("recover_checkpoint_iteration", "Of the last checkpoint.", training.checkpoint),
+            ("recover_checkpoint_age_seconds", "Of the last checkpoint.", training.checkpoint_age),
+        ]
+    for name, text, value in rows:
+        if value is not None:
+            yield _gauge(name, text, float(value))
+    if training is not None and status.restarts is not None:
         yield CounterMetricFamily("recover_restarts", "Workers started in place of others.", float(status.restarts))
 
 
@@ -112,11 +111,6 @@ def _buckets(times: Sequence[float]) -> list[tuple[str, float]]:
         counts[bisect_left(BUCKETS, seconds)] += 1
     bounds: Iterable[str] = [*map(str, BUCKETS), "+Inf"]
     return [(bound, float(sum(counts[: n + 1]))) for n, bound in enumerate(bounds)]
-
-
-def _known(name: str, text: str, value: float | None) -> Iterator[Metric]:
-    if value is not None:
-        yield _gauge(name, text, float(value))
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -25,7 +25,6 @@ from rich.text import Text
 from recover_megatron.membership.client import NoAnswer
 from recover_megatron.membership.records import AuthenticationError, ranges
 from recover_megatron.status.headline import Level, headline, some, span
-from recover_megatron.status.history import Training
 from recover_megatron.status.model import (
     DrainStatus,
     Fault,
@@ -33,6 +32,7 @@ from recover_megatron.status.model import (
     RecoveryStatus,
     Replica,
     RunStatus,
+    Training,
     WorkerStatus,
     of_launch,
 )
@@ -57,20 +57,18 @@ def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> 
         parts.append(Text(f"  {left}", "dim"))
     few = None if lines is None else 8
     room = None if lines is None else max(4, lines - 9 - _lines_of(status))
-    if status.grid:
-        parts.append(_titled("grid", _grid(status.grid, room)))
-    if status.unplaced:
-        parts.append(_titled("workers, of which no replica is known", _loose(status.unplaced, room)))
-    if status.spares:
-        parts.append(_titled("spares", _loose(status.spares, few)))
-    if status.drains:
-        parts.append(_titled("drained nodes", _drains(status.drains)))
-    if status.gone:
-        parts.append(_titled("gone", _gone(status.gone, few)))
-    if status.faults:
-        parts.append(_titled("last faults", _faults(_newest(status.faults, lines))))
-    if status.recoveries:
-        parts.append(_titled("last plans", _recoveries(_newest(status.recoveries, lines))))
+    tables = {
+        "grid": _grid(status.grid, room),
+        "workers, of which no replica is known": _loose(status.unplaced, room),
+        "spares": _loose(status.spares, few),
+        "drained nodes": _drains(status.drains),
+        "gone": _gone(status.gone, few),
+        "last faults": _faults(_newest(status.faults, lines)),
+        "last plans": _recoveries(_newest(status.recoveries, lines)),
+    }
+    for title, table in tables.items():
+        if table.rows:
+            parts += [Text(), Text(title, "bold"), table]
     if status.hidden:
         parts.append(Text(f"{status.hidden} more workers are not told of", style="dim"))
     return Group(*parts)
@@ -253,10 +251,6 @@ def _table(*columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
     return table
-
-
-def _titled(title: str, table: Table) -> RenderableType:
-    return Group(Text(), Text(title, "bold"), table)
 
 
 def _add(table: Table, *cells: str | Text) -> None:

@@ -17,16 +17,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.membership.client import ANSWER_SECONDS, Address, NoAnswer, Observer, OtherVersion
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, AuthenticationError
 from recover_megatron.membership.wire import Secret, find_secret
-from recover_megatron.status.folder import candidates, ending, has_begun, last_written, may_go_on, secret_file
-from recover_megatron.status.history import History, worker_processes
-from recover_megatron.status.model import RunStatus
-from recover_megatron.status.view_reader import read
+from recover_megatron.status.folder import (
+    History,
+    candidates,
+    ending,
+    has_begun,
+    last_written,
+    may_go_on,
+    secret_file,
+    worker_processes,
+)
+from recover_megatron.status.model import RunStatus, read
 
 
 class Watch:
@@ -59,7 +65,8 @@ class Watch:
                 if not (status.state == "standby" or status.code == EXIT_LOST_MAJORITY):
                     return status
                 seconds.append(status)
-            self._next()
+            self.close()
+            self._addresses.append(self._addresses.pop(0))
         if seconds:
             return max(seconds, key=lambda status: (status.code is None, status.attached))
         if refusals:
@@ -82,24 +89,6 @@ class Watch:
         except (KeyError, TypeError, ValueError) as error:
             raise NoAnswer(f"{name} answers with a view that cannot be read ({error!r})") from error
 
-    def _next(self) -> None:
-        """Turn to the next candidate."""
-        self.close()
-        self._addresses.append(self._addresses.pop(0))
-
-
-class Source(Protocol):
-    """Whatever can be looked at again and again."""
-
-    def look(self, drain: str | None = None) -> RunStatus:
-        """The run now, after ``drain``, a node or host, was asked to be drained.
-
-        Raises ``NoAnswer`` and ``AuthenticationError``.
-        """
-
-    def close(self) -> None:
-        """End the connection."""
-
 
 class FolderSource:
     """The last launch into ``folder``.  Raises ValueError, OSError and SecretError where it cannot be asked."""
@@ -114,7 +103,7 @@ class FolderSource:
             self._watch = Watch(addresses, find_secret(path=secret or secret_file(folder)))
 
     def look(self, drain: str | None = None) -> RunStatus:
-        """See ``Source``."""
+        """As ``Watch.look``, with what the files tell."""
         status = ending(self._folder) if self._watch is None else None
         if status is None:
             assert self._watch is not None
@@ -136,9 +125,12 @@ class FolderSource:
         return status.with_files(training, worker_processes(self._folder))
 
     def close(self) -> None:
-        """See ``Source``."""
+        """End the connection."""
         if self._watch is not None:
             self._watch.close()
+
+
+Source = Watch | FolderSource
 
 
 def source_of(where: str, secret: Path | None) -> Source:

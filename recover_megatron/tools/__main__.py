@@ -1,4 +1,11 @@
-"""The command ``recover-tools``."""
+"""recover-tools: what comes with the package beside its modules, found wherever it is installed.
+
+recover-tools                        what there is, and where
+recover-tools corpus [OPTIONS]       a small corpus to train on            (scripts/prepare_corpus.py)
+recover-tools patch CHECKOUT         have a Megatron-LM checkout take --recover  (scripts/apply_patches.sh)
+recover-tools gpu-checks [OPTIONS]   check a GPU; needs the source tree    (scripts/gpu_checks.sh)
+recover-tools copy slurm FOLDER      copy files to edit: slurm, examples, patches, docs
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recover_megatron import __version__, tools
+from recover_megatron import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 COPIED = {"slurm": "scripts/slurm", "examples": "examples", "patches": "patches", "docs": "docs"}
@@ -22,10 +29,10 @@ RUN = {
 """The interpreter and the script of each command that is run."""
 
 
-def root(package: Path = PACKAGE) -> Path:
-    """Where the files lie: in the installed package, or the source tree of which ``package`` is a part."""
-    shipped = package / "shipped"
-    return shipped if shipped.is_dir() else package.parent
+def root() -> Path:
+    """Where the files lie: in the installed package, or the source tree of which the package is a part."""
+    shipped = PACKAGE / "shipped"
+    return shipped if shipped.is_dir() else PACKAGE.parent
 
 
 def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:
@@ -45,7 +52,7 @@ def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:
 def listed(files: Path) -> str:
     """What there is, for people."""
     lines = [f"{name:<12}{files / place}" for name, place in COPIED.items() if (files / place).is_dir()]
-    return "\n".join(["recover-tools copy NAME FOLDER copies one of these:", *lines, "", str(tools.__doc__).strip()])
+    return "\n".join(["recover-tools copy NAME FOLDER copies one of these:", *lines, "", str(__doc__).strip()])
 
 
 def _copy(name: str, folder: Path, files: Path) -> int:

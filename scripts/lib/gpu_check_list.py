@@ -103,13 +103,8 @@ def collective(what: str, place: Place) -> str:
 def ranks(what: str, place: Place, counting: float = 12.0) -> str:
     """One of gpu_ranks; those that count do so for ``counting`` seconds."""
     _needs(*([] if place.rehearse else ["nccl"]))
-    return _own_process(
-        "gpu_ranks.py",
-        what,
-        place,
-        counting + (300 if place.rehearse else 90),
-        {"RECOVER_CHECK_SECONDS": str(counting)},
-    )
+    seconds = counting + (300 if place.rehearse else 90)
+    return _own_process("gpu_ranks.py", what, place, seconds, {"RECOVER_CHECK_SECONDS": str(counting)})
 
 
 @dataclass(frozen=True)
@@ -139,10 +134,8 @@ def over_nccl(layout: Layout, place: Place) -> str:
     killed = _recovering(
         place, f"{layout.name}-over-nccl-two-killed", flags, workers=4, inject=layout.inject, dead=layout.dead
     )
-    for training in (reference, killed):
-        training.as_hosts = True
-        if layout.connections:
-            training.environment["CUDA_DEVICE_MAX_CONNECTIONS"] = layout.connections
+    for training in (reference, killed) if layout.connections else ():
+        training.environment["CUDA_DEVICE_MAX_CONNECTIONS"] = layout.connections
     together([reference, killed], place.until(120))
     return f"losses differ by {worst_difference(killed, reference, layout.replicas):.0e}"
 
@@ -155,8 +148,6 @@ def broken_device(place: Place) -> str:
     flags = [*TINY, *WITHOUT_KERNELS, *place.device("nccl")]
     reference = _recovering(place, "two-workers", flags, workers=2)
     broken = _recovering(place, "device-breaks", flags, workers=2, inject="1@3:forward:device", dead=(1,))
-    for training in (reference, broken):
-        training.as_hosts = True
     together([reference, broken], place.until(120))
     return f"losses differ by {worst_difference(broken, reference):.0e}"
 
@@ -188,8 +179,6 @@ def distributed_optimizer(place: Place) -> str:
     if not any(map(importlib.util.find_spec, ("apex", "transformer_engine"))):
         on_host = [*flags, "--recover-shadow-device", "cpu"]
         trainings.append(_recovering(place, "sharded-on-host-one-killed", on_host, workers=4, inject=KILL, dead=(1,)))
-    for training in trainings:
-        training.as_hosts = True
     together(trainings, place.until(150))
     worst = max(worst_difference(training, reference) for training in trainings)
     return f"losses differ by {worst:.0e} ({len(trainings)} runs)"
@@ -203,13 +192,8 @@ def overhead(place: Place) -> str:
     options = Namespace(
         block=6, blocks=7, microbatch_seconds=0.0, profile=None, timeout=place.until(200) - time.monotonic()
     )
-    flags = [
-        *WITHOUT_KERNELS,
-        *_model(place),
-        *place.device("nccl"),
-        "--train-iters",
-        str(options.block * options.blocks + 1),
-    ]
+    iterations = str(options.block * options.blocks + 1)
+    flags = [*WITHOUT_KERNELS, *_model(place), *place.device("nccl"), "--train-iters", iterations]
     measured = compare({"without": _Launched(), "with": _Launched()}, 1, flags, options, "gpu")  # type: ignore[dict-item]
     losses = [measured[side]["loss"] for side in ("with", "without")]
     if None in losses or abs(losses[0] / losses[1] - 1) > ROUNDING:
@@ -281,10 +265,7 @@ CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("revoked 5 s after a kill, native", partial(ranks, "late-native")),
     ("revoked 5 s after a kill, ring", partial(ranks, "late-ring")),
     ("Megatron over NCCL, DP 4, 2 killed", partial(over_nccl, DP4)),
-    (
-        "Megatron over NCCL, TP 2, 2 killed",
-        partial(over_nccl, TP2),
-    ),
+    ("Megatron over NCCL, TP 2, 2 killed", partial(over_nccl, TP2)),
     ("Megatron over NCCL, PP 2, 2 killed", partial(over_nccl, PP2)),
     ("torch's non-blocking communicator, all collectives", partial(collective, "torch-collectives")),
     ("torch's communicator aborted from another thread", partial(collective, "torch-abort")),

@@ -88,7 +88,7 @@ class Rank:
 
     # ---- what the parent asks for; each returns what is told
 
-    def open(self, collective: str, segment_bytes: int = 0, **_: Any) -> Values:
+    def open(self, collective: str, segment_bytes: int = 0) -> Values:
         """Open the group of ``self.epoch``, which the reading thread has made."""
         assert self.epoch is not None
         if self._group is not None:
@@ -102,7 +102,7 @@ class Rank:
         )  # type: ignore[arg-type]  # fmt: skip
         return {"seconds": time.monotonic() - started}
 
-    def sum(self, buckets: int, elements: int, rounds: int, **_: Any) -> Values:
+    def sum(self, buckets: int, elements: int, rounds: int) -> Values:
         """Sum ``buckets`` buckets, again and again; a line before each round, so that the parent knows when."""
         self._need_buckets(buckets, elements)
         seconds = []
@@ -115,7 +115,7 @@ class Rank:
             seconds.append(time.monotonic() - started)
         return {"seconds": min(seconds), "bytes": sum(bucket.flat.nbytes for bucket in self._buckets)}
 
-    def recover(self, buckets: int, elements: int, round: int, **_: Any) -> Values:
+    def recover(self, buckets: int, elements: int, round: int) -> Values:
         """After ``open``: finish the round that was interrupted; a worker that was not in it brings its own part."""
         started = time.monotonic()
         fresh = not self._buckets
@@ -123,12 +123,12 @@ class Rank:
         if fresh or self._round != round:
             self._round = round
             self._fill()
-        group = self._require_group()
-        group.pull(self._buckets)
+        assert self._group is not None
+        self._group.pull(self._buckets)
         self._sum()
         return {"seconds": time.monotonic() - started}
 
-    def state(self, **_: Any) -> Values:
+    def state(self) -> Values:
         """What this process holds, and where its buckets are."""
         folder = Path("/proc/self")
         held = {"threads": len(os.listdir(folder / "task")), "descriptors": len(os.listdir(folder / "fd"))}
@@ -137,7 +137,7 @@ class Rank:
             held |= {"device_used": total - free, "allocated": torch.cuda.memory_allocated(DEVICE)}
         return held | {"round": self._round, "buckets": bool(self._buckets)}
 
-    def peak(self, buckets: int, elements: int, **_: Any) -> Values:
+    def peak(self, buckets: int, elements: int) -> Values:
         """Bytes that the group takes at most beside ``buckets`` buckets which are handed in back to back."""
         self._need_buckets(buckets, elements)
         self._round += 1
@@ -150,19 +150,17 @@ class Rank:
         before = torch.cuda.memory_allocated(DEVICE)
         self._sum(check=False)
         peak = torch.cuda.max_memory_allocated(DEVICE) - before
-        self._check()
+        self.check()
         return {"peak": peak, "bucket": self._buckets[0].flat.nbytes}
 
-    def busy(self, seconds: float, **_: Any) -> Values:
+    def busy(self, seconds: float) -> Values:
         """Matrix products on the default stream in a thread of their own, as a backward pass beside the sums."""
         if not REHEARSE:
             threading.Thread(target=_multiply, args=(seconds,), daemon=True).start()
         return {}
 
-    def fill_memory(self, share: float, **_: Any) -> Values:
+    def fill_memory(self, share: float) -> Values:
         """Take so much of what is free on the device, then set finished sums aside: that needs memory."""
-        if not self._buckets:
-            raise RuntimeError("sum first")
         filler = []
         if not REHEARSE:
             free, _total = torch.cuda.mem_get_info(DEVICE)
@@ -177,12 +175,6 @@ class Rank:
             raise RuntimeError("a sum that was set aside came back changed")
         return {"filled": sum(tensor.nbytes for tensor in filler)}
 
-    def device_assert(self, **_: Any) -> Values:
-        """An index out of range on the device: its context is broken from then on."""
-        index = torch.tensor([1 << 30], device=DEVICE)
-        torch.zeros(4, device=DEVICE)[index].sum().item()
-        return {}
-
     # ---- inside
 
     def begin(self, number: int, epochs: dict[str, list[int]]) -> None:
@@ -190,11 +182,6 @@ class Rank:
         members = epochs[str(number)]
         self._members_of = {int(epoch): ids for epoch, ids in epochs.items()}
         self.epoch = ToldEpoch(number, members, self._me)
-
-    def _require_group(self) -> Group:
-        if self._group is None:
-            raise RuntimeError("open first")
-        return self._group
 
     def _need_buckets(self, count: int, elements: int) -> None:
         if [bucket.flat.numel() for bucket in self._buckets] != [elements] * count:
@@ -208,19 +195,16 @@ class Rank:
             bucket.flat.add_(self._round)
 
     def _sum(self, check: bool = True) -> None:
-        group = self._require_group()
-        for handle in [group.all_reduce(bucket) for bucket in self._buckets]:
+        assert self._group is not None
+        for handle in [self._group.all_reduce(bucket) for bucket in self._buckets]:
             handle.wait(SECONDS)
         if check:
-            self._check()
+            self.check()
         if not all(bucket.ledger.complete for bucket in self._buckets):
             raise RuntimeError("a bucket is not complete after its sum")
 
-    def check_all(self) -> None:
+    def check(self) -> None:
         """Raises RuntimeError unless every element is this worker's gradient or the sum that its ledger names."""
-        self._check()
-
-    def _check(self) -> None:
         for number, bucket in enumerate(self._buckets):
             parts: list[tuple[Span, list[int]]] = [(span, [self._me]) for span in bucket.ledger.local]
             parts += [(span, self._members_of[span.epoch]) for span in bucket.ledger.reduced]
@@ -255,7 +239,7 @@ def carry_out(rank: Rank, command: Values) -> Values:
         return {"told": what, **getattr(rank, what)(**command)}
     except EpochRevoked:
         now = time.monotonic()
-        rank.check_all()
+        rank.check()
         assert rank.epoch is not None
         by_parent = rank.epoch.revoked_at
         return {"told": what, "raised": "EpochRevoked", "after": now - by_parent if by_parent else None}

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ PATIENCE = 60.0
 """Seconds in which a rank must answer; a hang is a failure that names the rank and what it was asked."""
 STARTING = 180.0
 """Seconds in which it must have imported torch and made its CUDA context, beside others that do the same."""
-SPARES = 5 if REHEARSE else 10
-"""Ranks that have begun to start before they are needed."""
+SPARES = 1 if REHEARSE else 6
+"""Ranks that have begun to start before they are needed, where some are killed."""
 MIB = 1 << 20
 Values = dict[str, Any]
 
@@ -108,14 +108,17 @@ class Process:
 class Ranks:
     """All of them, some waiting for their first epoch; a context."""
 
-    def __init__(self, collective: str, *, elements: int = MIB, buckets: int = 4, segment_bytes: int = 0) -> None:
+    def __init__(
+        self, collective: str, *, elements: int = MIB, buckets: int = 4, segment_bytes: int = 0, spares: int = 0
+    ) -> None:
         self.shape = {"buckets": buckets, "elements": elements}
         self._way = {"collective": collective, "segment_bytes": segment_bytes}
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._started: list[Process] = []
+        self._spares = spares
+        self._waiting: list[Process] = []
         self._epochs: dict[int, list[int]] = {}
         self.members: list[Process] = []
-        self.round = 0
 
     def __enter__(self) -> Ranks:
         return self
@@ -124,12 +127,16 @@ class Ranks:
         for process in self._started:
             process.kill()
 
-    def start(self, count: int) -> list[Process]:
-        """Begin ``count`` ranks; they answer "ready" when they have the device."""
+    def ready(self, count: int) -> list[Process]:
+        """``count`` ranks that have the device; the next ones have begun."""
         first = len(self._started)
-        fresh = [Process(me, self._store.port) for me in range(first, first + count)]
-        self._started += fresh
-        return fresh
+        more = count + self._spares - len(self._waiting)
+        self._started += [Process(me, self._store.port) for me in range(first, first + more)]
+        self._waiting += self._started[first:]
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        for process in taken:
+            process.good("start", STARTING)
+        return taken
 
     def open(self, members: Sequence[Process]) -> list[Values]:
         """The next epoch; each opens its group."""
@@ -150,15 +157,23 @@ class Ranks:
             process.ask(do, **values)
         return [process.good(do) for process in self.members]
 
-    def revoke(self, survivors: Sequence[Process], what: str) -> list[Values]:
-        """End the epoch; every survivor must raise EpochRevoked with nothing but its gradients and exact sums."""
+    def kill(self, victim: Process) -> list[Process]:
+        """The members that are left."""
+        victim.kill()
+        return [process for process in self.members if process is not victim]
+
+    def revoke(self, survivors: Sequence[Process], what: str) -> list[float]:
+        """End the epoch; every survivor must raise EpochRevoked with nothing but its gradients and exact sums.
+
+        Returns the seconds after which each did.
+        """
         for process in survivors:
             process.ask("revoke")
         told = [process.result(what) for process in survivors]
         for process, values in zip(survivors, told, strict=True):
             if values.get("raised") != "EpochRevoked":
                 raise RankFailed(f"rank {process.me}, {what}: {values}, not EpochRevoked")
-        return told
+        return [max(0.0, values["after"] or 0.0) for values in told]
 
     def recover(self, members: Sequence[Process]) -> float:
         """The next epoch finishes the interrupted round; the seconds of the slowest, opening included."""
@@ -175,7 +190,7 @@ class Ranks:
 def two(collective: str) -> str:
     """Two ranks, any result at all."""
     with Ranks(collective) as ranks:
-        opened = ranks.open(_ready(ranks.start(2)))
+        opened = ranks.open(ranks.ready(2))
         summed = ranks.all("sum", **ranks.shape, rounds=20)
         rate = summed[0]["bytes"] / summed[0]["seconds"] / 1e9
         return f"opened in {max(values['seconds'] for values in opened):.2f} s, {rate:.2f} GB/s"
@@ -184,24 +199,19 @@ def two(collective: str) -> str:
 def kills(collective: str, delay: float = 0.0, most: int = MOST) -> str:
     """Killed in the middle of sums, again and again, each replaced: never a wrong element."""
     choose = random.Random(2026)
-    raised, recovered = [], []
-    with Ranks(collective) as ranks:
-        spares = ranks.start(SPARES)
-        members = _ready([spares.pop(0) for _ in range(4)])
-        ranks.open(members)
+    raised: list[float] = []
+    recovered: list[float] = []
+    with Ranks(collective, spares=SPARES) as ranks:
+        ranks.open(ranks.ready(4))
         before = ranks.all("state")
-        until = time.monotonic() + TELL
-        while len(raised) < most and (time.monotonic() < until or not raised):
+        for _ in _until_counted(raised, most):
             _start_sums(ranks, choose)
-            victim = choose.choice(members[1:])  # the first one stays, so that growth shows in it
+            victim = choose.choice(ranks.members[1:])  # the first one stays, so that growth shows in it
             time.sleep(choose.random() * 0.05)  # anywhere within a sum
-            victim.kill()
-            survivors = [process for process in members if process is not victim]
+            survivors = ranks.kill(victim)
             time.sleep(delay)  # the news is late: until then nobody may believe what NCCL makes of the death
-            raised += [max(0.0, values["after"] or 0.0) for values in ranks.revoke(survivors, "sums beside a death")]
-            spares += ranks.start(1)
-            members = [*survivors, *_ready([spares.pop(0)])]
-            recovered.append(ranks.recover(members))
+            raised += ranks.revoke(survivors, "sums beside a death")
+            recovered.append(ranks.recover([*survivors, *ranks.ready(1)]))
         after = ranks.all("state")
         grown = {key: after[0][key] - before[0][key] for key in ("threads", "descriptors")}
         if max(grown.values()) > len(recovered) and len(recovered) >= 20:
@@ -216,38 +226,30 @@ def revocations(collective: str) -> str:
     """Nobody dies, and the epoch ends at full speed: nothing but EpochRevoked, within a second."""
     choose = random.Random(2027)
     raised: list[float] = []
-    count = 0
+    recovered: list[float] = []
     with Ranks(collective) as ranks:
-        members = _ready(ranks.start(3))
-        ranks.open(members)
-        until = time.monotonic() + TELL
-        while count < MOST and (time.monotonic() < until or not count):
+        ranks.open(ranks.ready(3))
+        for _ in _until_counted(recovered):
             _start_sums(ranks, choose)
             time.sleep(choose.random() * 0.02)
-            raised += [max(0.0, values["after"] or 0.0) for values in ranks.revoke(members, "revoked at full speed")]
-            ranks.recover(members)
-            count += 1
+            raised += ranks.revoke(ranks.members, "revoked at full speed")
+            recovered.append(ranks.recover(ranks.members))
     if max(raised) > 1.0:
         raise RankFailed(f"{max(raised):.1f} s until EpochRevoked was raised")
-    return f"{count} revocations; to EpochRevoked {_spread(raised)}"
+    return f"{len(recovered)} revocations; to EpochRevoked {_spread(raised)}"
 
 
 def deaths_while_opening(collective: str) -> str:
     """A member dies between the meeting and the first message."""
     choose = random.Random(2028)
     waited: list[float] = []
-    with Ranks(collective) as ranks:
-        spares = ranks.start(SPARES)
-        members = _ready([spares.pop(0) for _ in range(3)])
-        opening = max(values["seconds"] for values in ranks.open(members))
+    with Ranks(collective, spares=SPARES) as ranks:
+        opening = max(values["seconds"] for values in ranks.open(ranks.ready(3)))
         ranks.all("sum", **ranks.shape, rounds=1)
-        until = time.monotonic() + TELL
-        while len(waited) < MOST and (time.monotonic() < until or not waited):
-            ranks.begin(members)
+        for _ in _until_counted(waited):
+            ranks.begin(ranks.members)
             time.sleep(choose.random() * opening)
-            victim = choose.choice(members)
-            victim.kill()
-            survivors = [process for process in members if process is not victim]
+            survivors = ranks.kill(choose.choice(ranks.members))
             started = time.monotonic()
             for process in survivors:
                 process.ask("revoke")
@@ -256,9 +258,7 @@ def deaths_while_opening(collective: str) -> str:
                 if "failed" in values:
                     raise RankFailed(f"rank {process.me} while opening: {values['failed']}")
             waited.append(time.monotonic() - started)
-            spares += ranks.start(1)
-            members = [*survivors, *_ready([spares.pop(0)])]
-            ranks.recover(members)
+            ranks.recover([*survivors, *ranks.ready(1)])
     return f"{len(waited)} killed; the others free after {_spread(waited)}"
 
 
@@ -268,7 +268,7 @@ def segments(collective: str) -> str:
     for size, beside in ((4 << 10, False), (512 << 10, False), (4 * MIB, False), (32 * MIB, False), (32 * MIB, True)):
         elements = (MIB if size < MIB else 32 * MIB) // (16 if REHEARSE else 1)
         with Ranks(collective, elements=elements, buckets=2, segment_bytes=size) as ranks:
-            ranks.open(_ready(ranks.start(2)))
+            ranks.open(ranks.ready(2))
             if beside:
                 ranks.all("busy", seconds=20)
             values = ranks.all("sum", **ranks.shape, rounds=3)[0]
@@ -280,7 +280,7 @@ def segments(collective: str) -> str:
 def peak_memory(collective: str) -> str:
     """Thirty buckets back to back: scratch is bounded."""
     with Ranks(collective, elements=MIB // 16 if REHEARSE else 16 * MIB, buckets=30) as ranks:
-        ranks.open(_ready(ranks.start(2)))
+        ranks.open(ranks.ready(2))
         ranks.all("sum", **ranks.shape, rounds=1)
         values = ranks.all("peak", **ranks.shape)[0]
         if REHEARSE:
@@ -294,7 +294,7 @@ def peak_memory(collective: str) -> str:
 def full_memory(collective: str) -> str:
     """Finished sums are set aside although the device is full."""
     with Ranks(collective, elements=(1 if REHEARSE else 64) * MIB) as ranks:
-        ranks.open(_ready(ranks.start(2)))
+        ranks.open(ranks.ready(2))
         ranks.all("sum", **ranks.shape, rounds=1)
         first = ranks.members[0]
         first.ask("fill_memory", share=0.9999)
@@ -311,10 +311,11 @@ def _start_sums(ranks: Ranks, choose: random.Random) -> None:
                 raise RankFailed(f"rank {process.me} has ended its sums by itself")
 
 
-def _ready(processes: Sequence[Process]) -> list[Process]:
-    for process in processes:
-        process.good("start", STARTING)
-    return list(processes)
+def _until_counted(counted: Sequence[float], most: int = MOST) -> Iterator[None]:
+    """Goes on until ``most`` are counted, for ``TELL`` seconds; once at least."""
+    until = time.monotonic() + TELL
+    while len(counted) < most and (time.monotonic() < until or not counted):
+        yield
 
 
 def _spread(seconds: Sequence[float]) -> str:

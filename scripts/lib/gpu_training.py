@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recover_megatron.report.compare import compare
+from recover_megatron.report.run_dir import compare
 from recover_megatron.run_log.steps import read_steps, violations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,8 +57,6 @@ class Training:
     workers: int = 1
     dead: Sequence[int] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    as_hosts: bool = False
-    """Each worker is a host of its own to NCCL, which then takes several on one GPU."""
     _launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
@@ -68,6 +66,7 @@ class Training:
         shared = {"PYTHONPATH": path, "RECOVER_SECRET": secrets.token_hex(16)}
         several = ["--nnodes", str(self.workers), "--master-port", str(free_port())] if self.workers > 1 else []
         for node in range(self.workers):
+            # Each worker is a host of its own to NCCL, which then takes several on one GPU.
             host = {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
             place = [*several, "--node-rank", str(node)] if several else []
             command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", "1", *place]
@@ -79,7 +78,7 @@ class Training:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     cwd=self.folder,
-                    env=os.environ | shared | self.environment | (host if self.as_hosts else {}),
+                    env=os.environ | shared | self.environment | (host if several else {}),
                     start_new_session=True,
                 )
             self._launchers.append(launcher)

@@ -1,21 +1,22 @@
-"""The progress of a training, for a person who watches: a table with a line now and then."""
+"""A training, for a person who watches: a table with a line now and then, and its recoveries in words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
+from recover_megatron.run_log.events import Lines
 from recover_megatron.run_log.steps import StepRecord
 
-_ROWS = 25
 _BAR_WIDTH = 30
 
 
 class Progress:
     """Turns steps into the lines to print."""
 
-    def __init__(self, iterations: int, reference: float, rows: int = _ROWS) -> None:
+    def __init__(self, iterations: int, reference: float, rows: int) -> None:
         """``reference`` is the loss that fills the bar: the unigram entropy of the text; ``rows``: about so many."""
         self._iterations = iterations
         self._reference = reference
@@ -47,9 +48,35 @@ class Progress:
         if not loss < 1e9:  # NaN too
             return "?"
         filled = min(round(loss / self._reference * _BAR_WIDTH), 2 * _BAR_WIDTH)
-        bar = "#" * filled
-        return (
-            bar + " " * (_BAR_WIDTH - filled) + "|"
-            if filled < _BAR_WIDTH
-            else bar[:_BAR_WIDTH] + "|" + bar[_BAR_WIDTH:]
-        )
+        bar = f"{'#' * filled:<{_BAR_WIDTH}}"
+        return bar[:_BAR_WIDTH] + "|" + bar[_BAR_WIDTH:]
+
+
+def recoveries(events: Lines) -> Iterator[str]:
+    """A line for each loss of workers, each recovery and each replica put together since ``events`` was read last."""
+    for event in events.new()[1]:
+        if text := describe(event):
+            yield f"    >>>  {text}"
+
+
+def describe(event: Mapping[str, Any]) -> str | None:
+    """An event of a training worker in words; None: not one to be shown."""
+    if event["event"] == "plan" and event.get("lost_workers"):
+        gone = _names("worker", event["lost_workers"])
+        left = _names("replica", event["replicas"])
+        spares = f"; without a place: {_names('worker', event['spares'])}" if event.get("spares") else ""
+        return f"iteration {event['iteration']}: {gone} lost; epoch {event['epoch']} goes on with {left}{spares}"
+    if event["event"] == "plan" and event.get("fresh"):
+        together = (f"replica {fresh} of workers {event['grid'][str(fresh)]}" for fresh in event["fresh"])
+        return f"iteration {event['iteration']}: epoch {event['epoch']} puts together {', '.join(together)}"
+    if event["event"] == "recovery":
+        reran = [f"{_names('microbatch', ids)} by replica {who}" for who, ids in event.get("reran", {}).items()]
+        again = f"run again: {', '.join(reran)}; " if reran else ""
+        times = ", ".join(f"{phase} {seconds * 1000:.0f} ms" for phase, seconds in event["seconds"].items())
+        return f"iteration {event['iteration']}: {again}finished ({times})"
+    return None
+
+
+def _names(what: str, ids: Sequence[int]) -> str:
+    plural = {"microbatch": "microbatches"}.get(what, what + "s")
+    return f"{what if len(ids) == 1 else plural} {', '.join(map(str, ids))}"

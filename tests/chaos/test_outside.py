@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -16,9 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.chaos.__main__ import main
-from recover_megatron.chaos.victims import Victims, draws, hold
-from recover_megatron.run_log.events import read_events
+from recover_megatron.chaos.__main__ import Victims, draws, hold, main
+from recover_megatron.run_log.events import Event, read_events
 from tests.harness import REPOSITORY
 from tests.harness.processes import alive
 from tests.harness.waiting import DEADLINE, eventually
@@ -44,8 +45,8 @@ def chaos(log_dir: Path, *options: object) -> subprocess.Popen[str]:
     )
 
 
-def strikes(log_dir: Path) -> list[dict]:
-    return [event for event in read_events(log_dir / "chaos.jsonl") if event["event"] == "strike"]
+def told(log_dir: Path, name: str = "strike") -> list[Event]:
+    return [event for event in read_events(log_dir / "chaos.jsonl") if event["event"] == name]
 
 
 def test_it_kills_as_many_as_it_may_and_ends_with_the_run(bench: Bench) -> None:
@@ -59,7 +60,7 @@ def test_it_kills_as_many_as_it_may_and_ends_with_the_run(bench: Bench) -> None:
     out, err = killer.communicate(timeout=DEADLINE)
     assert (killer.returncode, err) == (0, "")
     assert "chaos: the run has ended, after 2 strikes" in out
-    recorded = strikes(bench.folder / "logs")
+    recorded = told(bench.folder / "logs")
     killed = {w["worker_id"]: w for w in bench.workers() if w["state"] == "killed"}
     assert [killed[strike["worker"]]["pid"] for strike in recorded] == [strike["pid"] for strike in recorded]
     assert len(killed) == len(recorded) == 2
@@ -73,11 +74,10 @@ def test_it_leaves_as_many_alone_as_it_was_told_and_ends_when_the_launcher_is_ki
     launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(UNTIL_TOLD))
     launch.wait_for("UP", times=3)
     killer = chaos(bench.folder / "logs", "--mtbf", 0.02, "--seed", 1, "--keep", 2)
-    log = bench.folder / "logs" / "chaos.jsonl"
-    eventually(lambda: any(event["event"] == "kept" for event in read_events(log)), "a strike that was not made")
+    eventually(lambda: told(bench.folder / "logs", "kept"), "a strike that was not made")
     # A process that is killed lives on until its host runs it once more.
     eventually(lambda: sum(alive(worker["pid"]) for worker in bench.workers()) == 2, "the end of who was struck")
-    assert len(strikes(bench.folder / "logs")) == 1
+    assert len(told(bench.folder / "logs")) == 1
     launch.send(signal.SIGKILL)  # workers.json stays as it is: it still calls the workers running
     killer.communicate(timeout=DEADLINE)
     assert killer.returncode == 0
@@ -87,9 +87,8 @@ def test_a_stopped_worker_is_struck_once_and_counts_as_one_that_is_gone(bench: B
     launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(UNTIL_TOLD))
     launch.wait_for("UP", times=2)
     killer = chaos(bench.folder / "logs", "--mtbf", 0.02, "--seed", 1, "--kinds", "stop")
-    log = bench.folder / "logs" / "chaos.jsonl"
-    eventually(lambda: any(event["event"] == "kept" for event in read_events(log)), "a strike that was not made")
-    (strike,) = strikes(bench.folder / "logs")
+    eventually(lambda: told(bench.folder / "logs", "kept"), "a strike that was not made")
+    (strike,) = told(bench.folder / "logs")
     stat = Path(f"/proc/{strike['pid']}/stat")
     eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
     os.kill(strike["pid"], signal.SIGCONT)
@@ -99,12 +98,24 @@ def test_a_stopped_worker_is_struck_once_and_counts_as_one_that_is_gone(bench: B
     assert killer.returncode == 0
 
 
-def bystander(tmp_path: Path, **entry: object) -> subprocess.Popen[bytes]:
-    """An innocent process that leads a session, whose pid workers.json gives to a worker that started ``started``."""
-    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    worker = {"worker_id": 0, "pid": process.pid, "host": os.uname().nodename, "state": "running", **entry}
-    (tmp_path / "workers.json").write_text(json.dumps([{"started": time.time(), **worker}]))
-    return process
+@contextmanager
+def sleeping(**options: bool) -> Iterator[subprocess.Popen[bytes]]:
+    """An innocent process."""
+    process = subprocess.Popen(["sleep", "1000"], **options)  # type: ignore[call-overload]
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def bystander(tmp_path: Path, **entry: object) -> Iterator[subprocess.Popen[bytes]]:
+    """One that leads a session, whose pid workers.json gives to a worker that started ``started``."""
+    with sleeping(start_new_session=True) as process:
+        worker = {"worker_id": 0, "pid": process.pid, "host": os.uname().nodename, "state": "running", **entry}
+        (tmp_path / "workers.json").write_text(json.dumps([{"started": time.time(), **worker}]))
+        yield process
 
 
 @pytest.mark.parametrize(
@@ -118,46 +129,32 @@ def bystander(tmp_path: Path, **entry: object) -> subprocess.Popen[bytes]:
     ],
 )
 def test_a_recycled_pid_is_never_held(tmp_path: Path, entry: dict[str, object], held: int) -> None:
-    process = bystander(tmp_path, **entry)
-    try:
+    with bystander(tmp_path, **entry):
         victims = Victims(tmp_path)
         assert len(victims.live()) == held
         victims.close()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_process_that_leads_no_session_is_no_worker() -> None:
-    process = subprocess.Popen(["sleep", "1000"])
-    try:
+    with sleeping() as process:
         assert hold(process.pid, time.time()) is None
-    finally:
-        process.kill()
-        process.wait()
     assert hold(process.pid, time.time()) is None
 
 
 def test_a_held_worker_that_ended_is_neither_hit_nor_listed(tmp_path: Path) -> None:
-    process = bystander(tmp_path)
-    victims = Victims(tmp_path)
-    held = victims.live()[0]
-    assert held.alive()
-    process.kill()
-    process.wait()
+    with bystander(tmp_path):
+        victims = Victims(tmp_path)
+        held = victims.live()[0]
+        assert held.alive()
     assert not held.send(signal.SIGSTOP)
     assert victims.live() == {}
 
 
 def test_nobody_is_killed_where_no_worker_lives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    process = bystander(tmp_path, started=1.0)
-    try:
+    with bystander(tmp_path, started=1.0) as process:
         assert main(["--log-dir", str(tmp_path), "--mtbf", "0.001", "--seed", "1", "--wait", "0"]) == 1
         assert "no worker of a run" in capsys.readouterr().err
         assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
     (tmp_path / "workers.json").write_text("{")
     assert main(["--log-dir", str(tmp_path), "--mtbf", "1", "--seed", "1"]) == 2
     assert "cannot be read" in capsys.readouterr().err

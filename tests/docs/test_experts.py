@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from recover_megatron.launch.preflight import forecast
 from recover_megatron.workload.domains import NodeLoss, data_parallel_ranks_per_replica
 from recover_megatron.workload.snapshots import interval
+from tests.harness import REPOSITORY
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "experts.md").read_text(encoding="utf-8")
 PER_NODE = 8
 ROWS = re.findall(r"(?m)^\| (\d+) \| T (\d+), P (\d+), EP (\d+)[^|]*\| (\d+) \| (\d+) \| ([^|]+) \| ([^|]+) \|$", PAGE)
 

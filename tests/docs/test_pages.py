@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness import REPOSITORY as ROOT
+from tests.harness.patience import patient
+
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 WIDTH = 120
@@ -191,3 +195,20 @@ def test_every_page_is_reached_from_the_readme() -> None:
         reached.add(page)
         ahead += {target for target, _, _ in links(page) if target.suffix == ".md" and target.exists()} - reached
     assert reached >= set(TEXTS)
+
+
+@pytest.mark.slow
+def test_the_api_reference_has_every_module_and_no_warning(tmp_path: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "api_reference.py", tmp_path],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=patient(540),
+    )
+    assert made.returncode == 0, made.stderr
+    modules = (path.relative_to(ROOT) for path in (ROOT / "recover_megatron").rglob("*.py"))
+    pages = {str(path.parent if path.name == "__init__.py" else path.with_suffix("")) for path in modules}
+    missing = [page for page in pages if not page.endswith("__main__") and not (tmp_path / f"{page}.html").is_file()]
+    assert not missing

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recover_megatron.run_log.events import read_events
-from recover_megatron.status.drain import DrainExit
+from recover_megatron.status.__main__ import DrainExit
 from tests.drawn import some
 from tests.harness.waiting import eventually, written_lines
 from tests.instep.conftest import Runs

@@ -42,9 +42,9 @@ def steps(iterations: int = 50, deaths: dict[int, tuple[int, int]] = DEATHS, noi
     return made
 
 
-def write_steps(folder: Path, made: list[StepRecord]) -> Path:
+def write_steps(folder: Path, made: list[StepRecord], end: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "steps.jsonl").write_text("".join(step.to_json() + "\n" for step in made))
+    (folder / "steps.jsonl").write_text("".join(step.to_json() + "\n" for step in made) + end)
     return folder
 
 

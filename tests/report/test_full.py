@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.compare import compare, unfit
 from recover_megatron.report.full import main
 from recover_megatron.report.history import history
-from recover_megatron.report.lanes import Mark, Stretch, stretches, svg
 from recover_megatron.report.page import ids_in_runs
+from recover_megatron.report.run_dir import compare, unfit
 from recover_megatron.report.summary import levels, rates
 from recover_megatron.run_log.events import read_run_events
 from tests.report.synthetic import (
@@ -202,36 +201,6 @@ def test_who_ran_what_around_a_loss_checkpoints_and_versions_are_told(run: Path)
 def test_ids_are_written_in_short() -> None:
     assert ids_in_runs([4, 0, 9, 8, 10, 2, 1, 12, 13]) == "0-2, 4, 8-10, 12, 13"
     assert ids_in_runs([]) == ""
-
-
-def test_a_lane_says_what_its_worker_was_when(run: Path) -> None:
-    def plan(time: float, grid: dict[str, list[int]], **more: object) -> dict:
-        return {"event": "plan", "time": time, "grid": grid, **more}
-
-    told = [
-        plan(1.0, {"0": [7]}),
-        {"event": "start", "time": 10.0},
-        plan(10.0, {"0": [0], "1": [1]}),
-        plan(12.0, {"0": [0]}, spares=[1]),
-        plan(13.0, {"0": [0]}, spares=[1]),
-        plan(15.0, {"0": [0], "1": [4]}),
-        {"event": "end", "time": 20.0},
-    ]
-    assert stretches(told) == [
-        Stretch(0, 10, 20, "training"),
-        Stretch(1, 10, 12, "training"), Stretch(1, 12, 15, "spare"), Stretch(1, 15, 20, "gone"),
-        Stretch(4, 15, 20, "training"),
-    ]  # fmt: skip
-    drawn = svg(stretches(told), [Mark(15, "<one>"), Mark(99, "after the end")])
-    assert drawn.count("<rect") == 5
-    assert drawn.count('class="mark recovery"') == 1
-    assert "&lt;one&gt;" in drawn
-    assert (
-        'aria-label="A lane for each of 3 workers over time; at the end 2 training, 0 spare, 1 gone; 1 recovery"'
-        in drawn
-    )
-    assert svg([], []) == ""
-    assert stretches([]) == []
 
 
 def test_a_page_of_a_run_that_goes_on_loads_itself_again(run: Path) -> None:

@@ -1,7 +1,8 @@
-"""The lanes of the report's page: what a worker was when, from plans and from what the coordinators tell."""
+"""The lanes of the report's page: what a worker was when; and the recoveries in the Chrome trace format."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -22,10 +23,11 @@ from recover_megatron.report.lanes import (
     since,
     stretches,
     svg,
+    trace,
 )
 from recover_megatron.report.page import marks
 from recover_megatron.run_log.events import Event
-from tests.report.synthetic import T0, coordinator_events, worker_events, write_lines, write_run
+from tests.report.synthetic import T0, coordinator_events, grid, worker_events, write_lines, write_run
 
 PAGE = Path(lanes.__file__).with_name("page.html").read_text()
 END: Event = {"event": "end", "time": 20.0}
@@ -41,6 +43,31 @@ def told(event: str, time: float, worker: int) -> Event:
 
 def of(worker: int, found: list[Stretch]) -> list[tuple[float, float, str]]:
     return [(s.begin, s.end, s.kind) for s in found if s.worker == worker]
+
+
+def test_a_lane_says_what_its_worker_was_when() -> None:
+    events = [
+        plan(1.0, {"0": [7]}),
+        {"event": "start", "time": 10.0},
+        plan(10.0, {"0": [0], "1": [1]}),
+        plan(12.0, {"0": [0]}, spares=[1]),
+        plan(13.0, {"0": [0]}, spares=[1]),
+        plan(15.0, {"0": [0], "1": [4]}),
+        END,
+    ]
+    assert stretches(events) == [
+        Stretch(0, 10, 20, "training"),
+        Stretch(1, 10, 12, "training"), Stretch(1, 12, 15, "spare"), Stretch(1, 15, 20, "gone"),
+        Stretch(4, 15, 20, "training"),
+    ]  # fmt: skip
+    drawn = svg(stretches(events), [Mark(15, "<one>"), Mark(99, "after the end")])
+    assert drawn.count("<rect") == 5
+    assert drawn.count('class="mark recovery"') == 1
+    assert "&lt;one&gt;" in drawn
+    words = "A lane for each of 3 workers over time; at the end 2 training, 0 spare, 1 gone; 1 recovery"
+    assert f'aria-label="{words}"' in drawn
+    assert svg([], []) == ""
+    assert stretches([]) == []
 
 
 def test_a_replica_that_is_set_aside_is_no_loss_and_comes_back() -> None:
@@ -167,8 +194,8 @@ def test_the_page_has_lanes_with_a_legend(tmp_path: Path) -> None:
     events = worker_events()
     for event in events:
         if event["event"] == "plan":
-            event["grid"] = {str(replica): [2 * replica, 2 * replica + 1] for replica in event["replicas"]}
-    first = {**plan(T0 + 0.1, {str(r): [2 * r, 2 * r + 1] for r in range(4)}), "worker": 0, "iteration": 1, "epoch": 1}
+            event["grid"] = grid(event["replicas"])
+    first = {**plan(T0 + 0.1, grid(range(4))), "worker": 0, "iteration": 1, "epoch": 1}
     write_lines(run / "events.jsonl", [events[0], {**first, "replicas": [0, 1, 2, 3]}, *events[1:]])
     assert main([str(run)]) == 0
     page = (run / "report.html").read_text()
@@ -191,3 +218,39 @@ def test_the_page_has_lanes_with_a_legend(tmp_path: Path) -> None:
 def test_the_times_below_a_picture_are_round(of: float, told: list[str]) -> None:
     assert [since(time, of) for time in round_times(of)] == told
     assert round_times(0) == [0]
+
+
+WORKERS: list[Event] = [
+    {"event": "start", "time": T0, "iteration": 1},
+    {"event": "plan", "time": T0 + 10.1, "iteration": 7, "epoch": 2, "lost_workers": [1], "grid": {"0": [0]}},
+    {"event": "recovery", "time": T0 + 11, "iteration": 7, "epoch": 2, "seconds": {"rendezvous": 0.5, "rerun": 0.25}},
+]
+COORDINATOR: list[Event] = [
+    {"event": "fault", "time": T0 + 10, "worker": 1, "kind": "dead", "file": "events-0.jsonl"},
+    {"event": "revoke", "time": T0 + 10.01, "epoch": 2, "file": "events-0.jsonl"},
+    {"event": "plan", "time": T0 + 10.1, "epoch": 2, "file": "events-0.jsonl"},
+]
+
+
+def test_phases_lie_behind_each_other_within_their_recovery_and_a_rendezvous_is_a_span() -> None:
+    made = {entry["name"]: entry for entry in trace(WORKERS, COORDINATOR)["traceEvents"] if entry["ph"] != "M"}
+    recovery, first, second = (made[name] for name in ("recovery in iteration 7", "rendezvous", "rerun"))
+    assert (recovery["dur"], first["dur"], second["dur"]) == (750_000, 500_000, 250_000)
+    assert recovery["ts"] == first["ts"] == round((T0 + 10.25) * 1e6)
+    assert second["ts"] == first["ts"] + first["dur"]
+    meeting = made["rendezvous of epoch 2"]
+    assert (meeting["ts"], meeting["dur"]) == (round((T0 + 10.01) * 1e6), 90_000)
+    assert made["fault of worker 1"]["ph"] == "i"
+    assert meeting["tid"] == made["fault of worker 1"]["tid"] != recovery["tid"]
+
+
+def test_the_command_writes_the_file_alone_and_a_folder_without_events_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "trace.json"
+    assert main([str(tmp_path), "--trace", str(out)]) == 2
+    assert "no events of a run" in capsys.readouterr().err
+    write_lines(tmp_path / "events.jsonl", WORKERS)
+    assert main([str(tmp_path), "--trace", str(out)]) == 0
+    assert {entry["name"] for entry in json.loads(out.read_text())["traceEvents"]} >= {"start", "rerun"}
+    assert not (tmp_path / "report.html").exists()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from recover_megatron.report.full import without_page as main
 from recover_megatron.run_log.steps import StepRecord, microbatches_per_iteration, violations
+from tests.report.synthetic import write_lines, write_steps
 
 M = 6
 
@@ -28,12 +30,22 @@ def step(iteration: int, **changes: object) -> StepRecord:
     return dataclasses.replace(good, **changes)  # type: ignore[arg-type]
 
 
-def write(folder: Path, steps: list[StepRecord], end: str = "") -> Path:
-    (folder / "steps.jsonl").write_text("".join(s.to_json() + "\n" for s in steps) + end)
-    return folder
-
-
 GOOD = [step(n) for n in range(1, 9)]
+
+
+class Summary(Protocol):
+    """What the command says of a folder, on stdout and on stderr; ``code``: the exit status that it must have."""
+
+    def __call__(self, folder: Path, *options: object, code: int = 0) -> str: ...
+
+
+@pytest.fixture
+def summary(capsys: pytest.CaptureFixture[str]) -> Summary:
+    def said(folder: Path, *options: object, code: int = 0) -> str:
+        assert main([str(folder), "--no-plot", *map(str, options)]) == code
+        return "".join(capsys.readouterr())
+
+    return said
 
 
 def test_uneven_quotas_of_fewer_replicas_are_no_violation() -> None:
@@ -70,84 +82,71 @@ def test_highest_ids_missing_from_every_iteration_show_against_the_samples() -> 
     ],
 )
 def test_each_kind_of_violation_is_found_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], said: str
+    tmp_path: Path, summary: Summary, changes: dict[str, object], said: str
 ) -> None:
     steps = [*GOOD, dataclasses.replace(step(9), **changes)]  # type: ignore[arg-type]
     assert violations(steps)[0].startswith(said)
-    assert main([str(write(tmp_path, steps)), "--no-plot"]) == 1
-    out, err = capsys.readouterr()
-    assert f"NOT each counted exactly once: {said}" in out
-    assert said in err
+    told = summary(write_steps(tmp_path, steps), code=1)
+    assert f"NOT each counted exactly once: {said}" in told
+    assert f"\nreport: {said}" in told
 
 
-def test_ids_missing_from_every_iteration_are_found_where_their_number_is_known(tmp_path: Path) -> None:
+def test_ids_missing_from_every_iteration_are_found_where_their_number_is_known(
+    tmp_path: Path, summary: Summary
+) -> None:
     assert violations(GOOD, expected=7)[0] == "iteration 1: microbatches [6] were not counted"
     assert violations(GOOD, expected=5)[0] == "iteration 1: microbatches [5] were counted, the last one is 4"
     (tmp_path / "run.json").write_text('{"microbatches": 7}')
-    assert main([str(write(tmp_path, GOOD)), "--no-plot"]) == 1
-    assert main([str(tmp_path), "--no-plot", "--microbatches", "6"]) == 0
+    summary(write_steps(tmp_path, GOOD), code=1)
+    summary(tmp_path, "--microbatches", 6)
 
 
-def test_a_last_line_cut_by_a_crash_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(write(tmp_path, GOOD, end=step(9).to_json()[:40])), "--no-plot"]) == 0
-    assert "8 (1 to 8)" in capsys.readouterr().out
-
-
-def test_a_damaged_line_before_the_last_is_an_error_that_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_last_line_cut_by_a_crash_is_left_out_and_a_damaged_one_before_it_is_named(
+    tmp_path: Path, summary: Summary
 ) -> None:
-    assert main([str(write(tmp_path, GOOD, end="{}\n" + step(9).to_json() + "\n")), "--no-plot"]) == 2
-    assert "steps.jsonl:9" in capsys.readouterr().err
+    assert "8 (1 to 8)" in summary(write_steps(tmp_path, GOOD, end=step(9).to_json()[:40]))
+    assert "steps.jsonl:9" in summary(write_steps(tmp_path, GOOD, end="{}\n" + step(9).to_json() + "\n"), code=2)
 
 
-def test_the_summary_has_the_losses_beside_the_unigram_entropy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path, [*GOOD, step(9, epoch=1, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]}, loss=None)])
+def test_the_summary_has_the_losses_beside_the_unigram_entropy(tmp_path: Path, summary: Summary) -> None:
+    write_steps(tmp_path, [*GOOD, step(9, epoch=1, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]}, loss=None)])
     (tmp_path / "corpus.json").write_text(json.dumps({"unigram_entropy_nats": {"valid_under_train": 3.25}}))
     (tmp_path / "run.json").write_text(json.dumps({"seq_length": 100, "exit_code": 0}))
-    states = ["finished", "killed", "finished"]
-    workers = [{"worker_id": n, "state": state} for n, state in enumerate(states)]
+    workers = [{"worker_id": n, "state": state} for n, state in enumerate(("finished", "killed", "finished"))]
     (tmp_path / "workers.json").write_text(json.dumps(workers))
     (tmp_path / "worker-1.log").write_bytes(
         b"\xff junk\n validation loss at iteration 4 on validation set | lm loss value: 2.5E+00 | lm loss PPL: 12 |\n"
         b" validation loss at iteration 8 on validation set | lm loss value: 1.5E+00 | lm loss PPL: 4 |\n"
         b" validation loss at iteration 8 on test set | lm loss value: 1.75E+00 | lm loss PPL: 5 |\n"
     )
-    assert main([str(tmp_path), "--no-plot"]) == 0
-    said = capsys.readouterr().out
-    assert "108 samples = 10,800 tokens" in said
-    assert "2, 1 from iteration 9 (2 epochs)" in said
-    assert "3: 2 finished, 1 killed (worker 1)" in said
-    assert "first loss      4.0000 nats (5.771 bits)" in said
-    assert "1.3589 nats (1.961 bits) a token, mean of the last 8 iterations" in said  # 4 * (1 + 1/2 + ... + 1/8) / 8
-    assert "validation loss 1.5000 nats" in said
-    assert "test loss       1.7500 nats" in said
-    assert "unigram entropy 3.2500 nats" in said
-    assert "each of 0..5 was counted exactly once" in said
-    assert "exit code       0" in said
+    said = summary(tmp_path)
+    for line in (
+        "108 samples = 10,800 tokens",
+        "2, 1 from iteration 9 (2 epochs)",
+        "3: 2 finished, 1 killed (worker 1)",
+        "first loss      4.0000 nats (5.771 bits)",
+        "1.3589 nats (1.961 bits) a token, mean of the last 8 iterations",  # 4 * (1 + 1/2 + ... + 1/8) / 8
+        "validation loss 1.5000 nats",
+        "test loss       1.7500 nats",
+        "unigram entropy 3.2500 nats",
+        "each of 0..5 was counted exactly once",
+        "exit code       0",
+    ):
+        assert line in said
 
 
-BACKS = [{"to": 4, "tier": "disk", "lost": 1}, {"to": 2, "tier": "memory", "lost": 2}]
-
-
-def test_the_summary_says_what_was_run_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, GOOD)
+def test_the_summary_says_what_was_run_twice(tmp_path: Path, summary: Summary) -> None:
+    carried_out = [{"to": 4, "tier": "disk", "lost": 1}, {"to": 2, "tier": "memory", "lost": 2}]
     planned = {"event": "plan", "rollback": {"iteration": 5, "source": "save", "lost": 1}}  # nobody could read it
-    backs = [planned, *({"event": "rolled back", **its} for its in BACKS)]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, "worker": 0, **it}) + "\n" for it in backs))
-    assert main([str(tmp_path), "--no-plot"]) == 0
-    said = capsys.readouterr().out
-    assert "rolled back     to 4 from disk, to 2 from memory; 3 iterations lost, and run again" in said
+    backs = [planned, *({"event": "rolled back", **its} for its in carried_out)]
+    write_lines(tmp_path / "events.jsonl", [{"time": 1.0, "worker": 0, **its} for its in backs])
+    told = "rolled back     to 4 from disk, to 2 from memory; 3 iterations lost, and run again"
+    assert told in summary(write_steps(tmp_path, GOOD))
 
 
-def test_of_many_changes_of_the_replicas_the_first_and_the_last_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path, [step(n, replicas=20 - n, epoch=n) for n in range(1, 13)])
-    assert main([str(tmp_path), "--no-plot"]) == 0
-    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("replicas"))
-    assert said == (
+def test_of_many_changes_of_the_replicas_the_first_and_the_last_are_told(tmp_path: Path, summary: Summary) -> None:
+    said = summary(write_steps(tmp_path, [step(n, replicas=20 - n, epoch=n) for n in range(1, 13)]))
+    assert next(line for line in said.splitlines() if line.startswith("replicas")) == (
         "replicas        19, 18 from iteration 2, 17 from iteration 3, 16 from iteration 4, 15 from iteration 5, "
         "... (3 more changes), 11 from iteration 9, 10 from iteration 10, 9 from iteration 11, 8 from iteration 12 "
         "(12 epochs)"
@@ -157,7 +156,7 @@ def test_of_many_changes_of_the_replicas_the_first_and_the_last_are_told(
 def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nowhere")]) == 2
     assert main([str(tmp_path)]) == 2
-    write(tmp_path, GOOD)
+    write_steps(tmp_path, GOOD)
     assert main([str(tmp_path), "--corpus", str(tmp_path / "no.json")]) == 2
     for content in ("{", "[]"):
         (tmp_path / "corpus.json").write_text(content)
@@ -168,7 +167,7 @@ def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, capsys: pyte
 
 
 def test_a_run_without_a_step_is_told_and_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(write(tmp_path, []))]) == 0
+    assert main([str(write_steps(tmp_path, []))]) == 0
     assert "none committed" in capsys.readouterr().out
     assert not (tmp_path / "loss.png").exists()
 
@@ -176,6 +175,6 @@ def test_a_run_without_a_step_is_told_and_not_drawn(tmp_path: Path, capsys: pyte
 def test_the_loss_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "corpus.json").write_text(json.dumps({"unigram_entropy_nats": {"valid_under_train": 3.25}}))
-    write(tmp_path, [*GOOD, step(9, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]})])
+    write_steps(tmp_path, [*GOOD, step(9, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]})])
     assert main([str(tmp_path)]) == 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

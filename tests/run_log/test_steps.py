@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.run_log import tail
+from recover_megatron.run_log import steps
+from recover_megatron.run_log.events import Lines
 from recover_megatron.run_log.steps import StepRecord, StepsFile, audit_problem, read_steps, violations
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
@@ -138,7 +139,7 @@ def test_whoever_takes_over_adds_only_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     write(path, range(1, 4))
     path.write_bytes(path.read_bytes() + step(4).to_line()[:-1])
-    file = StepsFile.taken_over(path)
+    file = StepsFile(path, None)
     for iteration in range(2, 6):
         file.append(step(iteration))
     assert [s.iteration for s in read_steps(path)] == [1, 2, 3, 4, 5]
@@ -146,7 +147,7 @@ def test_whoever_takes_over_adds_only_what_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lines", [0, 1, 2, 3, 7, 64])
 def test_every_first_iteration_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
-    monkeypatch.setattr(tail, "_BLOCK", 512)
+    monkeypatch.setattr(steps, "_BLOCK", 512)
     unit = 1000 // max(lines, 1) ** 2 + 1  # long enough that lines lie across the blocks that are read at a time
     whole = [step(number, microbatches={0: list(range(number * unit))}) for number in range(1, lines + 1)]
     for first in range(1, lines + 2):
@@ -194,7 +195,7 @@ def test_the_audit_knows_iterations_that_were_left_out_and_what_they_consumed() 
 
 def test_new_lines_are_read_once_and_never_by_half(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    lines = tail.Lines(path)
+    lines = Lines(path)
     assert lines.new() == (False, [])  # there is no file yet
     path.write_text('{"n": 1}\n{"n": 2}\n{"n"')
     assert lines.new() == (True, [{"n": 1}, {"n": 2}])

@@ -11,11 +11,12 @@ import pytest
 from gpu_checks import CHECKS, NO_DEVICE, NotRun, Place, Results, run
 from lib.gpu_training import Failed
 
-from recover_megatron.hostdevice.detect import driver_device_count
+from recover_megatron.hostdevice import driver_device_count
 from tests.drawn import some
+from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_checks.sh"
+SCRIPT = REPOSITORY / "scripts" / "gpu_checks.sh"
 
 
 def rows(output: str) -> list[list[str]]:

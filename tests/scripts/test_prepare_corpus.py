@@ -11,7 +11,7 @@ from typing import Any
 
 import prepare_corpus
 import pytest
-from lib.documents import CorpusError, at_most, split
+from prepare_corpus import CorpusError, at_most, split
 
 TEXTS = [f"document {n}: {'äöü ' * n}\r\n".encode() for n in range(1, 61)] + [b"\xff\xfe no UTF-8 \x80"]
 

@@ -19,11 +19,10 @@ import prepare_corpus
 import psutil
 import pytest
 import quickstart
-from lib.progress import Progress
-from lib.recoveries import Recoveries, describe
+from lib.progress import Progress, describe, recoveries
 
+from recover_megatron.run_log.events import Lines
 from recover_megatron.run_log.steps import StepRecord
-from recover_megatron.run_log.tail import Lines
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 
@@ -185,7 +184,7 @@ def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
 
 
 def test_the_table_has_a_line_now_and_then_with_the_mean_since_the_last_one() -> None:
-    progress = Progress(iterations=100, reference=4.0)
+    progress = Progress(iterations=100, reference=4.0, rows=25)
     steps = [StepRecord(n, float(n % 2 * 2), 1.0, n, 0, 4, 0.5, {}) for n in range(1, 101)]
     lines = list(progress.lines(steps))
     assert len(lines) == 26  # the first, and each fourth
@@ -195,7 +194,7 @@ def test_the_table_has_a_line_now_and_then_with_the_mean_since_the_last_one() ->
 
 @pytest.mark.parametrize("loss", [None, float("nan"), float("inf"), 1e30])
 def test_a_loss_that_is_no_number_does_not_break_the_table(loss: float | None) -> None:
-    assert list(Progress(1, 3.0).lines([StepRecord(1, loss, None, 2, 0, 1, 0.5, {0: [0]})]))
+    assert list(Progress(1, 3.0, 25).lines([StepRecord(1, loss, None, 2, 0, 1, 0.5, {0: [0]})]))
 
 
 # ---- the death
@@ -254,18 +253,19 @@ def test_a_death_that_did_not_happen_or_changed_more_than_rounding_is_no_success
 
 
 def test_a_recovery_is_told_as_it_happens_and_a_half_written_line_when_it_is_whole(tmp_path: Path) -> None:
-    events = tmp_path / "events.jsonl"
-    events.write_text('{"event": "plan", "lost_workers": [7], "iteration": 1, "epoch": 2, "replicas": [0]}\n')
-    recoveries = Recoveries(tmp_path)
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "plan", "lost_workers": [7], "iteration": 1, "epoch": 2, "replicas": [0]}\n')
+    events = Lines(path)
+    events.new()
     plan = {"event": "plan", "iteration": 9, "epoch": 3, "replicas": [0, 2], "spares": [], "lost_workers": [1]}
     whole = json.dumps(plan)
-    with events.open("a") as file:
+    with path.open("a") as file:
         file.write(whole[:20])
         file.flush()
-        assert list(recoveries.new_lines()) == []
+        assert list(recoveries(events)) == []
         file.write(whole[20:] + "\n")
-    assert list(recoveries.new_lines()) == ["    >>>  iteration 9: worker 1 lost; epoch 3 goes on with replicas 0, 2"]
-    assert list(recoveries.new_lines()) == []
+    assert list(recoveries(events)) == ["    >>>  iteration 9: worker 1 lost; epoch 3 goes on with replicas 0, 2"]
+    assert list(recoveries(events)) == []
 
 
 def test_the_start_is_no_recovery_and_one_says_who_ran_what_again() -> None:

@@ -36,8 +36,7 @@ from recover_megatron.membership.client import Observer
 from recover_megatron.membership.records import MembershipError
 from recover_megatron.membership.wire import Secret
 from recover_megatron.run_log.steps import read_steps, violations
-from recover_megatron.status.model import RunStatus
-from recover_megatron.status.view_reader import read
+from recover_megatron.status.model import RunStatus, read
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.processes import children, command_line

@@ -34,9 +34,9 @@ def run(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def command(run: Cluster, *arguments: str, addresses: list[tuple[str, int]] | None = None) -> list[str]:
-    where = ",".join(f"{host}:{port}" for host, port in addresses or run.addresses)
-    return [sys.executable, "-m", "recover_megatron.status", where, *arguments]
+def command(where: Path | list[tuple[str, int]], *arguments: str) -> list[str]:
+    asked = str(where) if isinstance(where, Path) else ",".join(f"{host}:{port}" for host, port in where)
+    return [sys.executable, "-m", "recover_megatron.status", asked, *arguments]
 
 
 def environment(secret_file: Path) -> dict[str, str]:
@@ -46,15 +46,19 @@ def environment(secret_file: Path) -> dict[str, str]:
     return {**clean, "PYTHONPATH": path, "RECOVER_SECRET_FILE": str(secret_file), "COLUMNS": "160"}
 
 
-def status(run: Cluster, *arguments: str, code: int = 0, **options: Any) -> str:
+def status(
+    run: Cluster,
+    *arguments: str,
+    code: int = 0,
+    where: Path | list[tuple[str, int]] | None = None,
+    secret_file: Path | None = None,
+) -> str:
     """What the command prints: on stdout, or where it refuses on stderr."""
-    env = environment(options.pop("secret_file", run.secret_file))
-    done = subprocess.run(
-        command(run, *arguments, **options), env=env, capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
+    asked, env = command(where or run.addresses, *arguments), environment(secret_file or run.secret_file)
+    done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-    return done.stderr if code else done.stdout
+    return done.stdout or done.stderr
 
 
 def seen(run: Cluster, **options: Any) -> dict[str, Any]:
@@ -114,13 +118,9 @@ def test_progress_and_microbatch_come_from_heartbeats(run: Cluster) -> None:
 def test_a_live_view_ends_with_the_run_and_says_how(run: Cluster) -> None:
     run.start_coordinators(2)
     start_grid(run, 1, iterations=600)
-    live = subprocess.run(
-        command(run, "--interval", "0.5"), env=environment(run.secret_file), capture_output=True, text=True,
-        timeout=DEADLINE, check=False,
-    )  # fmt: skip
-    assert live.returncode == 0, live.stderr
-    assert "HEALTHY" in live.stdout
-    assert live.stdout.rfind("finished, exit code 0: all workers have left") > live.stdout.rfind("HEALTHY")
+    live = status(run, "--interval", "0.5")
+    assert "HEALTHY" in live
+    assert live.rfind("finished, exit code 0: all workers have left") > live.rfind("HEALTHY")
 
 
 def test_a_live_view_on_a_terminal_is_ended_by_its_user(run: Cluster) -> None:
@@ -128,7 +128,7 @@ def test_a_live_view_on_a_terminal_is_ended_by_its_user(run: Cluster) -> None:
     start_grid(run, 1)
     ours, theirs = pty.openpty()
     env = {**environment(run.secret_file), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    live = subprocess.Popen(command(run), env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
+    live = subprocess.Popen(command(run.addresses), env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
     shown = b""
     while shown.count(b"HEALTHY") < 2:  # it was drawn twice
@@ -161,7 +161,7 @@ def test_the_candidate_that_leads_is_found_wherever_it_is_in_the_list(run: Clust
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         nobody_there = nobody.getsockname()[:2]
     order = [nobody_there, run.addresses[2], run.addresses[1], run.addresses[0]]
-    found = seen(run, addresses=order)
+    found = seen(run, where=order)
     host, port = run.addresses[0]
     assert (found["state"], found["address"]) == ("steady", f"{host}:{port}")
 
@@ -179,27 +179,17 @@ def test_a_log_folder_stands_for_the_addresses_and_tells_how_the_run_ended(run: 
     run.start_coordinators(2)
     logs = tmp_path / "logs"
     logs.mkdir()
-    said = subprocess.run(
-        [sys.executable, "-m", "recover_megatron.status", str(logs)], env=environment(run.secret_file),
-        capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
-    assert (said.returncode, "no events-<n>.jsonl" in said.stderr) == (2, True)
-    check = [sys.executable, "-m", "recover_megatron.status", str(logs), "--check"]
-    unknown = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=DEADLINE)
-    assert (unknown.returncode, unknown.stdout[:8]) == (3, "UNKNOWN:")
+    assert "no events-<n>.jsonl" in status(run, where=logs, code=2)
+    assert status(run, "--check", where=logs, code=3).startswith("UNKNOWN:")
     (logs / "events-0.jsonl").symlink_to(run.events_file(0))
     start_grid(run, 1)
-    command = [sys.executable, "-m", "recover_megatron.status", str(logs), "--json"]
-    running = subprocess.check_output(command, env=environment(run.secret_file), timeout=DEADLINE)
-    assert json.loads(running)["state"] == "steady"
-    healthy = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=DEADLINE)
-    assert (healthy.returncode, healthy.stdout.splitlines()[0][:11]) == (0, "HEALTHY 1/1")
+    assert seen(run, where=logs)["state"] == "steady"
+    assert status(run, "--check", where=logs).startswith("HEALTHY 1/1")
     for process in run.workers.values():
         process.kill()
     assert run.coordinators[0].exit_code() == 10
-    ended = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=DEADLINE)
-    assert (ended.returncode, ended.stdout[:12]) == (2, "ENDED: exit ")
-    over = json.loads(subprocess.check_output(command, env=environment(run.secret_file), timeout=DEADLINE))
+    assert status(run, "--check", where=logs, code=2).startswith("ENDED: exit ")
+    over = seen(run, where=logs)
     assert (over["state"], over["code"], over["reason"]) == ("stopped", 10, "no live worker is left")
 
 
@@ -214,7 +204,7 @@ def test_a_wrong_secret_and_an_empty_port_are_told_in_a_sentence(run: Cluster, t
     assert "chmod 600" in status(run, code=2, secret_file=wrong)
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[:2]
-    said = status(run, "--once", code=1, addresses=[port])
+    said = status(run, "--once", code=1, where=[port])
     assert "no coordinator answers" in said
     assert "the run is over" in said
     assert "--interval" in status(run, "--interval", "0.01", code=2)

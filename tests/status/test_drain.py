@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from rich.console import Console
 
 from recover_megatron.membership.client import NoAnswer
-from recover_megatron.status import drain as command
-from recover_megatron.status.__main__ import main
-from recover_megatron.status.drain import DrainExit, drain
-from recover_megatron.status.model import RunStatus
-from recover_megatron.status.screen import render
-from recover_megatron.status.view_reader import read
+from recover_megatron.status import __main__ as command
+from recover_megatron.status.__main__ import DrainExit, drain, main
+from recover_megatron.status.model import RunStatus, read
 from tests.harness.waiting import DEADLINE
-from tests.status.test_status_model import VIEW
+from tests.status.test_status_model import VIEW, seen, text
 
 ASKED = {"node": "b", "state": "asked", "workers": [[2, 3]], "names": ["b", "host"]}
 MOVING = {**ASKED, "state": "moving"}
@@ -106,9 +102,8 @@ def test_a_mistyped_order_is_refused(more: list[str], capsys: pytest.CaptureFixt
 
 
 def test_the_view_names_drained_nodes() -> None:
-    console = Console(width=120, record=True)
-    console.print(render(read({**VIEW, "drains": [DRAINED, {**MOVING, "node": "c"}, REFUSED]}, "h:1")))
-    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    shown = text(seen(drains=[DRAINED, {**MOVING, "node": "c"}, REFUSED]))
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "b drained: it may be switched off" in lines
     assert "c being drained 2-3" in lines
     assert "b refused nothing would be left" in lines

@@ -6,36 +6,29 @@ import json
 import re
 import sys
 import threading
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 
 from recover_megatron.status.exporter import EventHook
+from recover_megatron.status.folder import History
 from recover_megatron.status.headline import Headline, Level, headline
-from recover_megatron.status.history import History
 from recover_megatron.status.metrics import RunCollector
-from recover_megatron.status.screen import render
-from recover_megatron.status.view_reader import read
+from recover_megatron.status.model import read
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
-from tests.status.test_history import BEGUN, event, start, steps
-from tests.status.test_status_model import GRID, VIEW
+from tests.status.test_folder import BEGUN, event, history_of, start, steps
+from tests.status.test_status_model import GRID, seen, text
 
 OBSERVABILITY = REPOSITORY / "examples" / "observability"
 
 
 def samples(collector: RunCollector) -> dict[tuple[str, ...], float]:
     """(name, values of the labels) -> value, as Prometheus reads them."""
-    text = generate_latest(collector.registry()).decode()
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    families = text_string_to_metric_families(generate_latest(collector.registry()).decode())
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
 
 
 @pytest.fixture
@@ -44,11 +37,10 @@ def collector(tmp_path: Path) -> RunCollector:
     steps(tmp_path, 1, 20)
     event(tmp_path, "plan", BEGUN + 5, lost_replicas=[2], lost_workers=[4])
     event(tmp_path, "recovery", BEGUN + 6, reran={"0": [1, 2]}, seconds={"rendezvous": 0.02, "rerun": 2.0})
-    history = History(tmp_path)
-    history.read()
+    history = history_of(tmp_path)
     collector = RunCollector(history)
     gone = {"worker": 5, "fate": "dead", "host": "h", "why": "its process has ended (SIGKILL)", "ago": 2.0}
-    collector.put(read({**VIEW, "workers": [*GRID[:4], gone]}, "a:1").with_files(history.training(BEGUN + 20), {}))
+    collector.put(seen(workers=[*GRID[:4], gone]).with_files(history.training(BEGUN + 20), {}))
     return collector
 
 
@@ -69,27 +61,20 @@ def test_a_degraded_run_is_told_in_numbers(collector: RunCollector) -> None:
 
 def test_who_is_aside_and_what_is_being_drained_is_counted_and_no_loss(tmp_path: Path) -> None:
     aside = [{"worker": n, "fate": "aside", "host": "h", "why": "set aside, and may come back: late"} for n in (4, 5)]
-    drains = [
-        {"node": node, "state": state, "workers": [], "names": [node]}
-        for node, state in zip("abcd", _DRAINS, strict=True)
-    ]
+    states = {"a": "asked", "b": "moving", "c": "drained", "d": "refused"}
+    drains = [{"node": node, "state": state, "workers": [], "names": [node]} for node, state in states.items()]
     collector = RunCollector(History(tmp_path))
-    collector.put(status := read({**VIEW, "workers": [*GRID[:4], *aside], "drains": drains}, "a:1"))
+    collector.put(status := seen(workers=[*GRID[:4], *aside], drains=drains))
     told = samples(collector)
     assert (told["recover_workers_aside",], told["recover_nodes_draining",]) == (2, 2)
     assert not any(name == "recover_workers_lost_total" for name, *_ in told)
-    text = "DEGRADED 2/3 replicas, workers 4, 5 set aside, nodes a, b being drained"
-    assert headline(status) == Headline("DEGRADED", text, Level.WARNING)
-    shown = Console(width=200, file=StringIO())
-    shown.print(render(status))
-    assert re.search(r"4 +h +aside .*set aside, and may come back: late", shown.file.getvalue())  # type: ignore[attr-defined]
-    assert re.search(r"b +being drained", shown.file.getvalue())  # type: ignore[attr-defined]
-    collector.put(read(VIEW, "a:1"))
+    word = "DEGRADED 2/3 replicas, workers 4, 5 set aside, nodes a, b being drained"
+    assert headline(status) == Headline("DEGRADED", word, Level.WARNING)
+    assert re.search(r"4 +h +aside .*set aside, and may come back: late", text(status))
+    assert re.search(r"b +being drained", text(status))
+    collector.put(seen())
     told = samples(collector)
     assert (told["recover_workers_aside",], told["recover_nodes_draining",]) == (0, 0)
-
-
-_DRAINS = ("asked", "moving", "drained", "refused")
 
 
 def test_a_coordinator_that_does_not_answer_is_down_and_its_last_word_stays(collector: RunCollector) -> None:
@@ -139,8 +124,7 @@ def test_the_last_numbers_of_a_run_that_has_ended_raise_no_alert_but_that_on_its
     start(tmp_path)
     steps(tmp_path, 1, 20)
     event(tmp_path, "checkpoint", BEGUN + 5, saved=10, folder="f")
-    history = History(tmp_path)
-    history.read()
+    history = history_of(tmp_path)
     collector = RunCollector(history)
     ended = read({"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 1}, "logs")
     collector.put(ended.with_files(history.training(BEGUN + 90), {}))
@@ -183,11 +167,8 @@ def test_a_command_that_hangs_is_killed_with_its_children_and_one_that_fails_is_
     assert said.wait(DEADLINE)
     assert "sleep took longer than 0.2 s and was killed" in complaints[0]
     hook.close(DEADLINE)
-    failing = EventHook("false", complaints.append)
-    failing.put({})
-    failing.close(DEADLINE)
-    assert "false ended with 1" in complaints[-1]
-    missing = EventHook("/no/such/command", complaints.append)
-    missing.put({})
-    missing.close(DEADLINE)
-    assert "/no/such/command cannot be run" in complaints[-1]
+    for command, complaint in (("false", "false ended with 1"), ("/no/such/command", "/no/such/command cannot be run")):
+        hook = EventHook(command, complaints.append)
+        hook.put({})
+        hook.close(DEADLINE)
+        assert complaint in complaints[-1]

@@ -16,10 +16,9 @@ from simulation import World, over_the_wire
 from recover_megatron.membership.client import NoAnswer
 from recover_megatron.membership.wire import TO_MEMBER, Secret
 from recover_megatron.status.headline import Headline, Level, headline, span
-from recover_megatron.status.model import Gone, RunStatus
+from recover_megatron.status.model import Gone, RunStatus, read
 from recover_megatron.status.screen import render
 from recover_megatron.status.source import Watch
-from recover_megatron.status.view_reader import read
 
 
 def row(worker: int, **fields: Any) -> dict[str, Any]:
@@ -46,8 +45,13 @@ VIEW = {
 }  # fmt: skip
 
 
+def seen(**fields: Any) -> RunStatus:
+    """What is read of that view with other ``fields``."""
+    return read({**VIEW, **fields}, "a:1")
+
+
 def test_the_grid_has_the_workers_of_each_replica_by_position() -> None:
-    status = read({**VIEW, "workers": [placed(3, 1, 0), placed(2, 1, 1), *GRID[:2], *GRID[4:5]]}, "a:1")
+    status = seen(workers=[placed(3, 1, 0), placed(2, 1, 1), *GRID[:2], *GRID[4:5]])
     assert [(replica.replica, [worker.worker for worker in replica.workers]) for replica in status.grid] == [
         (0, [0, 1]),
         (1, [3, 2]),
@@ -57,7 +61,7 @@ def test_the_grid_has_the_workers_of_each_replica_by_position() -> None:
 
 def test_a_run_that_has_grown_says_so_and_is_healthy() -> None:
     further = [placed(6 + r * 2 + p, 3 + r, p, iteration=7, phase="forward") for r in range(2) for p in range(2)]
-    status = read({**VIEW, "world": 10, "live": 10, "replicas": [[0, 4]], "workers": [*GRID, *further]}, "a:1")
+    status = seen(world=10, live=10, replicas=[[0, 4]], workers=[*GRID, *further])
     assert (len(status.grid), status.replicas_of_launch) == (5, 3)
     assert "5 (3 at the launch)" in text(status)
     assert headline(status).text == "HEALTHY 5 replicas (3 at the launch)"
@@ -78,7 +82,7 @@ def test_a_run_of_the_library_that_has_lost_a_worker_is_degraded_until_another_h
 
 def test_a_replica_that_lost_a_worker_does_not_run_and_its_other_workers_are_spares() -> None:
     dead = {"worker": 3, "fate": "dead", "host": "h", "why": "its connection was closed", "ago": 2.0}
-    status = read({**VIEW, "workers": [dead if r["worker"] == 3 else r for r in GRID]}, "a:1")
+    status = seen(workers=[dead if r["worker"] == 3 else r for r in GRID])
     assert [replica.replica for replica in status.grid] == [0, 2]
     assert [(worker.worker, worker.note) for worker in status.spares] == [(2, "replica 1 is not whole")]
     shown = text(status)
@@ -91,7 +95,7 @@ def test_a_worker_stands_where_it_says_now_whatever_it_joined_with() -> None:
     spare = {"replica": None, "position": 1, "note": "replica 0 is broken"}
     rows = [placed(0, 1, 0), placed(1, 1, 1), row(2, status=spare | {"position": 0}), row(3, status=spare)]
     rows[2]["place"], rows[3]["place"] = [0, 0, 5], [0, 1, 5]
-    status = read({**VIEW, "workers": rows}, "here")
+    status = seen(workers=rows)
     assert [(r.replica, [w.worker for w in r.workers], r.quota) for r in status.grid] == [
         (0, [2, 3], 5),
         (1, [0, 1], None),
@@ -101,20 +105,20 @@ def test_a_worker_stands_where_it_says_now_whatever_it_joined_with() -> None:
 
 def test_a_spare_says_why_it_is_one() -> None:
     spare = row(6, status={"replica": None, "note": "worker 3 of its replica died"}, idle=True)
-    status = read({**VIEW, "workers": [*GRID, spare]}, "a:1")
+    status = seen(workers=[*GRID, spare])
     assert [worker.worker for worker in status.spares] == [6]
     assert "worker 3 of its replica died" in text(status)
 
 
 def test_without_positions_a_replica_runs_with_as_many_workers_as_it_ever_had() -> None:
     rows = [row(n, status={"replica": n // 2}) for n in range(3)]
-    status = read({**VIEW, "workers": rows}, "a:1")
+    status = seen(workers=rows)
     assert [replica.replica for replica in status.grid] == [0]
 
 
 def test_a_plan_that_tells_no_replicas_shows_the_workers() -> None:
     rows = [row(n, iteration=4, status={}) for n in range(2)]
-    status = read({**VIEW, "replicas": [], "replica_size": 0, "workers": rows}, "a:1")
+    status = seen(replicas=[], replica_size=0, workers=rows)
     assert (status.grid, status.spares, [worker.worker for worker in status.unplaced]) == ([], [], [0, 1])
     assert status.replicas_of_launch is None
     assert status.iteration == 4
@@ -122,13 +126,13 @@ def test_a_plan_that_tells_no_replicas_shows_the_workers() -> None:
 
 def test_an_open_rendezvous_names_whom_it_waits_for() -> None:
     rows = [placed(n, n, 0, joined=n != 1) for n in range(3)]
-    status = read({**VIEW, "state": "rendezvous", "opened": 2, "workers": rows}, "a:1")
+    status = seen(state="rendezvous", opened=2, workers=rows)
     assert "opens epoch 2, waits for 1" in text(status)
 
 
 def test_columns_of_which_nothing_is_known_take_no_room() -> None:
     def heads(*gone: Gone) -> list[list[str]]:
-        shown = text(replace(read({**VIEW, "workers": GRID}, "a:1"), gone=gone))
+        shown = text(replace(seen(workers=GRID), gone=gone))
         return [line.split() for line in shown.splitlines() if line.startswith("worker ")]
 
     killed = Gone(3, "dead", "h", "why", 2.0)
@@ -139,7 +143,7 @@ def test_columns_of_which_nothing_is_known_take_no_room() -> None:
 def test_at_the_end_who_left_in_order_or_was_aside_is_not_lost() -> None:
     fates = {0: "left", 1: "left", 2: "aside", 3: "dead", 4: "out", 5: "left"}
     gone = [{"worker": n, "fate": fate, "host": "h", "why": "", "ago": 1.0} for n, fate in fates.items()]
-    ended = replace(read({**VIEW, "workers": gone}, "a:1"), state="stopped", code=0, reason="all workers have left")
+    ended = replace(seen(workers=gone), state="stopped", code=0, reason="all workers have left")
     assert "workers 6, 2 of them lost, 1 set aside at the end" in text(ended)
     assert [worker.worker for worker in ended.lost] == [3, 4]
     assert "workers 6, 0 of them lost " in text(replace(ended, gone=[g for g in ended.gone if g.fate == "left"]))
@@ -179,7 +183,7 @@ class Answering:
 
 def test_a_view_is_short_where_there_is_little_room() -> None:
     many = [placed(n, n // 2, n % 2, iteration=7, phase="forward") for n in range(2000)]
-    status = read({**VIEW, "workers": many, "replica_size": 2}, "a:1")
+    status = seen(workers=many, replica_size=2)
     short = text(status, 30)
     assert len(short.splitlines()) <= 30
     assert "more replicas" in short
@@ -190,12 +194,12 @@ def test_a_view_is_short_where_there_is_little_room() -> None:
 def test_what_a_member_says_steers_no_terminal(said: str) -> None:
     rows = [row(0, status={"note": said, "replica": None}), {**row(1), "fate": "dead", "why": said, "host": said}]
     faults = [{"ago": 1.0, "kind": "dead", "worker": 1, "host": said, "why": said}]
-    shown = text(read({**VIEW, "workers": rows, "faults": faults}, "a:1"))
+    shown = text(seen(workers=rows, faults=faults))
     assert all(c.isprintable() or c == "\n" for c in shown)
 
 
 def test_markup_in_a_message_is_shown_as_it_is() -> None:
-    status = read({**VIEW, "workers": [row(0, status={"note": "[red]x[/red]", "replica": None})]}, "a:1")
+    status = seen(workers=[row(0, status={"note": "[red]x[/red]", "replica": None})])
     assert "[red]x[/red]" in text(status)
 
 
