@@ -18,7 +18,7 @@ from recover_megatron.arguments import config_or_defaults, spares_from_argv
 from recover_megatron.launch import arguments, preflight, readers, slurm, store
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
-from recover_megatron.launch.device_tests import command_of
+from recover_megatron.launch.device_test import command_of
 from recover_megatron.launch.log_folder import Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
 from recover_megatron.launch.plan import LaunchPlan

@@ -1,11 +1,10 @@
 """The job's coordinator, hosted by the launcher, and the launcher's own session with it.
 
-The launcher of a single-node launch starts two candidate coordinators on loopback (processes of their own; when one is
-killed the workers turn to the other, and the launcher starts another in its place: hosted.py); of several launchers
-each of the first three starts one (plan.py); one that joins a running job starts one, too, of which the
-coordinator tells all (membership/admission.py): those of the launch may all be lost one day.  A launcher gives its
-workers the addresses and the job's secret, and is the node agent of its node: it says how its workers end, and kills
-those that the coordinator puts out.  A script that never opens a session is not affected.
+The launcher of a single-node launch starts two candidate coordinators on loopback (when one is killed the workers turn
+to the other); of several launchers each of the first three starts one (plan.py); one that joins a running job starts
+one, too, of which the coordinator tells all (membership/admission.py): those of the launch may all be lost one day.  A
+launcher gives its workers the addresses and the job's secret, and is the node agent of its node: it says how its
+workers end, and kills those that the coordinator puts out.  A script that never opens a session is not affected.
 
     RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in the order in which
                                                 the members turn to them
@@ -21,6 +20,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
 from recover_megatron.launch.leasing import lease_is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import BACKLOG, Address, Candidates, LaunchPlan, join_addresses, local_address
+from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, join_addresses, listen, local_address
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.records import EXIT_NO_REPLICA, FIRST_JOINED, CoordinatorLost, Settings
@@ -59,11 +59,7 @@ class _InMainThread:
     """The session's events, handled by the event loop."""
 
     def __init__(
-        self,
-        loop: EventLoop,
-        orders: Orders,
-        say: Callable[[str], None],
-        may_host: Callable[[int, str | None, int, bool], None],
+        self, loop: EventLoop, orders: Orders, say: Callable[[str], None], may_host: Callable[..., None]
     ) -> None:
         self.may_host = loop.from_thread(may_host)
         self.put_out = loop.from_thread(orders.put_out)
@@ -73,6 +69,7 @@ class _InMainThread:
         self.said = loop.from_thread(say)
 
 
+@dataclass(eq=False)
 class ControlPlane:
     """Candidates and node agent of one launch: nothing until ``open``; not opened it knows nobody and has decided
     nothing.
@@ -80,20 +77,16 @@ class ControlPlane:
     Callbacks that its methods take are called in the main thread, by the event loop.
     """
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        inherited: Mapping[str, str],
-        loop: EventLoop,
-        say: Callable[[str], None],
-        orders: Orders,
-    ) -> None:
-        """``inherited``: the launcher's environment; ``say``: what people should read; ``orders``: in this thread."""
-        self._plan = plan
-        self._inherited = inherited
-        self._loop = loop
-        self._say = say
-        self._orders = orders
+    _plan: LaunchPlan
+    _inherited: Mapping[str, str]
+    """The launcher's environment."""
+    _loop: EventLoop
+    _say: Callable[[str], None]
+    _orders: Orders
+    """Called in this thread."""
+
+    def __post_init__(self) -> None:
+        plan = self._plan
         # All processes of a run must use the same times: they are those of the script's flags.
         self._settings = Settings.of(times_from_argv(plan.script_args), start_needs_all=plan.needs_all)
         self._variables: dict[str, str] = {}
@@ -125,21 +118,17 @@ class ControlPlane:
             self._settings,
             late=bool(plan.joins),
         )
+        witness, lease = (candidates.witness, candidates.lease) if candidates else (None, None)
         try:
             for number, listener in listeners:
-                witness = candidates.witness if candidates else None
-                lease = candidates.lease if candidates else None
                 self._host(number, listener, lease, slack_of(plan), witness, witness is not None)
         except OSError:
             self.end_candidates()
             self.close()
             self.agent = NoAgent()
             raise
-        self._variables = {
-            **made_up,
-            NODE_VARIABLE: plan.node_name,
-            **({HOST_VARIABLE: host} if host is not None else {}),
-        }
+        own = {HOST_VARIABLE: host} if host is not None else {}
+        self._variables = {**made_up, NODE_VARIABLE: plan.node_name, **own}
 
     def _places(
         self, candidates: Candidates | None
@@ -149,7 +138,7 @@ class ControlPlane:
         if plan.joins:
             return plan.joins, [], plan.node_address or local_address(plan.joins[0])
         if candidates is None:
-            listeners = [(n, socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)) for n in range(HERE)]
+            listeners = [(number, listen("127.0.0.1")) for number in range(HERE)]
             return [listener.getsockname()[:2] for _, listener in listeners], listeners, None
         own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
         return candidates.addresses, own, candidates.host
@@ -189,8 +178,7 @@ class ControlPlane:
             self._say(f"no candidate coordinator on this node: it does not see the run's lease: {why_not}")
             return
         try:
-            family = socket.AF_INET6 if ":" in self._host_address else socket.AF_INET
-            listener = socket.create_server((self._host_address, 0), family=family, backlog=BACKLOG)
+            listener = listen(self._host_address)
             number = FIRST_JOINED + secrets.randbelow(1 << 30)  # not that of another node
             place = Path(lease) if lease is not None else None
             address = self._host(number, listener, place, slack, None, witnessed)

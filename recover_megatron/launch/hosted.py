@@ -1,4 +1,6 @@
-"""A candidate coordinator that this launcher hosts: its socket, and its process, which is started again.
+"""What runs beside the workers for the whole run: candidate coordinators that this launcher hosts, and the exporter.
+
+A candidate is its socket, and its process, which is started again::
 
     RUNNING --killed, or ended while the run goes on--> DOWN --after a pause--> RUNNING (a fresh candidate)
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import signal
 import socket
 import sys
 import time
@@ -19,36 +21,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from recover_megatron.arguments import config_or_defaults, metrics_address
 from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.processes import spawn
-from recover_megatron.launch.states import signal_name
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.processes import Child, program, spawn
+from recover_megatron.launch.states import has_ended
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.testimony import Scope
+from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds before the next start, by how many candidates have ended soon one after the other."""
 SOON = 60.0
 LAST_WORD_SECONDS = 0.5
 """One that ends by itself has usually ended the run: so long after it the launcher's session knows that."""
-
-
-def program(module: str) -> list[str]:
-    """The command that runs ``main`` of a module of ours, in a process that no folder or variable can change."""
-    boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
-    return [sys.executable, "-I", "-c", boot, str(Path(__file__).resolve().parents[2])]
-
-
-def has_ended(status: int) -> str:
-    """What people read of a process that has ended; ``status``: the exit code, or minus the signal that killed it."""
-    return f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
-
-
-def wait_for(pidfd: int, seconds: float) -> None:
-    """Wait until the process has ended; so long at most."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll(1000 * seconds)
 
 
 @dataclass(frozen=True)
@@ -97,60 +84,53 @@ class CandidateCommand:
                 os.close(descriptor)
 
 
+@dataclass(eq=False)
 class HostedCandidate:
-    """Made and used in the main thread, whose loop tells of the process's end."""
+    """Made and used in the main thread, whose loop tells of the process's end.
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        command: CandidateCommand,
-        listener: socket.socket,
-        agent: NodeAgent | NoAgent,
-        say: Callable[[str], None],
-    ) -> None:
-        """Starts the first process.  Raises OSError where it cannot be started.
+    Starts the first process when it is made.  Raises OSError where it cannot be started.
+    """
 
-        ``agent``: the launcher's own session, which knows whether the run has ended, so that nobody needs another
-        candidate.
-        """
-        self._loop = loop
-        self._command = command
-        self._listener = listener
-        self._agent = agent
-        self._say = say
-        self._timer: Timer | None = None
-        self._soon = 0
-        self.pid: int | None = None
+    _loop: EventLoop
+    _command: CandidateCommand
+    _listener: socket.socket
+    _agent: NodeAgent | NoAgent
+    """The launcher's own session, which knows whether the run has ended, so that nobody needs another candidate."""
+    _say: Callable[[str], None]
+    _timer: Timer | None = None
+    _soon: int = 0
+    _process: Child | None = None
+    """None: it is down."""
+
+    def __post_init__(self) -> None:
         self._run()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs, if one does."""
+        return self._process.pid if self._process is not None else None
 
     def close(self) -> None:
         """Start no more; the process that runs is left to the end of the launch."""
         if self._timer is not None:
             self._timer.cancel()
-        if self.pid is not None:
-            self._forget()
+        if self._process is not None:
+            self._process.forget()
+            self._process = None
         self._listener.close()
 
     def wait(self, seconds: float) -> None:
         """Wait until the process that runs, if one does, has ended; so long at most."""
-        if self.pid is not None:
-            wait_for(self._pidfd, seconds)
+        if self._process is not None:
+            self._process.wait(seconds)
 
     def _run(self) -> None:
-        self.pid, self._pidfd = self._command.start(self._listener)
+        self._process = Child(self._loop, self._command.start(self._listener), self._ended)
         self._started = time.monotonic()
-        self._loop.watch(self._pidfd, self._ended)
 
-    def _forget(self) -> None:
-        self._loop.unwatch(self._pidfd)
-        os.close(self._pidfd)
-        self.pid = None
-
-    def _ended(self) -> None:
-        assert self.pid is not None
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def _ended(self, status: int) -> None:
         what = f"candidate coordinator {self._command.number} (pid {self.pid}) {has_ended(status)}"
-        self._forget()
+        self._process = None
         if status == 0:
             return  # it led the run to its end
         if time.monotonic() - self._started >= SOON:
@@ -174,3 +154,74 @@ class HostedCandidate:
             self._again(f"{what}, and another one cannot be started ({error})", 1.0)
         else:
             self._say(f"{what}; another one (pid {self.pid}) has its place")
+
+
+END_SECONDS = 5.0
+"""How long it may take to tell of the end of the run."""
+
+
+@dataclass(eq=False)
+class ExporterProcess:
+    """The exporter beside this launcher (``status/exporter.py``): metrics and events, where flags ask for them.
+
+    It is no part of the run: where it cannot be started, or ends, a line says so and the run goes on.  Nothing on a
+    node whose candidate does not lead at first.
+    """
+
+    _plan: LaunchPlan
+    _inherited: Mapping[str, str]
+    """The launcher's environment."""
+    _loop: EventLoop
+    _say: Callable[[str], None]
+    _process: Child | None = None
+
+    @property
+    def pids(self) -> set[int]:
+        """Of the process that runs."""
+        return {self._process.pid} if self._process is not None else set()
+
+    def start(self, variables: Mapping[str, str]) -> None:
+        """``variables``: the addresses of the coordinators and the secret, as workers get them."""
+        plan = self._plan
+        here = plan.node_rank == plan.first_candidate and not plan.joins
+        if not here or not (flags := _flags(plan)):
+            return
+        if plan.log_dir is None:
+            self._say("no metrics and events of this run: they are read from its files, so give recover-run --log-dir")
+            return
+        command = [*program("recover_megatron.status.exporter"), "--log-dir", str(plan.log_dir), *flags]
+        command += ["--coordinators", variables[COORDINATOR_VARIABLE]]
+        environment = {**self._inherited, **variables, **plan.lines, LAUNCH_ID_VARIABLE: plan.launch_id}
+        try:
+            started = spawn(command, environment, sys.stderr.fileno(), sys.stderr.fileno())
+        except OSError as error:
+            self._say(f"no metrics and events of this run: their process cannot be started ({error})")
+            return
+        self._process = Child(self._loop, started, self._ended)
+
+    def end(self) -> None:
+        """The run is over: let it tell so, for a while."""
+        if self._process is not None:
+            self._process.send(signal.SIGTERM)
+            self._process.wait(END_SECONDS)
+            self._process.forget()
+            self._process = None  # what is left of it ends with the launch
+
+    def _ended(self, status: int) -> None:
+        (pid,) = self.pids
+        self._say(f"the process for metrics and events (pid {pid}) {has_ended(status)}; the run goes on without it")
+        self._process = None
+
+
+def _flags(plan: LaunchPlan) -> list[str]:
+    """What it is asked for; empty: nothing."""
+    config = config_or_defaults(plan.script_args)
+    flags = []
+    if config.metrics:
+        host, port = metrics_address(config.metrics)
+        flags += ["--host", host, "--port", str(port)]
+    if config.metrics_file:
+        flags += ["--textfile", os.path.abspath(config.metrics_file)]
+    if config.on_event:
+        flags += ["--on-event", config.on_event]
+    return flags

@@ -1,25 +1,36 @@
-"""What a launch is: how many workers, their ranks, the store's address; the variables that tell a worker; and where the
-candidate coordinators of a launch over several nodes listen.
+"""What a launch is: how many workers, their ranks, the store's address; where the candidate coordinators of several
+nodes listen; and the environment that tells a worker all this.
 
 CANDIDATES nodes host a candidate each: the first ones, or, under SLURM, those from the second on.  A node listens on
 the address from which it reaches the others: node 0 that from which it reaches another one with a candidate, another
 node that from which it reaches node 0.  The user may choose it (RECOVER_HOST).  The socket is bound before its address
 is told: a member that turns to it early waits in its backlog.
+
+What the user has set that recovery cannot live with the workers do not find (``variables.overrule``).
+
+torch's gloo takes the address that the host's own name resolves to, and the loopback where it resolves to none: in a
+bare container the workers of two hosts then never find each other.  NCCL takes every interface, a container bridge's
+too.  The launcher knows better: by which interface this host and node 0 reach each other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recover_megatron import script_flags
+import psutil
+
+from recover_megatron import script_flags, variables
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.variables import (
+    HOST_VARIABLE,
     JOIN_VARIABLE,
     LAUNCH_ID_VARIABLE,
     LINES_VARIABLE,
@@ -99,7 +110,7 @@ class LaunchPlan:
 
     @property
     def needs_all(self) -> bool:
-        """Whether the loss of a worker of the launch ends the run until it has had a plan; see ``start_up``.
+        """Whether the loss of a worker of the launch ends the run until it has had a plan; see ``StartUp``.
 
         Megatron's training does. Other scripts know for themselves what they can do without.
         """
@@ -237,8 +248,7 @@ class OwnPlace:
         self.host = plan.node_address or local_address(other)
         self.listener: socket.socket | None = None
         if hosts:
-            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            self.listener = socket.create_server((self.host, 0), family=family, backlog=BACKLOG)
+            self.listener = listen(self.host)
 
     @property
     def address(self) -> Address | None:
@@ -250,6 +260,12 @@ def hosting(plan: LaunchPlan) -> tuple[int, ...]:
     """The nodes that host a candidate, in the order in which the members turn to them."""
     count = min(plan.nnodes, CANDIDATES)
     return tuple((plan.first_candidate + number) % plan.nnodes for number in range(count))
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens on a free port of ``host``, an address of this host.  Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
 def local_address(other: Address) -> str:
@@ -271,3 +287,104 @@ def address_from(value: Any) -> Address:
         case [str(host), int(port)] if host and 0 < port < 65536:
             return host, port
     raise ValueError(f"not an address: {value!r}")
+
+
+VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""For NCCL a bare name is the beginning of one."""
+LOOPBACK = "127.0.0.1"
+
+
+def interfaces() -> dict[str, str]:
+    """The name of the interface of each IP address of this host.  Raises OSError where the system does not tell."""
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                found.setdefault(each.address.partition("%")[0], name)
+    return found
+
+
+def interface_of(host: str, found: Mapping[str, str]) -> str | None:
+    """The interface in ``found`` that has ``host``, a name or an address of this host; None: no single one has."""
+    try:
+        addresses = _addresses(host)
+    except (OSError, UnicodeError):
+        return None
+    names = {found[address] for address in addresses if address in found}
+    return names.pop() if len(names) == 1 else None
+
+
+def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """What the workers' environment needs so that they talk over the interface of ``host``, this host's own address;
+    and a line about it.  What the user has set stands.
+    """
+    wanted = [name for name in VARIABLES if name not in inherited]
+    if not wanted:
+        return {}, ""
+    try:
+        found = interfaces()
+        name = interface_of(host, found)
+    except OSError:
+        name = None
+    if (
+        name
+        and name == found.get(LOOPBACK)
+        and not all(ipaddress.ip_address(ip).is_loopback for ip in _addresses(host))
+    ):
+        name = None  # an address that is kept there: gloo would take 127.0.0.1
+    names = " and ".join(wanted)
+    if name is None:
+        return {}, f"no interface of this host has the address {host}: torch and NCCL choose one ({names} say which)"
+    return {
+        variable: VARIABLES[variable].format(name) for variable in wanted
+    }, f"workers talk over the interface {name} ({host}): it is set in {names}"
+
+
+def _addresses(host: str) -> set[str]:
+    """What the name or address ``host`` resolves to.  Raises OSError or UnicodeError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(name[0]).partition("%")[0] for _, _, _, _, name in found}
+
+
+class WorkerEnvironment:
+    """Made once per launch; ``add`` the control plane's variables before a worker asks."""
+
+    def __init__(self, plan: LaunchPlan, inherited: Mapping[str, str], say: Callable[[str], None]) -> None:
+        """``inherited``: the launcher's own environment; ``say`` tells people which interface was chosen, and what of
+        theirs is overruled.
+        """
+        self._plan = plan
+        self._inherited = inherited
+        self._say = say
+        self._shared = launch_environment(plan, inherited)
+        self._overruled = variables.overrule(self._shared) if plan.control_plane else []
+        self._added: dict[str, str] = {}
+        self._network: dict[str, str] | None = None
+
+    def add(self, variables: Mapping[str, str]) -> None:
+        """All workers get these, too."""
+        self._added |= variables
+
+    def of(self, worker: WorkerProcess, run_id: str) -> dict[str, str]:
+        """The whole environment of ``worker``; ``run_id``: that of the launch of all nodes."""
+        if self._network is None:
+            for line in self._overruled:
+                self._say(line)
+            self._network = self._choose_interface()
+        return {**self._shared, **self._added, **worker_variables(self._plan, worker, run_id), **self._network}
+
+    def _choose_interface(self) -> dict[str, str]:
+        """The variables that have the workers talk over the interface by which this host and the others reach."""
+        plan = self._plan
+        if plan.nnodes == 1 and not plan.joins:
+            return variables_for(LOOPBACK, self._inherited)[0]
+        host = self._added.get(HOST_VARIABLE) or plan.node_address
+        if host is None:
+            host = plan.master_addr
+            if plan.node_rank > 0:
+                with contextlib.suppress(OSError):  # then no interface has the address, which is said
+                    host = local_address((plan.master_addr, plan.master_port))
+        variables, about = variables_for(host, self._inherited)
+        if about:
+            self._say(about)
+        return variables

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from recover_megatron.launch.loop import EventLoop
 from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -98,6 +99,46 @@ def open_pidfd(pid: int) -> int:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
+
+
+class Child:
+    """A process that this launcher has started, watched by its loop."""
+
+    def __init__(self, loop: EventLoop, started: tuple[int, int], on_end: Callable[[int], None]) -> None:
+        """``started``: pid and pidfd.  ``on_end`` gets the exit code, or minus the signal, when it has been reaped."""
+        self.pid, self._pidfd = started
+        self._loop = loop
+        loop.watch(self._pidfd, lambda: on_end(self.reap()))
+
+    def reap(self) -> int:
+        """Wait until it has ended.  Returns what ``on_end`` gets, which is not called."""
+        _, status = os.waitpid(self.pid, 0)
+        self.forget()
+        return os.waitstatus_to_exitcode(status)
+
+    def forget(self) -> None:
+        """Its end is of no interest from now on."""
+        self._loop.unwatch(self._pidfd)
+        os.close(self._pidfd)
+
+    def send(self, number: int) -> None:
+        """Send it the signal ``number``."""
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended; so long at most."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.poll(1000 * seconds)
+
+
+def program(module: str, *options: str) -> list[str]:
+    """The command that runs ``main`` of a module of ours, in a process that no folder or variable can change.
+
+    ``options``: more of the interpreter's.
+    """
+    boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
+    return [sys.executable, "-I", *options, "-c", boot, str(Path(__file__).resolve().parents[2])]
 
 
 def become_subreaper() -> None:

@@ -30,10 +30,16 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.processes import DEAF_TO, find_launch, kill_until_none_left, open_pidfd
+from recover_megatron.launch.processes import (
+    DEAF_TO,
+    Child,
+    find_launch,
+    kill_until_none_left,
+    open_pidfd,
+    program,
+)
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 1.0
@@ -108,8 +114,6 @@ def _relieve(pipe: int) -> int:
 
 
 AGAIN_SECONDS = 1.0
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from recover_megatron.launch.reaper import main; main()"
 
 
 class Reaper:
@@ -150,9 +154,7 @@ class Reaper:
         """Have it kill what is left of the launch, and wait until it has ended."""
         self._hang_up()
         if self.pid:
-            self._loop.unwatch(self._pidfd)
-            os.waitpid(self.pid, 0)
-            os.close(self._pidfd)
+            self._process.reap()
 
     def _start(self) -> None:
         """Raises OSError where it cannot be started."""
@@ -162,7 +164,7 @@ class Reaper:
         try:
             pid = os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-I", "-S", "-c", _BOOT, _PACKAGE_ROOT],
+                program("recover_megatron.launch.reaper", "-S"),
                 environment,
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, its.fileno(), 0),
@@ -172,14 +174,14 @@ class Reaper:
                 setsid=True,
                 setsigmask=DEAF_TO,
             )
-            self._pidfd = open_pidfd(pid)
+            pidfd = open_pidfd(pid)
         except OSError:
             self._channel.close()
             raise
         finally:
             its.close()
         self.pid = pid
-        self._loop.watch(self._pidfd, self._on_death)
+        self._process = Child(self._loop, (pid, pidfd), self._on_death)
         self._loop.watch(self._channel.fileno(), self._hear)
         self._tell(self._launch_id)
         for session, pipes in self._sessions.items():
@@ -212,10 +214,7 @@ class Reaper:
         self._pulse.beat()
         self._loop.call_later(BEAT_SECONDS, self._beat)
 
-    def _on_death(self) -> None:
-        self._loop.unwatch(self._pidfd)
-        os.waitpid(self.pid, 0)
-        os.close(self._pidfd)
+    def _on_death(self, status: int) -> None:
         self._hang_up()
         killed, self.pid = self.pid, 0
         self._replace(f"the reaper (pid {killed}) was killed")
@@ -232,7 +231,7 @@ class Reaper:
 
 
 def main() -> None:
-    """The process itself."""
+    """The reaper's process."""
     launcher = os.getppid()
     # A shell's job table or a terminal must not wait for the reaper: after the launcher it holds nothing of theirs.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

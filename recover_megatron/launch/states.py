@@ -189,6 +189,11 @@ def describe_end(exit_code: int | None, signal_number: int | None) -> str:
     return name if name.startswith("signal") else f"{name} (signal {signal_number})"
 
 
+def has_ended(status: int) -> str:
+    """The end of a process as a part of a sentence; ``status``: the exit code, or minus the signal that killed it."""
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
+
+
 def signal_name(number: int) -> str:
     """ "SIGKILL"; "signal 40" for one that has no name, as most real-time signals."""
     try:

@@ -32,7 +32,7 @@ from functools import partial
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.device_tests import DeviceTests
+from recover_megatron.launch.device_test import DeviceTests
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import REFUSED, RUN_VERDICTS, WorkerProcess, WorkerState

@@ -14,7 +14,7 @@ import torch
 
 from recover_megatron.launch import device_test
 from recover_megatron.launch.arguments import parse
-from recover_megatron.launch.device_tests import DEFAULT, command_of
+from recover_megatron.launch.device_test import DEFAULT, command_of
 from tests.harness.patience import patient
 from tests.launch.test_newcomers import HELD, LONGER, SCRIPT, awaits, let_end
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from recover_megatron.launch.worker_environment import interface_of, interfaces, variables_for
+from recover_megatron.launch.plan import interface_of, interfaces, variables_for
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 from tests.hosts.conftest import can_have_hosts

@@ -10,9 +10,8 @@ import sys
 
 import pytest
 
-from recover_megatron.launch.output import Voice
+from recover_megatron.launch.output import MOST_PENDING, Sink, Voice
 from recover_megatron.launch.reaper import MISSED, Pulse, StandIn
-from recover_megatron.launch.sink import MOST_PENDING, Sink
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE, eventually
 

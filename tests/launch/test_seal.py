@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from recover_megatron.launch.node_messages import Seal, Unproved
+from recover_megatron.launch.store import Seal, Unproved
 from recover_megatron.membership.auth import Secret
 from tests.harness.processes import free_port
 
