@@ -22,7 +22,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
@@ -141,14 +141,15 @@ class _Test:
     late: bool = False
 
 
+@dataclass(eq=False)
 class DeviceTests:
-    """The tests under way.  ``seconds``: how long one may take."""
+    """The tests under way."""
 
-    def __init__(self, loop: EventLoop, command: tuple[str, ...], seconds: float) -> None:
-        self._loop = loop
-        self._command = command
-        self._seconds = seconds
-        self._under_way: dict[int, _Test] = {}
+    _loop: EventLoop
+    _command: tuple[str, ...]
+    _seconds: float
+    """How long one may take."""
+    _under_way: dict[int, _Test] = field(default_factory=dict)
 
     @property
     def pids(self) -> set[int]:

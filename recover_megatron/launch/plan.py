@@ -45,6 +45,11 @@ TRAINING = "pretrain_gpt_recover"
 """The script that comes with this package, as a file or a module."""
 
 
+def is_megatrons(script: str) -> bool:
+    """Whether a script, by its file or module, takes Megatron's flags: ours, or that of a patched checkout."""
+    return Path(script).stem.startswith("pretrain_")
+
+
 @dataclass(frozen=True)
 class LaunchPlan:
     """One node's part of a launch.
@@ -119,12 +124,12 @@ class LaunchPlan:
     @property
     def is_megatrons(self) -> bool:
         """Whether the script trains as Megatron's do, and so says what ``output.Voice`` waits for."""
-        return self.fault_tolerant and self._script.startswith("pretrain_")
+        return self.fault_tolerant and is_megatrons(self._script)
 
     @property
     def saves(self) -> bool:
         """Whether the script's --save is Megatron's: a folder of checkpoints."""
-        return self._script.startswith("pretrain_") or "--recover" in self.script_args
+        return is_megatrons(self._script) or "--recover" in self.script_args
 
     @property
     def _script(self) -> str:

@@ -35,21 +35,20 @@ class _Handles:
     log: LogFile | None
 
 
+@dataclass(eq=False)
 class WorkerTable:
     """All workers that this launcher has started or is about to start, by worker id."""
 
-    def __init__(
-        self, plan: LaunchPlan, loop: EventLoop, console: Console, folder: LogFolder, reaper: Reaper,
-        on_exit: Callable[[WorkerProcess], None],
-    ) -> None:  # fmt: skip
-        """``on_exit``: called when a worker's process has ended; it calls ``reap`` and ``close``."""
-        self._plan = plan
-        self._loop = loop
-        self._console = console
-        self._folder = folder
-        self._reaper = reaper
-        self._on_exit = on_exit
-        reaper.dropped = self._output_dropped
+    _plan: LaunchPlan
+    _loop: EventLoop
+    _console: Console
+    _folder: LogFolder
+    _reaper: Reaper
+    _on_exit: Callable[[WorkerProcess], None]
+    """Called when a worker's process has ended; it calls ``reap`` and ``close``."""
+
+    def __post_init__(self) -> None:
+        self._reaper.dropped = self._output_dropped
         self._workers: dict[int, WorkerProcess] = {}
         self._handles: dict[int, _Handles] = {}
         self.changed = True
