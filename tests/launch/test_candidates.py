@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.harness.patience import patient
 from tests.harness.processes import alive, children, command_line
-from tests.harness.waiting import eventually, written_lines
+from tests.harness.waiting import eventually
 
 from .conftest import Bench, Launch
 
@@ -55,7 +54,7 @@ class Run:
     """Three workers that agree on one step after the other."""
 
     def __init__(self, bench: Bench) -> None:
-        self.folder = bench.folder
+        self.bench, self.folder = bench, bench.folder
         script = bench.script(STEPS)
         self.launch: Launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", script, *TIMES)
         self.launch.wait_for("STARTED", times=3)
@@ -89,14 +88,13 @@ class Run:
         eventually(lambda: min(self.steps()) > before + 10, "all workers go on")
 
     def end(self) -> int:
-        (self.folder / "over").touch()
+        self.bench.go("over")
         return self.launch.wait()
 
     def events(self, *names: str) -> list[dict]:
         """Those of these names, each with the ``number`` of the candidate that has logged it."""
-        files = {number: written_lines(self.folder / "logs" / f"events-{number}.jsonl") for number in (0, 1)}
-        events = [{**json.loads(line), "number": number} for number, lines in files.items() for line in lines]
-        return [event for event in events if event["event"] in names]
+        both = {number: self.bench.events(*names, candidate=number) for number in (0, 1)}
+        return [{**event, "number": number} for number, events in both.items() for event in events]
 
 
 @pytest.mark.slow

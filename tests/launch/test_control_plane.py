@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from recover_megatron.launch.conclusion import last_checkpoint
 from tests.harness.processes import children, command_line
-from tests.harness.waiting import DEADLINE, eventually
+from tests.harness.waiting import eventually
 
 USES_IT = """
     import os, signal, sys
@@ -31,8 +29,7 @@ def test_a_run_whose_last_members_left_in_order_ends_with_0_whoever_died_before(
     assert launch.out.count("MEMBERS [0, 1, 2]") == 3
     assert "worker 1" in launch.err
     assert "killed by SIGKILL" in launch.err
-    events = [json.loads(line) for line in (bench.folder / "logs" / "events-0.jsonl").read_text().splitlines()]
-    assert [event["code"] for event in events if event["event"] == "stop"] == [0]
+    assert [stop["code"] for stop in bench.events("stop")] == [0]
 
 
 def test_a_coordinator_whose_log_cannot_be_written_says_so_and_goes_on(bench):
@@ -135,15 +132,13 @@ def test_a_run_that_is_interrupted_is_told_as_ended_by_that_signal_and_with_its_
     launch.send(signal.SIGINT)
     assert launch.wait() == 130, launch.err
     assert f"last checkpoint: iteration 8 in {saved}" in launch.err
-    records = [json.loads(line) for line in (bench.folder / "logs" / "events-0.jsonl").read_text().splitlines()]
-    (stop,) = [record for record in records if record["event"] == "stop"]
+    (stop,) = bench.events("stop")
     assert stop["code"] == 130
     assert "ended by SIGINT" in stop["reason"]
     (bench.folder / "logs" / "steps.jsonl").write_text('{"iteration": 8}\n{"iteration": 9, "lo')
-    command = [sys.executable, "-m", "recover_megatron.status", str(bench.folder / "logs")]
-    over = json.loads(subprocess.check_output([*command, "--json"], timeout=DEADLINE))
+    over = json.loads(bench.status("logs", "--json").stdout)
     assert (over["code"], over["iteration"], over["world"], over["epoch"]) == (130, 8, 3, 1)
-    shown = subprocess.check_output(command, timeout=DEADLINE, text=True)
+    shown = bench.status("logs").stdout
     assert "ended by SIGINT" in shown
     assert "last iteration 8   workers 3, 0 of them lost" in shown
     assert "0 of 0" not in shown
@@ -153,15 +148,14 @@ def test_a_coordinator_that_is_late_tells_in_its_log_how_an_interrupted_run_has_
     """It hears of the signal and of the workers' ends when they are over, and is not killed with the launch before."""
     launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(WAITS), "--recover")
     launch.wait_for("WORKING", 2)
-    events = bench.folder / "logs" / "events-0.jsonl"
-    (leader,) = [pid for pid in children(launch.pid) if str(events) in command_line(pid)]
+    events = str(bench.folder / "logs" / "events-0.jsonl")
+    (leader,) = [pid for pid in children(launch.pid) if events in command_line(pid)]
     os.kill(leader, signal.SIGSTOP)
     launch.send(signal.SIGINT)
     eventually(lambda: [w["state"] for w in bench.workers()] == ["killed"] * 2, "the workers have ended")
     os.kill(leader, signal.SIGCONT)  # the launcher waits some seconds for it; without that it would be killed by now
     assert launch.wait() == 130, launch.err
-    records = [json.loads(line) for line in events.read_text().splitlines()]
-    assert [record["code"] for record in records if record["event"] == "stop"] == [130]
+    assert [stop["code"] for stop in bench.events("stop")] == [130]
 
 
 @pytest.mark.parametrize(

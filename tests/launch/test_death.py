@@ -3,25 +3,15 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness import REPOSITORY
 from tests.harness.processes import alive, processes_with
-from tests.harness.waiting import DEADLINE, eventually, written_lines
+from tests.harness.waiting import eventually
 
-UNTIL_TOLD = """
-    import os, sys, time
-    print("UP", os.environ["RANK"], os.getpid())
-    while not os.path.exists("go"):
-        time.sleep(0.05)
-    print("DONE", os.environ["RANK"])
-    """
+from .conftest import IN_THE_RUN, UNTIL_TOLD
 
 
 def test_one_workers_death_does_not_end_the_others(bench):
@@ -30,7 +20,7 @@ def test_one_workers_death_does_not_end_the_others(bench):
     victim = bench.workers(count=3)[1]
     os.kill(victim["pid"], signal.SIGKILL)
     launch.wait_for("was killed by SIGKILL")
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 137
     assert "DONE 0" in launch.out
     assert "DONE 2" in launch.out
@@ -49,19 +39,12 @@ def test_a_worker_killed_by_a_signal_that_has_no_name_is_told_like_any_other(ben
 
 
 def test_survivors_that_finish_a_fault_tolerant_run_make_it_a_success(bench):
-    joined = """
-        from recover_megatron.membership.worker import connect
-        session = connect()
-        session.join({})
-        """
-    script = bench.script(textwrap.dedent(joined) + textwrap.dedent(UNTIL_TOLD) + "\nsession.leave()\n")
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script, "--recover")
-    launch.wait_for("UP", times=2)
-    events = bench.folder / "logs" / "events-0.jsonl"
-    eventually(lambda: any('"event":"witness"' in line for line in written_lines(events)), "the launcher has come")
-    os.kill(bench.workers(count=2)[0]["pid"], signal.SIGSEGV)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN), "--recover")
+    launch.wait_for("JOINED", times=2)
+    eventually(lambda: bench.events("witness"), "the launcher has come")
+    bench.kill(0, 2, signal.SIGSEGV)
     launch.wait_for("SIGSEGV")
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 0
 
 
@@ -104,14 +87,13 @@ def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench
     if end == "killed":
         os.kill(dead["pid"], signal.SIGKILL)
     else:
-        (bench.folder / "go0").touch()
+        bench.go("go0")
     launch.wait_for("it left behind ended")
     eventually(lambda: not any(map(alive, mine)), "nothing is left of worker 0")
     assert all(map(alive, others))
     assert alive(survivor["pid"])
-    (bench.folder / "go1").touch()
-    assert launch.wait() == (137 if end == "killed" else 0)
-    assert launch.left() == []
+    bench.go("go1")
+    launch.ends(137 if end == "killed" else 0)
 
 
 def test_the_launcher_does_not_wait_for_pipes_that_a_dead_workers_child_holds(bench):
@@ -156,10 +138,9 @@ def test_a_signal_lets_workers_end_by_themselves(bench, number):
     launch = bench.start("--nproc-per-node", 2, script)
     launch.wait_for("UP", times=2)
     launch.send(number)
-    assert launch.wait() == 128 + number
+    launch.ends(128 + number)
     assert launch.out.count("SAVED") == 2
     assert "Traceback" not in launch.err
-    assert launch.left() == []
 
 
 STUBBORN = """
@@ -178,10 +159,9 @@ def test_after_the_grace_time_workers_are_killed(bench):
     launch.wait_for("UP", times=2)
     told = time.monotonic()
     launch.send(signal.SIGTERM)
-    assert launch.wait() == 128 + signal.SIGTERM
+    launch.ends(128 + signal.SIGTERM)
     assert time.monotonic() - told >= 0.5
     assert [worker["signal"] for worker in bench.workers()] == [signal.SIGKILL, signal.SIGKILL]
-    assert launch.left() == []
     assert "Traceback" not in launch.err
 
 
@@ -191,22 +171,19 @@ def test_a_second_signal_kills_at_once(bench):
     launch.send(signal.SIGINT)
     launch.wait_for("SIGTERM to 1 worker")
     launch.send(signal.SIGINT)
-    assert launch.wait() == 128 + signal.SIGINT
-    assert launch.left() == []
+    launch.ends(128 + signal.SIGINT)
 
 
 def test_a_stopped_worker_is_killed_after_the_grace_time(bench):
     launch = bench.start("--grace-seconds", 0.2, "--log-dir", "logs", bench.script(UNTIL_TOLD))
     launch.wait_for("UP")
-    os.kill(bench.workers()[0]["pid"], signal.SIGSTOP)
+    bench.kill(0, 1, signal.SIGSTOP)
     launch.send(signal.SIGTERM)
-    assert launch.wait() == 128 + signal.SIGTERM
-    assert launch.left() == []
+    launch.ends(128 + signal.SIGTERM)
 
 
 def test_a_process_that_outlived_the_run_is_found_and_killed_at_the_end(bench):
-    launch = bench.run(bench.script("import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])"))
-    assert launch.left() == []
+    bench.run(bench.script("import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])"))
 
 
 def test_workers_json_follows_the_workers(bench):
@@ -230,7 +207,7 @@ def test_workers_json_follows_the_workers(bench):
     assert [worker["state"] for worker in running] == ["running", "failed", "running"]
     os.kill(running[2]["pid"], signal.SIGTERM)
     launch.wait_for("SIGTERM")
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 3
     ended = bench.workers()
     assert [worker["state"] for worker in ended] == ["finished", "failed", "killed"]
@@ -263,22 +240,16 @@ def test_user_signals_are_passed_on_to_the_workers(bench):
 @pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
 def test_closed_standard_streams_do_no_harm(bench, closed):
     script = bench.script("open('ran', 'w').write('yes'); print('shown')")
-    command = f"exec {sys.executable} -m recover_megatron.launch --log-dir logs {script} {closed}"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(["sh", "-c", command], cwd=bench.folder, env=environment, timeout=DEADLINE, check=False)
-    assert done.returncode == 0
-    assert (bench.folder / "logs/worker-0.log").read_text() == "shown\n"
+    assert bench.shell(f"exec $RUN --log-dir logs {script} {closed}") == 0
+    assert bench.log() == "shown\n"
 
 
 def test_children_from_before_the_launch_are_left_alone(bench):
     """A shell that started something and then became recover-run by exec."""
-    script = bench.script("print('RAN')")
-    command = f"sleep 1000 & echo $! > bystander; exec {sys.executable} -m recover_megatron.launch {script}"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(["sh", "-c", command], cwd=bench.folder, env=environment, timeout=DEADLINE, check=False)
+    code = bench.shell(f"sleep 1000 & echo $! > bystander; exec $RUN {bench.script("print('RAN')")}")
     bystander = int((bench.folder / "bystander").read_text())
     try:
-        assert done.returncode == 0
+        assert code == 0
         assert alive(bystander)
     finally:
         os.kill(bystander, signal.SIGKILL)

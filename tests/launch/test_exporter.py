@@ -33,7 +33,6 @@ def test_metrics_and_events_are_there_while_the_run_goes_on_and_of_its_end(bench
     told = json.loads((bench.folder / "told").read_text())
     assert told["run"] == str(bench.folder / "logs")
     assert "recover_coordinator_up" in (bench.folder / "run.prom").read_text()
-    assert launch.left() == []
 
 
 def test_a_command_line_that_cannot_be_watched_is_refused(bench):

@@ -16,19 +16,13 @@ import pytest
 from recover_megatron.launch import command, log_folder
 from recover_megatron.launch.arguments import UsageError
 from recover_megatron.launch.log_folder import Claim, FolderLock
-from recover_megatron.launch.plan import LaunchPlan
 from tests.harness.processes import free_port
 from tests.harness.waiting import DEADLINE, eventually
 
+from .conftest import SECRET, UNTIL_TOLD, plan_of
+
 MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
 OTHER = replace(MINE, pid=200, run_id="second")
-
-WAITS = """
-    import os, time
-    print("STARTED", flush=True)
-    while not os.path.exists("end"):
-        time.sleep(0.01)
-    """
 
 
 @pytest.fixture
@@ -184,9 +178,9 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(lock, tmp_path, name):
 
 @pytest.mark.slow
 def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_leaves_nothing_to_clean_up(bench):
-    script = bench.script(WAITS)
+    script = bench.script(UNTIL_TOLD)
     first = bench.start("--log-dir", "logs", script)
-    first.wait_for("STARTED")
+    first.wait_for("UP")
     bench.workers()  # it changes no more
     logs = bench.folder / "logs"
     kept = [path for path in logs.iterdir() if path.suffix != ".tmp"]
@@ -194,7 +188,7 @@ def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_lea
     second = bench.run("--log-dir", "logs", script, ends=2)
     who = rf"recover-run with pid {first.pid} on host {socket.gethostname()}, "
     assert re.search(rf"logs is in use by another run \({who}", second.err)
-    assert "STARTED" not in second.out
+    assert "UP" not in second.out
     for path, (number, content) in before.items():
         assert path.stat().st_ino == number or path.name == "workers.json"
         assert path.read_bytes().startswith(content)
@@ -202,15 +196,14 @@ def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_lea
     first.send(signal.SIGKILL)
     first.wait()
     third = bench.start("--log-dir", "logs", script)
-    third.wait_for("STARTED")
-    (bench.folder / "end").touch()
+    third.wait_for("UP")
+    bench.go()
     assert third.wait() == 0
     assert bench.workers()[0]["state"] == "finished"
 
 
 @pytest.mark.slow
 def test_a_launcher_may_join_in_the_folder_of_the_run(bench):
-    secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
     script = bench.script(
         """
         import os, time
@@ -222,19 +215,19 @@ def test_a_launcher_may_join_in_the_folder_of_the_run(bench):
         else:
             session.join({})
             print("STARTED", flush=True)
-        while not os.path.exists("end"):
+        while not os.path.exists("go"):
             time.sleep(0.01)
         session.leave()
         """
     )
-    first = bench.start("--log-dir", "logs", script, "--recover", environment=secret)
+    first = bench.start("--log-dir", "logs", script, "--recover", environment=SECRET)
     first.wait_for("STARTED")
     (how,) = re.findall(r"recover-run (--join .*)", first.err)
-    second = bench.start(*how.split(), "--log-dir", "logs", script, "--recover", environment=secret)
+    second = bench.start(*how.split(), "--log-dir", "logs", script, "--recover", environment=SECRET)
     second.wait_for("JOINER")
     eventually(lambda: len(bench.workers()) == 2, "both launchers' workers in one file")
     assert not (bench.folder / "logs" / "worker-0.log.old").exists()
-    (bench.folder / "end").touch()
+    bench.go()
     assert first.wait() == 0
     second.wait()
     assert json.loads((bench.folder / "logs" / "launch.lock").read_text())["ended"]
@@ -242,22 +235,21 @@ def test_a_launcher_may_join_in_the_folder_of_the_run(bench):
 
 @pytest.mark.slow
 def test_nodes_share_a_folder_and_a_second_launch_of_several_is_refused_there(bench):
-    secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
-    waits = bench.script(WAITS)
+    waits = bench.script(UNTIL_TOLD)
 
     def start(node, port):
         options = ["--nnodes", 2, "--master-port", port, "--node-rank", node, "--log-dir", "logs"]
-        return bench.start(*options, waits, environment=secret)
+        return bench.start(*options, waits, environment=SECRET)
 
     port = free_port()
     nodes = [start(1, port), start(0, port)]
     for node in nodes:
-        node.wait_for("STARTED")
+        node.wait_for("UP")
     for node in (0, 1):
         launch = start(node, free_port())
         assert launch.wait() == 2
         assert "in use by another run" in launch.err
-    (bench.folder / "end").touch()
+    bench.go()
     assert [node.wait() for node in nodes] == [0, 0]
     assert len(bench.workers()) == 2
 
@@ -267,9 +259,8 @@ def test_nodes_share_a_folder_and_a_second_launch_of_several_is_refused_there(be
 
 def saving(folder, script="pretrain_gpt.py", **fields):
     words = ("--save", str(folder))
-    common = {"nproc_per_node": 1, "nnodes": 1, "node_rank": 0, "master_addr": "a", "master_port": 1, "host": "here"}
-    names = {"launch_id": "l", "run_id": "r", "fault_tolerant": False}
-    return LaunchPlan(**{**common, **names, "command": ("python", script, *words), "script_args": words, **fields})
+    more = {"nproc_per_node": 1, "fault_tolerant": False, "script_args": words, **fields}
+    return plan_of(command=("python", script, *words), **more)
 
 
 def test_a_second_launch_that_saves_into_a_folder_is_refused_until_the_first_has_ended(tmp_path, capsys):
@@ -324,16 +315,16 @@ def test_what_is_no_folder_of_checkpoints_of_its_own_gets_no_lock(tmp_path, monk
 
 @pytest.mark.slow
 def test_a_launch_that_saves_where_another_does_starts_nothing(bench):
-    script = bench.script(WAITS, "pretrain_waits.py")
+    script = bench.script(UNTIL_TOLD, "pretrain_waits.py")
     first = bench.start("--log-dir", "a", script, "--save", "checkpoints")
-    first.wait_for("STARTED")
+    first.wait_for("UP")
     second = bench.run("--log-dir", "b", script, "--save", "checkpoints", ends=2)
     assert f"recover-run with pid {first.pid} on host" in second.err
-    assert "STARTED" not in second.out
+    assert "UP" not in second.out
     first.send(signal.SIGKILL)
     first.wait()
     eventually(lambda: first.left() == [], "nothing is left of it")
-    (bench.folder / "end").touch()
+    bench.go()
     third = bench.run("--log-dir", "b", script, "--save", "checkpoints")
     claim = json.loads((bench.folder / "checkpoints" / "launch.lock").read_text())
     assert (claim["ended"], claim["code"], claim["pid"]) == (True, 0, third.pid)

@@ -12,8 +12,7 @@ from tests.harness.waiting import DEADLINE
 from tests.hosts.conftest import can_have_hosts
 from tests.hosts.hosts import Hosts
 
-from .conftest import Bench
-from .test_start_up import SECRET
+from .conftest import SECRET, Bench
 
 __all__ = ["can_have_hosts"]  # a fixture
 

@@ -63,8 +63,7 @@ def test_sigterm_of_the_launcher_leaves_nothing(bench):
     launch.wait_for("UP", times=2)
     reaper = reaper_of(launch)
     launch.send(signal.SIGTERM)
-    assert launch.wait() == 128 + signal.SIGTERM
-    assert launch.left() == []
+    launch.ends(128 + signal.SIGTERM)
     assert not alive(reaper)
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.membership.records import from_runs
-from tests.harness.processes import free_port
 from tests.harness.waiting import eventually
-from tests.launch.conftest import Bench, Launch
-from tests.launch.test_newcomers import SCRIPT, SECRET, awaits
+from tests.launch.conftest import SECRET, Bench, Launch
+from tests.launch.test_newcomers import SCRIPT, awaits
 from tests.launch.test_several_nodes import kill_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several nodes")]
@@ -41,8 +40,7 @@ def test_the_nodes_of_a_launch_are_replaced_one_after_the_other_and_the_run_goes
     Of the first loss the coordinator is told by the kernel of the dead worker.  It is itself lost with the others: who
     takes over cannot know whether they are running, so needs the lease.
     """
-    options = ["--nnodes", 2, "--nproc-per-node", 1, "--master-port", free_port(), "--log-dir", "logs"]
-    launched = [bench.start(*options, "--node-rank", n, *SCRIPT, environment=ENVIRONMENT) for n in range(2)]
+    launched = bench.nodes(2, *SCRIPT, per_node=1, environment=ENVIRONMENT)
     launched[0].wait_for('"event": "plan"')
     found = JOIN.search(launched[0].err)
     assert found is not None, launched[0].err

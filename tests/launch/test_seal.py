@@ -8,8 +8,7 @@ from recover_megatron.launch.store import Seal, Unproved
 from recover_megatron.membership.auth import Secret
 from tests.harness.processes import free_port
 
-from .conftest import Bench
-from .test_start_up import SECRET
+from .conftest import SECRET, Bench
 from .test_store import UNTIL_TOLD
 
 OURS, THEIRS = Seal(Secret(b"the secret of this job")), Seal(Secret(b"the secret of another job"))

@@ -4,64 +4,39 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 
 import pytest
 
 from recover_megatron.launch import log_folder
 from recover_megatron.launch.log_folder import SecretFile
-from tests.harness import REPOSITORY
-from tests.harness.waiting import DEADLINE, eventually
+from tests.harness.waiting import eventually
+
+from .conftest import IN_THE_RUN
 
 SECRET = "0123456789abcdef" * 4
-WAITS = """
-    import os, time
-    from recover_megatron.membership.worker import connect
-
-    session = connect()
-    session.join({})
-    print("JOINED", flush=True)
-    while not os.path.exists("end"):
-        time.sleep(0.01)
-    session.leave()
-    """
-
-
-def status(bench, folder, **environment):
-    """recover-status FOLDER --json, with no secret in its environment but that of ``environment``."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
-    return subprocess.run(
-        [sys.executable, "-m", "recover_megatron.status", str(bench.folder / folder), "--json"],
-        env={**clean, "PYTHONPATH": str(REPOSITORY), **environment},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
 
 
 def test_recover_status_reads_a_local_run_by_its_folder_alone(bench):
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(WAITS))
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN))
     launch.wait_for("JOINED", 2)
     secret = bench.folder / "logs" / "secret"
     eventually(secret.exists, "the secret is written")
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-    seen = status(bench, "logs")
+    seen = bench.status("logs", "--json")
     assert seen.returncode == 0, seen.stderr
     assert json.loads(seen.stdout)["state"] == "steady"
     text = secret.read_text().strip()
-    (bench.folder / "end").touch()
+    bench.go()
     assert launch.wait() == 0
     assert not secret.exists()
     for path in (bench.folder / "logs").iterdir():
         assert text not in path.read_text()
-    assert json.loads(status(bench, "logs").stdout)["code"] == 0
+    assert json.loads(bench.status("logs", "--json").stdout)["code"] == 0
 
 
 @pytest.mark.slow
 def test_a_secret_of_the_users_is_written_nowhere_and_that_of_a_killed_launch_is_removed(bench):
-    script = bench.script(WAITS)
+    script = bench.script(IN_THE_RUN)
     secret = bench.folder / "logs" / "secret"
     launch = bench.start("--log-dir", "logs", script)
     launch.wait_for("JOINED")
@@ -73,26 +48,25 @@ def test_a_secret_of_the_users_is_written_nowhere_and_that_of_a_killed_launch_is
     launch = bench.start("--log-dir", "logs", script, environment={"RECOVER_SECRET": SECRET})
     launch.wait_for("JOINED")
     eventually(lambda: not secret.exists(), "that of the killed launch is removed")
-    assert status(bench, "logs").returncode == 2
-    assert status(bench, "logs", RECOVER_SECRET=SECRET).returncode == 0
-    (bench.folder / "end").touch()
+    assert bench.status("logs").returncode == 2
+    assert bench.status("logs", "--json", RECOVER_SECRET=SECRET).returncode == 0
+    bench.go()
     assert launch.wait() == 0
 
 
 def written(folder):
-    said = []
+    said, before = [], os.umask(0)
     file = SecretFile(folder, said.append)
-    file.write(SECRET)
-    file.writing.flush()
+    try:
+        file.write(SECRET)
+        file.writing.flush()
+    finally:
+        os.umask(before)
     return said
 
 
 def test_the_file_is_whole_and_private_whatever_the_umask(tmp_path):
-    before = os.umask(0)
-    try:
-        assert written(tmp_path) == []
-    finally:
-        os.umask(before)
+    assert written(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
     assert (tmp_path / "secret").read_text() == SECRET + "\n"
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
@@ -120,11 +94,7 @@ def test_where_everybody_could_read_it_no_secret_is_left(tmp_path, monkeypatch):
 
     original = os.open
     monkeypatch.setattr(log_folder.os, "open", open_to_all)
-    before = os.umask(0)
-    try:
-        (said,) = written(tmp_path)
-    finally:
-        os.umask(before)
+    (said,) = written(tmp_path)
     assert "does not keep it from others" in said
     assert list(tmp_path.iterdir()) == []
 

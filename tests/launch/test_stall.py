@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.patience import patient
 
-from .test_newcomers import AGREEING, HELD, let_end
+from .test_newcomers import AGREEING, training
 
 TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", patient(3)]
 TIMES += ["--recover-hang-timeout", patient(4)]
@@ -19,14 +19,12 @@ pytestmark = pytest.mark.slow
 
 def stalled(bench, *flags: object):
     """A launch of four workers, of which three are stopped in the middle of it."""
-    options = ["--nproc-per-node", 4, "--log-dir", "logs"]
-    launch = bench.start(*options, AGREEING, 10, 0.05, "--recover", *TIMES, *flags, environment=HELD)
-    launch.wait_for('"event": "plan"', times=4)
+    launch = training(bench, 4, 0, AGREEING, 10, 0.05, "--recover", *TIMES, *flags)
     pids = [worker["pid"] for worker in bench.workers(count=4)[:3]]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     launch.wait_for("STALLED")
-    let_end(bench)
+    bench.go()
     return launch, pids
 
 

@@ -166,7 +166,6 @@ def test_node_0_gives_up_when_a_node_never_appears(bench):
     script = bench.script(UNTIL_TOLD)
     launch = bench.run("--nnodes", 3, "--master-port", free_port(), "--rendezvous-timeout", 1, script, ends=1)
     assert "node 1, 2 of 3 did not appear within 1 s" in launch.err
-    assert launch.left() == []
 
 
 @pytest.mark.slow

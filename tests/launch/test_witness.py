@@ -10,21 +10,14 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch import leasing
-from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.membership.testimony import KUBERNETES, SLURM, NoAnswer, Scope
 from tests.harness.processes import free_port
 
-from .conftest import Bench, Launch
-from .test_several_nodes import HELD, ITERATIONS, SECRET, kill_nodes, let_end, losses, wait_for_iteration
+from .conftest import SECRET, Bench, Launch, plan_of
+from .test_several_nodes import HELD, ITERATIONS, kill_nodes, losses, wait_for_iteration
 
 IN_SLURM = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
 IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "POD_NAME": "recover-1-abc", "POD_UID": "u1"}
-
-
-def plan_of(node: int, kind: str = "auto", nodes: int = 3) -> LaunchPlan:
-    return LaunchPlan(
-        2, nodes, node, "127.0.0.1", 29500, "launch", "the run", "host", ("script",), True, witness=kind
-    )  # fmt: skip
 
 
 def test_a_node_of_slurm_has_its_name_and_a_pod_its_namespace_name_and_uid(tmp_path: Path) -> None:
@@ -70,7 +63,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answer]:
 def test_a_node_tells_what_the_witness_calls_it(
     answers: type[Answer], kind: str, environ: dict[str, str], told: dict[str, str]
 ) -> None:
-    assert leasing.look_for_witness(plan_of(1, kind), environ) == {"node": "host-1", **told}
+    plan = plan_of(node_rank=1, nnodes=3, witness=kind)
+    assert leasing.look_for_witness(plan, environ) == {"node": "h-1", **told}
 
 
 @pytest.mark.parametrize("found", [{}, {"n1": True}, NoAnswer("it hangs")])
@@ -78,10 +72,9 @@ def test_a_witness_that_does_not_know_that_a_node_with_a_candidate_runs_is_none(
     answers: type[Answer], found: Mapping[str, bool] | NoAnswer
 ) -> None:
     answers.found = found
-    assert "SLURM's controller" in leasing.look_for_witness(plan_of(1), IN_SLURM)["reason"]
-    assert "reason" not in leasing.look_for_witness(plan_of(9, nodes=10), IN_SLURM), (
-        "it has no candidate, and does not ask"
-    )
+    first, last = (plan_of(nnodes=10, node_rank=node, witness="auto") for node in (1, 9))
+    assert "SLURM's controller" in leasing.look_for_witness(first, IN_SLURM)["reason"]
+    assert "reason" not in leasing.look_for_witness(last, IN_SLURM), "it has no candidate, and does not ask"
 
 
 def told(*kinds: str) -> dict[int, dict[str, str]]:
@@ -89,7 +82,7 @@ def told(*kinds: str) -> dict[int, dict[str, str]]:
 
 
 def test_all_nodes_have_the_same_witness_and_the_candidates_are_given_all_names() -> None:
-    scope, line = leasing.agree_on_witness(plan_of(0), told(SLURM, SLURM), lease=True)
+    scope, line = leasing.agree_on_witness(plan_of(), told(SLURM, SLURM), lease=True)
     assert scope == Scope(SLURM, {"host-0": "n0", "host-1": "n1"})
     assert "SLURM's controller is asked" in line
 
@@ -108,7 +101,7 @@ def test_all_nodes_have_the_same_witness_and_the_candidates_are_given_all_names(
     ],
 )
 def test_else_there_is_none_and_a_line_says_why(words: dict[int, dict[str, str]], lease: bool, line: str) -> None:
-    scope, said = leasing.agree_on_witness(plan_of(0), words, lease)
+    scope, said = leasing.agree_on_witness(plan_of(), words, lease)
     assert scope is None
     assert line in said
     assert bool(said) == bool(line)
@@ -156,7 +149,7 @@ def test_one_node_of_three_goes_on_when_slurm_says_that_the_others_are_powered_o
     for name in ("n0", "n1"):
         (bench.folder / "states" / name).write_text("DOWN*+POWERED_DOWN")
     kill_nodes(*started[:2])
-    let_end(bench)
+    bench.go()
     assert started[2].wait() == 0, started[2].err
     assert sorted(losses(bench, 4)) == list(range(1, ITERATIONS + 1))
     assert "SLURM's controller is asked then" in started[0].err
@@ -174,7 +167,7 @@ def test_it_ends_when_slurm_says_that_the_others_are_down(bench: Bench, start: C
     for name in ("n0", "n1"):
         (bench.folder / "states" / name).write_text("DOWN*")
     kill_nodes(*started[:2])
-    let_end(bench)
+    bench.go()
     assert started[2].wait() == 11, started[2].err
 
 
