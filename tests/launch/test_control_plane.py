@@ -1,8 +1,11 @@
-"""The launcher hosts the control plane: its secret, its verdict, and no trace of it for scripts that do not use it."""
+"""The launcher hosts the control plane, and the process for metrics: secret, verdict, no trace in other scripts."""
+
+from __future__ import annotations
 
 import json
 import os
 import signal
+import sys
 
 import pytest
 
@@ -223,3 +226,37 @@ def test_the_coordinators_get_the_times_of_the_scripts_flags(bench):
 def test_bad_times_are_left_to_the_script_to_refuse(bench):
     launch = bench.run(bench.script(COMMAND_LINES), "--recover-heartbeat-interval", "9")
     assert launch.out.count("--heartbeat-interval 1.0 --heartbeat-timeout 5.0 --hang-timeout 60.0") >= 2
+
+
+def test_metrics_and_events_are_there_while_the_run_goes_on_and_of_its_end(bench):
+    script = bench.script(
+        """
+        import os, time
+        while not os.path.exists("told"):
+            time.sleep(0.05)
+        """
+    )
+    hook = bench.script(
+        """
+        import os, signal, sys
+        os.kill(os.getppid(), signal.SIGUSR1)  # as SLURM tells every process of a step
+        text = sys.stdin.read()
+        with open("telling", "w") as file:
+            file.write(text)
+        os.replace("telling", "told")
+        """,
+        "hook.py",
+    )
+    launch = bench.run(
+        "--log-dir", "logs", script, "--recover", "--recover-metrics-file", "run.prom", "--recover-on-event",
+        f"{sys.executable} {bench.folder / hook}",
+    )  # fmt: skip
+    assert "killed by SIGUSR1" not in launch.err
+    told = json.loads((bench.folder / "told").read_text())
+    assert told["run"] == str(bench.folder / "logs")
+    assert "recover_coordinator_up" in (bench.folder / "run.prom").read_text()
+
+
+def test_a_command_line_that_cannot_be_watched_is_refused(bench):
+    launch = bench.run(bench.script("pass"), "--recover", "--recover-metrics", "no-port", ends=2)
+    assert "--recover-metrics no-port" in launch.err

@@ -1,4 +1,4 @@
-"""One run at a time in a log folder, and no cleaning up after one that was killed."""
+"""A log folder: one run at a time, workers.json, the secret; and no cleaning up after a run that was killed."""
 
 import errno
 import fcntl
@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import threading
 from dataclasses import replace
@@ -15,11 +16,12 @@ import pytest
 
 from recover_megatron.launch import command, log_folder
 from recover_megatron.launch.arguments import UsageError
-from recover_megatron.launch.log_folder import Claim, FolderLock
+from recover_megatron.launch.log_folder import Claim, FolderLock, SecretFile, WorkersFile
+from recover_megatron.launch.states import WorkerProcess, WorkerState
 from tests.harness.processes import free_port
 from tests.harness.waiting import DEADLINE, eventually
 
-from .conftest import SECRET, UNTIL_TOLD, plan_of
+from .conftest import IN_THE_RUN, SECRET, UNTIL_TOLD, plan_of
 
 MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
 OTHER = replace(MINE, pid=200, run_id="second")
@@ -328,3 +330,171 @@ def test_a_launch_that_saves_where_another_does_starts_nothing(bench):
     third = bench.run("--log-dir", "b", script, "--save", "checkpoints")
     claim = json.loads((bench.folder / "checkpoints" / "launch.lock").read_text())
     assert (claim["ended"], claim["code"], claim["pid"]) == (True, 0, third.pid)
+
+
+def worker(worker_id, state=WorkerState.RUNNING):
+    return WorkerProcess(worker_id, 100 + worker_id, "host", state, 0, worker_id)
+
+
+def write_workers(folder, run_id, workers):
+    file = WorkersFile(folder, pytest.fail)
+    file.put(run_id, workers)
+    assert file.writing.flush()
+    file.writing.close()
+
+
+def ids(folder):
+    return [entry["worker_id"] for entry in json.loads((folder / "workers.json").read_text())]
+
+
+def test_entries_have_exactly_the_documented_fields(tmp_path):
+    write_workers(tmp_path, "run", [worker(0)])
+    assert json.loads((tmp_path / "workers.json").read_text()) == [
+        {
+            "worker_id": 0,
+            "pid": 100,
+            "host": "host",
+            "state": "running",
+            "node_rank": 0,
+            "local_rank": 0,
+            "exit_code": None,
+            "signal": None,
+            "started": None,
+            "ended": None,
+            "log": None,
+            "rank": None,
+            "replaces": None,
+            "note": "",
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "numbers", "second", "more", "left"),
+    [
+        pytest.param("run", (2, 3), "run", (1, 0), [0, 1, 2, 3], id="launchers of one run merge and sort"),
+        pytest.param("earlier", (0, 1, 2), "later", (0,), [0], id="entries of an earlier run are dropped"),
+    ],
+)
+def test_which_entries_are_kept(tmp_path, first, numbers, second, more, left):
+    write_workers(tmp_path, first, map(worker, numbers))
+    write_workers(tmp_path, second, map(worker, more))
+    assert ids(tmp_path) == left
+
+
+def test_a_damaged_file_is_replaced(tmp_path):
+    write_workers(tmp_path, "run", [worker(0)])
+    (tmp_path / "workers.json").write_text('[{"worker_id": ')
+    write_workers(tmp_path, "run", [worker(1)])
+    assert ids(tmp_path) == [1]
+
+
+def test_a_reader_never_sees_a_partial_file_and_concurrent_writers_lose_nothing(tmp_path):
+    write_workers(tmp_path, "run", [worker(0)])
+
+    def write(first):
+        for _ in range(50):
+            write_workers(tmp_path, "run", [worker(first + number) for number in range(20)])
+
+    writers = [threading.Thread(target=write, args=(first,)) for first in (0, 20, 40)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert ids(tmp_path)  # json.loads raises on a partial file
+    assert ids(tmp_path) == list(range(60))
+
+
+HEX = "0123456789abcdef" * 4
+
+
+def test_recover_status_reads_a_local_run_by_its_folder_alone(bench):
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN))
+    launch.wait_for("JOINED", 2)
+    secret = bench.folder / "logs" / "secret"
+    eventually(secret.exists, "the secret is written")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    seen = bench.status("logs", "--json")
+    assert seen.returncode == 0, seen.stderr
+    assert json.loads(seen.stdout)["state"] == "steady"
+    text = secret.read_text().strip()
+    bench.go()
+    assert launch.wait() == 0
+    assert not secret.exists()
+    for path in (bench.folder / "logs").iterdir():
+        assert text not in path.read_text()
+    assert json.loads(bench.status("logs", "--json").stdout)["code"] == 0
+
+
+@pytest.mark.slow
+def test_a_secret_of_the_users_is_written_nowhere_and_that_of_a_killed_launch_is_removed(bench):
+    script = bench.script(IN_THE_RUN)
+    secret = bench.folder / "logs" / "secret"
+    launch = bench.start("--log-dir", "logs", script)
+    launch.wait_for("JOINED")
+    eventually(secret.exists, "the secret is written")
+    launch.send(signal.SIGKILL)
+    launch.wait()
+    assert secret.exists()
+    eventually(lambda: not launch.left(), "the end of the killed launch")
+    launch = bench.start("--log-dir", "logs", script, environment={"RECOVER_SECRET": HEX})
+    launch.wait_for("JOINED")
+    eventually(lambda: not secret.exists(), "that of the killed launch is removed")
+    assert bench.status("logs").returncode == 2
+    assert bench.status("logs", "--json", RECOVER_SECRET=HEX).returncode == 0
+    bench.go()
+    assert launch.wait() == 0
+
+
+def written(folder):
+    said, before = [], os.umask(0)
+    file = SecretFile(folder, said.append)
+    try:
+        file.write(HEX)
+        file.writing.flush()
+    finally:
+        os.umask(before)
+    return said
+
+
+def test_the_file_is_whole_and_private_whatever_the_umask(tmp_path):
+    assert written(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+    assert (tmp_path / "secret").read_text() == HEX + "\n"
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path):
+    (tmp_path / "theirs").write_text("untouched")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "secret").symlink_to(tmp_path / "theirs")
+    assert written(tmp_path / "logs") == []
+    assert (tmp_path / "theirs").read_text() == "untouched"
+    assert not (tmp_path / "logs" / "secret").is_symlink()
+
+
+def test_a_file_of_the_users_stays(tmp_path):
+    (tmp_path / "secret").write_text("a key of the user's\n")
+    (said,) = written(tmp_path)
+    assert "there is a file of that name that no launch has made" in said
+    assert (tmp_path / "secret").read_text() == "a key of the user's\n"
+
+
+def test_where_everybody_could_read_it_no_secret_is_left(tmp_path, monkeypatch):
+    def open_to_all(path, flags, mode=0o777, **options):
+        return original(path, flags, 0o666, **options)
+
+    original = os.open
+    monkeypatch.setattr(log_folder.os, "open", open_to_all)
+    (said,) = written(tmp_path)
+    assert "does not keep it from others" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["a file", "a folder in its place"])
+def test_a_disk_that_does_not_take_it_costs_a_line(tmp_path, place):
+    if place == "a file":
+        (tmp_path / "logs").write_text("")
+    else:
+        (tmp_path / "logs" / "secret").mkdir(parents=True)
+    (said,) = written(tmp_path / "logs")
+    assert "cannot be written" in said
