@@ -19,10 +19,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 from tests.harness.patience import patient
 from tests.harness.processes import environment, free_ports
@@ -71,7 +74,18 @@ ResumeTimeout=3600
 """
 
 
-def why_not() -> str:
+@contextlib.contextmanager
+def started(**shape: Any) -> Iterator[Cluster]:
+    """A cluster of this shape that runs; a test is skipped where there can be none."""
+    if reason := _why_not():
+        warnings.warn(f"SKIPPED: nothing is tested on a real SLURM: {reason}", stacklevel=1)
+        pytest.skip(reason)
+    with contextlib.closing(Cluster(**shape)) as cluster:
+        cluster.start()
+        yield cluster
+
+
+def _why_not() -> str:
     """Why no cluster can be started here; empty if one can."""
     missing = [program for program in PROGRAMS if not _program(program)]
     if missing:

@@ -5,17 +5,15 @@ All losses must be those of the job in which nobody dies.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.run_log.steps import StepRecord, audit_problem
-from tests.slurm.cluster import Cluster, wait_until, why_not
+from tests.slurm.cluster import Cluster, started, wait_until
 from tests.slurm.demo import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -27,11 +25,7 @@ ITERATIONS = 40
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
-    if reason := why_not():
-        warnings.warn(f"SKIPPED: nothing is tested on a real SLURM: {reason}", stacklevel=1)
-        pytest.skip(reason)
-    with contextlib.closing(Cluster()) as cluster:
-        cluster.start()
+    with started() as cluster:
         yield cluster
 
 

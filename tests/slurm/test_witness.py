@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from recover_megatron.membership.testimony import Slurm
 from recover_megatron.run_log.steps import audit_problem
-from tests.slurm.cluster import Cluster, wait_until, why_not
+from tests.slurm.cluster import Cluster, started, wait_until
 from tests.slurm.demo import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -23,12 +21,8 @@ PATIENT = "--recover-heartbeat-timeout 30"
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    if reason := why_not():
-        warnings.warn(f"SKIPPED: nothing is tested on a real SLURM: {reason}", stacklevel=1)
-        pytest.skip(reason)
-    with contextlib.closing(Cluster(timeout=10, power_saving=True)) as cluster:
+    with started(timeout=10, power_saving=True) as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-        cluster.start()
         yield cluster
 
 
