@@ -75,7 +75,7 @@ def test_a_launcher_that_sleeps_while_the_run_ends_ends_with_the_runs_code(bench
 def test_a_worker_that_hangs_while_its_launcher_is_stopped_costs_itself_alone(bench: Bench) -> None:
     """The others go on, to the end; the launcher hears of all that when it runs again."""
     launch = training(bench, 3, 0, *SCRIPT)
-    bench.workers(count=3)
+    eventually(lambda: bench.events("witness"), "the launcher has come")
     launch.send(signal.SIGSTOP)
     eventually(lambda: bench.events("witness_gone"), "the launcher is silent")
     bench.kill(2, 3, signal.SIGSTOP)
