@@ -142,7 +142,7 @@ def program(module: str, *options: str) -> list[str]:
 
 
 def become_subreaper() -> None:
-    """Make descendants that lose their parent children of this process instead of init's."""
+    """Make descendants that lose their parent children of this process instead of init's.  Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -352,10 +352,8 @@ def take_attempt() -> int:
 def start_again(attempt: int) -> None:
     """Make the start of a launch again: execute this launcher's own command line anew, with the same process id.
 
-    A worker that is killed before the training has begun leaves the others in operations that no one can take them out
-    of.  So all launchers of the launch end all of their workers, as for its end, and each then calls this: another
-    store, other coordinators, another run id.  Nothing was trained, so nothing is lost; and nothing of the first try
-    can be mistaken for anything of the next.
+    All launchers call it when they have ended all of their workers, as for the end of the launch (``StartUp``): another
+    store, other coordinators, another run id, so nothing of the first try can be mistaken for anything of the next.
 
     ``attempt``: how often the start has been made by now.  Raises OSError; else never returns.
     """

@@ -69,9 +69,8 @@ def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> in
     """
     if not fault_tolerant:
         return run_exit_code(outcomes, fault_tolerant)
-    in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
-    faults = [outcome.exit_code for outcome in in_order if outcome.exit_code not in (None, 0, *NO_FAULT)]
-    return faults[0] if faults and faults[0] is not None else EXIT_NO_REPLICA
+    codes = [outcome.exit_code or 0 for outcome in sorted(outcomes, key=lambda outcome: outcome.ended)]
+    return next((code for code in codes if code not in (0, *NO_FAULT)), EXIT_NO_REPLICA)
 
 
 def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
@@ -96,8 +95,8 @@ def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
     """
     in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
     failures = [outcome.code for outcome in in_order if outcome.code]
-    verdicts = [outcome.exit_code for outcome in in_order if outcome.exit_code in RUN_VERDICTS]
-    if verdicts and verdicts[0] is not None:
+    verdicts = [code for code in failures if code in RUN_VERDICTS]
+    if verdicts:
         return verdicts[0]
     if not failures:
         return OK
