@@ -10,7 +10,7 @@ from recover_megatron.launch import arguments, command, store
 
 @pytest.fixture
 def refused_here(bench, monkeypatch, capsys):
-    """As ``refused``, but in this process: it fails if anything would be started."""
+    """What is said of a command line that must be refused; run in this process, it fails if anything would start."""
 
     def refused_here(*argv):
         monkeypatch.chdir(bench.folder)
@@ -19,15 +19,6 @@ def refused_here(bench, monkeypatch, capsys):
         return capsys.readouterr().err
 
     return refused_here
-
-
-def refused(bench, *argv):
-    """Run a command line that must be refused.  Returns what was said."""
-    launch = bench.run(*argv, ends=2)
-    assert "Traceback" not in launch.err
-    assert "starting" not in launch.err
-    assert launch.out == ""
-    return launch.err
 
 
 def test_everything_after_script_belongs_to_the_script(bench):
@@ -98,19 +89,24 @@ def test_a_bad_command_line_is_one_clear_line(bench, refused_here, argv, words):
 
 
 def test_all_problems_are_said_together(bench):
+    """By the command itself, and nothing else is."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         argv = ["--nproc-per-node", "0", "--node-rank", "3", "--log-dir", "/proc/none", "--master-port", port]
-        said = refused(bench, *argv, "missing.py")
+        launch = bench.run(*argv, "missing.py", ends=2)
+    said = launch.err
+    assert "Traceback" not in said
+    assert "starting" not in said
+    assert launch.out == ""
     for words in ("--nproc-per-node", "--node-rank 3", "/proc/none", f"port {port}", "missing.py"):
         assert words in said
 
 
-def test_a_port_in_use_is_refused_with_the_way_out(bench):
+def test_a_port_in_use_is_refused_with_the_way_out(bench, refused_here):
     script = bench.script("print('ran')")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused(bench, "--master-port", port, script)
+        said = refused_here("--master-port", port, script)
     assert f"port {port} on host 127.0.0.1 is in use by another process" in said
     assert "choose another --master-port or leave it out for a free one" in said
 

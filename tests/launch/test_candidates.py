@@ -12,41 +12,8 @@ from tests.harness.processes import alive, children, command_line
 from tests.harness.waiting import eventually
 
 from .conftest import Bench, Launch
+from .test_newcomers import AGREEING, plans, training
 
-STEPS = """
-    import os, pathlib, time
-    from recover_megatron.arguments import config_from_argv, parse_addresses
-    from recover_megatron.membership import EpochRevoked
-    from recover_megatron.membership.worker import connect
-    from recover_megatron.membership.records import Settings
-    import sys
-
-    config = config_from_argv(sys.argv[1:])
-    times = Settings(config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout)
-    session = connect(addresses=parse_addresses(config.coordinator), settings=times)
-    at = session.join({}).committed + 1
-    print("STARTED", flush=True)
-    ready = 1
-    while True:
-        try:
-            time.sleep(0.05)
-            # One iteration for all to end after: worker 0 writes it down before it agrees on it, so the others see it
-            # when they have.
-            if os.environ["RANK"] == "0" and pathlib.Path("over").exists() and not pathlib.Path("last").exists():
-                pathlib.Path("last.new").write_text(str(at))
-                pathlib.Path("last.new").rename("last")
-            if pathlib.Path("last").exists() and at > int(pathlib.Path("last").read_text()):
-                break
-            pathlib.Path(f"at-{os.environ['RANK']}").write_text(str(at))
-            session.agree(at)
-        except EpochRevoked:
-            plan = session.join({})
-            assert len(plan.members) == 3, plan
-            at = max(at, plan.committed + 1) if plan.committed >= at else at
-            continue
-        at += 1
-    session.leave()
-    """
 TIMES = ["--recover-heartbeat-interval", "0.4", "--recover-heartbeat-timeout", f"{patient(3):g}"]
 
 
@@ -54,11 +21,8 @@ class Run:
     """Three workers that agree on one step after the other."""
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.folder = bench, bench.folder
-        script = bench.script(STEPS)
-        self.launch: Launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", script, *TIMES)
-        self.launch.wait_for("STARTED", times=3)
-        eventually(lambda: min(self.steps()) > 0, "the run has begun")
+        self.bench = bench
+        self.launch: Launch = training(bench, 3, 0, AGREEING, 10, 0.05, *TIMES)
 
     def candidate(self, number: int) -> int:
         """The pid of the candidate, once it runs; its command line is empty for a moment when it replaces itself."""
@@ -77,19 +41,20 @@ class Run:
         eventually(lambda: len(self.events("lead")) >= times, f"the log tells who leads for the {times}. time")
         return max((event["mono"], event["number"]) for event in self.events("lead"))[1]
 
-    def steps(self) -> list[int]:
-        """Where each worker is."""
-        paths = [self.folder / f"at-{rank}" for rank in range(3)]
-        return [int(path.read_text() or 0) if path.exists() else 0 for path in paths]
-
     def goes_on(self) -> None:
         """All workers make ten more steps."""
-        before = max(self.steps())
-        eventually(lambda: min(self.steps()) > before + 10, "all workers go on")
+        before = self.last_step()
+        eventually(lambda: self.last_step() > before + 10, "all workers go on")
 
-    def end(self) -> int:
-        self.bench.go("over")
-        return self.launch.wait()
+    def last_step(self) -> int:
+        return max((event["iteration"] for event in self.events("commit")), default=0)
+
+    def ends(self) -> None:
+        """As it should, with all of its workers to the end."""
+        self.bench.go()
+        self.launch.ends()
+        assert self.events("fault") == []
+        assert {tuple(members) for members in plans(self.bench, 0)} == {(0, 1, 2)}
 
     def events(self, *names: str) -> list[dict]:
         """Those of these names, each with the ``number`` of the candidate that has logged it."""
@@ -110,10 +75,8 @@ def test_candidates_that_are_killed_are_started_again_and_lead_again(bench: Benc
         assert f"candidate coordinator {number} (pid {pid}) was killed by SIGKILL" in run.launch.err
         assert run.candidate(number) != pid
         run.goes_on()
-    assert run.end() == 0, run.launch.err
-    assert run.events("fault") == []
+    run.ends()
     assert len(run.events("lead")) == 4
-    assert not run.launch.left()
 
 
 @pytest.mark.slow
@@ -123,13 +86,13 @@ def test_both_candidates_killed_at_once_are_outlived_by_the_run(bench: Bench) ->
         os.kill(run.candidate(number), signal.SIGKILL)
     run.launch.wait_for("has its place", times=2)
     run.goes_on()
-    assert run.end() == 0, run.launch.err
-    assert run.events("fault") == []
+    run.ends()
 
 
 @pytest.mark.slow
 def test_a_launcher_that_is_stopped_costs_no_worker(bench: Bench) -> None:
     run = Run(bench)
+    eventually(lambda: run.events("witness"), "the launcher has come")
     run.launch.send(signal.SIGSTOP)
     eventually(lambda: run.events("witness_gone"), "its connection is given up")
     run.goes_on()
@@ -137,5 +100,4 @@ def test_a_launcher_that_is_stopped_costs_no_worker(bench: Bench) -> None:
     leader = run.leader(1)  # a standby hears of it first, perhaps
     eventually(lambda: [e["number"] for e in run.events("witness")].count(leader) > 1, "the launcher comes back")
     run.goes_on()
-    assert run.end() == 0, run.launch.err
-    assert run.events("fault") == []
+    run.ends()

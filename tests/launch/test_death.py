@@ -1,4 +1,7 @@
-"""A worker dies, or the launcher is told to stop: who ends, who goes on, what is said and recorded."""
+"""A worker dies, or the launcher is told to stop: who ends, who goes on, what is said and recorded.
+
+No process outlives the launcher, however it ends.
+"""
 
 import contextlib
 import os
@@ -8,10 +11,35 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import alive, processes_with
+from tests.harness.processes import alive, children, command_line, processes_with
 from tests.harness.waiting import eventually
 
 from .conftest import IN_THE_RUN, UNTIL_TOLD
+
+# Each worker starts: a child that ignores SIGTERM, a grandchild in a session of its own whose parent is gone, a program
+# in a session of its own.  Every process but the program ignores what can be ignored.
+FAMILY = """
+    import os, signal, subprocess, time
+
+    def main():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        if os.fork() == 0:
+            time.sleep(1000)
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print("UP", os.environ["RANK"])
+        while not os.path.exists("go" + os.environ["RANK"]):
+            time.sleep(0.05)
+
+    if __name__ == "__main__":
+        main()
+    """
 
 
 def test_one_workers_death_does_not_end_the_others(bench):
@@ -50,31 +78,7 @@ def test_survivors_that_finish_a_fault_tolerant_run_make_it_a_success(bench):
 
 @pytest.mark.parametrize("end", ["killed", "exited"])
 def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench, end):
-    """A forked child that holds the worker's sockets, one in a session of its own, and a program it started."""
-    script = bench.script(
-        """
-        import os, signal, subprocess, sys, time
-
-        def main():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if os.fork() == 0:
-                time.sleep(1000)
-            if os.fork() == 0:
-                os.setsid()
-                if os.fork() == 0:
-                    time.sleep(1000)
-                os._exit(0)
-            os.wait()
-            subprocess.Popen(["sleep", "1000"], start_new_session=True)
-            print("UP", os.environ["RANK"])
-            while not os.path.exists("go" + os.environ["RANK"]):
-                time.sleep(0.05)
-
-        if __name__ == "__main__":
-            main()
-        """
-    )
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(FAMILY))
     launch.wait_for("UP", times=2)
     dead, survivor = bench.workers(count=2)
 
@@ -296,3 +300,100 @@ def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_n
             os.kill(pid, number)
     assert launch.wait() == (0 if number == signal.SIGUSR1 else 128 + number), launch.err
     assert launch.out.count("LEFT") == 2, launch.out + launch.err
+
+
+def reaper_of(launch):
+    name = "recover_megatron.launch.reaper"
+    reapers = [pid for pid in children(launch.pid) if any(name in word for word in command_line(pid))]
+    assert len(reapers) == 1
+    return reapers[0]
+
+
+def start_family(bench, logs="logs"):
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, bench.script(FAMILY))
+    launch.wait_for("UP", times=2)
+    # The launcher, two candidate coordinators, per worker four.
+    eventually(lambda: len(launch.left()) == 11, "11 processes run")
+    return launch
+
+
+def leaves_nothing(launch):
+    """It has been killed."""
+    assert launch.wait() == -signal.SIGKILL
+    eventually(lambda: launch.left() == [], "every process of the launch has ended")
+
+
+def test_sigkill_of_the_launcher_leaves_nothing(bench):
+    launch = start_family(bench)
+    reaper = reaper_of(launch)
+    launch.send(signal.SIGKILL)
+    leaves_nothing(launch)
+    eventually(lambda: not alive(reaper), "the reaper has ended")
+
+
+@pytest.mark.slow
+def test_sigterm_of_the_launcher_leaves_nothing(bench):
+    launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.2, bench.script(FAMILY))
+    launch.wait_for("UP", times=2)
+    reaper = reaper_of(launch)
+    launch.send(signal.SIGTERM)
+    launch.ends(128 + signal.SIGTERM)
+    assert not alive(reaper)
+
+
+@pytest.mark.slow
+def test_sigkill_of_the_launchers_whole_group_leaves_nothing(bench):
+    launch = start_family(bench)
+    os.killpg(launch.pid, signal.SIGKILL)
+    leaves_nothing(launch)
+
+
+def test_sigkill_of_the_launcher_in_the_middle_of_the_start_leaves_nothing(bench):
+    launch = bench.start("--nproc-per-node", 8, bench.script(FAMILY))
+    launch.wait_for("starting 8 workers")
+    launch.send(signal.SIGKILL)
+    leaves_nothing(launch)
+
+
+@pytest.mark.slow
+def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
+    launch = start_family(bench)
+    first = reaper_of(launch)
+    os.kill(first, signal.SIGKILL)
+    launch.wait_for("took its place")
+    second = reaper_of(launch)
+    assert second != first
+    launch.send(signal.SIGKILL)
+    leaves_nothing(launch)
+    eventually(lambda: not alive(second), "the reaper has ended")
+
+
+@pytest.mark.slow
+def test_the_warden_ignores_polite_signals(bench):
+    launch = bench.start(bench.script(UNTIL_TOLD))
+    launch.wait_for("UP")
+    reaper = reaper_of(launch)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        os.kill(reaper, number)
+    bench.go()
+    assert launch.wait() == 0
+    assert "took its place" not in launch.err
+    assert not alive(reaper)
+
+
+def test_workers_json_is_whole_after_sigkill(bench):
+    launch = start_family(bench)
+    launch.send(signal.SIGKILL)
+    launch.wait()
+    assert [worker["worker_id"] for worker in bench.workers()] == [0, 1]
+
+
+@pytest.mark.slow
+def test_another_launch_on_the_machine_is_not_touched(bench):
+    other = start_family(bench)
+    before = sorted(other.left())
+    launch = start_family(bench, logs="others")
+    launch.send(signal.SIGKILL)
+    leaves_nothing(launch)
+    assert sorted(other.left()) == before
+    assert processes_with(f"LAUNCH_TEST_TOKEN={other.token}")

@@ -151,20 +151,22 @@ def test_nodes_without_a_secret_have_no_coordinator_and_say_so_once(bench: Bench
         assert launch.err.count("RECOVER_SECRET_FILE") == 1
 
 
-def test_recover_over_several_nodes_without_a_secret_is_refused(bench: Bench) -> None:
-    launch = bench.run("--nnodes", 2, "--master-port", free_port(), bench.script(UNTIL_TOLD), "--recover", ends=2)
-    assert "a run over several nodes needs a secret" in launch.err
-    assert "RECOVER_SECRET" in launch.err
-    assert "UP" not in launch.out
-
-
-def test_a_secret_that_cannot_be_used_is_refused_on_several_nodes_too(bench: Bench) -> None:
-    script = bench.script(UNTIL_TOLD)
-    launch = bench.run(
-        "--nnodes", 2, "--master-port", free_port(), script, environment={"RECOVER_SECRET": "brief"}, ends=2
-    )
-    assert "secret" in launch.err
+@pytest.mark.parametrize(
+    ("environment", "flags", "said"),
+    [
+        ({}, ["--recover"], "a run over several nodes needs a secret that they share: set RECOVER_SECRET"),
+        ({"RECOVER_SECRET": "brief"}, [], "secret"),
+    ],
+    ids=["none", "one that cannot be used"],
+)
+def test_without_a_good_secret_recover_over_several_nodes_is_refused(
+    bench: Bench, environment: dict[str, str], flags: list[str], said: str
+) -> None:
+    nodes = ["--nnodes", 2, "--master-port", free_port()]
+    launch = bench.run(*nodes, bench.script(UNTIL_TOLD), *flags, environment=environment, ends=2)
+    assert said in launch.err
     assert "brief" not in launch.err
+    assert "UP" not in launch.out
 
 
 @pytest.mark.slow

@@ -55,13 +55,6 @@ def owners_of_listener(port):
     return owners
 
 
-def two_nodes(bench, *options, text=UNTIL_TOLD, environment=None):
-    """Two launchers on this machine, of one job."""
-    script, port = bench.script(text), free_port()
-    nodes = ["--nnodes", 2, "--master-port", port, *options]
-    return [bench.start(*nodes, "--node-rank", rank, script, environment=environment) for rank in (0, 1)]
-
-
 @pytest.mark.slow
 def test_the_store_listens_in_the_launcher_before_and_after_it_is_served(bench):
     script = bench.script(
@@ -95,7 +88,7 @@ def test_a_plain_torch_script_runs_unmodified(bench):
 
 @pytest.mark.slow
 def test_two_launchers_on_one_machine_make_one_job(bench):
-    first, second = two_nodes(bench, "--nproc-per-node", 1, "--log-dir", "logs", text=ALL_REDUCE)
+    first, second = bench.nodes(2, bench.script(ALL_REDUCE), per_node=1, environment={})
     assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
     (total_0,) = [line for line in first.out.splitlines() if "TOTAL" in line]
     (total_1,) = [line for line in second.out.splitlines() if "TOTAL" in line]
@@ -112,7 +105,7 @@ def test_two_launchers_on_one_machine_make_one_job(bench):
 @pytest.mark.slow
 def test_ranks_of_several_nodes_and_the_store_stays_for_the_last(bench):
     """Node 0's workers end first; its launcher waits for the other node, and judges all workers."""
-    first, second = two_nodes(bench, "--nproc-per-node", 2)
+    first, second = bench.nodes(2, bench.script(UNTIL_TOLD), environment={})
     first.wait_for("UP", times=2)
     second.wait_for("UP", times=2)
     assert "[2] UP 2 1 0" in second.out
@@ -178,7 +171,7 @@ def test_node_0_gives_up_when_a_node_never_appears(bench):
 
 @pytest.mark.slow
 def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(bench):
-    first, second = two_nodes(bench, environment={"RECOVER_SECRET": "one that both nodes share"})
+    first, second = bench.nodes(2, bench.script(UNTIL_TOLD), per_node=1)
     second.wait_for("UP 1")
     second.send(signal.SIGKILL)
     second.wait()
@@ -189,7 +182,7 @@ def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(benc
 
 @pytest.mark.slow
 def test_workers_go_on_when_the_launcher_of_node_0_is_lost(bench):
-    first, second = two_nodes(bench)
+    first, second = bench.nodes(2, bench.script(UNTIL_TOLD), per_node=1, environment={})
     second.wait_for("UP 1")
     first.wait_for("all 2 nodes take part")
     first.send(signal.SIGKILL)
