@@ -181,6 +181,11 @@ class Bench:
         found = map(json.loads, written_lines(self.folder / folder / f"events-{candidate}.jsonl"))
         return [event for event in found if event["event"] in kinds]
 
+    def lease_claims(self) -> list[list[list[int]]]:
+        """The members, as runs, of each side that has had the lease, one after the other."""
+        files = sorted((self.folder / "logs").glob("lease-*.[0-9]*"))
+        return [json.loads(path.read_text())["members"] for path in files]
+
     def kill(self, worker: int, count: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one of ``count`` workers, once they have started."""
         os.kill(self.workers(count=count)[worker]["pid"], number)

@@ -126,15 +126,20 @@ def no_nohup():
 
 
 @pytest.mark.usefixtures("no_nohup")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_lets_workers_end_by_themselves(bench, number):
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(number, 128 + number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] + [(signal.SIGUSR1, 0)],
+)
+def test_a_signal_lets_workers_end_by_themselves(bench, number, code):
+    """SIGUSR1 is passed on, and ends nobody who does not want it."""
     script = bench.script(
         """
         import os, signal, sys, time
         def leave(*_):
             print("SAVED", os.environ["RANK"])
             sys.exit(0)
-        signal.signal(signal.SIGTERM, leave)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, leave)
         print("UP")
         time.sleep(1000)
         """
@@ -142,7 +147,7 @@ def test_a_signal_lets_workers_end_by_themselves(bench, number):
     launch = bench.start("--nproc-per-node", 2, script)
     launch.wait_for("UP", times=2)
     launch.send(number)
-    launch.ends(128 + number)
+    launch.ends(code)
     assert launch.out.count("SAVED") == 2
     assert "Traceback" not in launch.err
 
@@ -222,22 +227,6 @@ def test_workers_json_follows_the_workers(bench):
         assert worker["node_rank"] == 0
         assert worker["local_rank"] == worker["worker_id"]
         assert Path(worker["log"]).is_file()
-
-
-def test_user_signals_are_passed_on_to_the_workers(bench):
-    script = bench.script(
-        """
-        import os, signal, sys, time
-        signal.signal(signal.SIGUSR1, lambda *_: (print("SAVED", os.environ["RANK"]), sys.exit(0)))
-        print("UP")
-        time.sleep(1000)
-        """
-    )
-    launch = bench.start("--nproc-per-node", 2, script)
-    launch.wait_for("UP", times=2)
-    launch.send(signal.SIGUSR1)
-    assert launch.wait() == 0
-    assert launch.out.count("SAVED") == 2
 
 
 @pytest.mark.slow
@@ -329,6 +318,7 @@ def test_sigkill_of_the_launcher_leaves_nothing(bench):
     launch.send(signal.SIGKILL)
     leaves_nothing(launch)
     eventually(lambda: not alive(reaper), "the reaper has ended")
+    assert [worker["worker_id"] for worker in bench.workers()] == [0, 1], "workers.json is whole"
 
 
 @pytest.mark.slow
@@ -379,13 +369,6 @@ def test_the_warden_ignores_polite_signals(bench):
     assert launch.wait() == 0
     assert "took its place" not in launch.err
     assert not alive(reaper)
-
-
-def test_workers_json_is_whole_after_sigkill(bench):
-    launch = start_family(bench)
-    launch.send(signal.SIGKILL)
-    launch.wait()
-    assert [worker["worker_id"] for worker in bench.workers()] == [0, 1]
 
 
 @pytest.mark.slow

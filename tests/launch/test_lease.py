@@ -5,7 +5,6 @@ The witness is found out at the start, and asked when fewer than half of the wor
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -81,11 +80,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 pytest_group = pytest.mark.xdist_group("several nodes")
 
 
-def holders(bench: Bench) -> list[list[list[int]]]:
-    files = sorted(path for path in (bench.folder / "logs").glob("lease-*.*"))
-    return [json.loads(path.read_text())["members"] for path in files]
-
-
 @pytest.mark.slow
 @pytest_group
 @pytest.mark.parametrize("victim", some("node of two", [0, 1], 1))
@@ -103,7 +97,7 @@ def test_a_run_of_two_nodes_survives_the_loss_of_either(
     for worker in left:
         assert losses(bench, worker) == pytest.approx(undisturbed, rel=1e-10)
     assert "either half of the workers may be lost: the lease is at" in started[0].err
-    assert holders(bench) == ([[[2, 3]]] if victim == 0 else [])
+    assert bench.lease_claims() == ([[[2, 3]]] if victim == 0 else [])
     if victim == 0:
         formed = [plan for plan in bench.events("plan", candidate=1) if plan["members"] == [left]]
         leads = bench.events("lead", "fault", candidate=1)
@@ -127,7 +121,7 @@ def test_a_node_with_fewer_workers_left_survives_the_other_s_loss_too(
     bench.go()
     assert started[1].wait() == 0, started[1].err
     assert losses(bench, 2) == pytest.approx(undisturbed, rel=1e-10)
-    assert holders(bench) == [[[2, 2]]]
+    assert bench.lease_claims() == [[[2, 2]]]
 
 
 def start(bench: Bench, leases: list[object]) -> list[Launch]:
@@ -293,8 +287,7 @@ def test_one_node_of_three_goes_on_when_slurm_says_that_the_others_are_powered_o
     assert sorted(losses(bench, 4)) == list(range(1, ITERATIONS + 1))
     assert "SLURM's controller is asked then" in started[0].err
     assert "witness: SLURM says of n0, n1: powered off" in started[2].err
-    holders = [json.loads(path.read_text())["members"] for path in (bench.folder / "logs").glob("lease-*.[0-9]*")]
-    assert [[4, 5]] in holders
+    assert [[4, 5]] in bench.lease_claims()
 
 
 @pytest.mark.slow

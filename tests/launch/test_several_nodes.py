@@ -251,8 +251,8 @@ def test_the_nodes_of_a_launch_are_replaced_one_after_the_other_and_the_run_goes
 
     def holder() -> set[int]:
         """The members of the side that has the lease; nobody: nobody has had it."""
-        files = sorted((bench.folder / "logs").glob("lease-*.[0-9]"))
-        return {*from_runs(json.loads(files[-1].read_text())["members"])} if files else set()
+        claims = bench.lease_claims()
+        return {*from_runs(claims[-1])} if claims else set()
 
     def is_told(address: str) -> bool:
         logs = [line for path in bench.folder.glob("*/events-*.jsonl") for line in path.read_text().splitlines()]
@@ -276,7 +276,6 @@ def test_the_nodes_of_a_launch_are_replaced_one_after_the_other_and_the_run_goes
     assert [launch.wait() for launch in joined[1:]] == [0, 0, 0], [launch.err for launch in joined]
     assert last_members(second) == sorted(newcomer(n) for n in (1, 2, 3))
     assert all(launch.left() == [] for launch in joined)
-    files = sorted((bench.folder / "logs").glob("lease-*.[0-9]"))
-    claims = [from_runs(json.loads(file.read_text())["members"]) for file in files]
+    claims = [from_runs(claim) for claim in bench.lease_claims()]
     # What came last may have come too late to be written before the end.
     assert claims[:3] == [{newcomer(0)}, {newcomer(0), newcomer(1)}, {newcomer(1)}], claims

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.demo import SCRIPTS, WORKERS_FLAG, edited
+from tests.slurm.cluster import SCRIPTS, WORKERS_FLAG, edited
 
 TEXT = (SCRIPTS / "recover.sbatch").read_text()
 
