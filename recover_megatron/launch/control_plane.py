@@ -25,14 +25,13 @@ from functools import partial
 from pathlib import Path
 
 from recover_megatron.arguments import times_from_argv
-from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
+from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate, Shared
 from recover_megatron.launch.leasing import lease_is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, join_addresses, listen, local_address
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.records import EXIT_NO_REPLICA, FIRST_JOINED, CoordinatorLost, Settings
-from recover_megatron.membership.testimony import Scope
 from recover_megatron.variables import (
     COORDINATOR_VARIABLE,
     HOST_VARIABLE,
@@ -121,7 +120,7 @@ class ControlPlane:
         witness, lease = (candidates.witness, candidates.lease) if candidates else (None, None)
         try:
             for number, listener in listeners:
-                self._host(number, listener, lease, slack_of(plan), witness, witness is not None)
+                self._host(number, listener, Shared(lease, slack_of(plan), witness, witness is not None))
         except OSError:
             self.end_candidates()
             self.close()
@@ -143,22 +142,12 @@ class ControlPlane:
         own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
         return candidates.addresses, own, candidates.host
 
-    def _host(
-        self,
-        number: int,
-        listener: socket.socket,
-        lease: Path | None,
-        slack: int,
-        witness: Scope | None,
-        witnessed: bool,
-    ) -> Address:
+    def _host(self, number: int, listener: socket.socket, shared: Shared) -> Address:
         """Start a candidate; its address."""
         plan, address = self._plan, listener.getsockname()[:2]
         events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
         environment = {**self._environment, **plan.lines}
-        command = CandidateCommand(
-            number, plan.world_size, events, self._settings, environment, lease, slack, witness, witnessed
-        )
+        command = CandidateCommand(number, plan.world_size, events, self._settings, environment, shared)
         self._candidates[address] = HostedCandidate(self._loop, command, listener, self.agent, self._say)
         return address
 
@@ -181,7 +170,7 @@ class ControlPlane:
             listener = listen(self._host_address)
             number = FIRST_JOINED + secrets.randbelow(1 << 30)  # not that of another node
             place = Path(lease) if lease is not None else None
-            address = self._host(number, listener, place, slack, None, witnessed)
+            address = self._host(number, listener, Shared(place, slack, None, witnessed))
         except OSError as error:
             self._say(f"no candidate coordinator on this node: {error.strerror or error}")
             return

@@ -15,7 +15,7 @@ from recover_megatron.launch.leasing import lease_path, try_lease
 from recover_megatron.launch.messages import SHARE_A_SECRET
 from recover_megatron.launch.plan import Candidates, LaunchPlan, OwnPlace, address_from
 from recover_megatron.launch.processes import START_AGAIN
-from recover_megatron.launch.states import LAUNCH_FAILED
+from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, join_store, one_line, timed_out
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.membership.testimony import Scope
@@ -115,7 +115,7 @@ class Guest:
             if reason := _disagreement(plan, job):
                 self._run_id = str(job["run_id"])
                 self.say(store, {"refusal": reason})
-                self._tell(self._events.refused, reason)
+                self._refused(reason)
                 return None
             if self._run_id != job["run_id"]:
                 self._run_id = str(job["run_id"])
@@ -128,9 +128,12 @@ class Guest:
                     f"node rank {plan.node_rank} has been taken by another launcher of this launch: give each node its "
                     "own --node-rank"
                 )
-                self._tell(self._events.refused, reason)
+                self._refused(reason)
                 return None
             job = self._job(store)
+
+    def _refused(self, reason: str) -> None:
+        self._tell(self._events.failed, f"refused by node 0: {reason}", REFUSED)
 
     def _candidate(self, own: OwnPlace) -> dict[str, Any]:
         witness = {"witness": leasing.look_for_witness(self._plan)}

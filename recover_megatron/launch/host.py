@@ -185,7 +185,7 @@ class Host:
             return False
         if not self._missing:
             self._put("everybody", True)
-            self._tell(self._events.all_joined)
+            self._tell(self._events.note, f"all {plan.nnodes} nodes take part")
         return True
 
     # -- deciding -----------------------------------------------------------------------------------------------------

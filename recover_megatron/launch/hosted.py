@@ -39,6 +39,19 @@ LAST_WORD_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
+class Shared:
+    """What the candidates of a run have in common, beside its settings."""
+
+    lease: Path | None
+    slack: int
+    """See ``leadership.standing``."""
+    witness: Scope | None
+    """The witness, which may tell the candidates which nodes are off; one that is added later is not told of it."""
+    witnessed: bool
+    """Whether the run has such a witness, so that a candidate keeps to what follows from that."""
+
+
+@dataclass(frozen=True)
 class CandidateCommand:
     """How the process of one candidate is started."""
 
@@ -49,13 +62,7 @@ class CandidateCommand:
     settings: Settings
     environment: Mapping[str, str]
     """The job's secret included."""
-    lease: Path | None = None
-    slack: int = 0
-    """See ``leadership.standing``."""
-    witness: Scope | None = None
-    """The witness, which may tell it which nodes are off."""
-    witnessed: bool = False
-    """Whether the run has such a witness, so that this candidate keeps to what follows from that."""
+    shared: Shared
 
     def start(self, listener: socket.socket) -> tuple[int, int]:
         """Start a candidate that serves ``listener``.  Returns pid and pidfd; raises OSError if it cannot."""
@@ -65,15 +72,15 @@ class CandidateCommand:
         for name in numbers:
             command += [f"--{name.replace('_', '-')}", str(getattr(self.settings, name))]
         command += ["--start-needs-all"] * self.settings.start_needs_all
-        if self.lease is not None:
-            command += ["--lease", str(self.lease), "--slack", str(self.slack)]
-        command += ["--witnessed"] * self.witnessed
+        if self.shared.lease is not None:
+            command += ["--lease", str(self.shared.lease), "--slack", str(self.shared.slack)]
+        command += ["--witnessed"] * self.shared.witnessed
         opened = [os.open(os.devnull, os.O_WRONLY)]
         try:
-            if self.witness is not None:  # of many nodes more than a command line takes
+            if self.shared.witness is not None:  # of many nodes more than a command line takes
                 opened.append(os.memfd_create("recover-witness"))
                 with open(opened[1], "w", encoding="utf-8", closefd=False) as scope:
-                    json.dump(self.witness.to_json(), scope)
+                    json.dump(self.shared.witness.to_json(), scope)
                 os.lseek(opened[1], 0, os.SEEK_SET)
                 command += ["--witness-fd", str(opened[1])]
             # What it has to say on stderr (a disk that fails it, a fault of its own) is for the launcher's user.

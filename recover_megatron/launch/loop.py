@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-Callback = Callable[[], None]
+Callback = Callable[[], object]
 
 
 class Timer:

@@ -259,7 +259,7 @@ class Stream:
     def resume(self) -> None:
         """Read whenever there is something, once that is wanted."""
         if self.open and self.wanted and not self._watched:
-            self._console.loop.watch(self.pipe, self._on_readable)
+            self._console.loop.watch(self.pipe, self._read)
             self._watched = True
 
     def drain_and_close(self) -> None:
@@ -271,9 +271,6 @@ class Stream:
                 break
             drained += count
         self._close()
-
-    def _on_readable(self) -> None:
-        self._read()
 
     def _read(self) -> int:
         """Read once.  Returns the number of bytes; 0: nothing there now, or the end."""

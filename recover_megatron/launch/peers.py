@@ -43,7 +43,7 @@ from recover_megatron.launch.guest import Guest
 from recover_megatron.launch.host import LOST_SECONDS, Host
 from recover_megatron.launch.loop import EventLoop, Timer
 from recover_megatron.launch.plan import Candidates, LaunchPlan
-from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, ExitOutcome
+from recover_megatron.launch.states import LAUNCH_FAILED, ExitOutcome
 from recover_megatron.launch.store import Seal, Store, join_store, one_line, serve_store
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
@@ -156,12 +156,6 @@ class Peers:
         self.joined, self.run_id = True, run_id
         self._loop.call_later(LOST_SECONDS, self._watch_store)
         self._events.start_workers_if_ready()
-
-    def all_joined(self) -> None:
-        self._say(f"all {self._plan.nnodes} nodes take part")
-
-    def refused(self, reason: str) -> None:
-        self._events.stop_with_peers(f"refused by node 0: {reason}", REFUSED)
 
     def store_lost(self, reason: str) -> None:
         if self._store_lost:

@@ -205,22 +205,21 @@ def belonging(
 
 
 def find_launch(
-    launch_id: str, sessions: Iterable[int], spared: Iterable[int], subreaper: int | None = None
+    launch_id: str,
+    sessions: Iterable[int],
+    spared: Iterable[int],
+    subreaper: int | None = None,
+    worker_id: int | None = None,
 ) -> list[Process]:
-    """The living processes of a launch; ``subreaper``: the launcher, if it lives, all of whose children belong."""
-    table = process_table()
-    marked = {pid for pid in table if carries(pid, {LAUNCH_ID_VARIABLE: launch_id})}
-    if subreaper is not None:
-        marked |= {pid for pid, process in table.items() if process.parent == subreaper}
+    """The living processes of a launch, or of one of its workers.
+
+    ``subreaper``: the launcher, if it lives, all of whose children belong.
+    """
+    table, variables = process_table(), {LAUNCH_ID_VARIABLE: launch_id}
+    if worker_id is not None:
+        variables[WORKER_ID_VARIABLE] = str(worker_id)
+    marked = {pid for pid, process in table.items() if process.parent == subreaper or carries(pid, variables)}
     return [table[pid] for pid in belonging(table, marked, sessions, spared) if table[pid].alive]
-
-
-def find_worker(launch_id: str, worker_id: int, session: int, spared: Iterable[int]) -> list[Process]:
-    """The living processes of one worker, its own included."""
-    table = process_table()
-    variables = {LAUNCH_ID_VARIABLE: launch_id, WORKER_ID_VARIABLE: str(worker_id)}
-    marked = {pid for pid in table if carries(pid, variables)}
-    return [table[pid] for pid in belonging(table, marked, [session], spared) if table[pid].alive]
 
 
 def kill_group(leader: int) -> None:

@@ -188,12 +188,6 @@ class NodeEvents(Protocol):
     def coordinators(self, candidates: Candidates) -> None:
         """All candidate coordinators are known."""
 
-    def all_joined(self) -> None:
-        """Every node takes part (node 0)."""
-
-    def refused(self, reason: str) -> None:
-        """This node may not take part."""
-
     def note(self, text: str) -> None:
         """Something the user should read."""
 

@@ -20,7 +20,7 @@ from recover_megatron.launch.log_folder import LogFolder
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.processes import find_worker, kill_found, kill_group, spawn
+from recover_megatron.launch.processes import find_launch, kill_found, kill_group, spawn
 from recover_megatron.launch.reaper import Reaper
 from recover_megatron.launch.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
 from recover_megatron.membership.records import ranges
@@ -149,7 +149,7 @@ class WorkerTable:
         assert worker.pid is not None
         self._loop.unwatch(self._handles[worker.worker_id].pidfd)
         kill_group(worker.pid)
-        find = partial(find_worker, self._plan.launch_id, worker.worker_id, worker.pid, self._reaper.spared)
+        find = partial(find_launch, self._plan.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}
         _, status = os.waitpid(worker.pid, 0)
         worker.end(os.waitstatus_to_exitcode(status), time.time())
