@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import some
-from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE, eventually, written_lines
 
 from .hosts import Hosts
@@ -52,22 +50,12 @@ class Run:
         """``logs``: the log folder of each, {0} is its number."""
         self.folder = folder
         (folder / "steps.py").write_text(textwrap.dedent(STEPS))
-        environment = {"RECOVER_SECRET": "what the hosts share here", "PYTHONPATH": str(REPOSITORY)}
+        secret = {"RECOVER_SECRET": "what the hosts share here"}
         self.launchers: dict[int, subprocess.Popen[bytes]] = {}
         for host in hosts:
-            command = [
-                sys.executable,
-                "-m",
-                "recover_megatron.launch",
-                "--nnodes",
-                hosts.count,
-                "--node-rank",
-                host - 1,
-            ]
-            command += ["--nproc-per-node", 2, "--master-addr", hosts.address(1), "--master-port", 29400]
-            command += ["--log-dir", logs.format(host), "steps.py", *flags]
+            argv = ["--nproc-per-node", 2, "--log-dir", logs.format(host), "steps.py", *flags]
             out = folder / f"host{host}.out"
-            self.launchers[host] = hosts.start(host, command, out, environment=environment, cwd=folder)
+            self.launchers[host] = hosts.recover_run(host, *argv, out=out, environment=secret, cwd=folder)
         eventually(lambda: all(self.plans(rank) for rank in range(2 * hosts.count)), "the run starts")
 
     def plans(self, rank: int) -> list[dict]:

@@ -13,6 +13,8 @@ from recover_megatron.launch.conclusion import last_checkpoint
 from tests.harness.processes import children, command_line
 from tests.harness.waiting import eventually
 
+from .conftest import IN_THE_RUN
+
 USES_IT = """
     import os, signal, sys
     from recover_megatron.membership.worker import connect
@@ -111,27 +113,14 @@ def test_a_run_that_a_worker_gives_up_ends_with_its_code_whatever_the_workers_ex
     assert launch.out.count("LOST the disk is full") == 3
 
 
-WAITS = """
-    import sys
-    from recover_megatron.membership.worker import connect
-
-    session = connect()
-    session.join({})
-    session.agree(1)
-    print("WORKING", flush=True)
-    session.wait_revoked()
-    session.wait_revoked(60)
-    """
-
-
 def test_a_run_that_is_interrupted_is_told_as_ended_by_that_signal_and_with_its_last_checkpoint(bench):
     saved = bench.folder / "saved"
     saved.mkdir()
     (saved / "latest_checkpointed_iteration.txt").write_text("8")
     launch = bench.start(
-        "--nproc-per-node", 3, "--log-dir", "logs", bench.script(WAITS), "--recover", "--save", str(saved)
+        "--nproc-per-node", 3, "--log-dir", "logs", bench.script(IN_THE_RUN), "--recover", "--save", str(saved)
     )
-    launch.wait_for("WORKING", 3)
+    launch.wait_for("JOINED", 3)
     launch.send(signal.SIGINT)
     assert launch.wait() == 130, launch.err
     assert f"last checkpoint: iteration 8 in {saved}" in launch.err
@@ -149,8 +138,8 @@ def test_a_run_that_is_interrupted_is_told_as_ended_by_that_signal_and_with_its_
 
 def test_a_coordinator_that_is_late_tells_in_its_log_how_an_interrupted_run_has_ended(bench):
     """It hears of the signal and of the workers' ends when they are over, and is not killed with the launch before."""
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(WAITS), "--recover")
-    launch.wait_for("WORKING", 2)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN), "--recover")
+    launch.wait_for("JOINED", 2)
     events = str(bench.folder / "logs" / "events-0.jsonl")
     (leader,) = [pid for pid in children(launch.pid) if events in command_line(pid)]
     os.kill(leader, signal.SIGSTOP)

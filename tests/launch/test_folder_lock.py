@@ -22,6 +22,7 @@ from tests.harness.processes import free_port
 from tests.harness.waiting import DEADLINE, eventually
 
 from .conftest import IN_THE_RUN, SECRET, UNTIL_TOLD, plan_of
+from .test_newcomers import HELD, SCRIPT, how_to_join, training
 
 MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
 OTHER = replace(MINE, pid=200, run_id="second")
@@ -206,27 +207,9 @@ def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_lea
 
 @pytest.mark.slow
 def test_a_launcher_may_join_in_the_folder_of_the_run(bench):
-    script = bench.script(
-        """
-        import os, time
-        from recover_megatron.membership.worker import connect
-
-        session = connect()
-        if "RECOVER_JOIN" in os.environ:
-            print("JOINER", flush=True)
-        else:
-            session.join({})
-            print("STARTED", flush=True)
-        while not os.path.exists("go"):
-            time.sleep(0.01)
-        session.leave()
-        """
-    )
-    first = bench.start("--log-dir", "logs", script, "--recover", environment=SECRET)
-    first.wait_for("STARTED")
-    (how,) = re.findall(r"recover-run (--join .*)", first.err)
-    second = bench.start(*how.split(), "--log-dir", "logs", script, "--recover", environment=SECRET)
-    second.wait_for("JOINER")
+    held = {**HELD, **SECRET}
+    first = training(bench, 1, 0, *SCRIPT, environment=held)
+    second = bench.start(*how_to_join(first).split(), "--log-dir", "logs", *SCRIPT, environment=held)
     eventually(lambda: len(bench.workers()) == 2, "both launchers' workers in one file")
     assert not (bench.folder / "logs" / "worker-0.log.old").exists()
     bench.go()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from recover_megatron.launch.plan import interface_of, interfaces, variables_for
-from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 from tests.hosts.conftest import can_have_hosts
 from tests.hosts.hosts import Hosts
 
 from .conftest import SECRET, Bench
+from .test_store import ALL_REDUCE
 
 __all__ = ["can_have_hosts"]  # a fixture
 
@@ -21,17 +19,6 @@ SHOW = """
     import os
     print("SET", os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME"))
     """
-MEET = """
-import os
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-total = torch.tensor([dist.get_rank() + 1])
-dist.all_reduce(total)
-print("TOTAL", total.item(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)
-dist.destroy_process_group()  # else torch may abort at exit, when gloo's threads are still there
-"""
 
 
 @pytest.mark.parametrize(
@@ -72,22 +59,12 @@ def test_the_workers_of_one_node_talk_over_the_loopback(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_hosts_whose_names_do_not_resolve_find_each_other(can_have_hosts: None, bench: Bench) -> None:
-    bench.script(MEET, "meet.py")
+    bench.script(ALL_REDUCE, "meet.py")
     with Hosts(2, resolve=False) as hosts:
         outs = [bench.folder / f"host{host}.out" for host in hosts]
-        runs = [
-            hosts.start(
-                host,
-                [
-                    *(sys.executable, "-m", "recover_megatron.launch", "--nnodes", 2, "--node-rank", host - 1),
-                    *("--master-addr", hosts.address(1), "--nproc-per-node", 1, bench.folder / "meet.py"),
-                ],
-                outs[host - 1],
-                environment={**SECRET, "PYTHONPATH": str(REPOSITORY)},
-            )
-            for host in hosts
-        ]
+        argv = ["--nproc-per-node", 1, bench.folder / "meet.py"]
+        runs = [hosts.recover_run(host, *argv, out=outs[host - 1], environment=SECRET) for host in hosts]
         assert [run.wait(DEADLINE) for run in runs] == [0, 0], [out.read_text() for out in outs]
         for host, out in zip(hosts, outs, strict=True):
-            assert "TOTAL 3 e0" in out.read_text()
+            assert f"TOTAL {host - 1} 2 3.0 e0" in out.read_text()
             assert f"workers talk over the interface e0 ({hosts.address(host)})" in out.read_text()

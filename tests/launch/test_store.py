@@ -25,9 +25,10 @@ ALL_REDUCE = """
     dist.init_process_group("gloo")
     total = torch.tensor([float(dist.get_rank() + 1)])
     dist.all_reduce(total)
-    print("TOTAL", dist.get_rank(), dist.get_world_size(), total.item(), os.environ["TORCHELASTIC_RUN_ID"])
+    told = [os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_RUN_ID")]
+    print("TOTAL", dist.get_rank(), dist.get_world_size(), total.item(), *told, flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # else torch may abort at exit, when gloo's threads are still there
     """
 
 UNTIL_TOLD = """
