@@ -152,10 +152,7 @@ def save_folder(script_args: Sequence[str]) -> str | None:
 
 
 def last_checkpoint(script_args: Sequence[str]) -> str | None:
-    """The newest complete checkpoint of a script with these arguments, in words; None: it saves none.
-
-    Looks at the disk.
-    """
+    """The newest complete checkpoint on the disk of a script with these arguments, in words; None: it saves none."""
     folder = save_folder(script_args)
     if folder is None:
         return None

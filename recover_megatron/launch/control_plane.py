@@ -188,10 +188,7 @@ class ControlPlane:
         self.agent.close()
 
     def stopping(self, number: int) -> None:
-        """The signal ``number`` has told this launcher to end its workers.
-
-        Said before they end, or their ends would be losses.
-        """
+        """The signal ``number`` tells this launcher to end its workers: said before, or their ends would be losses."""
         self.agent.stopping(number, STOPPING_SECONDS)
 
     # --- what the launcher asks ---
@@ -252,10 +249,7 @@ class ControlPlane:
         self._after(partial(self.agent.wait_led, seconds), callback)
 
     def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when all is known that the coordinator knows now, after ``seconds`` at the latest.
-
-        Without a session: at once.
-        """
+        """Call ``callback`` when all is known that the coordinator knows now, in ``seconds`` at most; or at once."""
         if self.is_open:
             self._after(partial(self.agent.catch_up, seconds), callback)
         else:

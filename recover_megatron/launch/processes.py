@@ -169,11 +169,6 @@ def _read_process(pid: int) -> Process | None:
     return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
-def has_children() -> bool:
-    """Whether this process has children, ended or not."""
-    return any(process.parent == os.getpid() for process in process_table().values())
-
-
 def carries(pid: int, variables: Mapping[str, str]) -> bool:
     """Whether the initial environment of ``pid`` contains all of ``variables``; False if it cannot be read."""
     try:
@@ -308,7 +303,7 @@ class Subreaper:
     def __init__(self) -> None:
         # Children from before (of a shell that became recover-run by exec) are none of ours; once there are any, an
         # orphan that we inherit might be theirs.
-        self._owns_all_children = not has_children()
+        self._owns_all_children = all(process.parent != os.getpid() for process in process_table().values())
         become_subreaper()
         self.due = False
         """Whether there may be inherited children to reap."""

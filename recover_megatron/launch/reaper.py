@@ -49,19 +49,13 @@ RELIEF_SECONDS = 0.05
 _AT_ONCE = 4096
 
 
-class Pulse:
-    """The launcher's sign that it runs: a memory file, since a pipe would fill up with beats that nobody reads."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("recover-pulse")
-
-    def beat(self) -> None:
-        """It runs now."""
-        os.pwrite(self.descriptor, struct.pack("d", time.monotonic()), 0)
+def beat(pulse: int) -> None:
+    """The launcher runs now; ``pulse``: a memory file, since a pipe would fill up with beats that nobody reads."""
+    os.pwrite(pulse, struct.pack("d", time.monotonic()), 0)
 
 
 class StandIn:
-    """The reaper's part: reads the workers' output while the launcher does not run.  ``pulse``: that of a ``Pulse``."""
+    """The reaper's part: reads the workers' output while the launcher does not run.  ``pulse``: see ``beat``."""
 
     def __init__(self, pulse: int) -> None:
         self._pulse = pulse
@@ -125,7 +119,7 @@ class Reaper:
         self._launch_id = launch_id
         self._say = say
         self._sessions: dict[int, list[int]] = {}
-        self._pulse = Pulse()
+        self._pulse = os.memfd_create("recover-pulse")
         self.dropped: Callable[[int, int], None] = lambda session, lines: None
         """Called when the launcher runs again: so many lines of the worker that leads the session are missing."""
         self.pid = 0
@@ -168,7 +162,7 @@ class Reaper:
                 environment,
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, its.fileno(), 0),
-                    (os.POSIX_SPAWN_DUP2, self._pulse.descriptor, 1),
+                    (os.POSIX_SPAWN_DUP2, self._pulse, 1),
                     (os.POSIX_SPAWN_DUP2, 2, 2),
                 ],
                 setsid=True,
@@ -211,7 +205,7 @@ class Reaper:
         self._channel.close()
 
     def _beat(self) -> None:
-        self._pulse.beat()
+        beat(self._pulse)
         self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _on_death(self, status: int) -> None:

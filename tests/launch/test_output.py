@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from recover_megatron.launch.output import MOST_PENDING, Sink, Voice
-from recover_megatron.launch.reaper import MISSED, Pulse, StandIn
+from recover_megatron.launch.reaper import MISSED, StandIn, beat
 from tests.harness.waiting import DEADLINE, eventually
 
 from .conftest import recover_run
@@ -238,10 +238,10 @@ def test_what_waits_for_a_reader_is_bounded_and_a_closed_pipe_takes_nothing():
 
 
 def test_while_the_launcher_does_not_run_its_stand_in_keeps_every_pipe_from_being_full():
-    pulse, (read, write) = Pulse(), os.pipe()
+    pulse, (read, write) = os.memfd_create("pulse"), os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)  # what would block raises
-    stand_in = StandIn(pulse.descriptor)
+    stand_in = StandIn(pulse)
     stand_in.add(7, [read])
 
     def fill() -> int:
@@ -254,7 +254,7 @@ def test_while_the_launcher_does_not_run_its_stand_in_keeps_every_pipe_from_bein
 
     taken = fill()
     for _ in range(3 * MISSED):
-        pulse.beat()
+        beat(pulse)
         assert list(stand_in.look()) == []
     assert fill() == 0, "a launcher that runs reads for itself"
     for _ in range(MISSED):
@@ -264,7 +264,7 @@ def test_while_the_launcher_does_not_run_its_stand_in_keeps_every_pipe_from_bein
         assert more > 0
         taken += more
         assert list(stand_in.look()) == []
-    pulse.beat()
+    beat(pulse)
     ((session, dropped),) = stand_in.look()
     assert (session, dropped + os.read(read, 1 << 20).count(b"\n")) == (7, taken)
     assert list(stand_in.look()) == []

@@ -28,7 +28,7 @@ from recover_megatron.launch.processes import (
     process_table,
     spawn,
 )
-from recover_megatron.launch.reaper import Pulse, Reaper
+from recover_megatron.launch.reaper import Reaper, beat
 from tests.harness.processes import children
 
 
@@ -136,12 +136,12 @@ print(launch, *sorted(sessions), file=sys.stderr)
 
 def test_a_launcher_that_is_killed_with_words_of_its_reaper_unread_is_heard_to_be_gone():
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pulse, (read, write) = Pulse(), os.pipe()
+    pulse, (read, write) = os.memfd_create("pulse"), os.pipe()
     os.set_blocking(read, False)
     os.write(write, b"x\n" * (fcntl.fcntl(write, fcntl.F_GETPIPE_SZ) // 2))
     with (
         subprocess.Popen(
-            [sys.executable, "-c", WATCHES], stdin=its, stdout=pulse.descriptor, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", WATCHES], stdin=its, stdout=pulse, stderr=subprocess.PIPE, text=True
         ) as reaper,
         its,
         ours,
@@ -149,7 +149,7 @@ def test_a_launcher_that_is_killed_with_words_of_its_reaper_unread_is_heard_to_b
         ours.send(b"a launch")
         socket.send_fds(ours, [b"+7"], [read])
         select.select([], [write], [])  # the reaper has read what the launcher does not
-        pulse.beat()
+        beat(pulse)
         select.select([ours], [], [])  # which is left unread
         ours.send(b"+8")
         ours.close()
