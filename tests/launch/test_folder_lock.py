@@ -332,24 +332,17 @@ def ids(folder):
 
 def test_entries_have_exactly_the_documented_fields(tmp_path):
     write_workers(tmp_path, "run", [worker(0)])
-    assert json.loads((tmp_path / "workers.json").read_text()) == [
-        {
-            "worker_id": 0,
-            "pid": 100,
-            "host": "host",
-            "state": "running",
-            "node_rank": 0,
-            "local_rank": 0,
-            "exit_code": None,
-            "signal": None,
-            "started": None,
-            "ended": None,
-            "log": None,
-            "rank": None,
-            "replaces": None,
-            "note": "",
-        }
-    ]
+    known = {
+        "worker_id": 0,
+        "pid": 100,
+        "host": "host",
+        "state": "running",
+        "node_rank": 0,
+        "local_rank": 0,
+        "note": "",
+    }
+    unknown = ("exit_code", "signal", "started", "ended", "log", "rank", "replaces")
+    assert json.loads((tmp_path / "workers.json").read_text()) == [{**known, **dict.fromkeys(unknown), "note": ""}]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -64,23 +65,26 @@ def test_own_process_is_in_the_table_with_its_session():
     assert mine.alive
 
 
-def test_an_environment_entry_matches_whole_or_not_at_all():
-    program = [sys.executable, "-c", "print(flush=True); input()"]
-    environment = {**os.environ, "SOME_MARK": "abc"}
-    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+@contextlib.contextmanager
+def started(**environment):
+    """A process with these variables, which ends with the block."""
+    program = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(program, env={**os.environ, **environment}, **pipes) as child:
         child.stdout.readline()
+        yield child
+
+
+def test_an_environment_entry_matches_whole_or_not_at_all():
+    with started(SOME_MARK="abc") as child:
         assert carries(child.pid, {"SOME_MARK": "abc"})
         assert not carries(child.pid, {"SOME_MARK": "ab"})
         assert not carries(child.pid, {"MARK": "abc"})
         assert not carries(child.pid, {"SOME_MARK": "abc", "OTHER": "x"})
-        child.communicate(b"\n")
 
 
 def test_kill_found_kills_the_marked_and_reports_them():
-    program = [sys.executable, "-c", "print(flush=True); input()"]
-    environment = {**os.environ, "RECOVER_LAUNCH_ID": "test-kill-found"}
-    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
+    with started(RECOVER_LAUNCH_ID="test-kill-found") as child:
         killed = kill_found(lambda: find_launch("test-kill-found", [], [os.getpid()]))
         assert {process.pid for process in killed} == {child.pid}
         assert child.wait() == -signal.SIGKILL
