@@ -206,11 +206,6 @@ class ControlPlane:
         return {**self._variables, COORDINATOR_VARIABLE: join_addresses(self.agent.addresses)}
 
     @property
-    def pids(self) -> set[int]:
-        """Of the candidates that run here."""
-        return {candidate.pid for candidate in self._candidates.values() if candidate.pid is not None}
-
-    @property
     def undecided(self) -> bool:
         """Whether the run is under way, for all that this launcher knows: others may go on without its workers."""
         return self.agent.led and self.agent.out is None

@@ -22,12 +22,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.processes import kill_group, spawn
+from recover_megatron.launch.processes import Child, kill_group, spawn
 from recover_megatron.launch.states import describe_end
 
 if TYPE_CHECKING:
@@ -133,8 +133,6 @@ def command_of(given: tuple[str, ...], device: str, drivers: tuple[str, ...] = D
 
 @dataclass
 class _Test:
-    pid: int
-    pidfd: int
     output: IO[bytes]
     timer: Timer
     then: Callable[[str], None]
@@ -149,12 +147,6 @@ class DeviceTests:
     _command: tuple[str, ...]
     _seconds: float
     """How long one may take."""
-    _under_way: dict[int, _Test] = field(default_factory=dict)
-
-    @property
-    def pids(self) -> set[int]:
-        """Of the processes that are not reaped yet."""
-        return set(self._under_way)
 
     def begin(self, environment: Mapping[str, str], then: Callable[[str], None]) -> None:
         """Test the device of the worker with this environment; ``then`` gets why it failed, empty: it has passed.
@@ -163,22 +155,16 @@ class DeviceTests:
         """
         output = tempfile.TemporaryFile()  # noqa: SIM115  closed when the test has ended
         pid, pidfd = spawn(self._command, environment, output.fileno(), output.fileno(), deaf=True)
-        test = _Test(pid, pidfd, output, self._loop.call_later(self._seconds, partial(self._late, pid)), then)
-        self._under_way[pid] = test
-        self._loop.watch(test.pidfd, partial(self._ended, test))
+        test = _Test(output, self._loop.call_later(self._seconds, lambda: self._late(test, pid)), then)
+        Child(self._loop, (pid, pidfd), partial(self._ended, test), with_group=True)
 
-    def _late(self, pid: int) -> None:
-        if (test := self._under_way.get(pid)) is not None:
-            test.late = True
-            kill_group(pid)
+    @staticmethod
+    def _late(test: _Test, pid: int) -> None:
+        test.late = True
+        kill_group(pid)
 
-    def _ended(self, test: _Test) -> None:
-        self._loop.unwatch(test.pidfd)
+    def _ended(self, test: _Test, status: int) -> None:
         test.timer.cancel()
-        kill_group(test.pid)
-        del self._under_way[test.pid]
-        status = os.waitstatus_to_exitcode(os.waitpid(test.pid, 0)[1])
-        os.close(test.pidfd)
         said = _last_line(test.output)
         test.output.close()
         if test.late:

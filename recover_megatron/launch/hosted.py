@@ -112,11 +112,6 @@ class HostedCandidate:
     def __post_init__(self) -> None:
         self._run()
 
-    @property
-    def pid(self) -> int | None:
-        """Of the process that runs, if one does."""
-        return self._process.pid if self._process is not None else None
-
     def close(self) -> None:
         """Start no more; the process that runs is left to the end of the launch."""
         if self._timer is not None:
@@ -131,12 +126,14 @@ class HostedCandidate:
         if self._process is not None:
             self._process.wait(seconds)
 
-    def _run(self) -> None:
+    def _run(self) -> Child:
         self._process = Child(self._loop, self._command.start(self._listener), self._ended)
         self._started = time.monotonic()
+        return self._process
 
     def _ended(self, status: int) -> None:
-        what = f"candidate coordinator {self._command.number} (pid {self.pid}) {has_ended(status)}"
+        assert self._process is not None
+        what = f"candidate coordinator {self._command.number} (pid {self._process.pid}) {has_ended(status)}"
         self._process = None
         if status == 0:
             return  # it led the run to its end
@@ -156,11 +153,11 @@ class HostedCandidate:
         if self._agent.out is not None:
             return
         try:
-            self._run()
+            process = self._run()
         except OSError as error:
             self._again(f"{what}, and another one cannot be started ({error})", 1.0)
         else:
-            self._say(f"{what}; another one (pid {self.pid}) has its place")
+            self._say(f"{what}; another one (pid {process.pid}) has its place")
 
 
 END_SECONDS = 5.0
@@ -181,11 +178,6 @@ class ExporterProcess:
     _loop: EventLoop
     _say: Callable[[str], None]
     _process: Child | None = None
-
-    @property
-    def pids(self) -> set[int]:
-        """Of the process that runs."""
-        return {self._process.pid} if self._process is not None else set()
 
     def start(self, variables: Mapping[str, str]) -> None:
         """``variables``: the addresses of the coordinators and the secret, as workers get them."""
@@ -215,8 +207,9 @@ class ExporterProcess:
             self._process = None  # what is left of it ends with the launch
 
     def _ended(self, status: int) -> None:
-        (pid,) = self.pids
-        self._say(f"the process for metrics and events (pid {pid}) {has_ended(status)}; the run goes on without it")
+        assert self._process is not None
+        which = f"the process for metrics and events (pid {self._process.pid})"
+        self._say(f"{which} {has_ended(status)}; the run goes on without it")
         self._process = None
 
 

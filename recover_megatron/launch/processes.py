@@ -91,33 +91,54 @@ def spawn(
     return pid, open_pidfd(pid)
 
 
+_own_children: set[int] = set()
+"""Pids of those that were started here, each to be reaped when its end is handled; all others are inherited."""
+
+
 def open_pidfd(pid: int) -> int:
     """A pidfd of a child that was just started.  Where none can be had it is ended; raises OSError."""
+    _own_children.add(pid)
     try:
         return os.pidfd_open(pid)
     except OSError:
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        reap(pid)
         raise
+
+
+def reap(pid: int) -> int:
+    """Wait for the end of a child that was started here: its exit code, or minus the signal that killed it."""
+    _, status = os.waitpid(pid, 0)
+    _own_children.discard(pid)
+    return os.waitstatus_to_exitcode(status)
 
 
 class Child:
     """A process that this launcher has started, watched by its loop."""
 
-    def __init__(self, loop: EventLoop, started: tuple[int, int], on_end: Callable[[int], None]) -> None:
-        """``started``: pid and pidfd.  ``on_end`` gets the exit code, or minus the signal, when it has been reaped."""
+    def __init__(
+        self, loop: EventLoop, started: tuple[int, int], on_end: Callable[[int], None], *, with_group: bool = False
+    ) -> None:
+        """``started``: pid and pidfd.  ``on_end`` gets the exit code, or minus the signal, when it has been reaped.
+
+        ``with_group``: what is left of its process group is killed before.
+        """
         self.pid, self._pidfd = started
         self._loop = loop
+        self._with_group = with_group
         loop.watch(self._pidfd, lambda: on_end(self.reap()))
 
     def reap(self) -> int:
         """Wait until it has ended.  Returns what ``on_end`` gets, which is not called."""
-        _, status = os.waitpid(self.pid, 0)
+        if self._with_group:
+            kill_group(self.pid)
+        status = reap(self.pid)
         self.forget()
-        return os.waitstatus_to_exitcode(status)
+        return status
 
     def forget(self) -> None:
         """Its end is of no interest from now on."""
+        _own_children.discard(self.pid)
         self._loop.unwatch(self._pidfd)
         os.close(self._pidfd)
 
@@ -308,8 +329,8 @@ class Subreaper:
         self.due = False
         """Whether there may be inherited children to reap."""
 
-    def reap(self, watched: set[int]) -> None:
-        """Reap the inherited children that have ended; ``watched``: pids of children that others reap."""
+    def reap(self) -> None:
+        """Reap the inherited children that have ended."""
         self.due = False
         while True:
             try:
@@ -318,7 +339,7 @@ class Subreaper:
                 return
             if ended is None:
                 return
-            if ended.si_pid in watched:
+            if ended.si_pid in _own_children:
                 self.due = True  # it hides other zombies; once it is reaped, after its event, look again
                 return
             # A library may start processes of its own in another thread (torch's import does), and reap them first.

@@ -138,11 +138,6 @@ class Successors:
         self._waiting: list[WorkerProcess] = []
         self._tests = DeviceTests(self._loop, self._plan.device_test, self._plan.device_test_timeout)
 
-    @property
-    def pids(self) -> set[int]:
-        """Of tests that are not reaped yet."""
-        return self._tests.pids
-
     def put_out(self, worker_id: int) -> None:
         """The coordinator has put this worker out of the run: nobody takes its place."""
         self._replacements.put_out.add(worker_id)

@@ -99,7 +99,8 @@ class Supervisor:
             try:
                 self._loop.run_once()
                 self._write_workers()
-                self._reap_inherited()
+                if self._subreaper.due:
+                    self._subreaper.reap()
             except Exception:
                 if self._state not in (LaunchState.RUNNING, LaunchState.WAITING):
                     raise
@@ -128,17 +129,6 @@ class Supervisor:
         """Bring workers.json up to date, once for all changes of a round."""
         if self._table.changed and self._peers.joined:
             self._table.changed = not self._folder.write_workers(self._peers.run_id, self._table.all)
-
-    def _reap_inherited(self) -> None:
-        if self._subreaper.due:
-            watched = {
-                self._reaper.pid,
-                *self._exporter.pids,
-                *self._control.pids,
-                *self._table.pids,
-                *self._successors.pids,
-            }
-            self._subreaper.reap(watched)
 
     # --- starting ---
 

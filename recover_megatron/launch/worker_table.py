@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from recover_megatron.launch import processes
 from recover_megatron.launch.log_folder import LogFolder
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
@@ -92,11 +93,6 @@ class WorkerTable:
         """Of all, for the exit code; of one that has not ended: as if it had finished."""
         return [worker.outcome for worker in self._workers.values()]
 
-    @property
-    def pids(self) -> set[int]:
-        """Of the processes that are not reaped yet."""
-        return {worker.pid for worker in self.live if worker.pid is not None}
-
     def running_worker(self, worker_id: int) -> WorkerProcess | None:
         """None: there is none of this id, or its process does not run."""
         worker = self._workers.get(worker_id)
@@ -151,8 +147,7 @@ class WorkerTable:
         kill_group(worker.pid)
         find = partial(find_launch, self._plan.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}
-        _, status = os.waitpid(worker.pid, 0)
-        worker.end(os.waitstatus_to_exitcode(status), time.time())
+        worker.end(processes.reap(worker.pid), time.time())
         self.changed = True
         return len(killed - {worker.pid})
 

@@ -178,7 +178,7 @@ def test_a_child_that_another_thread_has_reaped_meanwhile_ends_nothing_and_hides
     answers: list[Any] = [*seen, None]
     monkeypatch.setattr(os, "waitid", lambda *how: answers.pop(0))
 
-    reaper.reap(set())
+    reaper.reap()
 
     assert not answers
     with pytest.raises(ChildProcessError):
