@@ -124,18 +124,10 @@ def test_a_node_with_fewer_workers_left_survives_the_other_s_loss_too(
     assert bench.lease_claims() == [[[2, 2]]]
 
 
-def start(bench: Bench, leases: list[object]) -> list[Launch]:
-    options = ["--nnodes", 2, "--nproc-per-node", 2, "--master-port", free_port(), "--log-dir", "logs"]
-    return [
-        bench.start(*options, "--node-rank", node, "--lease", lease, *HELD, environment=SECRET)
-        for node, lease in enumerate(leases)
-    ]
-
-
 @pytest.mark.slow
 @pytest_group
 def test_without_a_lease_the_rest_stops(bench: Bench) -> None:
-    started = start(bench, ["off", "off"])
+    started = bench.nodes(2, "--lease", "off", *HELD)
     wait_for_iteration(bench, 2, 5)
     kill_nodes(started[0])
     bench.go()
@@ -147,7 +139,9 @@ def test_without_a_lease_the_rest_stops(bench: Bench) -> None:
 def test_a_lease_that_was_asked_for_and_cannot_be_had_ends_the_launch(bench: Bench) -> None:
     for folder in ("here", "there"):
         (bench.folder / folder).mkdir()
-    started = start(bench, ["here/lease", "there/lease"])
+    options = ["--nnodes", 2, "--nproc-per-node", 2, "--master-port", free_port(), "--log-dir", "logs", "--node-rank"]
+    leases = ("here/lease", "there/lease")
+    started = [bench.start(*options, n, "--lease", leases[n], *HELD, environment=SECRET) for n in (0, 1)]
     assert [launch.wait() for launch in started] == [2, 2], [launch.err for launch in started]
     assert "here/lease cannot be used: node 1: " in started[0].err
 
@@ -274,35 +268,23 @@ def start_in_slurm(bench: Bench) -> Callable[..., list[Launch]]:
 
 @pytest.mark.slow
 @pytest_group
-def test_one_node_of_three_goes_on_when_slurm_says_that_the_others_are_powered_off(
-    bench: Bench, start_in_slurm: Callable[..., list[Launch]]
+@pytest.mark.parametrize(("state", "code"), [("DOWN*+POWERED_DOWN", 0), ("DOWN*", 11)], ids=["powered off", "down"])
+def test_one_node_of_three_goes_on_only_when_slurm_says_that_the_others_are_powered_off(
+    bench: Bench, start_in_slurm: Callable[..., list[Launch]], state: str, code: int
 ) -> None:
+    """If they are only down they may be running, behind a cut cable."""
     started = start_in_slurm()
     wait_for_iteration(bench, 4, 10)
     for name in ("n0", "n1"):
-        (bench.folder / "states" / name).write_text("DOWN*+POWERED_DOWN")
+        (bench.folder / "states" / name).write_text(state)
     kill_nodes(*started[:2])
     bench.go()
-    assert started[2].wait() == 0, started[2].err
-    assert sorted(losses(bench, 4)) == list(range(1, ITERATIONS + 1))
-    assert "SLURM's controller is asked then" in started[0].err
-    assert "witness: SLURM says of n0, n1: powered off" in started[2].err
-    assert [[4, 5]] in bench.lease_claims()
-
-
-@pytest.mark.slow
-@pytest_group
-def test_it_ends_when_slurm_says_that_the_others_are_down(
-    bench: Bench, start_in_slurm: Callable[..., list[Launch]]
-) -> None:
-    """They may be running, behind a cut cable."""
-    started = start_in_slurm()
-    wait_for_iteration(bench, 4, 10)
-    for name in ("n0", "n1"):
-        (bench.folder / "states" / name).write_text("DOWN*")
-    kill_nodes(*started[:2])
-    bench.go()
-    assert started[2].wait() == 11, started[2].err
+    assert started[2].wait() == code, started[2].err
+    if code == 0:
+        assert sorted(losses(bench, 4)) == list(range(1, ITERATIONS + 1))
+        assert "SLURM's controller is asked then" in started[0].err
+        assert "witness: SLURM says of n0, n1: powered off" in started[2].err
+        assert [[4, 5]] in bench.lease_claims()
 
 
 @pytest.mark.slow

@@ -45,24 +45,6 @@ def ends(*statuses: int) -> list[ExitOutcome]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("statuses", "plain", "fault_tolerant"),
-    [
-        ((KILLED, 0, 0), 137, 10),
-        ((KILLED, KILLED), 137, 10),
-        ((1, 10, 10), 10, 1),
-        ((10, 1, KILLED), 10, 1),
-        ((3, KILLED, 1), 3, 3),
-        ((KILLED, 10, 10), 10, 10),
-        ((11, 13), 11, 10),
-        ((2, 2), 2, 2),
-    ],
-)
-def test_the_exit_code_is_that_of_a_fault_of_the_work_if_there_is_one(statuses, plain, fault_tolerant):
-    assert start_exit_code(ends(*statuses), fault_tolerant=False) == plain
-    assert start_exit_code(ends(*statuses), fault_tolerant=True) == fault_tolerant
-
-
 @pytest.mark.parametrize(("number", "code", "why"), [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, 10, "SIGKILL")])
 def test_recover_status_tells_how_a_run_ended_that_never_began(bench: Bench, number: int, code: int, why: str) -> None:
     launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(ENDLESS), "-", "-", "--recover")
@@ -173,24 +155,32 @@ def test_a_launcher_that_is_lost_before_the_training_has_begun_ends_the_others(b
 
 
 @pytest.mark.parametrize(
-    ("statuses", "plain", "fault_tolerant"),
+    ("decides", "statuses", "plain", "fault_tolerant"),
     [
-        ((), 0, 0),
-        ((0, 0, 0), 0, 0),
-        ((0, 3, 0), 3, 0),
-        ((KILLED, 0, 0), 137, 0),
-        ((3, 4, 4), 3, 4),
-        ((3, 4), 3, 3),
-        ((KILLED, 1, 1), 137, 1),
-        ((KILLED, KILLED), 137, 137),
-        ((KILLED, 10, 10), 10, 10),
-        ((1, 12, 11), 12, 12),
-        ((0, 11), 11, 11),
+        (run_exit_code, (), 0, 0),
+        (run_exit_code, (0, 0, 0), 0, 0),
+        (run_exit_code, (0, 3, 0), 3, 0),
+        (run_exit_code, (KILLED, 0, 0), 137, 0),
+        (run_exit_code, (3, 4, 4), 3, 4),
+        (run_exit_code, (3, 4), 3, 3),
+        (run_exit_code, (KILLED, 1, 1), 137, 1),
+        (run_exit_code, (KILLED, KILLED), 137, 137),
+        (run_exit_code, (KILLED, 10, 10), 10, 10),
+        (run_exit_code, (1, 12, 11), 12, 12),
+        (run_exit_code, (0, 11), 11, 11),
+        (start_exit_code, (KILLED, 0, 0), 137, 10),
+        (start_exit_code, (KILLED, KILLED), 137, 10),
+        (start_exit_code, (1, 10, 10), 10, 1),
+        (start_exit_code, (10, 1, KILLED), 10, 1),
+        (start_exit_code, (3, KILLED, 1), 3, 3),
+        (start_exit_code, (KILLED, 10, 10), 10, 10),
+        (start_exit_code, (11, 13), 11, 10),
+        (start_exit_code, (2, 2), 2, 2),
     ],
 )
-def test_exit_code_table(statuses, plain, fault_tolerant):
-    assert run_exit_code(ends(*statuses), fault_tolerant=False) == plain
-    assert run_exit_code(ends(*statuses), fault_tolerant=True) == fault_tolerant
+def test_exit_code_table(decides, statuses, plain, fault_tolerant):
+    assert decides(ends(*statuses), fault_tolerant=False) == plain
+    assert decides(ends(*statuses), fault_tolerant=True) == fault_tolerant
 
 
 def test_first_means_earliest_in_time_not_lowest_worker_id():
