@@ -46,7 +46,7 @@ IN_THE_RUN = """
 
 
 def recover_run(
-    argv: Sequence[str], cwd: Path, environment: Mapping[str, str] = MappingProxyType({}), **streams: int
+    argv: Sequence[str], cwd: Path, environment: Mapping[str, str] = MappingProxyType({}), **streams: object
 ) -> subprocess.Popen[bytes]:
     """Start one."""
     return subprocess.Popen(

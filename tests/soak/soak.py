@@ -46,6 +46,7 @@ from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.processes import children, command_line
 from tests.instep.runs import GRAD_NORM, LOSS, MODEL
+from tests.launch.conftest import recover_run
 
 MIB = 1 << 20
 
@@ -144,9 +145,8 @@ class Launch:
     def __init__(self, folder: Path, iterations: int, restarts: int, secret: str) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(WORKERS)]
-        command += ["--log-dir", str(folder), "--max-restarts", str(restarts)]
-        command += [SCRIPT, *FLAGS, "--train-iters", str(iterations), "--recover"]
+        argv = ["--nproc-per-node", str(WORKERS), "--log-dir", str(folder), "--max-restarts", str(restarts)]
+        argv += [SCRIPT, *FLAGS, "--train-iters", str(iterations), "--recover"]
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         environment |= {"SOAK_FOLDER": str(folder), "RECOVER_SECRET": secret}
@@ -159,9 +159,7 @@ class Launch:
         while (said := self._template.stdout.readline()) != b"ready\n":
             assert said, "the template has ended: " + (folder / "template.log").read_text()[-2000:]
         with (folder / "console.log").open("wb") as console:
-            self.process = subprocess.Popen(
-                command, stdout=console, stderr=console, env=environment, start_new_session=True
-            )
+            self.process = recover_run(argv, REPOSITORY, environment, stdout=console, stderr=console)
         self.secret = Secret(secret.encode())
 
     @property
