@@ -127,10 +127,7 @@ def _would_start(options: arguments.Options) -> str:
 
 
 def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | None]:
-    """The locks of --save and of the log folder, held unless this node has to learn first which run it is.
-
-    Raises UsageError.
-    """
+    """The locks of --save and of the log folder, held if this node knows which run it is.  Raises UsageError."""
     started, address = time.time(), (plan.master_addr, plan.master_port)
     mine = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
     saves = save_folder(plan.script_args) if plan.saves else None

@@ -32,7 +32,7 @@ REFUSED_SECONDS = 15.0
 """The same for a refusal, which is every worker's, and each may say another reason."""
 TELL_SECONDS = 3.0
 """So long the launcher of a lost worker may say better than others what became of it."""
-GRACE_SECONDS = 3.0
+START_GRACE_SECONDS = 3.0
 """From SIGTERM to SIGKILL: nothing was trained that could be saved."""
 ASK_SECONDS = 2.0
 """How long the coordinator may take to say whether there is a plan."""
@@ -184,8 +184,7 @@ class Conclusion:
     def verdict(self) -> int | None:
         """How the coordinator says that the run has ended; None: it does not, or was not heard.
 
-        To be asked before the candidates of this launch are ended: the last worker may have told them something just
-        now.
+        Asked before the candidates of this launch are ended: the last worker may have told them something just now.
         """
         verdict = self._control.verdict()
         finished = any(worker.state is WorkerState.FINISHED for worker in self._table.all)

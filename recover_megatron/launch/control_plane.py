@@ -70,8 +70,7 @@ class _InMainThread:
 
 @dataclass(eq=False)
 class ControlPlane:
-    """Candidates and node agent of one launch: nothing until ``open``; not opened it knows nobody and has decided
-    nothing.
+    """Candidates and node agent of one launch; until ``open`` it knows nobody and has decided nothing.
 
     Callbacks that its methods take are called in the main thread, by the event loop.
     """

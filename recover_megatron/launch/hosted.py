@@ -93,10 +93,7 @@ class CandidateCommand:
 
 @dataclass(eq=False)
 class HostedCandidate:
-    """Made and used in the main thread, whose loop tells of the process's end.
-
-    Starts the first process when it is made.  Raises OSError where it cannot be started.
-    """
+    """Made and used in the main thread; starts the first process.  Raises OSError where that cannot be started."""
 
     _loop: EventLoop
     _command: CandidateCommand

@@ -351,18 +351,19 @@ def _addresses(host: str) -> set[str]:
     return {str(name[0]).partition("%")[0] for _, _, _, _, name in found}
 
 
+@dataclass(eq=False)
 class WorkerEnvironment:
     """Made once per launch; ``add`` the control plane's variables before a worker asks."""
 
-    def __init__(self, plan: LaunchPlan, inherited: Mapping[str, str], say: Callable[[str], None]) -> None:
-        """``inherited``: the launcher's own environment; ``say`` tells people which interface was chosen, and what of
-        theirs is overruled.
-        """
-        self._plan = plan
-        self._inherited = inherited
-        self._say = say
-        self._shared = launch_environment(plan, inherited)
-        self._overruled = variables.overrule(self._shared) if plan.control_plane else []
+    _plan: LaunchPlan
+    _inherited: Mapping[str, str]
+    """The launcher's own environment."""
+    _say: Callable[[str], None]
+    """Tells people which interface was chosen, and what of theirs is overruled."""
+
+    def __post_init__(self) -> None:
+        self._shared = launch_environment(self._plan, self._inherited)
+        self._overruled = variables.overrule(self._shared) if self._plan.control_plane else []
         self._added: dict[str, str] = {}
         self._network: dict[str, str] | None = None
 

@@ -143,10 +143,7 @@ class Successors:
         self._replacements.put_out.add(worker_id)
 
     def stop(self, stopped: bool = True) -> bool:
-        """Start no replacement from now on, nor one that is tested now; ``stopped=False``: do again.
-
-        Returns whether that is new.
-        """
+        """Start no replacement from now on, nor one that is tested now; False: do again.  Returns whether it is new."""
         before, self._stopped = self._stopped, stopped
         return before is not stopped
 

@@ -14,8 +14,7 @@ import traceback
 from collections.abc import Mapping
 
 from recover_megatron.launch import messages, successors
-from recover_megatron.launch.conclusion import GRACE_SECONDS as START_GRACE_SECONDS
-from recover_megatron.launch.conclusion import Conclusion, StartUp
+from recover_megatron.launch.conclusion import START_GRACE_SECONDS, Conclusion, StartUp
 from recover_megatron.launch.control_plane import ControlPlane, has_secret
 from recover_megatron.launch.hosted import ExporterProcess
 from recover_megatron.launch.log_folder import FolderLock, LogFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,13 +100,11 @@ def test_check_says_what_it_finds_and_starts_nothing_and_imports_no_torch(tmp_pa
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     line = [sys.executable, "-c", probe, "--check", "--nnodes", "2", "--nproc-per-node", "4", TRAINING]
-    good = subprocess.run([*line, *GOOD], capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE, check=False)
+    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE, check=False)
+    good = run([*line, *GOOD])
     assert good.returncode == 0, good.stderr
     assert "all checks have passed; without --check this would start 4 workers on this node, 8 on all" in good.stderr
-    bad = subprocess.run(
-        [*line, *GOOD, "--recover-min-replicas", "9"], capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE,
-        check=False,
-    )  # fmt: skip
+    bad = run([*line, *GOOD, "--recover-min-replicas", "9"])
     assert bad.returncode == 2
     assert "--recover-min-replicas 9: this run has 4" in bad.stderr
 
