@@ -1,4 +1,4 @@
-"""What a user does with devices that become free for a while: recover-run --join, and the run has more replicas."""
+"""What a user does with recover-run --join: devices that are free for a while; a host that was serviced comes back."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.status.folder import candidates
+from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
 from tests.harness.processes import alive, free_port
 from tests.harness.waiting import eventually
 from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
-from tests.test_end_to_end import PATIENCE, launch, listen, same_training, wait_until_iteration
+from tests.test_end_to_end import PATIENCE, launch, listen, same_training, wait_until_iteration, workers
 
 pytestmark = pytest.mark.slow
 
-ITERATIONS = 32
-TRAINING = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", str(ITERATIONS), "--global-batch-size", "12"]
-RECOVER = ["--recover", "--recover-max-replicas", "4", "--recover-hang-timeout", f"{patient(200):g}"]
 TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", f"{patient(4):g}"]
-PATIENT = [*altered("pacing.patient", "5-24:4"), *altered("pacing.awaiting", "28:lost:joined")]
-"""Iterations 5 to 24 wait for four replicas, but for one of each epoch meanwhile; the 28th until the loss is over."""
-SECRET = {"RECOVER_SECRET": "one that both launchers of the test share"}
+TIMES += ["--recover-hang-timeout", f"{patient(200):g}"]
+SECRET = {"RECOVER_SECRET": "one that all launchers of the test share"}
+
+
+def training(iterations: int, *flags: str) -> list[str]:
+    schedule = [*SCHEDULE, "--train-iters", str(iterations), "--global-batch-size", "12"]
+    return [OURS, *MODEL, *schedule, *MOCK, *NO_DROPOUT, "--recover", *flags]
+
+
+def undisturbed(forkserver: ForkServer, folder: Path, workers: int, iterations: int) -> Path:
+    """The run without any of this."""
+    script = training(iterations, "--recover-log-dir", str(folder))
+    assert forkserver.run(workers, script, folder, documents=100000).ok
+    return folder
 
 
 def builds(folder: Path) -> bool:
@@ -37,12 +47,12 @@ def builds(folder: Path) -> bool:
 def test_a_launcher_that_joins_a_whole_run_brings_replicas_and_takes_them_away_whatever_coordinator_dies(
     forkserver: ForkServer, tmp_path: Path
 ) -> None:
-    plain = tmp_path / "undisturbed"
-    assert forkserver.run(
-        2, [OURS, *TRAINING, "--recover", "--recover-log-dir", str(plain)], plain, documents=100000
-    ).ok
+    """Iterations 5 to 24 wait for four replicas, but for one of each epoch; the 28th until the loss is over."""
+    iterations = 32
+    plain = undisturbed(forkserver, tmp_path / "undisturbed", 2, iterations)
     out, port = tmp_path / "grown", str(free_port())
-    script = [*PATIENT, OURS, *TRAINING, *RECOVER, *TIMES, "--recover-log-dir", str(out)]
+    script = [*altered("pacing.patient", "5-24:4"), *altered("pacing.awaiting", "28:lost:joined")]
+    script += training(iterations, "--recover-max-replicas", "4", *TIMES, "--recover-log-dir", str(out))
     run = launch(out, "--nproc-per-node", "2", "--master-port", port, *script, environment=SECRET)
     wait_until_iteration(out, 2)
     joins = ["--join", "--recover-coordinator", candidates(out), "--world-size", "2", "--master-port", port]
@@ -60,8 +70,50 @@ def test_a_launcher_that_joins_a_whole_run_brings_replicas_and_takes_them_away_w
     texts = [one.result(PATIENCE) for one in said]
     assert run.wait(timeout=PATIENCE) == 0, texts
     assert joined.wait(timeout=PATIENCE) == -signal.SIGKILL
-    steps = same_training(out, plain, ITERATIONS)
+    steps = same_training(out, plain, iterations)
     assert [step.replicas for step in steps[24:26]] == [4, 4]
     assert steps[-1].replicas == 2
     assert "is new, with worker" in texts[0] + texts[1]
     assert "4 replicas (2 at the launch)" in texts[0] + texts[1]
+
+
+def drain(out: Path, node: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "recover_megatron.status", str(out), "drain", node]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **SECRET}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+def test_the_node_with_the_store_and_the_leading_coordinator_is_drained_switched_off_and_comes_back(
+    forkserver: ForkServer, tmp_path: Path
+) -> None:
+    """Three launchers on this host stand for three nodes; another one for the first when it comes back.
+
+    Iteration 5 begins when an epoch is over, by the order, and the ninth when there are three replicas.
+    """
+    iterations = 16
+    plain = undisturbed(forkserver, tmp_path / "undisturbed", 3, iterations)
+    out, port = tmp_path / "drained", str(free_port())
+    nodes = ["--nproc-per-node", "1", "--nnodes", "3", "--master-port", port, "--max-restarts", "1"]
+    script = [*altered("pacing.patient", "5-5:over,9-:3"), *training(iterations, *TIMES)]
+    runs = [launch(out, *nodes, "--node-rank", str(node), *script, environment=SECRET) for node in range(3)]
+    said = [listen(run) for run in runs]
+    wait_until_iteration(out, 4)
+    first = {worker["worker_id"]: worker for worker in workers(out)}[0]
+    done = drain(out, f"{first['host']}-0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"{first['host']}-0 is drained: it may be switched off"
+    runs[0].send_signal(signal.SIGTERM)  # as a host does that shuts down
+    assert runs[0].wait(timeout=PATIENCE) == 128 + signal.SIGTERM
+    joins = ["--join", "--recover-coordinator", candidates(out), "--world-size", "3", "--master-port", port]
+    comes_back = ["--nproc-per-node", "1", *joins, *script]
+    runs.append(launch(tmp_path / "joined", *comes_back, environment=SECRET))
+    said.append(listen(runs[3]))
+    texts = [one.result(PATIENCE) for one in said]
+    assert [run.wait(timeout=PATIENCE) for run in runs[1:]] == [0, 0, 0], texts
+    assert "this node is being drained" in texts[0]
+    assert [worker["state"] for worker in workers(out) if worker["node_rank"] == 0] == ["finished"]
+    steps = same_training(out, plain, iterations)
+    assert [step.replicas for step in steps[4:7]] == [3, 2, 2]
+    assert steps[-1].replicas == 3
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [event["reran"] for event in events if event.get("reran")] == []

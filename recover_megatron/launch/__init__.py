@@ -1,30 +1,28 @@
 """recover-run: the supervisor that starts the workers of a training job on one node and stays with them to the end.
 
 ``python -m recover_megatron.launch`` is the same command.  docs/launcher.md is its manual.  Everything here is standard
-library only, except store.py, which imports torch when the store is made.
+library only, except store.py and the device's test, which import torch when it is needed, and psutil in plan.py.
 
 Modules, from the outside in::
 
     __main__, command               the command: parse, check, supervise, exit
     arguments, readers, slurm       the command line and the environment, with all checks made before a process starts
     preflight                       the script's own flags: what is wrong, what the loss of a node would cost
-    plan                            what is started: ranks, addresses, ids; the workers' environment variables
+    plan                            what is started: ranks, addresses, ids; the workers' environment
     supervisor                      decides: the state machine of the launch, and its main loop
-    states, messages                the states, the exit code, the sentences printed: pure
+    states, messages                the states, the sentences printed: pure
     loop                            one selector: pipes, pidfds, signals, timers, calls from other threads
-    worker_table                    the workers' records and processes
-    worker_environment              what they find in their environment, and over which network they talk
+    worker_table                    the workers' records and processes; how they are told to end, and made to
     processes, exec_worker          start a process that dies with the launcher; find and kill what is left of it
     reaper                          ... when the launcher has been killed; reads the output while it does not run
-    start_up                        what the loss of a worker means until the training has begun
     successors                      workers that are started while the run goes on; those that come too late
-    device_tests, device_test       ... and the test of their devices before
-    output, sink                    workers' output: prefixes, log files, bounded memory
+    device_test                     ... and the test of their devices before
+    output                          workers' output: prefixes, log files, bounded memory
     log_folder                      what is written there: the lock, workers.json, the secret, the logs
-    exporter                        the process of metrics and events
-    control_plane, hosted           the job's coordinator: the launcher's session with it, the candidates hosted here
-    peers, host, guest              the launchers of other nodes: what is done about them, what is said to them
-    node_messages, store            what is believed of them; the torch TCPStore and its socket
+    control_plane                   the job's coordinator: the launcher's session with it
+    hosted                          the processes beside the workers: candidate coordinators, metrics and events
     leasing                         whether the candidates share a lease, and have a witness
-    conclusion                      the exit code, and the last lines
+    peers, host, guest              the launchers of other nodes: what is done about them, what is said to them
+    store                           the torch TCPStore and its socket; what is believed of what is in it
+    conclusion                      what the loss of a worker means until the training has begun; the exit code
 """

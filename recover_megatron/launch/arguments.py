@@ -311,11 +311,10 @@ def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) 
         shape = shape_of(environ, namespace.master_addr)
     except ValueError as error:
         return [str(error)]
-    namespace.nnodes, namespace.node_rank = str(shape.nnodes), str(shape.node_rank)
-    namespace.master_addr = shape.master_addr
-    namespace.master_port = namespace.master_port or str(shape.master_port)
-    if namespace.nproc_per_node is None and shape.gpus:
-        namespace.nproc_per_node = str(shape.gpus)
+    if namespace.nproc_per_node is None:
+        namespace.nproc_per_node = shape.get("nproc_per_node")
+    for name in ("nnodes", "node_rank", "master_addr", "master_port"):
+        setattr(namespace, name, getattr(namespace, name) or shape[name])
     return []
 
 

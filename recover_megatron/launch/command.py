@@ -18,7 +18,7 @@ from recover_megatron.arguments import config_or_defaults, spares_from_argv
 from recover_megatron.launch import arguments, preflight, readers, slurm, store
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
-from recover_megatron.launch.device_tests import command_of
+from recover_megatron.launch.device_test import command_of
 from recover_megatron.launch.log_folder import Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
 from recover_megatron.launch.plan import LaunchPlan
@@ -127,10 +127,7 @@ def _would_start(options: arguments.Options) -> str:
 
 
 def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | None]:
-    """The locks of --save and of the log folder, held unless this node has to learn first which run it is.
-
-    Raises UsageError.
-    """
+    """The locks of --save and of the log folder, held if this node knows which run it is.  Raises UsageError."""
     started, address = time.time(), (plan.master_addr, plan.master_port)
     mine = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
     saves = save_folder(plan.script_args) if plan.saves else None
@@ -170,16 +167,10 @@ def _check_secret(options: arguments.Options) -> list[str]:
     return []
 
 
-def _device_test(options: arguments.Options) -> tuple[str, ...]:
-    """The command that tests a device before a worker is started on it in place of another; empty: none."""
-    if not options.max_restarts:
-        return ()
-    return command_of(options.device_test_command, config_or_defaults(options.script_args).device)
-
-
 def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: int) -> LaunchPlan:
     patience = min(options.rendezvous_timeout, AGAIN_SECONDS) if attempt else options.rendezvous_timeout
     launch_id = secrets.token_hex(8)
+    device_test = command_of(options.device_test_command, config_or_defaults(options.script_args).device)
     return LaunchPlan(
         nproc_per_node=options.nproc_per_node,
         nnodes=options.nnodes,
@@ -194,7 +185,7 @@ def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: i
         script_args=tuple(options.script_args),
         control_plane=options.nnodes == 1 or has_secret(os.environ),
         max_restarts=options.max_restarts,
-        device_test=_device_test(options),
+        device_test=device_test if options.max_restarts else (),
         device_test_timeout=options.device_test_timeout,
         # SLURM's batch script runs on the first node, and the store, too: one loss should not take all three.
         first_candidate=1 if options.slurm and options.nnodes > 1 else 0,

@@ -1,27 +1,140 @@
-"""How a launch has ended, once none of its workers runs: its exit code, and the last lines for people.
-
-The first that there is decides::
-
-    what has stopped the launch (a signal, a refusal, a start that is made again)
-    what the coordinator says of the run, unless workers of this node have finished and it was not heard
-    what became of the workers, here and on other nodes (states.py)
-
-The last checkpoint is named by its files: there may be nobody left who could tell of it.
+"""What ends a launch: the loss of a worker before the training has begun (``StartUp``); and how it has ended, once none
+of its workers runs: its exit code, and the last lines for people (``Conclusion``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.control_plane import ControlPlane
+from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.peers import Peers
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.start_up import StartUp
-from recover_megatron.launch.states import LAUNCH_FAILED, WorkerState, run_exit_code, start_exit_code
+from recover_megatron.launch.processes import START_AGAIN
+from recover_megatron.launch.states import (
+    LAUNCH_FAILED,
+    REFUSED,
+    WorkerProcess,
+    WorkerState,
+    run_exit_code,
+    start_exit_code,
+)
 from recover_megatron.launch.worker_table import WorkerTable
+from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
+
+OWN_END_SECONDS = 3.0
+"""A fault of the work strikes many: so long the others may say theirs before they are ended."""
+REFUSED_SECONDS = 15.0
+"""The same for a refusal, which is every worker's, and each may say another reason."""
+TELL_SECONDS = 3.0
+"""So long the launcher of a lost worker may say better than others what became of it."""
+START_GRACE_SECONDS = 3.0
+"""From SIGTERM to SIGKILL: nothing was trained that could be saved."""
+ASK_SECONDS = 2.0
+"""How long the coordinator may take to say whether there is a plan."""
+
+
+@dataclass(eq=False)
+class StartUp:
+    """The start of a run, which needs all of its workers: what the loss of one means until the training has begun.
+
+    ::
+
+        a worker is lost --asked: is there a plan?--> yes: the training has begun, the others go on
+                                       | no
+                                       |--killed by a signal--------> the launch ends, on all nodes, at once
+                                       `--ended by itself--OWN_END_SECONDS--> the same; the others have said theirs
+
+    With ``--max-restarts`` or spares the launch does not end where workers were only killed: all launchers make the
+    start again (processes.py), as often as ``LaunchPlan.starts`` says. A fault of the work would come again, and
+    without a launcher the launch is not complete.
+
+    Until the coordinator has made the first plan the workers wait for each other in torch's store, in barriers of
+    gloo's and NCCL's: for one that has died they would wait for minutes.  So the first to hear of a loss (this launcher
+    of a worker's end; the coordinator of a connection's; node 0 of a launcher's) ends the launch.  Nothing was trained
+    yet.  A training without a coordinator never begins in this sense: there, any loss at any time ends the launch.
+    """
+
+    _loop: EventLoop
+    _plan: LaunchPlan
+    _table: WorkerTable
+    _control: ControlPlane
+    _say: Callable[[str], None]
+    _go_on_without: Callable[[WorkerProcess, int], None]
+    """The training had begun when the worker ended; it had left so many processes behind."""
+    _fail_launch: Callable[[str, int], None]
+    """End the launch on all nodes: the reason, and the exit code."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the launch still needs all of its workers."""
+        return self._plan.needs_all and not self._control.agent.planned
+
+    def ended_in_it(self, worker: WorkerProcess) -> bool:
+        """Whether ``worker`` was lost while it was needed, for all that is known here."""
+        return self.under_way and worker.worker_id < self._plan.world_size and worker.state is not WorkerState.FINISHED
+
+    def worker_lost(self, worker: WorkerProcess, left_behind: int, cause: str) -> None:
+        """A worker of this node has ended in it; ``cause``: the last that it said, if that may be why."""
+        self._control.when_up_to_date(ASK_SECONDS, partial(self._judge, worker, left_behind, cause))
+
+    def launcher_lost(self, what: str) -> None:
+        """Another node, or what all need of node 0, is gone."""
+        if self.under_way:
+            self._control.when_up_to_date(
+                ASK_SECONDS, partial(self._fail, f"{what} is lost", EXIT_NO_REPLICA, again=False)
+            )
+
+    def others_lost(self) -> None:
+        """The coordinator does without some of the launch's workers, perhaps of other nodes."""
+        theirs = self._control.agent.missing(self._plan.world_size) - {
+            worker.worker_id for worker in self._table.launched
+        }
+        if theirs and self.under_way:
+            what = "worker" if len(theirs) == 1 else "workers"
+            text = f"{what} {ranges(sorted(theirs))} of another node lost"
+            self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA, again=False))
+
+    def run_over(self) -> None:
+        """The coordinator has ended the run, or none is reached."""
+        if self.under_way and self._control.missed:
+            text = f"the coordinator says: {self._control.reason}"
+            self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA, again=False))
+
+    def _judge(self, worker: WorkerProcess, left_behind: int, cause: str) -> None:
+        if not self.under_way:
+            self._go_on_without(worker, left_behind)
+            return
+        # A refusal stands above in full, and is told once.
+        text = messages.worker_lost_at_start(worker, left_behind, "" if worker.exit_code == REFUSED else cause)
+        if worker.signal is not None or not any(other.live for other in self._table.launched):
+            self._fail(text)
+            return
+        wait = REFUSED_SECONDS if worker.exit_code == REFUSED else OWN_END_SECONDS
+        self._say(f"{text}; the training has not begun, and needs it: all end in {wait:g} s")
+        self._loop.call_later(wait, partial(self._fail, text))
+
+    def _fail(self, text: str, code: int | None = None, again: bool = True) -> None:
+        """``again``: the launch is complete without the worker, as soon as another one has its place."""
+        plan = self._plan
+        if self.under_way:
+            if not self._plan.fault_tolerant and code is not None:
+                code = LAUNCH_FAILED
+            ended = [worker.outcome for worker in self._table.launched if not worker.live]
+            code = start_exit_code(ended, self._plan.fault_tolerant) if code is None else code
+            needs = "the training has not begun, and needs all workers"
+            if again and code == EXIT_NO_REPLICA and plan.attempt + 1 < plan.starts:
+                times = f"{plan.attempt + 1} of at most {plan.starts - 1}"
+                self._fail_launch(f"{text}; {needs}: the start is made again ({times})", START_AGAIN)
+                return
+            if not self._plan.fault_tolerant:
+                needs = "a training without --recover needs all workers"
+            self._fail_launch(f"{text}; {needs}: the launch ends with exit code {code}", code)
+
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's, in the folder of --save: names an iteration when its checkpoint is complete."""
@@ -39,10 +152,7 @@ def save_folder(script_args: Sequence[str]) -> str | None:
 
 
 def last_checkpoint(script_args: Sequence[str]) -> str | None:
-    """The newest complete checkpoint of a script with these arguments, in words; None: it saves none.
-
-    Looks at the disk.
-    """
+    """The newest complete checkpoint on the disk of a script with these arguments, in words; None: it saves none."""
     folder = save_folder(script_args)
     if folder is None:
         return None
@@ -55,7 +165,14 @@ def last_checkpoint(script_args: Sequence[str]) -> str | None:
 
 @dataclass(eq=False)
 class Conclusion:
-    """Made once per launch."""
+    """How the launch has ended; the first that there is decides::
+
+        what has stopped the launch (a signal, a refusal, a start that is made again)
+        what the coordinator says of the run, unless workers of this node have finished and it was not heard
+        what became of the workers, here and on other nodes (states.py)
+
+    The last checkpoint is named by its files: there may be nobody left who could tell of it.
+    """
 
     _plan: LaunchPlan
     _table: WorkerTable
@@ -67,8 +184,7 @@ class Conclusion:
     def verdict(self) -> int | None:
         """How the coordinator says that the run has ended; None: it does not, or was not heard.
 
-        To be asked before the candidates of this launch are ended: the last worker may have told them something just
-        now.
+        Asked before the candidates of this launch are ended: the last worker may have told them something just now.
         """
         verdict = self._control.verdict()
         finished = any(worker.state is WorkerState.FINISHED for worker in self._table.all)

@@ -1,11 +1,10 @@
 """The job's coordinator, hosted by the launcher, and the launcher's own session with it.
 
-The launcher of a single-node launch starts two candidate coordinators on loopback (processes of their own; when one is
-killed the workers turn to the other, and the launcher starts another in its place: hosted.py); of several launchers
-each of the first three starts one (plan.py); one that joins a running job starts one, too, of which the
-coordinator tells all (membership/admission.py): those of the launch may all be lost one day.  A launcher gives its
-workers the addresses and the job's secret, and is the node agent of its node: it says how its workers end, and kills
-those that the coordinator puts out.  A script that never opens a session is not affected.
+The launcher of a single-node launch starts two candidate coordinators on loopback (when one is killed the workers turn
+to the other); of several launchers each of the first three starts one (plan.py); one that joins a running job starts
+one, too, of which the coordinator tells all (membership/admission.py): those of the launch may all be lost one day.  A
+launcher gives its workers the addresses and the job's secret, and is the node agent of its node: it says how its
+workers end, and kills those that the coordinator puts out.  A script that never opens a session is not affected.
 
     RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in the order in which
                                                 the members turn to them
@@ -21,17 +20,17 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from recover_megatron.arguments import times_from_argv
-from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
+from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate, Shared
 from recover_megatron.launch.leasing import lease_is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import BACKLOG, Address, Candidates, LaunchPlan, join_addresses, local_address
+from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, join_addresses, listen, local_address
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.records import EXIT_NO_REPLICA, FIRST_JOINED, CoordinatorLost, Settings
-from recover_megatron.membership.testimony import Scope
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import (
     COORDINATOR_VARIABLE,
@@ -59,11 +58,7 @@ class _InMainThread:
     """The session's events, handled by the event loop."""
 
     def __init__(
-        self,
-        loop: EventLoop,
-        orders: Orders,
-        say: Callable[[str], None],
-        may_host: Callable[[int, str | None, int, bool], None],
+        self, loop: EventLoop, orders: Orders, say: Callable[[str], None], may_host: Callable[..., None]
     ) -> None:
         self.may_host = loop.from_thread(may_host)
         self.put_out = loop.from_thread(orders.put_out)
@@ -73,27 +68,23 @@ class _InMainThread:
         self.said = loop.from_thread(say)
 
 
+@dataclass(eq=False)
 class ControlPlane:
-    """Candidates and node agent of one launch: nothing until ``open``; not opened it knows nobody and has decided
-    nothing.
+    """Candidates and node agent of one launch; until ``open`` it knows nobody and has decided nothing.
 
     Callbacks that its methods take are called in the main thread, by the event loop.
     """
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        inherited: Mapping[str, str],
-        loop: EventLoop,
-        say: Callable[[str], None],
-        orders: Orders,
-    ) -> None:
-        """``inherited``: the launcher's environment; ``say``: what people should read; ``orders``: in this thread."""
-        self._plan = plan
-        self._inherited = inherited
-        self._loop = loop
-        self._say = say
-        self._orders = orders
+    _plan: LaunchPlan
+    _inherited: Mapping[str, str]
+    """The launcher's environment."""
+    _loop: EventLoop
+    _say: Callable[[str], None]
+    _orders: Orders
+    """Called in this thread."""
+
+    def __post_init__(self) -> None:
+        plan = self._plan
         # All processes of a run must use the same times: they are those of the script's flags.
         self._settings = Settings.of(times_from_argv(plan.script_args), start_needs_all=plan.needs_all)
         self._variables: dict[str, str] = {}
@@ -125,21 +116,17 @@ class ControlPlane:
             self._settings,
             late=bool(plan.joins),
         )
+        witness, lease = (candidates.witness, candidates.lease) if candidates else (None, None)
         try:
             for number, listener in listeners:
-                witness = candidates.witness if candidates else None
-                lease = candidates.lease if candidates else None
-                self._host(number, listener, lease, slack_of(plan), witness, witness is not None)
+                self._host(number, listener, Shared(lease, slack_of(plan), witness, witness is not None))
         except OSError:
             self.end_candidates()
             self.close()
             self.agent = NoAgent()
             raise
-        self._variables = {
-            **made_up,
-            NODE_VARIABLE: plan.node_name,
-            **({HOST_VARIABLE: host} if host is not None else {}),
-        }
+        own = {HOST_VARIABLE: host} if host is not None else {}
+        self._variables = {**made_up, NODE_VARIABLE: plan.node_name, **own}
 
     def _places(
         self, candidates: Candidates | None
@@ -149,27 +136,17 @@ class ControlPlane:
         if plan.joins:
             return plan.joins, [], plan.node_address or local_address(plan.joins[0])
         if candidates is None:
-            listeners = [(n, socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)) for n in range(HERE)]
+            listeners = [(number, listen("127.0.0.1")) for number in range(HERE)]
             return [listener.getsockname()[:2] for _, listener in listeners], listeners, None
         own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
         return candidates.addresses, own, candidates.host
 
-    def _host(
-        self,
-        number: int,
-        listener: socket.socket,
-        lease: Path | None,
-        slack: int,
-        witness: Scope | None,
-        witnessed: bool,
-    ) -> Address:
+    def _host(self, number: int, listener: socket.socket, shared: Shared) -> Address:
         """Start a candidate; its address."""
         plan, address = self._plan, listener.getsockname()[:2]
         events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
         environment = {**self._environment, **plan.lines}
-        command = CandidateCommand(
-            number, plan.world_size, events, self._settings, environment, lease, slack, witness, witnessed
-        )
+        command = CandidateCommand(number, plan.world_size, events, self._settings, environment, shared)
         self._candidates[address] = HostedCandidate(self._loop, command, listener, self.agent, self._say)
         return address
 
@@ -189,11 +166,10 @@ class ControlPlane:
             self._say(f"no candidate coordinator on this node: it does not see the run's lease: {why_not}")
             return
         try:
-            family = socket.AF_INET6 if ":" in self._host_address else socket.AF_INET
-            listener = socket.create_server((self._host_address, 0), family=family, backlog=BACKLOG)
+            listener = listen(self._host_address)
             number = FIRST_JOINED + secrets.randbelow(1 << 30)  # not that of another node
             place = Path(lease) if lease is not None else None
-            address = self._host(number, listener, place, slack, None, witnessed)
+            address = self._host(number, listener, Shared(place, slack, None, witnessed))
         except OSError as error:
             self._say(f"no candidate coordinator on this node: {error.strerror or error}")
             return
@@ -211,10 +187,7 @@ class ControlPlane:
         self.agent.close()
 
     def stopping(self, number: int) -> None:
-        """The signal ``number`` has told this launcher to end its workers.
-
-        Said before they end, or their ends would be losses.
-        """
+        """The signal ``number`` tells this launcher to end its workers: said before, or their ends would be losses."""
         self.agent.stopping(number, STOPPING_SECONDS)
 
     # --- what the launcher asks ---
@@ -230,11 +203,6 @@ class ControlPlane:
         if not self._variables:
             return {}
         return {**self._variables, COORDINATOR_VARIABLE: join_addresses(self.agent.addresses)}
-
-    @property
-    def pids(self) -> set[int]:
-        """Of the candidates that run here."""
-        return {candidate.pid for candidate in self._candidates.values() if candidate.pid is not None}
 
     @property
     def undecided(self) -> bool:
@@ -275,10 +243,7 @@ class ControlPlane:
         self._after(partial(self.agent.wait_led, seconds), callback)
 
     def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when all is known that the coordinator knows now, after ``seconds`` at the latest.
-
-        Without a session: at once.
-        """
+        """Call ``callback`` when all is known that the coordinator knows now, in ``seconds`` at most; or at once."""
         if self.is_open:
             self._after(partial(self.agent.catch_up, seconds), callback)
         else:

@@ -1,9 +1,16 @@
-"""Does a CUDA device still compute?  The program that a launcher runs before it starts a worker in place of another.
+"""Does a CUDA device still compute?  The test that a launcher runs before it starts a worker in place of another.
+
+    begin --exit code 0--> passed
+      |----any other end--> failed: the last line that it printed
+      '----time is over---> killed, failed
+
+No device, no test: workers on the host device, and launches that restart nobody, never come here.  The program, unless
+the user names another one, is this module (``main``), with torch; the launcher's side is ``DeviceTests``, without::
 
     python -m recover_megatron.launch.device_test      the device: that of the worker, LOCAL_RANK
 
-Exit code 0: nothing was found.  1: the last line says what.  The counters are asked only where Python's ``pynvml``
-(nvidia-ml-py) is installed; NVML counts no Xids, but says which of them want the device reset (the recovery action).
+The counters are asked only where Python's ``pynvml`` (nvidia-ml-py) is installed; NVML counts no Xids, but says which
+of them want the device reset (the recovery action).
 
 NOT RUN on a GPU: the parts that need one are written to the documentation of CUDA and NVML.
 """
@@ -13,9 +20,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
 
-import torch
+from recover_megatron.launch.loop import EventLoop, Timer
+from recover_megatron.launch.processes import Child, kill_group, spawn
+from recover_megatron.launch.states import describe_end
+
+if TYPE_CHECKING:
+    import torch
 
 PATTERN = 0xA5
 BYTES = 256 << 20
@@ -31,6 +47,8 @@ _RECOVERY = {
 
 def computes(device: torch.device, size: int = BYTES, side: int = SIDE) -> str:
     """What ``device`` gets wrong: memory that does not keep what is written, sums that are known.  Empty: nothing."""
+    import torch
+
     memory = torch.full((size,), PATTERN, dtype=torch.uint8, device=device)
     if int(memory.min()) != PATTERN or int(memory.max()) != PATTERN:
         return f"{size >> 20} MiB of its memory do not hold what was written to them"
@@ -74,6 +92,8 @@ def _asked(nvml: Any, name: str, *arguments: Any) -> Any:
 
 def examine(local_rank: int) -> str:
     """What is wrong with the device of this local rank; empty: nothing was found."""
+    import torch
+
     if local_rank >= torch.cuda.device_count():
         return f"there are {torch.cuda.device_count()} CUDA devices here"
     device = torch.device("cuda", local_rank)
@@ -94,7 +114,75 @@ def examine(local_rank: int) -> str:
         return ""
 
 
+DEFAULT = (sys.executable, "-m", "recover_megatron.launch.device_test")
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
+"""Where there is a CUDA driver one of these is; on WSL the second."""
+_LAST_BYTES = 4096
+
+
+def command_of(given: tuple[str, ...], device: str, drivers: tuple[str, ...] = DRIVERS) -> tuple[str, ...]:
+    """The test before a worker is started: the one ``given``, else ours where the workers use CUDA devices, else none.
+
+    ``device``: --recover-device, which says where they run.
+    """
+    if given:
+        return given
+    cuda = device == "cuda" or (device == "auto" and any(map(os.path.exists, drivers)))
+    return DEFAULT if cuda else ()
+
+
+@dataclass
+class _Test:
+    output: IO[bytes]
+    timer: Timer
+    then: Callable[[str], None]
+    late: bool = False
+
+
+@dataclass(eq=False)
+class DeviceTests:
+    """The tests under way."""
+
+    _loop: EventLoop
+    _command: tuple[str, ...]
+    _seconds: float
+    """How long one may take."""
+
+    def begin(self, environment: Mapping[str, str], then: Callable[[str], None]) -> None:
+        """Test the device of the worker with this environment; ``then`` gets why it failed, empty: it has passed.
+
+        Raises OSError where the test cannot be started.
+        """
+        output = tempfile.TemporaryFile()  # noqa: SIM115  closed when the test has ended
+        pid, pidfd = spawn(self._command, environment, output.fileno(), output.fileno(), deaf=True)
+        test = _Test(output, self._loop.call_later(self._seconds, lambda: self._late(test, pid)), then)
+        Child(self._loop, (pid, pidfd), partial(self._ended, test), with_group=True)
+
+    @staticmethod
+    def _late(test: _Test, pid: int) -> None:
+        test.late = True
+        kill_group(pid)
+
+    def _ended(self, test: _Test, status: int) -> None:
+        test.timer.cancel()
+        said = _last_line(test.output)
+        test.output.close()
+        if test.late:
+            test.then(f"its test did not end within {self._seconds:g} s")
+        elif status:
+            test.then(said or describe_end(*((None, -status) if status < 0 else (status, None))))
+        else:
+            test.then("")
+
+
+def _last_line(output: IO[bytes]) -> str:
+    output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
+    lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else ""
+
+
 def main() -> int:
+    """The exit code: 0 where nothing was found."""
     if wrong := examine(int(os.environ.get("LOCAL_RANK", "0"))):
         print(wrong, flush=True)
         return 1

@@ -6,17 +6,17 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from recover_megatron.launch import leasing
 from recover_megatron.launch.leasing import lease_path, try_lease
 from recover_megatron.launch.messages import SHARE_A_SECRET
-from recover_megatron.launch.node_messages import NodeEvents, Seal
 from recover_megatron.launch.plan import Candidates, LaunchPlan, OwnPlace, address_from
 from recover_megatron.launch.processes import START_AGAIN
-from recover_megatron.launch.states import LAUNCH_FAILED
-from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, Store, join_store, one_line, timed_out
+from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
+from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, join_store, one_line, timed_out
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.script_flags import codes, differences, listed
@@ -26,18 +26,20 @@ UNPROVED_SECONDS = 10.0
 """So long a node waits for a ``job`` that proves the secret, before it takes the one that is there for node 0's."""
 
 
+@dataclass(eq=False)
 class Guest:
     """``run`` in a thread of its own; ``say`` from any."""
 
-    def __init__(self, plan: LaunchPlan, seal: Seal, events: NodeEvents, tell: Callable[..., None]) -> None:
-        self._plan = plan
-        self._seal = seal
-        self._events = events
-        self._tell = tell
+    _plan: LaunchPlan
+    _seal: Seal
+    _events: NodeEvents
+    _tell: Callable[..., None]
+
+    def __post_init__(self) -> None:
         self._run_id = ""
         self._lock = threading.Lock()
         self._count = 0
-        self._words: dict[str, Any] = {"host": plan.host, "nonce": secrets.token_hex(16)}
+        self._words: dict[str, Any] = {"host": self._plan.host, "nonce": secrets.token_hex(16)}
         self._ignored: set[str] = set()
         self.heard = time.monotonic()
         """When the store last answered."""
@@ -113,7 +115,7 @@ class Guest:
             if reason := _disagreement(plan, job):
                 self._run_id = str(job["run_id"])
                 self.say(store, {"refusal": reason})
-                self._tell(self._events.refused, reason)
+                self._refused(reason)
                 return None
             if self._run_id != job["run_id"]:
                 self._run_id = str(job["run_id"])
@@ -126,9 +128,12 @@ class Guest:
                     f"node rank {plan.node_rank} has been taken by another launcher of this launch: give each node its "
                     "own --node-rank"
                 )
-                self._tell(self._events.refused, reason)
+                self._refused(reason)
                 return None
             job = self._job(store)
+
+    def _refused(self, reason: str) -> None:
+        self._tell(self._events.failed, f"refused by node 0: {reason}", REFUSED)
 
     def _candidate(self, own: OwnPlace) -> dict[str, Any]:
         witness = {"witness": leasing.look_for_witness(self._plan)}

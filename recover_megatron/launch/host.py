@@ -11,10 +11,9 @@ from typing import Any
 from recover_megatron.launch import leasing
 from recover_megatron.launch.leasing import AUTO, OFF, LeaseTrial, lease_path
 from recover_megatron.launch.messages import SHARE_A_SECRET
-from recover_megatron.launch.node_messages import NodeEvents, Seal, Unproved
 from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
 from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, ExitOutcome
-from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, Store, one_line, timed_out
+from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, Unproved, one_line, timed_out
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.script_flags import codes
 
@@ -31,25 +30,19 @@ class _Member:
     lost: bool = False
 
 
+@dataclass(eq=False)
 class Host:
     """``run`` in a thread of its own."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        store: Store,
-        seal: Seal,
-        events: NodeEvents,
-        tell: Callable[..., None],
-        fail: Callable[[str, int], None],
-    ) -> None:
-        """``fail`` has ``announce_end`` called, in another thread."""
-        self._plan = plan
-        self._store = store
-        self._seal = seal
-        self._events = events
-        self._tell = tell
-        self._fail = fail
+    _plan: LaunchPlan
+    _store: Store
+    _seal: Seal
+    _events: NodeEvents
+    _tell: Callable[..., None]
+    _fail: Callable[[str, int], None]
+    """Has ``announce_end`` called, in another thread."""
+
+    def __post_init__(self) -> None:
         self._values: dict[str, str] = {}
         self._members: dict[int, _Member] = {}
         """The nodes that take part and have not reported."""
@@ -62,9 +55,9 @@ class Host:
         """What all nodes say of the witness."""
         self._told = False
         """Whether all know of the candidates."""
-        self._missing = set(range(1, plan.nnodes))
+        self._missing = set(range(1, self._plan.nnodes))
         self._ignored: set[tuple[int, str]] = set()
-        self._deadline = time.monotonic() + plan.rendezvous_timeout
+        self._deadline = time.monotonic() + self._plan.rendezvous_timeout
 
     def run(self) -> None:
         """Until every node has reported, or the launch cannot be completed: one that is lost may come back."""
@@ -100,10 +93,8 @@ class Host:
     def announce_end(self, store: Store, reason: str, code: int) -> None:
         """Have all others stop with ``code``, and wait until they know; over the connection ``store``."""
         value = {"reason": f"node 0 ended the launch: {reason}", "code": code}
-        for key, told in (
-            ("end", value),
-            ("coordinators", {}),
-        ):  # a launcher that waits for these looks at the end next
+        # A launcher that waits for the coordinators looks at the end next.
+        for key, told in {"end": value, "coordinators": {}}.items():
             if key not in self._values:
                 self._values[key] = self._seal.wrap(key, self._plan.run_id, told)
                 store.set(PREFIX + key, self._values[key])
@@ -143,9 +134,8 @@ class Host:
                 return None
             return words
         except Unproved as error:
-            self._note(
-                rank, "proof", f"what comes for node {rank} is ignored: {error}; if it is yours, {SHARE_A_SECRET}"
-            )
+            why = f"{error}; if it is yours, {SHARE_A_SECRET}"
+            self._note(rank, "proof", f"what comes for node {rank} is ignored: {why}")
         except (ValueError, TypeError, KeyError) as error:
             self._note(rank, "form", f"what comes for node {rank} is ignored: {one_line(error)}")
         return None
@@ -195,7 +185,7 @@ class Host:
             return False
         if not self._missing:
             self._put("everybody", True)
-            self._tell(self._events.all_joined)
+            self._tell(self._events.note, f"all {plan.nnodes} nodes take part")
         return True
 
     # -- deciding -----------------------------------------------------------------------------------------------------

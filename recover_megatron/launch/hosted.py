@@ -1,4 +1,6 @@
-"""A candidate coordinator that this launcher hosts: its socket, and its process, which is started again.
+"""What runs beside the workers for the whole run: candidate coordinators that this launcher hosts, and the exporter.
+
+A candidate is its socket, and its process, which is started again::
 
     RUNNING --killed, or ended while the run goes on--> DOWN --after a pause--> RUNNING (a fresh candidate)
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import signal
 import socket
 import sys
 import time
@@ -19,12 +21,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from recover_megatron.arguments import config_or_defaults, metrics_address
 from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.processes import spawn
-from recover_megatron.launch.states import signal_name
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.processes import Child, program, spawn
+from recover_megatron.launch.states import has_ended
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.testimony import Scope
+from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds before the next start, by how many candidates have ended soon one after the other."""
@@ -33,22 +38,17 @@ LAST_WORD_SECONDS = 0.5
 """One that ends by itself has usually ended the run: so long after it the launcher's session knows that."""
 
 
-def program(module: str) -> list[str]:
-    """The command that runs ``main`` of a module of ours, in a process that no folder or variable can change."""
-    boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
-    return [sys.executable, "-I", "-c", boot, str(Path(__file__).resolve().parents[2])]
+@dataclass(frozen=True)
+class Shared:
+    """What the candidates of a run have in common, beside its settings."""
 
-
-def has_ended(status: int) -> str:
-    """What people read of a process that has ended; ``status``: the exit code, or minus the signal that killed it."""
-    return f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
-
-
-def wait_for(pidfd: int, seconds: float) -> None:
-    """Wait until the process has ended; so long at most."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll(1000 * seconds)
+    lease: Path | None
+    slack: int
+    """See ``leadership.standing``."""
+    witness: Scope | None
+    """The witness, which may tell the candidates which nodes are off; one that is added later is not told of it."""
+    witnessed: bool
+    """Whether the run has such a witness, so that a candidate keeps to what follows from that."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,7 @@ class CandidateCommand:
     settings: Settings
     environment: Mapping[str, str]
     """The job's secret included."""
-    lease: Path | None = None
-    slack: int = 0
-    """See ``leadership.standing``."""
-    witness: Scope | None = None
-    """The witness, which may tell it which nodes are off."""
-    witnessed: bool = False
-    """Whether the run has such a witness, so that this candidate keeps to what follows from that."""
+    shared: Shared
 
     def start(self, listener: socket.socket) -> tuple[int, int]:
         """Start a candidate that serves ``listener``.  Returns pid and pidfd; raises OSError if it cannot."""
@@ -78,15 +72,15 @@ class CandidateCommand:
         for name in numbers:
             command += [f"--{name.replace('_', '-')}", str(getattr(self.settings, name))]
         command += ["--start-needs-all"] * self.settings.start_needs_all
-        if self.lease is not None:
-            command += ["--lease", str(self.lease), "--slack", str(self.slack)]
-        command += ["--witnessed"] * self.witnessed
+        if self.shared.lease is not None:
+            command += ["--lease", str(self.shared.lease), "--slack", str(self.shared.slack)]
+        command += ["--witnessed"] * self.shared.witnessed
         opened = [os.open(os.devnull, os.O_WRONLY)]
         try:
-            if self.witness is not None:  # of many nodes more than a command line takes
+            if self.shared.witness is not None:  # of many nodes more than a command line takes
                 opened.append(os.memfd_create("recover-witness"))
                 with open(opened[1], "w", encoding="utf-8", closefd=False) as scope:
-                    json.dump(self.witness.to_json(), scope)
+                    json.dump(self.shared.witness.to_json(), scope)
                 os.lseek(opened[1], 0, os.SEEK_SET)
                 command += ["--witness-fd", str(opened[1])]
             # What it has to say on stderr (a disk that fails it, a fault of its own) is for the launcher's user.
@@ -97,60 +91,47 @@ class CandidateCommand:
                 os.close(descriptor)
 
 
+@dataclass(eq=False)
 class HostedCandidate:
-    """Made and used in the main thread, whose loop tells of the process's end."""
+    """Made and used in the main thread; starts the first process.  Raises OSError where that cannot be started."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        command: CandidateCommand,
-        listener: socket.socket,
-        agent: NodeAgent | NoAgent,
-        say: Callable[[str], None],
-    ) -> None:
-        """Starts the first process.  Raises OSError where it cannot be started.
+    _loop: EventLoop
+    _command: CandidateCommand
+    _listener: socket.socket
+    _agent: NodeAgent | NoAgent
+    """The launcher's own session, which knows whether the run has ended, so that nobody needs another candidate."""
+    _say: Callable[[str], None]
+    _timer: Timer | None = None
+    _soon: int = 0
+    _process: Child | None = None
+    """None: it is down."""
 
-        ``agent``: the launcher's own session, which knows whether the run has ended, so that nobody needs another
-        candidate.
-        """
-        self._loop = loop
-        self._command = command
-        self._listener = listener
-        self._agent = agent
-        self._say = say
-        self._timer: Timer | None = None
-        self._soon = 0
-        self.pid: int | None = None
+    def __post_init__(self) -> None:
         self._run()
 
     def close(self) -> None:
         """Start no more; the process that runs is left to the end of the launch."""
         if self._timer is not None:
             self._timer.cancel()
-        if self.pid is not None:
-            self._forget()
+        if self._process is not None:
+            self._process.forget()
+            self._process = None
         self._listener.close()
 
     def wait(self, seconds: float) -> None:
         """Wait until the process that runs, if one does, has ended; so long at most."""
-        if self.pid is not None:
-            wait_for(self._pidfd, seconds)
+        if self._process is not None:
+            self._process.wait(seconds)
 
-    def _run(self) -> None:
-        self.pid, self._pidfd = self._command.start(self._listener)
+    def _run(self) -> Child:
+        self._process = Child(self._loop, self._command.start(self._listener), self._ended)
         self._started = time.monotonic()
-        self._loop.watch(self._pidfd, self._ended)
+        return self._process
 
-    def _forget(self) -> None:
-        self._loop.unwatch(self._pidfd)
-        os.close(self._pidfd)
-        self.pid = None
-
-    def _ended(self) -> None:
-        assert self.pid is not None
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        what = f"candidate coordinator {self._command.number} (pid {self.pid}) {has_ended(status)}"
-        self._forget()
+    def _ended(self, status: int) -> None:
+        assert self._process is not None
+        what = f"candidate coordinator {self._command.number} (pid {self._process.pid}) {has_ended(status)}"
+        self._process = None
         if status == 0:
             return  # it led the run to its end
         if time.monotonic() - self._started >= SOON:
@@ -169,8 +150,75 @@ class HostedCandidate:
         if self._agent.out is not None:
             return
         try:
-            self._run()
+            process = self._run()
         except OSError as error:
             self._again(f"{what}, and another one cannot be started ({error})", 1.0)
         else:
-            self._say(f"{what}; another one (pid {self.pid}) has its place")
+            self._say(f"{what}; another one (pid {process.pid}) has its place")
+
+
+END_SECONDS = 5.0
+"""How long it may take to tell of the end of the run."""
+
+
+@dataclass(eq=False)
+class ExporterProcess:
+    """The exporter beside this launcher (``status/exporter.py``): metrics and events, where flags ask for them.
+
+    It is no part of the run: where it cannot be started, or ends, a line says so and the run goes on.  Nothing on a
+    node whose candidate does not lead at first.
+    """
+
+    _plan: LaunchPlan
+    _inherited: Mapping[str, str]
+    """The launcher's environment."""
+    _loop: EventLoop
+    _say: Callable[[str], None]
+    _process: Child | None = None
+
+    def start(self, variables: Mapping[str, str]) -> None:
+        """``variables``: the addresses of the coordinators and the secret, as workers get them."""
+        plan = self._plan
+        here = plan.node_rank == plan.first_candidate and not plan.joins
+        if not here or not (flags := _flags(plan)):
+            return
+        if plan.log_dir is None:
+            self._say("no metrics and events of this run: they are read from its files, so give recover-run --log-dir")
+            return
+        command = [*program("recover_megatron.status.exporter"), "--log-dir", str(plan.log_dir), *flags]
+        command += ["--coordinators", variables[COORDINATOR_VARIABLE]]
+        environment = {**self._inherited, **variables, **plan.lines, LAUNCH_ID_VARIABLE: plan.launch_id}
+        try:
+            started = spawn(command, environment, sys.stderr.fileno(), sys.stderr.fileno())
+        except OSError as error:
+            self._say(f"no metrics and events of this run: their process cannot be started ({error})")
+            return
+        self._process = Child(self._loop, started, self._ended)
+
+    def end(self) -> None:
+        """The run is over: let it tell so, for a while."""
+        if self._process is not None:
+            self._process.send(signal.SIGTERM)
+            self._process.wait(END_SECONDS)
+            self._process.forget()
+            self._process = None  # what is left of it ends with the launch
+
+    def _ended(self, status: int) -> None:
+        assert self._process is not None
+        which = f"the process for metrics and events (pid {self._process.pid})"
+        self._say(f"{which} {has_ended(status)}; the run goes on without it")
+        self._process = None
+
+
+def _flags(plan: LaunchPlan) -> list[str]:
+    """What it is asked for; empty: nothing."""
+    config = config_or_defaults(plan.script_args)
+    flags = []
+    if config.metrics:
+        host, port = metrics_address(config.metrics)
+        flags += ["--host", host, "--port", str(port)]
+    if config.metrics_file:
+        flags += ["--textfile", os.path.abspath(config.metrics_file)]
+    if config.on_event:
+        flags += ["--on-event", config.on_event]
+    return flags

@@ -80,13 +80,13 @@ class LeaseTrial:
         """Why there is no lease, by what the other nodes with candidates have told; empty: there is one."""
         answers = {0: self._own, **told}
         if self._path is not None:
-            _within(partial(_remove, _trial(self._path)))
+            _within(partial(_trial(self._path).unlink, missing_ok=True))
         for rank, answer in sorted(answers.items()):
             if not isinstance(answer, dict) or answer.get("word") != self._word:
                 reason = answer.get("reason") if isinstance(answer, dict) else None
                 return f"node {rank}: {str(reason or 'it does not see the folder of node 0')[:300]}"
-        if self._path is not None:
-            _within(partial(_mark, self._path))
+        if self._path is not None:  # a node that joins later knows by this file that it sees the same folder
+            _within(partial(self._path.touch, mode=0o600))
         return ""
 
     def in_words(self, why_not: str) -> str:
@@ -110,25 +110,14 @@ def _trial(path: Path | None) -> Path:
     return path.with_name(f"{path.name}.try")
 
 
-def _mark(path: Path) -> dict[str, str]:
-    """Leave a file by which a node that joins later knows that it sees the same folder."""
-    path.touch(mode=0o600)
-    return {}
-
-
-def _remove(trial: Path) -> dict[str, str]:
-    trial.unlink(missing_ok=True)
-    return {}
-
-
-def _within(attempt: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """What ``attempt`` returns, or the reason if it fails or takes too long."""
+def _within(attempt: Callable[[], dict[str, str] | None]) -> dict[str, str]:
+    """What ``attempt`` returns, if anything, or the reason if it fails or takes too long."""
     answer: dict[str, str] = {"reason": f"the storage has not answered for {TRY_SECONDS:g} s"}
 
     def run() -> None:
         nonlocal answer
         try:
-            answer = attempt()
+            answer = attempt() or {}
         except OSError as error:
             answer = {"reason": f"{error.filename or 'the storage'}: {error.strerror}"}
 

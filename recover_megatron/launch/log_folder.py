@@ -332,24 +332,19 @@ class WorkersFile:
         self.writing.settle()
 
     def _write(self) -> None:
-        run_id, entries = self._latest
-        _merge_entries(self._folder, run_id, entries)
-
-
-def _merge_entries(folder: Path, run_id: str, own: Entries) -> None:
-    with open(folder / (WORKERS_FILE + ".lock"), "a+", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.seek(0)
-        same_run = lock.read() == run_id
-        entries = _read_entries(folder / WORKERS_FILE) if same_run else {}
-        entries |= own
-        _replace_entries(folder / WORKERS_FILE, [entries[worker_id] for worker_id in sorted(entries)])
-        if same_run:
-            return
-        # After the file itself: a launcher that finds the old name here drops the entries and writes its own again.
-        lock.seek(0)
-        lock.truncate()
-        lock.write(run_id)
+        (run_id, own), path = self._latest, self._folder / WORKERS_FILE
+        with open(self._folder / (WORKERS_FILE + ".lock"), "a+", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.seek(0)
+            same_run = lock.read() == run_id
+            entries = (_read_entries(path) if same_run else {}) | own
+            _replace_entries(path, [entries[worker_id] for worker_id in sorted(entries)])
+            if same_run:
+                return
+            # After the file itself: a launcher that finds the old name here drops the entries and writes its own again.
+            lock.seek(0)
+            lock.truncate()
+            lock.write(run_id)
 
 
 def _read_entries(path: Path) -> Entries:

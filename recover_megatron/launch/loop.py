@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-Callback = Callable[[], None]
+Callback = Callable[[], object]
 
 
 class Timer:
@@ -44,8 +44,8 @@ class EventLoop:
         self._closed = False
         self._signal_callback: Callable[[int], None] | None = None
         self._handlers_before: dict[int, object] = {}
-        self._wake_read, self._wake_write = _nonblocking_pipe()
-        self._signal_read, self._signal_write = _nonblocking_pipe()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._signal_read, self._signal_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.watch(self._wake_read, self._on_wake)
         self.watch(self._signal_read, self._on_signals)
 
@@ -157,13 +157,6 @@ class EventLoop:
         for number in os.read(self._signal_read, 4096):
             if self._signal_callback is not None:
                 self._signal_callback(number)
-
-
-def _nonblocking_pipe() -> tuple[int, int]:
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    os.set_blocking(write, False)
-    return read, write
 
 
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)

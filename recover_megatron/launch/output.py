@@ -4,24 +4,151 @@ Bytes are never decoded.  A line is shown when it is complete; a line that stays
 far as it is after ``PARTIAL_SECONDS``, and a very long one in pieces of ``LONGEST_LINE`` bytes, so that memory is
 bounded and lines of different workers are never mixed.  ``Voice`` says which lines are shown at all.  When the reader
 of the launcher's own output is slow, the launcher stops reading the workers' pipes for a moment, as if they wrote to it
-directly; when it does not read at all, lines are dropped on the console and kept in the logs (sink.py).
+directly; when it does not read at all, lines are dropped on the console and kept in the logs (``Sink``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.sink import PAUSE_SECONDS, Sink
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
+
+MOST_PENDING = 1024 * 1024
+"""Bytes."""
+PAUSE_SECONDS = 2.0
+_MOST_AT_ONCE = 64 * 1024
+
+
+class Sink:
+    """One of the launcher's own two streams, which may be read slowly, later, or never; ``put`` never blocks.
+
+    A thread writes, so that no terminal (Ctrl-S), pipe (``| less``), or file on a file system that does not answer ever
+    holds up the launcher.  What waits is bounded::
+
+        TAKING --more than MOST_PENDING waits--> FULL --half of it is written--> TAKING
+                                                  | PAUSE_SECONDS of it (the console asks)
+                                                  v
+                                               DROPPING --half of it is written--> TAKING, and says how much was dropped
+
+    While it is FULL the workers are not read: a reader that is only slow loses nothing.  For no longer than
+    PAUSE_SECONDS: a worker that blocks in ``print`` is one that hangs.
+
+    ``on_room`` is called, in another thread, when what was too much, or everything, has been written; ``told`` makes
+    the line that says how many lines were dropped.
+    """
+
+    def __init__(self, descriptor: int, on_room: Callable[[], None], told: Callable[[int], bytes]) -> None:
+        self._descriptor = descriptor
+        self._on_room = on_room
+        self._told = told
+        self._news = threading.Condition()
+        self._pending: deque[bytes] = deque()
+        self._size = 0
+        self._full = self._dropping = self._broken = False
+        self._dropped = self._written = 0
+        self._thread: threading.Thread | None = None
+        self.colour = os.isatty(descriptor) and "NO_COLOR" not in os.environ
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything has been written that ever will be."""
+        with self._news:
+            return self._broken or not self._pending
+
+    @property
+    def full(self) -> bool:
+        """Whether it wants no more for now."""
+        with self._news:
+            return self._full and not self._dropping
+
+    def put(self, data: bytes) -> None:
+        """Write ``data``, whole lines, as soon as that is possible, or drop it."""
+        with self._news:
+            if self._broken or not data:
+                return
+            if self._dropping or self._size > 2 * MOST_PENDING:
+                self._dropping = self._full = True
+                self._dropped += data.count(b"\n")
+                return
+            self._append(data)
+            self._full |= self._size > MOST_PENDING
+            if self._thread is None:
+                thread = threading.Thread(target=self._write, name="recover-launch-console", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the next line tries again
+                    thread.start()
+                    self._thread = thread
+            self._news.notify_all()
+
+    def drop(self) -> None:
+        """Take no more until half of what waits has been written."""
+        with self._news:
+            self._dropping = self._full
+
+    @property
+    def written(self) -> int:
+        """Bytes, so far."""
+        with self._news:
+            return self._written
+
+    def _append(self, data: bytes) -> None:
+        self._pending.append(data)
+        self._size += len(data)
+
+    def _write(self) -> None:
+        while True:
+            with self._news:
+                while not self._pending:
+                    self._news.wait()
+                data = self._pending[0]
+            try:
+                written = os.write(self._descriptor, data[:_MOST_AT_ONCE])
+            except BlockingIOError:  # somebody else has made the terminal so
+                select.select([], [self._descriptor], [])
+                continue
+            except OSError:
+                # Nobody reads any more (closed pipe, lost terminal, full disk).  The run goes on, and so do the logs.
+                self._break()
+                return
+            self._took(written)
+
+    def _took(self, written: int) -> None:
+        with self._news:
+            first = self._pending.popleft()
+            if first[written:]:
+                self._pending.appendleft(first[written:])
+            self._size -= written
+            room = self._full and self._size <= MOST_PENDING // 2
+            if room:
+                self._full = self._dropping = False
+                if self._dropped:
+                    self._append(self._told(self._dropped))
+                    self._dropped = 0
+            self._written += written
+            room |= not self._pending
+            self._news.notify_all()
+        if room:
+            self._on_room()
+
+    def _break(self) -> None:
+        with self._news:
+            self._broken = True
+            self._full = self._dropping = False
+            self._pending.clear()
+            self._size = 0
+            self._news.notify_all()
+        self._on_room()
 
 
 class Voice:
@@ -132,7 +259,7 @@ class Stream:
     def resume(self) -> None:
         """Read whenever there is something, once that is wanted."""
         if self.open and self.wanted and not self._watched:
-            self._console.loop.watch(self.pipe, self._on_readable)
+            self._console.loop.watch(self.pipe, self._read)
             self._watched = True
 
     def drain_and_close(self) -> None:
@@ -144,9 +271,6 @@ class Stream:
                 break
             drained += count
         self._close()
-
-    def _on_readable(self) -> None:
-        self._read()
 
     def _read(self) -> int:
         """Read once.  Returns the number of bytes; 0: nothing there now, or the end."""

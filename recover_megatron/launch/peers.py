@@ -16,7 +16,7 @@ The launchers of a launch tell each other through the store, under ``recover/lau
     end                      node 0         {"reason", "code"}: the launch cannot be completed; all stop with that code
     end/seen/R               node R > 0     node R has read ``end``
 
-Every value but the bell and ``end/seen`` is sealed (node_messages.py).  What does not open is passed over, with one
+Every value but the bell and ``end/seen`` is sealed (``store.Seal``).  What does not open is passed over, with one
 line, and the launcher that wrote the true one writes it again every BEAT_SECONDS, so a stranger that writes into the
 store delays a launch at most.
 
@@ -25,8 +25,8 @@ be complete, and node 0 ends it.  Each node of ``candidates`` tells where its co
 worker starts before all know all of them.  Node 0 keeps the store up until it knows from every node how its workers
 ended, or the node's count has stopped for LOST_SECONDS.
 
-Store operations block, so each side (guest.py, host.py) runs in a thread of ``NodeThreads`` and calls back through the
-event loop; failure reports go over a connection of their own.  ``Peers`` decides, in the main thread.
+Store operations block, so each side (guest.py, host.py) runs in a thread and calls back through the event loop; failure
+reports go over a connection of their own.  ``Peers`` decides, in the main thread.
 """
 
 from __future__ import annotations
@@ -35,100 +35,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from recover_megatron.launch.guest import Guest
 from recover_megatron.launch.host import LOST_SECONDS, Host
 from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.node_messages import NodeEvents, Seal
 from recover_megatron.launch.plan import Candidates, LaunchPlan
-from recover_megatron.launch.start_up import StartUp
-from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, ExitOutcome
-from recover_megatron.launch.store import Store, join_store, one_line, serve_store
+from recover_megatron.launch.states import LAUNCH_FAILED, ExitOutcome
+from recover_megatron.launch.store import Seal, Store, join_store, one_line, serve_store
 from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
 from recover_megatron.membership.wire import Secret
-
-
-class NodeThreads:
-    """The threads that talk to the store, and how the supervisor uses them.
-
-    ``secret``: that of the job; None where the launchers share none.
-    """
-
-    def __init__(self, loop: EventLoop, plan: LaunchPlan, secret: Secret | None, events: NodeEvents) -> None:
-        self._loop = loop
-        self._plan = plan
-        self._events = events
-        self._seal = Seal(secret)
-        self._store: Store | None = None  # keeps the server alive
-        self._guest = Guest(plan, self._seal, events, self._tell)
-        self._host: Host | None = None
-        self._telling: list[threading.Thread] = []
-
-    def serve(self, listener: socket.socket) -> None:
-        """Node 0: serve the store, and follow the other nodes."""
-        self._run(lambda: self._serve(listener))
-
-    def join(self) -> None:
-        """Another node: take part in the launch of node 0."""
-        self._run(self._guest.run)
-
-    def deliver(self, outcomes: list[ExitOutcome]) -> None:
-        """Another node: tell how its workers ended."""
-        self._run(lambda: self._deliver({"report": outcomes}))
-
-    def fail(self, reason: str, code: int) -> None:
-        """Have all nodes end the launch with ``code``; this node ends by itself."""
-        if self._plan.nnodes > 1:
-            self._telling.append(self._run(lambda: self._fail(reason, code)))
-
-    def settle(self, seconds: float) -> None:
-        """Wait until the others know of ``fail``, at most so long."""
-        until = time.monotonic() + seconds
-        for thread in self._telling:
-            thread.join(max(0.0, until - time.monotonic()))
-
-    @property
-    def silence(self) -> float:
-        """Another node: seconds since the store last answered."""
-        return time.monotonic() - self._guest.heard
-
-    @staticmethod
-    def _run(target: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=target, daemon=True, name="recover-launch-store")
-        thread.start()
-        return thread
-
-    def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
-        self._loop.call_from_thread(lambda: callback(*arguments))
-
-    def _serve(self, listener: socket.socket) -> None:
-        plan = self._plan
-        try:
-            self._store = store = serve_store(plan.master_addr, listener)
-            if plan.nnodes > 1:
-                self._host = Host(plan, store, self._seal, self._events, self._tell, self.fail)
-                self._host.run()
-        except (RuntimeError, ImportError, OSError) as error:
-            self._tell(self._events.store_failed, f"the store cannot be served: {one_line(error)}")
-
-    def _deliver(self, words: dict[str, Any]) -> None:
-        # A connection of its own: the other one is blocked in wait.
-        try:
-            self._guest.say(join_store(self._plan.master_addr, self._plan.master_port), words)
-        except RuntimeError as error:
-            self._tell(self._events.store_lost, one_line(error))
-        self._tell(self._events.delivered)
-
-    def _fail(self, reason: str, code: int) -> None:
-        if self._plan.node_rank > 0:
-            self._deliver({"failure": [reason, code]})
-        elif self._host is not None:
-            try:
-                self._host.announce_end(join_store(self._plan.master_addr, self._plan.master_port), reason, code)
-            except RuntimeError as error:
-                self._tell(self._events.note, f"the other nodes could not be told: {one_line(error)}")
-
 
 REPORT_SECONDS = 10.0
 """How long another node tries to deliver its report to node 0."""
@@ -155,40 +73,40 @@ class PeerEvents(Protocol):
         """Nobody needs this launcher any more; called only after ``own_workers_ended`` returned True."""
 
 
+@dataclass(eq=False)
 class Peers:
     """Made once per launch, also for one node.  Its threads tell it what the others say (``NodeEvents``)."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        plan: LaunchPlan,
-        secret: Secret | None,
-        listener: socket.socket | None,
-        start_up: StartUp,
-        say: Callable[[str], None],
-        events: PeerEvents,
-    ) -> None:
-        """``secret``: that of the job; None where the launchers share none."""
-        self._loop = loop
-        self._plan = plan
-        self._listener = listener
-        self._start_up = start_up
-        self._say = say
-        self._events = events
+    _loop: EventLoop
+    _plan: LaunchPlan
+    secret: InitVar[Secret | None]
+    """That of the job; None where the launchers share none."""
+    _listener: socket.socket | None
+    """The store's, on node 0, until it is served."""
+    _launcher_lost: Callable[[str], None]
+    """Another launcher is lost; what it was, in words."""
+    _say: Callable[[str], None]
+    _events: PeerEvents
+
+    def __post_init__(self, secret: Secret | None) -> None:
+        plan = self._plan
         self.joined = plan.node_rank == 0
         self.run_id = plan.run_id
         self.outcomes: list[ExitOutcome] = []
         """Of the workers of other nodes (known to node 0 only)."""
         self._lost: set[int] = set()
         self._unreported = set(range(1, plan.nnodes)) if plan.node_rank == 0 else set()
-        self._store_lost = self._silent = False
-        self._waiting = False
+        self._store_lost = self._silent = self._waiting = False
         self._timer: Timer | None = None
         # Of NodeEvents: what is passed on as it comes.
-        self.note, self.delivered = say, self._stop_waiting
-        self.coordinators, self.failed = events.start_control_plane, events.stop_with_peers
-        self.store_failed = events.store_failed
-        self._threads = NodeThreads(loop, plan, secret, self)
+        self.note, self.delivered = self._say, self._stop_waiting
+        self.coordinators, self.failed = self._events.start_control_plane, self._events.stop_with_peers
+        self.store_failed = self._events.store_failed
+        self._seal = Seal(secret)
+        self._store: Store | None = None  # keeps the server alive
+        self._guest = Guest(plan, self._seal, self, self._tell)
+        self._host: Host | None = None
+        self._telling: list[threading.Thread] = []
 
     @property
     def any_lost(self) -> bool:
@@ -198,19 +116,19 @@ class Peers:
     def join(self) -> None:
         """Another node than 0: ask node 0 to take part."""
         if not self.joined:
-            self._threads.join()
+            self._run(self._guest.run)
             self._timer = self._loop.call_later(self._plan.rendezvous_timeout, self._on_timeout)
 
     def serve_store(self) -> None:
         """Node 0: have the store served, once; call it only after what imports for long was started beside it."""
         if self._listener is not None:
-            self._threads.serve(self._listener)
+            self._run(partial(self._serve, self._listener))
             self._listener = None
 
     def own_workers_ended(self, outcomes: list[ExitOutcome]) -> bool:
         """Report them.  Whether the launcher must stay until ``peers_ended`` is called."""
         if self._plan.node_rank > 0 and not self._store_lost:
-            self._threads.deliver(outcomes)
+            self._run(partial(self._deliver, {"report": outcomes}))
             self._loop.call_later(REPORT_SECONDS, self._stop_waiting)
             self._waiting = True
         elif self._unreported:
@@ -222,36 +140,28 @@ class Peers:
     def fail(self, reason: str, code: int) -> None:
         """End the launch on the other nodes; this one ends by itself."""
         if self.joined and not self._store_lost:
-            self._threads.fail(reason, code)
+            self._tell_failure(reason, code)
 
     def settle(self) -> None:
         """Before the process ends: wait until the others have been told of ``fail``."""
-        self._threads.settle(FAILURE_SECONDS)
+        until = time.monotonic() + FAILURE_SECONDS
+        for thread in self._telling:
+            thread.join(max(0.0, until - time.monotonic()))
 
     # --- what its threads tell (NodeEvents) ---
 
     def accepted(self, run_id: str) -> None:
-        """Node 0 has this node take part."""
         if self._timer:
             self._timer.cancel()
         self.joined, self.run_id = True, run_id
         self._loop.call_later(LOST_SECONDS, self._watch_store)
         self._events.start_workers_if_ready()
 
-    def all_joined(self) -> None:
-        """Every node takes part."""
-        self._say(f"all {self._plan.nnodes} nodes take part")
-
-    def refused(self, reason: str) -> None:
-        """Node 0 does not have this node take part."""
-        self._events.stop_with_peers(f"refused by node 0: {reason}", REFUSED)
-
     def store_lost(self, reason: str) -> None:
-        """The store of node 0 is gone, or not reached."""
         if self._store_lost:
             return
         self._store_lost = True
-        self._start_up.launcher_lost(f"the launcher of node 0 ({reason})")
+        self._launcher_lost(f"the launcher of node 0 ({reason})")
         if not self._waiting:
             plan = self._plan
             self._say(
@@ -260,25 +170,21 @@ class Peers:
             )
 
     def store_back(self) -> None:
-        """It is reached again."""
         if self._store_lost:
             self._store_lost = False
             self._say("the store of node 0 is reached again")
 
     def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None:
-        """The workers of another node have ended so."""
         self.outcomes += outcomes
         self._node_ended(node_rank)
 
     def node_lost(self, node_rank: int) -> None:
-        """The launcher of a node is not heard of any more."""
         self._say(f"node {node_rank} is lost: its launcher has not been heard of for a while; not waiting for it")
         self._lost.add(node_rank)
-        self._start_up.launcher_lost(f"the launcher of node {node_rank}")
+        self._launcher_lost(f"the launcher of node {node_rank}")
         self._node_ended(node_rank)
 
     def node_back(self, node_rank: int) -> None:
-        """It is heard of again."""
         self._say(f"the launcher of node {node_rank} is heard of again")
         self._lost.discard(node_rank)
         self._unreported.add(node_rank)
@@ -287,7 +193,7 @@ class Peers:
 
     def _watch_store(self) -> None:
         """A host that lost its power answers nothing, and no operation of the store says so."""
-        silence = self._threads.silence
+        silence = time.monotonic() - self._guest.heard
         if silence > LOST_SECONDS and not self._store_lost:
             self._silent = True
             self.store_lost(f"no answer for {silence:.0f} s")
@@ -313,3 +219,46 @@ class Peers:
         if self._waiting:
             self._waiting = False
             self._events.peers_ended()
+
+    # --- its threads, and what runs in them ---
+
+    @staticmethod
+    def _run(target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, daemon=True, name="recover-launch-store")
+        thread.start()
+        return thread
+
+    def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_from_thread(partial(callback, *arguments))
+
+    def _tell_failure(self, reason: str, code: int) -> None:
+        """In any thread: have all nodes end the launch with ``code``."""
+        if self._plan.nnodes > 1:
+            self._telling.append(self._run(partial(self._deliver_failure, reason, code)))
+
+    def _serve(self, listener: socket.socket) -> None:
+        plan = self._plan
+        try:
+            self._store = store = serve_store(plan.master_addr, listener)
+            if plan.nnodes > 1:
+                self._host = Host(plan, store, self._seal, self, self._tell, self._tell_failure)
+                self._host.run()
+        except (RuntimeError, ImportError, OSError) as error:
+            self._tell(self.store_failed, f"the store cannot be served: {one_line(error)}")
+
+    def _deliver(self, words: dict[str, Any]) -> None:
+        # A connection of its own: the other one is blocked in wait.
+        try:
+            self._guest.say(join_store(self._plan.master_addr, self._plan.master_port), words)
+        except RuntimeError as error:
+            self._tell(self.store_lost, one_line(error))
+        self._tell(self.delivered)
+
+    def _deliver_failure(self, reason: str, code: int) -> None:
+        if self._plan.node_rank > 0:
+            self._deliver({"failure": [reason, code]})
+        elif self._host is not None:
+            try:
+                self._host.announce_end(join_store(self._plan.master_addr, self._plan.master_port), reason, code)
+            except RuntimeError as error:
+                self._tell(self.note, f"the other nodes could not be told: {one_line(error)}")

@@ -1,25 +1,36 @@
-"""What a launch is: how many workers, their ranks, the store's address; the variables that tell a worker; and where the
-candidate coordinators of a launch over several nodes listen.
+"""What a launch is: how many workers, their ranks, the store's address; where the candidate coordinators of several
+nodes listen; and the environment that tells a worker all this.
 
 CANDIDATES nodes host a candidate each: the first ones, or, under SLURM, those from the second on.  A node listens on
 the address from which it reaches the others: node 0 that from which it reaches another one with a candidate, another
 node that from which it reaches node 0.  The user may choose it (RECOVER_HOST).  The socket is bound before its address
 is told: a member that turns to it early waits in its backlog.
+
+What the user has set that recovery cannot live with the workers do not find (``variables.overrule``).
+
+torch's gloo takes the address that the host's own name resolves to, and the loopback where it resolves to none: in a
+bare container the workers of two hosts then never find each other.  NCCL takes every interface, a container bridge's
+too.  The launcher knows better: by which interface this host and node 0 reach each other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recover_megatron import script_flags
+import psutil
+
+from recover_megatron import script_flags, variables
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.variables import (
+    HOST_VARIABLE,
     JOIN_VARIABLE,
     LAUNCH_ID_VARIABLE,
     LINES_VARIABLE,
@@ -32,6 +43,11 @@ from recover_megatron.variables import (
 
 TRAINING = "pretrain_gpt_recover"
 """The script that comes with this package, as a file or a module."""
+
+
+def is_megatrons(script: str) -> bool:
+    """Whether a script, by its file or module, takes Megatron's flags: ours, or that of a patched checkout."""
+    return Path(script).stem.startswith("pretrain_")
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,7 @@ class LaunchPlan:
 
     @property
     def needs_all(self) -> bool:
-        """Whether the loss of a worker of the launch ends the run until it has had a plan; see ``start_up``.
+        """Whether the loss of a worker of the launch ends the run until it has had a plan; see ``StartUp``.
 
         Megatron's training does. Other scripts know for themselves what they can do without.
         """
@@ -108,12 +124,12 @@ class LaunchPlan:
     @property
     def is_megatrons(self) -> bool:
         """Whether the script trains as Megatron's do, and so says what ``output.Voice`` waits for."""
-        return self.fault_tolerant and self._script.startswith("pretrain_")
+        return self.fault_tolerant and is_megatrons(self._script)
 
     @property
     def saves(self) -> bool:
         """Whether the script's --save is Megatron's: a folder of checkpoints."""
-        return self._script.startswith("pretrain_") or "--recover" in self.script_args
+        return is_megatrons(self._script) or "--recover" in self.script_args
 
     @property
     def _script(self) -> str:
@@ -237,8 +253,7 @@ class OwnPlace:
         self.host = plan.node_address or local_address(other)
         self.listener: socket.socket | None = None
         if hosts:
-            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            self.listener = socket.create_server((self.host, 0), family=family, backlog=BACKLOG)
+            self.listener = listen(self.host)
 
     @property
     def address(self) -> Address | None:
@@ -250,6 +265,12 @@ def hosting(plan: LaunchPlan) -> tuple[int, ...]:
     """The nodes that host a candidate, in the order in which the members turn to them."""
     count = min(plan.nnodes, CANDIDATES)
     return tuple((plan.first_candidate + number) % plan.nnodes for number in range(count))
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens on a free port of ``host``, an address of this host.  Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
 def local_address(other: Address) -> str:
@@ -271,3 +292,105 @@ def address_from(value: Any) -> Address:
         case [str(host), int(port)] if host and 0 < port < 65536:
             return host, port
     raise ValueError(f"not an address: {value!r}")
+
+
+VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""For NCCL a bare name is the beginning of one."""
+LOOPBACK = "127.0.0.1"
+
+
+def interfaces() -> dict[str, str]:
+    """The name of the interface of each IP address of this host.  Raises OSError where the system does not tell."""
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                found.setdefault(each.address.partition("%")[0], name)
+    return found
+
+
+def interface_of(host: str, found: Mapping[str, str]) -> str | None:
+    """The interface in ``found`` that has ``host``, a name or an address of this host; None: no single one has."""
+    try:
+        addresses = _addresses(host)
+    except (OSError, UnicodeError):
+        return None
+    names = {found[address] for address in addresses if address in found}
+    return names.pop() if len(names) == 1 else None
+
+
+def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """What the workers' environment needs so that they talk over the interface of ``host``, this host's own address;
+    and a line about it.  What the user has set stands.
+    """
+    wanted = [name for name in VARIABLES if name not in inherited]
+    if not wanted:
+        return {}, ""
+    try:
+        found = interfaces()
+        name = interface_of(host, found)
+    except OSError:
+        name = None
+    if (
+        name
+        and name == found.get(LOOPBACK)
+        and not all(ipaddress.ip_address(ip).is_loopback for ip in _addresses(host))
+    ):
+        name = None  # an address that is kept there: gloo would take 127.0.0.1
+    names = " and ".join(wanted)
+    if name is None:
+        return {}, f"no interface of this host has the address {host}: torch and NCCL choose one ({names} say which)"
+    return {
+        variable: VARIABLES[variable].format(name) for variable in wanted
+    }, f"workers talk over the interface {name} ({host}): it is set in {names}"
+
+
+def _addresses(host: str) -> set[str]:
+    """What the name or address ``host`` resolves to.  Raises OSError or UnicodeError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(name[0]).partition("%")[0] for _, _, _, _, name in found}
+
+
+@dataclass(eq=False)
+class WorkerEnvironment:
+    """Made once per launch; ``add`` the control plane's variables before a worker asks."""
+
+    _plan: LaunchPlan
+    _inherited: Mapping[str, str]
+    """The launcher's own environment."""
+    _say: Callable[[str], None]
+    """Tells people which interface was chosen, and what of theirs is overruled."""
+
+    def __post_init__(self) -> None:
+        self._shared = launch_environment(self._plan, self._inherited)
+        self._overruled = variables.overrule(self._shared) if self._plan.control_plane else []
+        self._added: dict[str, str] = {}
+        self._network: dict[str, str] | None = None
+
+    def add(self, variables: Mapping[str, str]) -> None:
+        """All workers get these, too."""
+        self._added |= variables
+
+    def of(self, worker: WorkerProcess, run_id: str) -> dict[str, str]:
+        """The whole environment of ``worker``; ``run_id``: that of the launch of all nodes."""
+        if self._network is None:
+            for line in self._overruled:
+                self._say(line)
+            self._network = self._choose_interface()
+        return {**self._shared, **self._added, **worker_variables(self._plan, worker, run_id), **self._network}
+
+    def _choose_interface(self) -> dict[str, str]:
+        """The variables that have the workers talk over the interface by which this host and the others reach."""
+        plan = self._plan
+        if plan.nnodes == 1 and not plan.joins:
+            return variables_for(LOOPBACK, self._inherited)[0]
+        host = self._added.get(HOST_VARIABLE) or plan.node_address
+        if host is None:
+            host = plan.master_addr
+            if plan.node_rank > 0:
+                with contextlib.suppress(OSError):  # then no interface has the address, which is said
+                    host = local_address((plan.master_addr, plan.master_port))
+        variables, about = variables_for(host, self._inherited)
+        if about:
+            self._say(about)
+        return variables

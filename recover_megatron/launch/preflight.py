@@ -24,6 +24,7 @@ from recover_megatron.arguments import FLAGS, RecoverConfig, config_from_argv, p
 from recover_megatron.chaos.spec import BadSpec, parse_spec
 from recover_megatron.errors import UserError
 from recover_megatron.launch.messages import count
+from recover_megatron.launch.plan import is_megatrons
 from recover_megatron.workload.domains import NodeLoss, Training, data_parallel_ranks_per_replica, node_losses
 
 SIZES = {
@@ -45,11 +46,6 @@ def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
         return []
     found = [*_names(script_args), *_values(script_args, world)]
     return [*found, *_layout(script_args, world), *_data(script_args)] if megatrons else found
-
-
-def is_megatrons(script: str) -> bool:
-    """Whether a script takes Megatron's flags: ours, or that of a patched checkout."""
-    return Path(script).stem.startswith("pretrain_")
 
 
 def _names(script_args: Sequence[str]) -> list[str]:

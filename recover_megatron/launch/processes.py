@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from recover_megatron.launch.loop import EventLoop
 from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -90,18 +91,79 @@ def spawn(
     return pid, open_pidfd(pid)
 
 
+_own_children: set[int] = set()
+"""Pids of those that were started here, each to be reaped when its end is handled; all others are inherited."""
+
+
 def open_pidfd(pid: int) -> int:
     """A pidfd of a child that was just started.  Where none can be had it is ended; raises OSError."""
+    _own_children.add(pid)
     try:
         return os.pidfd_open(pid)
     except OSError:
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        reap(pid)
         raise
 
 
+def reap(pid: int) -> int:
+    """Wait for the end of a child that was started here: its exit code, or minus the signal that killed it."""
+    _, status = os.waitpid(pid, 0)
+    _own_children.discard(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+class Child:
+    """A process that this launcher has started, watched by its loop."""
+
+    def __init__(
+        self, loop: EventLoop, started: tuple[int, int], on_end: Callable[[int], None], *, with_group: bool = False
+    ) -> None:
+        """``started``: pid and pidfd.  ``on_end`` gets the exit code, or minus the signal, when it has been reaped.
+
+        ``with_group``: what is left of its process group is killed before.
+        """
+        self.pid, self._pidfd = started
+        self._loop = loop
+        self._with_group = with_group
+        loop.watch(self._pidfd, lambda: on_end(self.reap()))
+
+    def reap(self) -> int:
+        """Wait until it has ended.  Returns what ``on_end`` gets, which is not called."""
+        if self._with_group:
+            kill_group(self.pid)
+        status = reap(self.pid)
+        self.forget()
+        return status
+
+    def forget(self) -> None:
+        """Its end is of no interest from now on."""
+        _own_children.discard(self.pid)
+        self._loop.unwatch(self._pidfd)
+        os.close(self._pidfd)
+
+    def send(self, number: int) -> None:
+        """Send it the signal ``number``."""
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended; so long at most."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.poll(1000 * seconds)
+
+
+def program(module: str, *options: str) -> list[str]:
+    """The command that runs ``main`` of a module of ours, in a process that no folder or variable can change.
+
+    ``options``: more of the interpreter's.
+    """
+    boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
+    return [sys.executable, "-I", *options, "-c", boot, str(Path(__file__).resolve().parents[2])]
+
+
 def become_subreaper() -> None:
-    """Make descendants that lose their parent children of this process instead of init's."""
+    """Make descendants that lose their parent children of this process instead of init's.  Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -126,11 +188,6 @@ def _read_process(pid: int) -> Process | None:
     if len(fields) < 20:
         return None
     return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
-
-
-def has_children() -> bool:
-    """Whether this process has children, ended or not."""
-    return any(process.parent == os.getpid() for process in process_table().values())
 
 
 def carries(pid: int, variables: Mapping[str, str]) -> bool:
@@ -164,22 +221,21 @@ def belonging(
 
 
 def find_launch(
-    launch_id: str, sessions: Iterable[int], spared: Iterable[int], subreaper: int | None = None
+    launch_id: str,
+    sessions: Iterable[int],
+    spared: Iterable[int],
+    subreaper: int | None = None,
+    worker_id: int | None = None,
 ) -> list[Process]:
-    """The living processes of a launch; ``subreaper``: the launcher, if it lives, all of whose children belong."""
-    table = process_table()
-    marked = {pid for pid in table if carries(pid, {LAUNCH_ID_VARIABLE: launch_id})}
-    if subreaper is not None:
-        marked |= {pid for pid, process in table.items() if process.parent == subreaper}
+    """The living processes of a launch, or of one of its workers.
+
+    ``subreaper``: the launcher, if it lives, all of whose children belong.
+    """
+    table, variables = process_table(), {LAUNCH_ID_VARIABLE: launch_id}
+    if worker_id is not None:
+        variables[WORKER_ID_VARIABLE] = str(worker_id)
+    marked = {pid for pid, process in table.items() if process.parent == subreaper or carries(pid, variables)}
     return [table[pid] for pid in belonging(table, marked, sessions, spared) if table[pid].alive]
-
-
-def find_worker(launch_id: str, worker_id: int, session: int, spared: Iterable[int]) -> list[Process]:
-    """The living processes of one worker, its own included."""
-    table = process_table()
-    variables = {LAUNCH_ID_VARIABLE: launch_id, WORKER_ID_VARIABLE: str(worker_id)}
-    marked = {pid for pid in table if carries(pid, variables)}
-    return [table[pid] for pid in belonging(table, marked, [session], spared) if table[pid].alive]
 
 
 def kill_group(leader: int) -> None:
@@ -268,13 +324,13 @@ class Subreaper:
     def __init__(self) -> None:
         # Children from before (of a shell that became recover-run by exec) are none of ours; once there are any, an
         # orphan that we inherit might be theirs.
-        self._owns_all_children = not has_children()
+        self._owns_all_children = all(process.parent != os.getpid() for process in process_table().values())
         become_subreaper()
         self.due = False
         """Whether there may be inherited children to reap."""
 
-    def reap(self, watched: set[int]) -> None:
-        """Reap the inherited children that have ended; ``watched``: pids of children that others reap."""
+    def reap(self) -> None:
+        """Reap the inherited children that have ended."""
         self.due = False
         while True:
             try:
@@ -283,7 +339,7 @@ class Subreaper:
                 return
             if ended is None:
                 return
-            if ended.si_pid in watched:
+            if ended.si_pid in _own_children:
                 self.due = True  # it hides other zombies; once it is reaped, after its event, look again
                 return
             # A library may start processes of its own in another thread (torch's import does), and reap them first.
@@ -311,10 +367,8 @@ def take_attempt() -> int:
 def start_again(attempt: int) -> None:
     """Make the start of a launch again: execute this launcher's own command line anew, with the same process id.
 
-    A worker that is killed before the training has begun leaves the others in operations that no one can take them out
-    of.  So all launchers of the launch end all of their workers, as for its end, and each then calls this: another
-    store, other coordinators, another run id.  Nothing was trained, so nothing is lost; and nothing of the first try
-    can be mistaken for anything of the next.
+    All launchers call it when they have ended all of their workers, as for the end of the launch (``StartUp``): another
+    store, other coordinators, another run id, so nothing of the first try can be mistaken for anything of the next.
 
     ``attempt``: how often the start has been made by now.  Raises OSError; else never returns.
     """

@@ -30,10 +30,16 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.processes import DEAF_TO, find_launch, kill_until_none_left, open_pidfd
+from recover_megatron.launch.processes import (
+    DEAF_TO,
+    Child,
+    find_launch,
+    kill_until_none_left,
+    open_pidfd,
+    program,
+)
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 1.0
@@ -43,19 +49,13 @@ RELIEF_SECONDS = 0.05
 _AT_ONCE = 4096
 
 
-class Pulse:
-    """The launcher's sign that it runs: a memory file, since a pipe would fill up with beats that nobody reads."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("recover-pulse")
-
-    def beat(self) -> None:
-        """It runs now."""
-        os.pwrite(self.descriptor, struct.pack("d", time.monotonic()), 0)
+def beat(pulse: int) -> None:
+    """The launcher runs now; ``pulse``: a memory file, since a pipe would fill up with beats that nobody reads."""
+    os.pwrite(pulse, struct.pack("d", time.monotonic()), 0)
 
 
 class StandIn:
-    """The reaper's part: reads the workers' output while the launcher does not run.  ``pulse``: that of a ``Pulse``."""
+    """The reaper's part: reads the workers' output while the launcher does not run.  ``pulse``: see ``beat``."""
 
     def __init__(self, pulse: int) -> None:
         self._pulse = pulse
@@ -108,8 +108,6 @@ def _relieve(pipe: int) -> int:
 
 
 AGAIN_SECONDS = 1.0
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from recover_megatron.launch.reaper import main; main()"
 
 
 class Reaper:
@@ -121,7 +119,7 @@ class Reaper:
         self._launch_id = launch_id
         self._say = say
         self._sessions: dict[int, list[int]] = {}
-        self._pulse = Pulse()
+        self._pulse = os.memfd_create("recover-pulse")
         self.dropped: Callable[[int, int], None] = lambda session, lines: None
         """Called when the launcher runs again: so many lines of the worker that leads the session are missing."""
         self.pid = 0
@@ -150,9 +148,7 @@ class Reaper:
         """Have it kill what is left of the launch, and wait until it has ended."""
         self._hang_up()
         if self.pid:
-            self._loop.unwatch(self._pidfd)
-            os.waitpid(self.pid, 0)
-            os.close(self._pidfd)
+            self._process.reap()
 
     def _start(self) -> None:
         """Raises OSError where it cannot be started."""
@@ -162,24 +158,24 @@ class Reaper:
         try:
             pid = os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-I", "-S", "-c", _BOOT, _PACKAGE_ROOT],
+                program("recover_megatron.launch.reaper", "-S"),
                 environment,
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, its.fileno(), 0),
-                    (os.POSIX_SPAWN_DUP2, self._pulse.descriptor, 1),
+                    (os.POSIX_SPAWN_DUP2, self._pulse, 1),
                     (os.POSIX_SPAWN_DUP2, 2, 2),
                 ],
                 setsid=True,
                 setsigmask=DEAF_TO,
             )
-            self._pidfd = open_pidfd(pid)
+            pidfd = open_pidfd(pid)
         except OSError:
             self._channel.close()
             raise
         finally:
             its.close()
         self.pid = pid
-        self._loop.watch(self._pidfd, self._on_death)
+        self._process = Child(self._loop, (pid, pidfd), self._on_death)
         self._loop.watch(self._channel.fileno(), self._hear)
         self._tell(self._launch_id)
         for session, pipes in self._sessions.items():
@@ -209,13 +205,10 @@ class Reaper:
         self._channel.close()
 
     def _beat(self) -> None:
-        self._pulse.beat()
+        beat(self._pulse)
         self._loop.call_later(BEAT_SECONDS, self._beat)
 
-    def _on_death(self) -> None:
-        self._loop.unwatch(self._pidfd)
-        os.waitpid(self.pid, 0)
-        os.close(self._pidfd)
+    def _on_death(self, status: int) -> None:
         self._hang_up()
         killed, self.pid = self.pid, 0
         self._replace(f"the reaper (pid {killed}) was killed")
@@ -232,7 +225,7 @@ class Reaper:
 
 
 def main() -> None:
-    """The process itself."""
+    """The reaper's process."""
     launcher = os.getppid()
     # A shell's job table or a terminal must not wait for the reaper: after the launcher it holds nothing of theirs.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -179,20 +179,11 @@ def address_of(
     return address
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of the launch, and this node's place in it."""
+def shape_of(environ: Mapping[str, str], master_addr: str | None) -> dict[str, str]:
+    """The launch of the step in which this launcher is a task, and its place there, as text of recover-run's options.
 
-    nnodes: int
-    node_rank: int
-    master_addr: str
-    master_port: int
-    gpus: int
-    """Of this node; 0: SLURM does not say."""
-
-
-def shape_of(environ: Mapping[str, str], master_addr: str | None) -> Shape:
-    """The launch of the step in which this launcher is a task.  Raises ValueError with what to change."""
+    ``nproc_per_node``: the GPUs of this node, if SLURM says.  Raises ValueError with what to change.
+    """
     step = step_of(environ)
     if step is None:
         raise ValueError(
@@ -204,9 +195,14 @@ def shape_of(environ: Mapping[str, str], master_addr: str | None) -> Shape:
             f"--slurm: the step has {step.tasks} tasks on {len(step.nodes)} nodes, but one recover-run is started on "
             "each node: srun --ntasks-per-node=1"
         )
-    if len(step.nodes) == 1:
-        return Shape(1, 0, master_addr or "127.0.0.1", 0, step.gpus)
-    return Shape(len(step.nodes), step.node, master_addr or address_of(step.nodes[0]), step.store_port, step.gpus)
+    alone = len(step.nodes) == 1
+    return {
+        "nnodes": str(len(step.nodes)),
+        "node_rank": str(step.node),
+        "master_addr": master_addr or ("127.0.0.1" if alone else address_of(step.nodes[0])),
+        "master_port": "0" if alone else str(step.store_port),
+        **({"nproc_per_node": str(step.gpus)} if step.gpus else {}),
+    }
 
 
 def left_alone(environ: Mapping[str, str]) -> str:

@@ -69,9 +69,8 @@ def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> in
     """
     if not fault_tolerant:
         return run_exit_code(outcomes, fault_tolerant)
-    in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
-    faults = [outcome.exit_code for outcome in in_order if outcome.exit_code not in (None, 0, *NO_FAULT)]
-    return faults[0] if faults and faults[0] is not None else EXIT_NO_REPLICA
+    codes = [outcome.exit_code or 0 for outcome in sorted(outcomes, key=lambda outcome: outcome.ended)]
+    return next((code for code in codes if code not in (0, *NO_FAULT)), EXIT_NO_REPLICA)
 
 
 def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
@@ -96,8 +95,8 @@ def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
     """
     in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
     failures = [outcome.code for outcome in in_order if outcome.code]
-    verdicts = [outcome.exit_code for outcome in in_order if outcome.exit_code in RUN_VERDICTS]
-    if verdicts and verdicts[0] is not None:
+    verdicts = [code for code in failures if code in RUN_VERDICTS]
+    if verdicts:
         return verdicts[0]
     if not failures:
         return OK
@@ -187,6 +186,11 @@ def describe_end(exit_code: int | None, signal_number: int | None) -> str:
         return f"exit code {exit_code}"
     name = signal_name(signal_number)
     return name if name.startswith("signal") else f"{name} (signal {signal_number})"
+
+
+def has_ended(status: int) -> str:
+    """The end of a process as a part of a sentence; ``status``: the exit code, or minus the signal that killed it."""
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
 
 
 def signal_name(number: int) -> str:

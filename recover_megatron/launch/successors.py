@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.device_tests import DeviceTests
+from recover_megatron.launch.device_test import DeviceTests
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import REFUSED, RUN_VERDICTS, WorkerProcess, WorkerState
@@ -118,38 +119,31 @@ def _worker(plan: LaunchPlan, worker_id: int, local_rank: int, rank: int | None)
     )
 
 
+@dataclass(eq=False)
 class Successors:
-    """``launch`` starts the process of a worker (raises OSError); ``left_out`` is told of one that was not started."""
+    """What starts replacements, when their devices have passed their tests."""
 
-    def __init__(
-        self, plan: LaunchPlan, loop: EventLoop, table: WorkerTable, say: Callable[[str], None],
-        launch: Callable[[WorkerProcess], None], left_out: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._plan = plan
-        self._table = table
-        self._say = say
-        self._launch = launch
-        self._left_out = left_out
-        self._replacements = Replacements(plan)
+    _plan: LaunchPlan
+    _loop: EventLoop
+    _table: WorkerTable
+    _say: Callable[[str], None]
+    _launch: Callable[[WorkerProcess], None]
+    """Starts the process of a worker; raises OSError."""
+    _left_out: Callable[[], None]
+    """Is told of a worker that was not started."""
+
+    def __post_init__(self) -> None:
+        self._replacements = Replacements(self._plan)
         self._stopped = False
-        self._loop = loop
         self._waiting: list[WorkerProcess] = []
-        self._tests = DeviceTests(loop, plan.device_test, plan.device_test_timeout)
-
-    @property
-    def pids(self) -> set[int]:
-        """Of tests that are not reaped yet."""
-        return self._tests.pids
+        self._tests = DeviceTests(self._loop, self._plan.device_test, self._plan.device_test_timeout)
 
     def put_out(self, worker_id: int) -> None:
         """The coordinator has put this worker out of the run: nobody takes its place."""
         self._replacements.put_out.add(worker_id)
 
     def stop(self, stopped: bool = True) -> bool:
-        """Start no replacement from now on, nor one that is tested now; ``stopped=False``: do again.
-
-        Returns whether that is new.
-        """
+        """Start no replacement from now on, nor one that is tested now; False: do again.  Returns whether it is new."""
         before, self._stopped = self._stopped, stopped
         return before is not stopped
 
@@ -215,16 +209,16 @@ class Successors:
         self._left_out()
 
 
+@dataclass(eq=False)
 class LateNewcomers:
     """Kills newcomers that no plan has had when the run is over: nobody tells them so, and they would wait for ever."""
 
-    def __init__(self, plan: LaunchPlan, table: WorkerTable, control: ControlPlane, say: Callable[[str], None]) -> None:
-        self._plan = plan
-        self._table = table
-        self._control = control
-        self._say = say
-        self._run_is_over = False
-        self._killed: set[int] = set()
+    _plan: LaunchPlan
+    _table: WorkerTable
+    _control: ControlPlane
+    _say: Callable[[str], None]
+    _run_is_over: bool = False
+    _killed: set[int] = field(default_factory=set)
 
     def run_over(self) -> None:
         """From now on no newcomer is admitted."""

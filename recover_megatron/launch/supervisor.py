@@ -1,20 +1,7 @@
 """The supervisor: one launch on one node, from the first process to the last.
 
 Its states, and those of a worker, are drawn in states.py.  Everything here runs in the main thread, as callbacks of one
-event loop, so no two of them overlap.  It decides; its parts know and do::
-
-    WorkerTable         the workers' records and processes
-    Subreaper, Reaper   what is left of workers while the launcher lives, and when it has been killed
-    ControlPlane        the coordinator: what it wants, what it has decided
-    Peers               the launchers of other nodes
-    StartUp             what the loss of a worker means until the training has begun
-    Successors          which worker is started in place of another, when its device has passed its test
-    LateNewcomers       newcomers that come when the run is over
-    ExporterProcess     metrics and events, where flags ask for them
-    LaunchSignals       what a signal means
-    Shutdown            how workers are told to end, and made to
-    Conclusion          how the launch has ended: the exit code, the last lines
-    LogFolder           the files
+event loop, so no two of them overlap.  It decides; its parts know and do (``launch/__init__.py`` names them).
 """
 
 from __future__ import annotations
@@ -27,21 +14,18 @@ import traceback
 from collections.abc import Mapping
 
 from recover_megatron.launch import messages, successors
-from recover_megatron.launch.conclusion import Conclusion
+from recover_megatron.launch.conclusion import START_GRACE_SECONDS, Conclusion, StartUp
 from recover_megatron.launch.control_plane import ControlPlane, has_secret
-from recover_megatron.launch.exporter import ExporterProcess
+from recover_megatron.launch.hosted import ExporterProcess
 from recover_megatron.launch.log_folder import FolderLock, LogFolder
 from recover_megatron.launch.loop import EventLoop, LaunchSignals
 from recover_megatron.launch.output import Console, flush
 from recover_megatron.launch.peers import Peers
-from recover_megatron.launch.plan import Candidates, LaunchPlan, sets_omp_threads
+from recover_megatron.launch.plan import Candidates, LaunchPlan, WorkerEnvironment, sets_omp_threads
 from recover_megatron.launch.processes import START_AGAIN, Subreaper
 from recover_megatron.launch.reaper import Reaper
-from recover_megatron.launch.start_up import GRACE_SECONDS as START_GRACE_SECONDS
-from recover_megatron.launch.start_up import StartUp
 from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, LaunchState, WorkerProcess, WorkerState
 from recover_megatron.launch.successors import LateNewcomers, Successors
-from recover_megatron.launch.worker_environment import WorkerEnvironment
 from recover_megatron.launch.worker_table import Shutdown, WorkerTable
 from recover_megatron.membership.records import SecretError
 from recover_megatron.membership.wire import find_secret
@@ -51,7 +35,10 @@ FAULT_SECONDS = 0.2
 
 
 class Supervisor:
-    """Made once per launch; ``run`` returns the exit code.  The other public methods are its parts' events."""
+    """Made once per launch; ``run`` returns the exit code.
+
+    The other public methods are its parts' events (``Orders``, ``PeerEvents``, ``SignalEvents``), described there.
+    """
 
     def __init__(
         self,
@@ -88,9 +75,11 @@ class Supervisor:
         self._control = ControlPlane(plan, inherited, self._loop, say, self)
         self._exporter = ExporterProcess(plan, inherited, self._loop, say)
         self._late = LateNewcomers(plan, self._table, self._control, say)
-        self._start_up = StartUp(self._loop, plan, self._table, self._control, say, self)
+        self._start_up = StartUp(
+            self._loop, plan, self._table, self._control, say, self.go_on_without, self.fail_launch
+        )
         secret = find_secret(inherited) if plan.nnodes > 1 and has_secret(inherited) else None
-        self._peers = Peers(self._loop, plan, secret, listener, self._start_up, say, self)
+        self._peers = Peers(self._loop, plan, secret, listener, self._start_up.launcher_lost, say, self)
         self._shutdown = Shutdown(self._loop, self._table, say, self._give_up)
         self._conclusion = Conclusion(plan, self._table, self._control, self._peers, self._start_up, say)
 
@@ -109,7 +98,8 @@ class Supervisor:
             try:
                 self._loop.run_once()
                 self._write_workers()
-                self._reap_inherited()
+                if self._subreaper.due:
+                    self._subreaper.reap()
             except Exception:
                 if self._state not in (LaunchState.RUNNING, LaunchState.WAITING):
                     raise
@@ -138,17 +128,6 @@ class Supervisor:
         """Bring workers.json up to date, once for all changes of a round."""
         if self._table.changed and self._peers.joined:
             self._table.changed = not self._folder.write_workers(self._peers.run_id, self._table.all)
-
-    def _reap_inherited(self) -> None:
-        if self._subreaper.due:
-            watched = {
-                self._reaper.pid,
-                *self._exporter.pids,
-                *self._control.pids,
-                *self._table.pids,
-                *self._successors.pids,
-            }
-            self._subreaper.reap(watched)
 
     # --- starting ---
 
@@ -275,7 +254,6 @@ class Supervisor:
             self._own_workers_ended()
 
     def put_out(self, worker_id: int, reason: str) -> None:
-        """The coordinator has put a worker of this node out."""
         worker = self._table.running_worker(worker_id)
         if worker is not None:
             self._successors.put_out(worker_id)
@@ -283,16 +261,13 @@ class Supervisor:
             self._table.signal([worker], signal.SIGKILL)
 
     def noted(self, worker_id: int, text: str) -> None:
-        """A worker says something of itself."""
         self._table.note(worker_id, text)
 
     def draining(self, stays: bool) -> None:
-        """Somebody is about to switch this node off; ``stays``: it is not after all."""
         if self._successors.stop(not stays):
             self._console.say(messages.STAYS if stays else messages.DRAINING)
 
     def epoch_wanted(self) -> None:
-        """A worker of another node may be missing."""
         self._start_up.others_lost()
 
     # --- after the last worker ---
@@ -325,15 +300,12 @@ class Supervisor:
     # --- stopping ---
 
     def child_ended(self) -> None:
-        """SIGCHLD: look for inherited children when this round of the loop is over."""
         self._subreaper.due = True
 
     def pass_on(self, number: int) -> None:
-        """A signal for the workers."""
         self._table.signal(self._table.running, number)
 
     def stop_asked(self, number: int) -> None:
-        """A signal ends the launch."""
         if self._code == START_AGAIN:
             self._code = 128 + number
         if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
@@ -341,7 +313,6 @@ class Supervisor:
             self._stop(f"{signal.Signals(number).name} received", 128 + number)
 
     def kill_asked(self) -> None:
-        """A second signal ends it at once."""
         self._console.say("second signal: killing at once")
         self._shutdown.kill()
 
@@ -352,7 +323,6 @@ class Supervisor:
             self._stop(reason, code, START_GRACE_SECONDS)
 
     def stop_with_peers(self, reason: str, code: int) -> None:
-        """Another launcher has ended the launch, or it cannot be made."""
         self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
 
     def store_failed(self, reason: str) -> None:

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from recover_megatron.launch import processes
 from recover_megatron.launch.log_folder import LogFolder
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.processes import find_worker, kill_found, kill_group, spawn
+from recover_megatron.launch.processes import find_launch, kill_found, kill_group, spawn
 from recover_megatron.launch.reaper import Reaper
 from recover_megatron.launch.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
 from recover_megatron.membership.records import ranges
@@ -35,21 +36,20 @@ class _Handles:
     log: LogFile | None
 
 
+@dataclass(eq=False)
 class WorkerTable:
     """All workers that this launcher has started or is about to start, by worker id."""
 
-    def __init__(
-        self, plan: LaunchPlan, loop: EventLoop, console: Console, folder: LogFolder, reaper: Reaper,
-        on_exit: Callable[[WorkerProcess], None],
-    ) -> None:  # fmt: skip
-        """``on_exit``: called when a worker's process has ended; it calls ``reap`` and ``close``."""
-        self._plan = plan
-        self._loop = loop
-        self._console = console
-        self._folder = folder
-        self._reaper = reaper
-        self._on_exit = on_exit
-        reaper.dropped = self._output_dropped
+    _plan: LaunchPlan
+    _loop: EventLoop
+    _console: Console
+    _folder: LogFolder
+    _reaper: Reaper
+    _on_exit: Callable[[WorkerProcess], None]
+    """Called when a worker's process has ended; it calls ``reap`` and ``close``."""
+
+    def __post_init__(self) -> None:
+        self._reaper.dropped = self._output_dropped
         self._workers: dict[int, WorkerProcess] = {}
         self._handles: dict[int, _Handles] = {}
         self.changed = True
@@ -92,11 +92,6 @@ class WorkerTable:
     def outcomes(self) -> list[ExitOutcome]:
         """Of all, for the exit code; of one that has not ended: as if it had finished."""
         return [worker.outcome for worker in self._workers.values()]
-
-    @property
-    def pids(self) -> set[int]:
-        """Of the processes that are not reaped yet."""
-        return {worker.pid for worker in self.live if worker.pid is not None}
 
     def running_worker(self, worker_id: int) -> WorkerProcess | None:
         """None: there is none of this id, or its process does not run."""
@@ -150,10 +145,9 @@ class WorkerTable:
         assert worker.pid is not None
         self._loop.unwatch(self._handles[worker.worker_id].pidfd)
         kill_group(worker.pid)
-        find = partial(find_worker, self._plan.launch_id, worker.worker_id, worker.pid, self._reaper.spared)
+        find = partial(find_launch, self._plan.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}
-        _, status = os.waitpid(worker.pid, 0)
-        worker.end(os.waitstatus_to_exitcode(status), time.time())
+        worker.end(processes.reap(worker.pid), time.time())
         self.changed = True
         return len(killed - {worker.pid})
 

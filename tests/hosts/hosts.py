@@ -21,10 +21,12 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 
 SWITCH = 254
@@ -152,6 +154,14 @@ class Hosts:
             )  # fmt: skip
         self._started[host].append(process)
         return process
+
+    def recover_run(
+        self, host: int, *argv: object, out: Path, environment: Mapping[str, str], cwd: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start the launcher of a host, of a launch over all of them whose store is on the first."""
+        command = [sys.executable, "-m", "recover_megatron.launch", "--nnodes", self.count, "--node-rank", host - 1]
+        command += ["--master-addr", self.address(1), "--master-port", 29400, *argv]
+        return self.start(host, command, out, environment={"PYTHONPATH": str(REPOSITORY), **environment}, cwd=cwd)
 
     def kill(self, host: int) -> None:
         """SIGKILL to everything that runs there; its kernel tells the others."""

@@ -14,14 +14,49 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
+from recover_megatron.launch.plan import LaunchPlan
 from tests.harness import REPOSITORY
-from tests.harness.processes import processes_with
-from tests.harness.waiting import DEADLINE, eventually
+from tests.harness.processes import free_port, processes_with
+from tests.harness.waiting import DEADLINE, eventually, written_lines
 
 TOKEN = "LAUNCH_TEST_TOKEN"
+SECRET = {"RECOVER_SECRET": "one that all launchers of a test share"}
+UNTIL_TOLD = """
+    import os, sys, time
+    print("UP", os.environ["RANK"], os.getpid(), flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    print("DONE", os.environ["RANK"], flush=True)
+    """
+IN_THE_RUN = """
+    import os, time
+    from recover_megatron.membership.session import connect
+
+    session = connect()
+    session.join({})
+    print("JOINED", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    session.leave()
+    """
+
+
+def recover_run(
+    argv: Sequence[str], cwd: Path, environment: Mapping[str, str] = MappingProxyType({}), **streams: object
+) -> subprocess.Popen[bytes]:
+    """Start one."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "recover_megatron.launch", *argv],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        **streams,
+    )
 
 
 class Launch:
@@ -29,15 +64,8 @@ class Launch:
 
     def __init__(self, argv: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
         self.token = uuid.uuid4().hex
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "recover_megatron.launch", *argv],
-            cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment, TOKEN: self.token},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = recover_run(argv, cwd, {**environment, TOKEN: self.token}, **pipes)
         self.pid = self.process.pid
         self._news = threading.Condition()
         self._fragments: dict[str, list[bytes]] = {"out": [], "err": []}
@@ -87,6 +115,11 @@ class Launch:
             reader.join(DEADLINE)
         return code
 
+    def ends(self, code: int = 0) -> None:
+        """Wait for the end, which is with this exit code, and leaves no process."""
+        assert self.wait() == code, self.out[-3000:] + self.err
+        assert self.left() == []
+
     def left(self) -> list[int]:
         """Living processes of this launch, the launcher included."""
         return processes_with(f"{TOKEN}={self.token}")
@@ -125,8 +158,52 @@ class Bench:
     def run(self, *argv: object, environment: Mapping[str, str] | None = None, ends: int = 0) -> Launch:
         """To its end, with this exit code."""
         launch = self.start(*argv, environment=environment)
-        assert launch.wait() == ends, launch.err
+        launch.ends(ends)
         return launch
+
+    def nodes(
+        self, count: int, *argv: object, per_node: int = 2, environment: Mapping[str, str] = SECRET
+    ) -> list[Launch]:
+        """A launcher for each node of one launch, all on this machine."""
+        options = ["--nnodes", count, "--nproc-per-node", per_node, "--master-port", free_port(), "--log-dir", "logs"]
+        return [self.start(*options, "--node-rank", node, *argv, environment=environment) for node in range(count)]
+
+    def go(self, name: str = "go") -> None:
+        """Make the file that scripts wait for."""
+        (self.folder / name).touch()
+
+    def log(self, worker: int = 0, folder: str = "logs") -> str:
+        """What a worker's log has by now."""
+        return (self.folder / folder / f"worker-{worker}.log").read_text()
+
+    def events(self, *kinds: str, candidate: int = 0, folder: str = "logs") -> list[dict]:
+        """What a candidate coordinator has logged by now, of these kinds."""
+        found = map(json.loads, written_lines(self.folder / folder / f"events-{candidate}.jsonl"))
+        return [event for event in found if event["event"] in kinds]
+
+    def lease_claims(self) -> list[list[list[int]]]:
+        """The members, as runs, of each side that has had the lease, one after the other."""
+        files = sorted((self.folder / "logs").glob("lease-*.[0-9]*"))
+        return [json.loads(path.read_text())["members"] for path in files]
+
+    def kill(self, worker: int, count: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to one of ``count`` workers, once they have started."""
+        os.kill(self.workers(count=count)[worker]["pid"], number)
+
+    def status(self, folder: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """recover-status of a log folder, with no variable of ours but these."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
+        return subprocess.run(
+            [sys.executable, "-m", "recover_megatron.status", str(self.folder / folder), *options],
+            env={**clean, "PYTHONPATH": str(REPOSITORY), **environment},
+            capture_output=True, text=True, timeout=DEADLINE, check=False,
+        )  # fmt: skip
+
+    def shell(self, command: str) -> int:
+        """Run a line of sh, with recover-run as ``$RUN``.  Returns the exit code."""
+        run = f"{sys.executable} -m recover_megatron.launch"
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "RUN": run}
+        return subprocess.run(["sh", "-c", command], cwd=self.folder, env=environment, timeout=DEADLINE).returncode
 
     def workers(self, folder: str = "logs", count: int = 1) -> list[dict]:
         """What workers.json says, once ``count`` workers in it have a pid: it may come after what they print."""
@@ -138,11 +215,23 @@ class Bench:
         eventually(started, f"{count} workers in {path}")
         return json.loads(path.read_text())
 
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for launch in self.launches:
+            launch.clean_up()
+            print(launch.pid, launch.process.args, launch.out, launch.err, sep="\n")  # shown with a failure
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    for launch in bench.launches:
-        launch.clean_up()
-        print(launch.pid, launch.process.args, launch.out, launch.err, sep="\n")  # shown with a failure
+    with Bench(tmp_path) as bench:
+        yield bench
+
+
+def plan_of(**fields: object) -> LaunchPlan:
+    """That of four workers on one node, but for these fields."""
+    common = {"node_rank": 0, "master_addr": "a", "master_port": 1, "launch_id": "l", "run_id": "r", "host": "h"}
+    more = {"nproc_per_node": 4, "nnodes": 1, "command": (), "fault_tolerant": True}
+    return LaunchPlan(**{**common, **more, **fields})

@@ -1,16 +1,19 @@
-"""The launcher hosts the control plane: its secret, its verdict, and no trace of it for scripts that do not use it."""
+"""The launcher hosts the control plane, and the process for metrics: secret, verdict, no trace in other scripts."""
+
+from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from recover_megatron.launch.conclusion import last_checkpoint
 from tests.harness.processes import children, command_line
-from tests.harness.waiting import DEADLINE, eventually
+from tests.harness.waiting import eventually
+
+from .conftest import IN_THE_RUN
 
 USES_IT = """
     import os, signal, sys
@@ -31,8 +34,7 @@ def test_a_run_whose_last_members_left_in_order_ends_with_0_whoever_died_before(
     assert launch.out.count("MEMBERS [0, 1, 2]") == 3
     assert "worker 1" in launch.err
     assert "killed by SIGKILL" in launch.err
-    events = [json.loads(line) for line in (bench.folder / "logs" / "events-0.jsonl").read_text().splitlines()]
-    assert [event["code"] for event in events if event["event"] == "stop"] == [0]
+    assert [stop["code"] for stop in bench.events("stop")] == [0]
 
 
 def test_a_coordinator_whose_log_cannot_be_written_says_so_and_goes_on(bench):
@@ -111,39 +113,24 @@ def test_a_run_that_a_worker_gives_up_ends_with_its_code_whatever_the_workers_ex
     assert launch.out.count("LOST the disk is full") == 3
 
 
-WAITS = """
-    import sys
-    from recover_megatron.membership.session import connect
-
-    session = connect()
-    session.join({})
-    session.agree(1)
-    print("WORKING", flush=True)
-    session.wait_revoked()
-    session.wait_revoked(60)
-    """
-
-
 def test_a_run_that_is_interrupted_is_told_as_ended_by_that_signal_and_with_its_last_checkpoint(bench):
     saved = bench.folder / "saved"
     saved.mkdir()
     (saved / "latest_checkpointed_iteration.txt").write_text("8")
     launch = bench.start(
-        "--nproc-per-node", 3, "--log-dir", "logs", bench.script(WAITS), "--recover", "--save", str(saved)
+        "--nproc-per-node", 3, "--log-dir", "logs", bench.script(IN_THE_RUN), "--recover", "--save", str(saved)
     )
-    launch.wait_for("WORKING", 3)
+    launch.wait_for("JOINED", 3)
     launch.send(signal.SIGINT)
     assert launch.wait() == 130, launch.err
     assert f"last checkpoint: iteration 8 in {saved}" in launch.err
-    records = [json.loads(line) for line in (bench.folder / "logs" / "events-0.jsonl").read_text().splitlines()]
-    (stop,) = [record for record in records if record["event"] == "stop"]
+    (stop,) = bench.events("stop")
     assert stop["code"] == 130
     assert "ended by SIGINT" in stop["reason"]
     (bench.folder / "logs" / "steps.jsonl").write_text('{"iteration": 8}\n{"iteration": 9, "lo')
-    command = [sys.executable, "-m", "recover_megatron.status", str(bench.folder / "logs")]
-    over = json.loads(subprocess.check_output([*command, "--json"], timeout=DEADLINE))
+    over = json.loads(bench.status("logs", "--json").stdout)
     assert (over["code"], over["iteration"], over["world"], over["epoch"]) == (130, 8, 3, 1)
-    shown = subprocess.check_output(command, timeout=DEADLINE, text=True)
+    shown = bench.status("logs").stdout
     assert "ended by SIGINT" in shown
     assert "last iteration 8   workers 3, 0 of them lost" in shown
     assert "0 of 0" not in shown
@@ -151,17 +138,16 @@ def test_a_run_that_is_interrupted_is_told_as_ended_by_that_signal_and_with_its_
 
 def test_a_coordinator_that_is_late_tells_in_its_log_how_an_interrupted_run_has_ended(bench):
     """It hears of the signal and of the workers' ends when they are over, and is not killed with the launch before."""
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(WAITS), "--recover")
-    launch.wait_for("WORKING", 2)
-    events = bench.folder / "logs" / "events-0.jsonl"
-    (leader,) = [pid for pid in children(launch.pid) if str(events) in command_line(pid)]
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN), "--recover")
+    launch.wait_for("JOINED", 2)
+    events = str(bench.folder / "logs" / "events-0.jsonl")
+    (leader,) = [pid for pid in children(launch.pid) if events in command_line(pid)]
     os.kill(leader, signal.SIGSTOP)
     launch.send(signal.SIGINT)
     eventually(lambda: [w["state"] for w in bench.workers()] == ["killed"] * 2, "the workers have ended")
     os.kill(leader, signal.SIGCONT)  # the launcher waits some seconds for it; without that it would be killed by now
     assert launch.wait() == 130, launch.err
-    records = [json.loads(line) for line in events.read_text().splitlines()]
-    assert [record["code"] for record in records if record["event"] == "stop"] == [130]
+    assert [stop["code"] for stop in bench.events("stop")] == [130]
 
 
 @pytest.mark.parametrize(
@@ -229,3 +215,37 @@ def test_the_coordinators_get_the_times_of_the_scripts_flags(bench):
 def test_bad_times_are_left_to_the_script_to_refuse(bench):
     launch = bench.run(bench.script(COMMAND_LINES), "--recover-heartbeat-interval", "9")
     assert launch.out.count("--heartbeat-interval 1.0 --heartbeat-timeout 5.0 --hang-timeout 60.0") >= 2
+
+
+def test_metrics_and_events_are_there_while_the_run_goes_on_and_of_its_end(bench):
+    script = bench.script(
+        """
+        import os, time
+        while not os.path.exists("told"):
+            time.sleep(0.05)
+        """
+    )
+    hook = bench.script(
+        """
+        import os, signal, sys
+        os.kill(os.getppid(), signal.SIGUSR1)  # as SLURM tells every process of a step
+        text = sys.stdin.read()
+        with open("telling", "w") as file:
+            file.write(text)
+        os.replace("telling", "told")
+        """,
+        "hook.py",
+    )
+    launch = bench.run(
+        "--log-dir", "logs", script, "--recover", "--recover-metrics-file", "run.prom", "--recover-on-event",
+        f"{sys.executable} {bench.folder / hook}",
+    )  # fmt: skip
+    assert "killed by SIGUSR1" not in launch.err
+    told = json.loads((bench.folder / "told").read_text())
+    assert told["run"] == str(bench.folder / "logs")
+    assert "recover_coordinator_up" in (bench.folder / "run.prom").read_text()
+
+
+def test_a_command_line_that_cannot_be_watched_is_refused(bench):
+    launch = bench.run(bench.script("pass"), "--recover", "--recover-metrics", "no-port", ends=2)
+    assert "--recover-metrics no-port" in launch.err

@@ -1,26 +1,44 @@
-"""A worker dies, or the launcher is told to stop: who ends, who goes on, what is said and recorded."""
+"""A worker dies, or the launcher is told to stop: who ends, who goes on, what is said and recorded.
+
+No process outlives the launcher, however it ends.
+"""
 
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness import REPOSITORY
-from tests.harness.processes import alive, processes_with
-from tests.harness.waiting import DEADLINE, eventually, written_lines
+from tests.harness.processes import alive, children, command_line, processes_with
+from tests.harness.waiting import eventually
 
-UNTIL_TOLD = """
-    import os, sys, time
-    print("UP", os.environ["RANK"], os.getpid())
-    while not os.path.exists("go"):
-        time.sleep(0.05)
-    print("DONE", os.environ["RANK"])
+from .conftest import IN_THE_RUN, UNTIL_TOLD
+
+# Each worker starts: a child that ignores SIGTERM, a grandchild in a session of its own whose parent is gone, a program
+# in a session of its own.  Every process but the program ignores what can be ignored.
+FAMILY = """
+    import os, signal, subprocess, time
+
+    def main():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        if os.fork() == 0:
+            time.sleep(1000)
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print("UP", os.environ["RANK"])
+        while not os.path.exists("go" + os.environ["RANK"]):
+            time.sleep(0.05)
+
+    if __name__ == "__main__":
+        main()
     """
 
 
@@ -30,7 +48,7 @@ def test_one_workers_death_does_not_end_the_others(bench):
     victim = bench.workers(count=3)[1]
     os.kill(victim["pid"], signal.SIGKILL)
     launch.wait_for("was killed by SIGKILL")
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 137
     assert "DONE 0" in launch.out
     assert "DONE 2" in launch.out
@@ -49,49 +67,18 @@ def test_a_worker_killed_by_a_signal_that_has_no_name_is_told_like_any_other(ben
 
 
 def test_survivors_that_finish_a_fault_tolerant_run_make_it_a_success(bench):
-    joined = """
-        from recover_megatron.membership.session import connect
-        session = connect()
-        session.join({})
-        """
-    script = bench.script(textwrap.dedent(joined) + textwrap.dedent(UNTIL_TOLD) + "\nsession.leave()\n")
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script, "--recover")
-    launch.wait_for("UP", times=2)
-    events = bench.folder / "logs" / "events-0.jsonl"
-    eventually(lambda: any('"event":"witness"' in line for line in written_lines(events)), "the launcher has come")
-    os.kill(bench.workers(count=2)[0]["pid"], signal.SIGSEGV)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN), "--recover")
+    launch.wait_for("JOINED", times=2)
+    eventually(lambda: bench.events("witness"), "the launcher has come")
+    bench.kill(0, 2, signal.SIGSEGV)
     launch.wait_for("SIGSEGV")
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 0
 
 
 @pytest.mark.parametrize("end", ["killed", "exited"])
 def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench, end):
-    """A forked child that holds the worker's sockets, one in a session of its own, and a program it started."""
-    script = bench.script(
-        """
-        import os, signal, subprocess, sys, time
-
-        def main():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if os.fork() == 0:
-                time.sleep(1000)
-            if os.fork() == 0:
-                os.setsid()
-                if os.fork() == 0:
-                    time.sleep(1000)
-                os._exit(0)
-            os.wait()
-            subprocess.Popen(["sleep", "1000"], start_new_session=True)
-            print("UP", os.environ["RANK"])
-            while not os.path.exists("go" + os.environ["RANK"]):
-                time.sleep(0.05)
-
-        if __name__ == "__main__":
-            main()
-        """
-    )
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(FAMILY))
     launch.wait_for("UP", times=2)
     dead, survivor = bench.workers(count=2)
 
@@ -104,14 +91,13 @@ def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench
     if end == "killed":
         os.kill(dead["pid"], signal.SIGKILL)
     else:
-        (bench.folder / "go0").touch()
+        bench.go("go0")
     launch.wait_for("it left behind ended")
     eventually(lambda: not any(map(alive, mine)), "nothing is left of worker 0")
     assert all(map(alive, others))
     assert alive(survivor["pid"])
-    (bench.folder / "go1").touch()
-    assert launch.wait() == (137 if end == "killed" else 0)
-    assert launch.left() == []
+    bench.go("go1")
+    launch.ends(137 if end == "killed" else 0)
 
 
 def test_the_launcher_does_not_wait_for_pipes_that_a_dead_workers_child_holds(bench):
@@ -140,15 +126,20 @@ def no_nohup():
 
 
 @pytest.mark.usefixtures("no_nohup")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_lets_workers_end_by_themselves(bench, number):
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(number, 128 + number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] + [(signal.SIGUSR1, 0)],
+)
+def test_a_signal_lets_workers_end_by_themselves(bench, number, code):
+    """SIGUSR1 is passed on, and ends nobody who does not want it."""
     script = bench.script(
         """
         import os, signal, sys, time
         def leave(*_):
             print("SAVED", os.environ["RANK"])
             sys.exit(0)
-        signal.signal(signal.SIGTERM, leave)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, leave)
         print("UP")
         time.sleep(1000)
         """
@@ -156,10 +147,9 @@ def test_a_signal_lets_workers_end_by_themselves(bench, number):
     launch = bench.start("--nproc-per-node", 2, script)
     launch.wait_for("UP", times=2)
     launch.send(number)
-    assert launch.wait() == 128 + number
+    launch.ends(code)
     assert launch.out.count("SAVED") == 2
     assert "Traceback" not in launch.err
-    assert launch.left() == []
 
 
 STUBBORN = """
@@ -178,10 +168,9 @@ def test_after_the_grace_time_workers_are_killed(bench):
     launch.wait_for("UP", times=2)
     told = time.monotonic()
     launch.send(signal.SIGTERM)
-    assert launch.wait() == 128 + signal.SIGTERM
+    launch.ends(128 + signal.SIGTERM)
     assert time.monotonic() - told >= 0.5
     assert [worker["signal"] for worker in bench.workers()] == [signal.SIGKILL, signal.SIGKILL]
-    assert launch.left() == []
     assert "Traceback" not in launch.err
 
 
@@ -191,22 +180,19 @@ def test_a_second_signal_kills_at_once(bench):
     launch.send(signal.SIGINT)
     launch.wait_for("SIGTERM to 1 worker")
     launch.send(signal.SIGINT)
-    assert launch.wait() == 128 + signal.SIGINT
-    assert launch.left() == []
+    launch.ends(128 + signal.SIGINT)
 
 
 def test_a_stopped_worker_is_killed_after_the_grace_time(bench):
     launch = bench.start("--grace-seconds", 0.2, "--log-dir", "logs", bench.script(UNTIL_TOLD))
     launch.wait_for("UP")
-    os.kill(bench.workers()[0]["pid"], signal.SIGSTOP)
+    bench.kill(0, 1, signal.SIGSTOP)
     launch.send(signal.SIGTERM)
-    assert launch.wait() == 128 + signal.SIGTERM
-    assert launch.left() == []
+    launch.ends(128 + signal.SIGTERM)
 
 
 def test_a_process_that_outlived_the_run_is_found_and_killed_at_the_end(bench):
-    launch = bench.run(bench.script("import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])"))
-    assert launch.left() == []
+    bench.run(bench.script("import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])"))
 
 
 def test_workers_json_follows_the_workers(bench):
@@ -230,7 +216,7 @@ def test_workers_json_follows_the_workers(bench):
     assert [worker["state"] for worker in running] == ["running", "failed", "running"]
     os.kill(running[2]["pid"], signal.SIGTERM)
     launch.wait_for("SIGTERM")
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 3
     ended = bench.workers()
     assert [worker["state"] for worker in ended] == ["finished", "failed", "killed"]
@@ -243,42 +229,20 @@ def test_workers_json_follows_the_workers(bench):
         assert Path(worker["log"]).is_file()
 
 
-def test_user_signals_are_passed_on_to_the_workers(bench):
-    script = bench.script(
-        """
-        import os, signal, sys, time
-        signal.signal(signal.SIGUSR1, lambda *_: (print("SAVED", os.environ["RANK"]), sys.exit(0)))
-        print("UP")
-        time.sleep(1000)
-        """
-    )
-    launch = bench.start("--nproc-per-node", 2, script)
-    launch.wait_for("UP", times=2)
-    launch.send(signal.SIGUSR1)
-    assert launch.wait() == 0
-    assert launch.out.count("SAVED") == 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
 def test_closed_standard_streams_do_no_harm(bench, closed):
     script = bench.script("open('ran', 'w').write('yes'); print('shown')")
-    command = f"exec {sys.executable} -m recover_megatron.launch --log-dir logs {script} {closed}"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(["sh", "-c", command], cwd=bench.folder, env=environment, timeout=DEADLINE, check=False)
-    assert done.returncode == 0
-    assert (bench.folder / "logs/worker-0.log").read_text() == "shown\n"
+    assert bench.shell(f"exec $RUN --log-dir logs {script} {closed}") == 0
+    assert bench.log() == "shown\n"
 
 
 def test_children_from_before_the_launch_are_left_alone(bench):
     """A shell that started something and then became recover-run by exec."""
-    script = bench.script("print('RAN')")
-    command = f"sleep 1000 & echo $! > bystander; exec {sys.executable} -m recover_megatron.launch {script}"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(["sh", "-c", command], cwd=bench.folder, env=environment, timeout=DEADLINE, check=False)
+    code = bench.shell(f"sleep 1000 & echo $! > bystander; exec $RUN {bench.script("print('RAN')")}")
     bystander = int((bench.folder / "bystander").read_text())
     try:
-        assert done.returncode == 0
+        assert code == 0
         assert alive(bystander)
     finally:
         os.kill(bystander, signal.SIGKILL)
@@ -325,3 +289,94 @@ def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_n
             os.kill(pid, number)
     assert launch.wait() == (0 if number == signal.SIGUSR1 else 128 + number), launch.err
     assert launch.out.count("LEFT") == 2, launch.out + launch.err
+
+
+def reaper_of(launch):
+    name = "recover_megatron.launch.reaper"
+    reapers = [pid for pid in children(launch.pid) if any(name in word for word in command_line(pid))]
+    assert len(reapers) == 1
+    return reapers[0]
+
+
+def start_family(bench, logs="logs"):
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, bench.script(FAMILY))
+    launch.wait_for("UP", times=2)
+    # The launcher, two candidate coordinators, per worker four.
+    eventually(lambda: len(launch.left()) == 11, "11 processes run")
+    return launch
+
+
+def leaves_nothing(launch):
+    """It has been killed."""
+    assert launch.wait() == -signal.SIGKILL
+    eventually(lambda: launch.left() == [], "every process of the launch has ended")
+
+
+def test_sigkill_of_the_launcher_leaves_nothing(bench):
+    launch = start_family(bench)
+    reaper = reaper_of(launch)
+    launch.send(signal.SIGKILL)
+    leaves_nothing(launch)
+    eventually(lambda: not alive(reaper), "the reaper has ended")
+    assert [worker["worker_id"] for worker in bench.workers()] == [0, 1], "workers.json is whole"
+
+
+@pytest.mark.slow
+def test_sigterm_of_the_launcher_leaves_nothing(bench):
+    launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.2, bench.script(FAMILY))
+    launch.wait_for("UP", times=2)
+    reaper = reaper_of(launch)
+    launch.send(signal.SIGTERM)
+    launch.ends(128 + signal.SIGTERM)
+    assert not alive(reaper)
+
+
+@pytest.mark.slow
+def test_sigkill_of_the_launchers_whole_group_leaves_nothing(bench):
+    launch = start_family(bench)
+    os.killpg(launch.pid, signal.SIGKILL)
+    leaves_nothing(launch)
+
+
+def test_sigkill_of_the_launcher_in_the_middle_of_the_start_leaves_nothing(bench):
+    launch = bench.start("--nproc-per-node", 8, bench.script(FAMILY))
+    launch.wait_for("starting 8 workers")
+    launch.send(signal.SIGKILL)
+    leaves_nothing(launch)
+
+
+@pytest.mark.slow
+def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
+    launch = start_family(bench)
+    first = reaper_of(launch)
+    os.kill(first, signal.SIGKILL)
+    launch.wait_for("took its place")
+    second = reaper_of(launch)
+    assert second != first
+    launch.send(signal.SIGKILL)
+    leaves_nothing(launch)
+    eventually(lambda: not alive(second), "the reaper has ended")
+
+
+@pytest.mark.slow
+def test_the_warden_ignores_polite_signals(bench):
+    launch = bench.start(bench.script(UNTIL_TOLD))
+    launch.wait_for("UP")
+    reaper = reaper_of(launch)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        os.kill(reaper, number)
+    bench.go()
+    assert launch.wait() == 0
+    assert "took its place" not in launch.err
+    assert not alive(reaper)
+
+
+@pytest.mark.slow
+def test_another_launch_on_the_machine_is_not_touched(bench):
+    other = start_family(bench)
+    before = sorted(other.left())
+    launch = start_family(bench, logs="others")
+    launch.send(signal.SIGKILL)
+    leaves_nothing(launch)
+    assert sorted(other.left()) == before
+    assert processes_with(f"LAUNCH_TEST_TOKEN={other.token}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch
 
 from recover_megatron.launch import device_test
 from recover_megatron.launch.arguments import parse
-from recover_megatron.launch.device_tests import DEFAULT, command_of
+from recover_megatron.launch.device_test import DEFAULT, command_of
 from tests.harness.patience import patient
-from tests.launch.test_newcomers import HELD, LONGER, SCRIPT, awaits, let_end
+from tests.launch.test_newcomers import LONGER, SCRIPT, awaits, training
 
 PASSES = f"{sys.executable} -c pass"
 FAILS = f"""{sys.executable} -c 'print("rows of its memory have no spare"); raise SystemExit(1)'"""
@@ -149,16 +148,13 @@ slow = pytest.mark.slow
 def test_a_worker_is_started_on_a_device_that_has_passed(bench) -> None:
     tested = bench.folder / "tested"
     command = f"""sh -c 'kill -USR1 $$; echo "$LOCAL_RANK" > {tested}'"""  # as SLURM may tell it before a time limit
-    options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs", "--device-test", command]
-    launch = bench.start(*options, *SCRIPT, environment=awaits(1))
-    launch.wait_for('"event": "plan"', times=3)
-    os.kill(bench.workers(count=3)[1]["pid"], signal.SIGKILL)
-    assert launch.wait() == 0, launch.err
+    launch = training(bench, 3, 1, "--device-test", command, *SCRIPT, environment=awaits(1))
+    bench.kill(1, 3)
+    launch.ends()
     assert "worker 3 is started in its place when its device has passed a test" in launch.err
     assert tested.read_text() == "1\n"
     record = bench.workers()[3]
     assert (record["replaces"], record["local_rank"], record["state"], record["note"]) == (1, 1, "finished", "")
-    assert launch.left() == []
 
 
 @slow
@@ -168,30 +164,23 @@ def test_a_worker_is_started_on_a_device_that_has_passed(bench) -> None:
     ids=["fails", "hangs"],
 )
 def test_a_device_that_fails_its_test_is_left_out_and_named(bench, command: str, timeout: float, why: str) -> None:
-    options = ["--nproc-per-node", 3, "--max-restarts", 2, "--log-dir", "logs"]
-    options += ["--device-test", command, "--device-test-timeout", timeout]
-    launch = bench.start(*options, *LONGER, environment=HELD)
-    launch.wait_for('"event": "plan"', times=3)
-    os.kill(bench.workers(count=3)[1]["pid"], signal.SIGKILL)
+    launch = training(bench, 3, 2, "--device-test", command, "--device-test-timeout", timeout, *LONGER)
+    bench.kill(1, 3)
     launch.wait_for("worker 3 is not started: the device of local rank 1 on")
-    let_end(bench)
-    assert launch.wait() == 0, launch.err
+    bench.go()
+    launch.ends()
     assert why in launch.err
     record = bench.workers()[3]
     assert (record["pid"], record["state"], record["replaces"]) == (None, "killed", 1)
     assert record["note"].startswith("not started: the device of local rank 1 failed its test")
     assert why in record["note"]
     assert len(bench.workers()) == 4, "it is not tried again"
-    assert launch.left() == []
 
 
 @slow
 def test_a_launch_that_ends_during_a_test_leaves_nothing(bench) -> None:
-    options = ["--nproc-per-node", 2, "--max-restarts", 1, "--log-dir", "logs", "--device-test", HANGS]
-    launch = bench.start(*options, *SCRIPT, environment=HELD)  # it does not end by itself
-    launch.wait_for('"event": "plan"', times=2)
-    os.kill(bench.workers(count=2)[1]["pid"], signal.SIGKILL)
+    launch = training(bench, 2, 1, "--device-test", HANGS, *SCRIPT)  # it does not end by itself
+    bench.kill(1, 2)
     launch.wait_for("when its device has passed a test")
     launch.send(signal.SIGTERM)
-    assert launch.wait() == 128 + signal.SIGTERM
-    assert launch.left() == []
+    launch.ends(128 + signal.SIGTERM)

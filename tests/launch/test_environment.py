@@ -1,8 +1,19 @@
-"""What a worker finds in its environment, and the line that says what is started."""
+"""A worker is what ``python SCRIPT`` would be, with some variables more, which tell the interface, too."""
+
+from __future__ import annotations
 
 import json
+import signal
 
 import pytest
+
+from recover_megatron.launch.plan import interface_of, interfaces, variables_for
+from tests.harness.waiting import DEADLINE
+from tests.hosts.conftest import can_have_hosts
+from tests.hosts.hosts import Hosts
+
+from .conftest import SECRET, Bench
+from .test_store import ALL_REDUCE
 
 SHOW = "import json, os, sys; print('ENV', json.dumps(dict(os.environ)))"
 
@@ -23,12 +34,8 @@ def test_workers_get_torchruns_variables_and_ours(bench):
     assert set(found) == {"0", "1"}
     for rank, variables in found.items():
         expected = {
-            "LOCAL_RANK": rank,
-            "ROLE_RANK": rank,
-            "RECOVER_WORKER_ID": rank,
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "ROLE_WORLD_SIZE": "2",
+            **dict.fromkeys(("LOCAL_RANK", "ROLE_RANK", "RECOVER_WORKER_ID"), rank),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), "2"),
             "ROLE_NAME": "default",
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",
@@ -113,3 +120,112 @@ def test_a_run_that_gloo_cannot_be_aborted_in_is_refused(bench):
     launch = bench.run(script, "--recover", "--mock-data", environment={"GLOO_DEVICE_TRANSPORT": "TCP_TLS"}, ends=2)
     assert "GLOO_DEVICE_TRANSPORT=TCP_TLS: only gloo's connections over plain TCP" in launch.err
     assert environments(launch) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "code", "shown"),
+    [
+        ("sys.exit(5)", 5, ""),
+        ("sys.exit('a message')", 1, "a message"),
+        ("sys.exit()", 0, ""),
+        ("raise ValueError('uncaught')", 1, "ValueError: uncaught"),
+        ("os._exit(9)", 9, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        ("atexit.register(print, 'AT EXIT')", 0, "AT EXIT"),
+        ("print('unflushed', end='')", 0, "unflushed"),
+        ("threading.Thread(target=lambda: (time.sleep(0.2), print('THREAD DONE'))).start()", 0, "THREAD DONE"),
+        ("def f(): assert False, 'deep'\n    f()", 1, "AssertionError: deep"),
+    ],
+)
+def test_a_worker_ends_as_the_script_does_under_python(bench, body, code, shown):
+    script = bench.script(
+        f"import atexit, os, signal, sys, threading, time\nif __name__ == '__main__':\n    print('RUNS')\n    {body}\n"
+    )
+    bench.run("--log-dir", "logs", script, ends=code if code >= 0 else 128 - code)
+    (worker,) = bench.workers()
+    assert (worker["exit_code"] if worker["signal"] is None else -worker["signal"]) == code
+    log = bench.log()
+    assert shown in log
+    assert "RUNS" in log
+    assert "recover_megatron" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_multiprocessing_works_in_a_worker(bench, method):
+    script = bench.script(
+        """
+        import multiprocessing, os, sys
+        def square(number):
+            return number * number
+        if __name__ == "__main__":
+            with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+                print("SQUARES", pool.map(square, [2, 3]), os.path.basename(sys.modules["__main__"].__file__))
+        """
+    )
+    launch = bench.run(script, method)
+    assert "SQUARES [4, 9] script.py" in launch.out
+
+
+@pytest.mark.slow
+def test_a_folder_as_script_runs_its_main(bench):
+    (bench.folder / "folder").mkdir()
+    (bench.folder / "folder/__main__.py").write_text("print('RAN')")
+    launch = bench.run("folder")
+    assert "RAN" in launch.out
+
+
+__all__ = ["can_have_hosts"]  # a fixture
+
+FOUND = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "10.0.0.2": "eth0", "172.17.0.1": "docker0", "fd00::1": "eth1"}
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("10.0.0.2", "eth0"),
+        ("127.0.0.1", "lo"),
+        ("fd00::1", "eth1"),
+        ("10.0.0.9", None),
+        ("no-such-host.invalid", None),
+    ],
+)
+def test_the_interface_is_that_of_the_address(host: str, name: str | None) -> None:
+    assert interface_of(host, FOUND) == name
+
+
+def test_this_host_has_a_loopback() -> None:
+    assert interfaces()["127.0.0.1"] == "lo"
+    assert variables_for("127.0.0.1", {})[0] == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+def test_what_the_user_has_set_stands() -> None:
+    assert variables_for("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"})[0] == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert variables_for("127.0.0.1", {"NCCL_SOCKET_IFNAME": "", "GLOO_SOCKET_IFNAME": "eth9"}) == ({}, "")
+
+
+def test_an_address_that_no_interface_has_is_left_to_torch_and_said() -> None:
+    variables, about = variables_for("192.0.2.77", {})
+    assert variables == {}
+    assert "no interface of this host has the address 192.0.2.77" in about
+
+
+@pytest.mark.slow
+def test_the_workers_of_one_node_talk_over_the_loopback(bench: Bench) -> None:
+    found = environments(bench.run(bench.script(SHOW), environment={"GLOO_SOCKET_IFNAME": "mine"}))["0"]
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("mine", "=lo")
+
+
+@pytest.mark.slow
+def test_hosts_whose_names_do_not_resolve_find_each_other(can_have_hosts: None, bench: Bench) -> None:
+    bench.script(ALL_REDUCE, "meet.py")
+    with Hosts(2, resolve=False) as hosts:
+        outs = [bench.folder / f"host{host}.out" for host in hosts]
+        argv = ["--nproc-per-node", 1, bench.folder / "meet.py"]
+        runs = [hosts.recover_run(host, *argv, out=outs[host - 1], environment=SECRET) for host in hosts]
+        assert [run.wait(DEADLINE) for run in runs] == [0, 0], [out.read_text() for out in outs]
+        for host, out in zip(hosts, outs, strict=True):
+            assert f"TOTAL {host - 1} 2 3.0 e0" in out.read_text()
+            assert f"workers talk over the interface e0 ({hosts.address(host)})" in out.read_text()

@@ -1,4 +1,4 @@
-"""One run at a time in a log folder, and no cleaning up after one that was killed."""
+"""A log folder: one run at a time, workers.json, the secret; and no cleaning up after a run that was killed."""
 
 import errno
 import fcntl
@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import threading
 from dataclasses import replace
@@ -15,20 +16,16 @@ import pytest
 
 from recover_megatron.launch import command, log_folder
 from recover_megatron.launch.arguments import UsageError
-from recover_megatron.launch.log_folder import Claim, FolderLock
-from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.log_folder import Claim, FolderLock, SecretFile, WorkersFile
+from recover_megatron.launch.states import WorkerProcess, WorkerState
 from tests.harness.processes import free_port
 from tests.harness.waiting import DEADLINE, eventually
 
+from .conftest import IN_THE_RUN, SECRET, UNTIL_TOLD, plan_of
+from .test_newcomers import HELD, SCRIPT, how_to_join, training
+
 MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
 OTHER = replace(MINE, pid=200, run_id="second")
-
-WAITS = """
-    import os, time
-    print("STARTED", flush=True)
-    while not os.path.exists("end"):
-        time.sleep(0.01)
-    """
 
 
 @pytest.fixture
@@ -184,9 +181,9 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(lock, tmp_path, name):
 
 @pytest.mark.slow
 def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_leaves_nothing_to_clean_up(bench):
-    script = bench.script(WAITS)
+    script = bench.script(UNTIL_TOLD)
     first = bench.start("--log-dir", "logs", script)
-    first.wait_for("STARTED")
+    first.wait_for("UP")
     bench.workers()  # it changes no more
     logs = bench.folder / "logs"
     kept = [path for path in logs.iterdir() if path.suffix != ".tmp"]
@@ -194,7 +191,7 @@ def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_lea
     second = bench.run("--log-dir", "logs", script, ends=2)
     who = rf"recover-run with pid {first.pid} on host {socket.gethostname()}, "
     assert re.search(rf"logs is in use by another run \({who}", second.err)
-    assert "STARTED" not in second.out
+    assert "UP" not in second.out
     for path, (number, content) in before.items():
         assert path.stat().st_ino == number or path.name == "workers.json"
         assert path.read_bytes().startswith(content)
@@ -202,39 +199,20 @@ def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_lea
     first.send(signal.SIGKILL)
     first.wait()
     third = bench.start("--log-dir", "logs", script)
-    third.wait_for("STARTED")
-    (bench.folder / "end").touch()
+    third.wait_for("UP")
+    bench.go()
     assert third.wait() == 0
     assert bench.workers()[0]["state"] == "finished"
 
 
 @pytest.mark.slow
 def test_a_launcher_may_join_in_the_folder_of_the_run(bench):
-    secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
-    script = bench.script(
-        """
-        import os, time
-        from recover_megatron.membership.session import connect
-
-        session = connect()
-        if "RECOVER_JOIN" in os.environ:
-            print("JOINER", flush=True)
-        else:
-            session.join({})
-            print("STARTED", flush=True)
-        while not os.path.exists("end"):
-            time.sleep(0.01)
-        session.leave()
-        """
-    )
-    first = bench.start("--log-dir", "logs", script, "--recover", environment=secret)
-    first.wait_for("STARTED")
-    (how,) = re.findall(r"recover-run (--join .*)", first.err)
-    second = bench.start(*how.split(), "--log-dir", "logs", script, "--recover", environment=secret)
-    second.wait_for("JOINER")
+    held = {**HELD, **SECRET}
+    first = training(bench, 1, 0, *SCRIPT, environment=held)
+    second = bench.start(*how_to_join(first).split(), "--log-dir", "logs", *SCRIPT, environment=held)
     eventually(lambda: len(bench.workers()) == 2, "both launchers' workers in one file")
     assert not (bench.folder / "logs" / "worker-0.log.old").exists()
-    (bench.folder / "end").touch()
+    bench.go()
     assert first.wait() == 0
     second.wait()
     assert json.loads((bench.folder / "logs" / "launch.lock").read_text())["ended"]
@@ -242,22 +220,21 @@ def test_a_launcher_may_join_in_the_folder_of_the_run(bench):
 
 @pytest.mark.slow
 def test_nodes_share_a_folder_and_a_second_launch_of_several_is_refused_there(bench):
-    secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
-    waits = bench.script(WAITS)
+    waits = bench.script(UNTIL_TOLD)
 
     def start(node, port):
         options = ["--nnodes", 2, "--master-port", port, "--node-rank", node, "--log-dir", "logs"]
-        return bench.start(*options, waits, environment=secret)
+        return bench.start(*options, waits, environment=SECRET)
 
     port = free_port()
     nodes = [start(1, port), start(0, port)]
     for node in nodes:
-        node.wait_for("STARTED")
+        node.wait_for("UP")
     for node in (0, 1):
         launch = start(node, free_port())
         assert launch.wait() == 2
         assert "in use by another run" in launch.err
-    (bench.folder / "end").touch()
+    bench.go()
     assert [node.wait() for node in nodes] == [0, 0]
     assert len(bench.workers()) == 2
 
@@ -267,9 +244,8 @@ def test_nodes_share_a_folder_and_a_second_launch_of_several_is_refused_there(be
 
 def saving(folder, script="pretrain_gpt.py", **fields):
     words = ("--save", str(folder))
-    common = {"nproc_per_node": 1, "nnodes": 1, "node_rank": 0, "master_addr": "a", "master_port": 1, "host": "here"}
-    names = {"launch_id": "l", "run_id": "r", "fault_tolerant": False}
-    return LaunchPlan(**{**common, **names, "command": ("python", script, *words), "script_args": words, **fields})
+    more = {"nproc_per_node": 1, "fault_tolerant": False, "script_args": words, **fields}
+    return plan_of(command=("python", script, *words), **more)
 
 
 def test_a_second_launch_that_saves_into_a_folder_is_refused_until_the_first_has_ended(tmp_path, capsys):
@@ -324,16 +300,177 @@ def test_what_is_no_folder_of_checkpoints_of_its_own_gets_no_lock(tmp_path, monk
 
 @pytest.mark.slow
 def test_a_launch_that_saves_where_another_does_starts_nothing(bench):
-    script = bench.script(WAITS, "pretrain_waits.py")
+    script = bench.script(UNTIL_TOLD, "pretrain_waits.py")
     first = bench.start("--log-dir", "a", script, "--save", "checkpoints")
-    first.wait_for("STARTED")
+    first.wait_for("UP")
     second = bench.run("--log-dir", "b", script, "--save", "checkpoints", ends=2)
     assert f"recover-run with pid {first.pid} on host" in second.err
-    assert "STARTED" not in second.out
+    assert "UP" not in second.out
     first.send(signal.SIGKILL)
     first.wait()
     eventually(lambda: first.left() == [], "nothing is left of it")
-    (bench.folder / "end").touch()
+    bench.go()
     third = bench.run("--log-dir", "b", script, "--save", "checkpoints")
     claim = json.loads((bench.folder / "checkpoints" / "launch.lock").read_text())
     assert (claim["ended"], claim["code"], claim["pid"]) == (True, 0, third.pid)
+
+
+def worker(worker_id, state=WorkerState.RUNNING):
+    return WorkerProcess(worker_id, 100 + worker_id, "host", state, 0, worker_id)
+
+
+def write_workers(folder, run_id, workers):
+    file = WorkersFile(folder, pytest.fail)
+    file.put(run_id, workers)
+    assert file.writing.flush()
+    file.writing.close()
+
+
+def ids(folder):
+    return [entry["worker_id"] for entry in json.loads((folder / "workers.json").read_text())]
+
+
+def test_entries_have_exactly_the_documented_fields(tmp_path):
+    write_workers(tmp_path, "run", [worker(0)])
+    known = {
+        "worker_id": 0,
+        "pid": 100,
+        "host": "host",
+        "state": "running",
+        "node_rank": 0,
+        "local_rank": 0,
+        "note": "",
+    }
+    unknown = ("exit_code", "signal", "started", "ended", "log", "rank", "replaces")
+    assert json.loads((tmp_path / "workers.json").read_text()) == [{**known, **dict.fromkeys(unknown), "note": ""}]
+
+
+@pytest.mark.parametrize(
+    ("first", "numbers", "second", "more", "left"),
+    [
+        pytest.param("run", (2, 3), "run", (1, 0), [0, 1, 2, 3], id="launchers of one run merge and sort"),
+        pytest.param("earlier", (0, 1, 2), "later", (0,), [0], id="entries of an earlier run are dropped"),
+    ],
+)
+def test_which_entries_are_kept(tmp_path, first, numbers, second, more, left):
+    write_workers(tmp_path, first, map(worker, numbers))
+    write_workers(tmp_path, second, map(worker, more))
+    assert ids(tmp_path) == left
+
+
+def test_a_damaged_file_is_replaced(tmp_path):
+    write_workers(tmp_path, "run", [worker(0)])
+    (tmp_path / "workers.json").write_text('[{"worker_id": ')
+    write_workers(tmp_path, "run", [worker(1)])
+    assert ids(tmp_path) == [1]
+
+
+def test_a_reader_never_sees_a_partial_file_and_concurrent_writers_lose_nothing(tmp_path):
+    write_workers(tmp_path, "run", [worker(0)])
+
+    def write(first):
+        for _ in range(50):
+            write_workers(tmp_path, "run", [worker(first + number) for number in range(20)])
+
+    writers = [threading.Thread(target=write, args=(first,)) for first in (0, 20, 40)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert ids(tmp_path)  # json.loads raises on a partial file
+    assert ids(tmp_path) == list(range(60))
+
+
+HEX = "0123456789abcdef" * 4
+
+
+def test_recover_status_reads_a_local_run_by_its_folder_alone(bench):
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN))
+    launch.wait_for("JOINED", 2)
+    secret = bench.folder / "logs" / "secret"
+    eventually(secret.exists, "the secret is written")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    seen = bench.status("logs", "--json")
+    assert seen.returncode == 0, seen.stderr
+    assert json.loads(seen.stdout)["state"] == "steady"
+    text = secret.read_text().strip()
+    bench.go()
+    assert launch.wait() == 0
+    assert not secret.exists()
+    for path in (bench.folder / "logs").iterdir():
+        assert text not in path.read_text()
+    assert json.loads(bench.status("logs", "--json").stdout)["code"] == 0
+
+
+@pytest.mark.slow
+def test_a_secret_of_the_users_is_written_nowhere_and_that_of_a_killed_launch_is_removed(bench):
+    script = bench.script(IN_THE_RUN)
+    secret = bench.folder / "logs" / "secret"
+    launch = bench.start("--log-dir", "logs", script)
+    launch.wait_for("JOINED")
+    eventually(secret.exists, "the secret is written")
+    launch.send(signal.SIGKILL)
+    launch.wait()
+    assert secret.exists()
+    eventually(lambda: not launch.left(), "the end of the killed launch")
+    launch = bench.start("--log-dir", "logs", script, environment={"RECOVER_SECRET": HEX})
+    launch.wait_for("JOINED")
+    eventually(lambda: not secret.exists(), "that of the killed launch is removed")
+    assert bench.status("logs").returncode == 2
+    assert bench.status("logs", "--json", RECOVER_SECRET=HEX).returncode == 0
+    bench.go()
+    assert launch.wait() == 0
+
+
+def written(folder):
+    said, before = [], os.umask(0)
+    file = SecretFile(folder, said.append)
+    try:
+        file.write(HEX)
+        file.writing.flush()
+    finally:
+        os.umask(before)
+    return said
+
+
+def test_the_file_is_whole_and_private_whatever_the_umask(tmp_path):
+    assert written(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+    assert (tmp_path / "secret").read_text() == HEX + "\n"
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path):
+    (tmp_path / "theirs").write_text("untouched")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "secret").symlink_to(tmp_path / "theirs")
+    assert written(tmp_path / "logs") == []
+    assert (tmp_path / "theirs").read_text() == "untouched"
+    assert not (tmp_path / "logs" / "secret").is_symlink()
+
+
+def test_a_file_of_the_users_stays(tmp_path):
+    (tmp_path / "secret").write_text("a key of the user's\n")
+    (said,) = written(tmp_path)
+    assert "there is a file of that name that no launch has made" in said
+    assert (tmp_path / "secret").read_text() == "a key of the user's\n"
+
+
+def test_where_everybody_could_read_it_no_secret_is_left(tmp_path, monkeypatch):
+    def open_to_all(path, flags, mode=0o777, **options):
+        return original(path, flags, 0o666, **options)
+
+    original = os.open
+    monkeypatch.setattr(log_folder.os, "open", open_to_all)
+    (said,) = written(tmp_path)
+    assert "does not keep it from others" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["a file", "a folder in its place"])
+def test_a_disk_that_does_not_take_it_costs_a_line(tmp_path, place):
+    if place == "a file":
+        (tmp_path / "logs").write_text("")
+    else:
+        (tmp_path / "logs" / "secret").mkdir(parents=True)
+    (said,) = written(tmp_path / "logs")
+    assert "cannot be written" in said

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def recover_run(site: Path, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+def run_installed(site: Path, folder: Path, command: str, *argv: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, site / "bin" / "recover-run", *argv],
+        [sys.executable, site / "bin" / command, *argv],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(site)},
         stdin=subprocess.DEVNULL,
@@ -62,7 +63,8 @@ def recover_run(site: Path, folder: Path, *argv: str) -> subprocess.CompletedPro
     [[NAME], ["-m", "pretrain_gpt_recover"], ["--module", "pretrain_gpt_recover"]],
 )
 def test_an_installed_recover_run_finds_its_script_in_any_folder(site: Path, tmp_path: Path, words: list[str]) -> None:
-    run = recover_run(site, tmp_path, "--nproc-per-node", "2", *words, *REFUSED, "--recover-device", "cpu")
+    flags = [*REFUSED, "--recover-device", "cpu"]
+    run = run_installed(site, tmp_path, "recover-run", "--nproc-per-node", "2", *words, *flags)
     assert run.returncode == 2, run.stderr
     assert REFUSAL in run.stderr  # by the script itself, which has run
     assert "does not exist" not in run.stderr
@@ -91,11 +93,7 @@ def test_the_wheel_has_the_version_the_commands_and_the_data_files(site: Path) -
 
 @pytest.mark.slow
 def test_what_comes_beside_the_modules_is_found_in_any_folder(site: Path, tmp_path: Path) -> None:
-    def tools(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, site / "bin" / "recover-tools", *argv]
-        environ = {**os.environ, "PYTHONPATH": str(site)}
-        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE)
-
+    tools = partial(run_installed, site, tmp_path, "recover-tools")
     listed = tools()
     assert listed.returncode == 0, listed.stderr
     assert str(site / "recover_megatron" / "shipped" / "scripts" / "slurm") in listed.stdout
@@ -123,7 +121,7 @@ def test_an_index_shows_no_link_that_leads_nowhere(site: Path) -> None:
 @pytest.mark.slow
 def test_a_file_in_the_current_folder_is_what_is_run(site: Path, tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("print('of this folder')")
-    run = recover_run(site, tmp_path, NAME, *REFUSED)
+    run = run_installed(site, tmp_path, "recover-run", NAME, *REFUSED)
     assert run.returncode == 0, run.stderr
     assert "of this folder" in run.stdout
     assert "installed" not in run.stderr

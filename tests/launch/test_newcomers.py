@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from recover_megatron.launch import successors
-from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.launch.successors import Successors
 from recover_megatron.membership.records import MAX_WORKERS
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.waiting import eventually
+
+from .conftest import SECRET, plan_of
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ TIMES += ["--recover-hang-timeout", patient(8)]
 SCRIPT = [AGREEING, 10, 0.05, "--recover", *TIMES]
 """Ten iterations from the plan on that has all newcomers awaited."""
 LONGER = [AGREEING, 20, 0.05, "--recover", *TIMES]
-"""The same for what is to happen after that plan: with ``HELD`` the iterations are counted from ``let_end`` on."""
+"""The same for what is to happen after that plan: with ``HELD`` the iterations are counted from ``bench.go`` on."""
 HELD = {"AGREEING_UNTIL": "go"}
 FAULTS = """
     import errno, os, sys, threading, time
@@ -55,30 +56,18 @@ FAULTS = """
 
         threading.Thread.start, os.posix_spawn = start_thread, start_process
     """
-SECRET = {"RECOVER_SECRET": "one that both launchers of the test share"}
 
 
 def awaits(newcomers: int | list[int], strikes: object = ()) -> dict[str, str]:
     return {"AGREEING_AWAITS": json.dumps(newcomers), "AGREEING_STRIKES": json.dumps(strikes)}
 
 
-def let_end(bench) -> None:
-    (bench.folder / "go").touch()
-
-
 def said(bench, worker: int) -> list[dict]:
-    log = bench.folder / "logs" / f"worker-{worker}.log"
-    return [json.loads(line) for line in log.read_text().splitlines() if line[:1] == "{"]
+    return [json.loads(line) for line in bench.log(worker).splitlines() if line[:1] == "{"]
 
 
 def plans(bench, worker: int) -> list[list[int]]:
     return [line["members"] for line in said(bench, worker) if line["event"] == "plan"]
-
-
-def plan_of(**fields) -> LaunchPlan:
-    common = {"node_rank": 0, "master_addr": "a", "master_port": 1, "launch_id": "l", "run_id": "r", "host": "h"}
-    more = {"nproc_per_node": 4, "nnodes": 1, "command": (), "fault_tolerant": True}
-    return LaunchPlan(**{**common, **more, **fields})
 
 
 def ended(worker: WorkerProcess, status: int) -> WorkerProcess:
@@ -149,14 +138,18 @@ def test_nobody_is_started_where_a_node_is_drained_and_somebody_is_again_where_i
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
+def training(bench, workers: int, restarts: int, *argv: object, environment: dict[str, str] = HELD):
+    """A launch, when all its workers train."""
+    options = ["--nproc-per-node", workers, "--max-restarts", restarts, "--log-dir", "logs"]
+    launch = bench.start(*options, *argv, environment=environment)
+    launch.wait_for('"event": "plan"', times=workers)
+    return launch
+
+
 def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench):
-    options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs"]
-    script = [*SCRIPT, "--recover-device", "cpu"]
-    launch = bench.start(*options, *script, environment=awaits(1))
-    launch.wait_for('"event": "plan"', times=3)
-    victim = bench.workers(count=3)[1]
-    os.kill(victim["pid"], signal.SIGKILL)
-    assert launch.wait() == 0, launch.err
+    launch = training(bench, 3, 1, *SCRIPT, "--recover-device", "cpu", environment=awaits(1))
+    bench.kill(1, 3)
+    launch.ends()
     assert "worker 3 is started in its place" in launch.err
     record = bench.workers()[3]
     assert (record["replaces"], record["rank"], record["local_rank"], record["state"]) == (1, 1, 1, "finished")
@@ -167,7 +160,6 @@ def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench
     assert starts["RECOVER_NODE_NAME"] == said(bench, 0)[0]["RECOVER_NODE_NAME"]
     assert "RECOVER_JOIN" not in said(bench, 0)[0]
     assert plans(bench, 0)[-1] == [0, 2, 3]
-    assert launch.left() == []
 
 
 @pytest.mark.parametrize(
@@ -183,28 +175,24 @@ def test_what_the_launcher_cannot_do_for_a_newcomer_ends_nobody(bench, fault, to
     """A limit of processes or threads, and a fault of the launcher's own, when a worker is started in place of one."""
     bench.script(FAULTS, "sitecustomize.py")
     environment = {**HELD, "PYTHONPATH": f"{bench.folder}:{REPOSITORY}", "FAULT": fault}
-    options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs"]
-    launch = bench.start(*options, *LONGER, environment=environment)
-    launch.wait_for('"event": "plan"', times=3)
-    os.kill(bench.workers(count=3)[1]["pid"], signal.SIGKILL)
+    launch = training(bench, 3, 1, *LONGER, environment=environment)
+    bench.kill(1, 3)
     launch.wait_for(told)
-    let_end(bench)
-    assert launch.wait() == 0, launch.err
+    bench.go()
+    launch.ends()
     assert launch.err.count("fault of recover-run itself") == (fault == "launcher")
     states = [worker["state"] for worker in bench.workers()]
     assert states[:3] == ["finished", "killed", "finished"]
     assert len(plans(bench, 0)) >= 2
-    assert launch.left() == []
 
 
 def test_a_store_that_fails_while_workers_train_ends_nobody(bench):
     bench.script(FAULTS, "sitecustomize.py")
     environment = {**HELD, "PYTHONPATH": f"{bench.folder}:{REPOSITORY}", "FAULT": "store"}
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *SCRIPT, environment=environment)
-    launch.wait_for('"event": "plan"', times=2)
-    (bench.folder / "trains").touch()
+    launch = training(bench, 2, 0, *SCRIPT, environment=environment)
+    bench.go("trains")
     launch.wait_for("the store cannot be served")
-    let_end(bench)
+    bench.go()
     assert launch.wait() == 0, launch.err
     assert [worker["state"] for worker in bench.workers()] == ["finished"] * 2
 
@@ -217,9 +205,9 @@ def test_restarts_are_counted_for_the_whole_node(bench):
     launch.wait_for('"event": "starts", "worker": 2')
     launch.wait_for('"worker": 5, "epoch"')
     # Whoever goes now has no successor.
-    os.kill(bench.workers(count=6)[2]["pid"], signal.SIGKILL)
+    bench.kill(2, 6)
     launch.wait_for("worker 2 on ")
-    let_end(bench)
+    bench.go()
     assert launch.wait() == 0, launch.err
     assert [worker["worker_id"] for worker in bench.workers()] == [0, 1, 2, 3, 4, 5]
     assert [worker["replaces"] for worker in bench.workers()] == [None, None, None, None, 1, 4]
@@ -228,12 +216,10 @@ def test_restarts_are_counted_for_the_whole_node(bench):
 
 
 def test_a_worker_that_the_coordinator_has_put_out_is_not_started_again(bench):
-    options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs"]
-    launch = bench.start(*options, *LONGER, environment=HELD)
-    launch.wait_for('"event": "plan"', times=3)
-    os.kill(bench.workers(count=3)[1]["pid"], signal.SIGSTOP)
+    launch = training(bench, 3, 1, *LONGER)
+    bench.kill(1, 3, signal.SIGSTOP)
     launch.wait_for("worker 1 is out of the run")
-    let_end(bench)
+    bench.go()
     assert launch.wait() == 0, launch.err
     assert len(bench.workers()) == 3
 
@@ -251,9 +237,8 @@ def test_a_newcomer_that_is_not_ready_when_the_run_is_over_is_ended_and_costs_no
     environment = {**HELD, "AGREEING_STRIKES": json.dumps([[1, 5, "kill"]]), "AGREEING_LATE": "1"}
     options = ["--nproc-per-node", 2, "--max-restarts", 1, "--log-dir", "logs"]
     launch = bench.start(*options, *LONGER, environment=environment)  # until worker 2 is there
-    assert launch.wait() == 0, launch.err
+    launch.ends()
     assert "the run is over before worker 2 was in it: killing it" in launch.err
-    assert launch.left() == []
 
 
 def test_what_fails_before_the_run_has_begun_is_not_started_again(bench):
@@ -278,21 +263,15 @@ def test_spares_do_not_outlive_a_launch_that_fails(bench):
     )
     launch = bench.run("--nproc-per-node", 1, script, "--recover", "--recover-spares", 1, ends=3)
     assert "SPARE" in launch.out
-    assert launch.left() == []
-
-
-JOIN = re.compile(r"recover-run (--join .*)")
 
 
 def how_to_join(launch) -> str:
     launch.wait_for("recover-run --join")  # on another stream than what its workers say
-    return JOIN.search(launch.err).group(1)
+    return re.search(r"recover-run (--join .*)", launch.err).group(1)
 
 
 def test_a_second_launcher_joins_a_running_job(bench):
-    options = ["--nproc-per-node", 2, "--log-dir", "logs"]
-    first = bench.start(*options, *SCRIPT, environment={**awaits(3), **SECRET})
-    first.wait_for('"event": "plan"', times=2)
+    first = training(bench, 2, 0, *SCRIPT, environment={**awaits(3), **SECRET})
     how = how_to_join(first).split()
     options = ["--nproc-per-node", 2, "--max-restarts", 1, "--log-dir", "joined"]
     second = bench.start(*how, *options, *SCRIPT, environment={**awaits(3), **SECRET})
@@ -314,8 +293,7 @@ def test_a_second_launcher_joins_a_running_job(bench):
 
 
 def test_a_launcher_that_joins_with_another_world_size_hosts_no_coordinator_and_says_why(bench):
-    first = bench.start("--nproc-per-node", 2, *SCRIPT, environment={**awaits(1), **SECRET})
-    first.wait_for('"event": "plan"', times=2)
+    first = training(bench, 2, 0, *SCRIPT, environment={**awaits(1), **SECRET})
     how = how_to_join(first).replace("--world-size 2", "--world-size 3").split()
     second = bench.start(*how, *SCRIPT, environment={**awaits(1), **SECRET})
     assert [first.wait(), second.wait()] == [0, 0]
@@ -333,8 +311,7 @@ def test_a_launcher_that_finds_no_run_to_join_says_so(bench):
 
 
 def test_a_launcher_that_joins_with_a_wrong_secret_is_told(bench):
-    first = bench.start("--nproc-per-node", 2, *SCRIPT, environment={**awaits(1), **SECRET})
-    first.wait_for('"event": "plan"', times=2)
+    first = training(bench, 2, 0, *SCRIPT, environment={**awaits(1), **SECRET})
     how = how_to_join(first).split()
     second = bench.run(*how, *SCRIPT, environment={"RECOVER_SECRET": "quite another secret than that"}, ends=1)
     assert "secret" in second.err

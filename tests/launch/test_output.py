@@ -6,15 +6,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
 
-from recover_megatron.launch.output import Voice
-from recover_megatron.launch.reaper import MISSED, Pulse, StandIn
-from recover_megatron.launch.sink import MOST_PENDING, Sink
-from tests.harness import REPOSITORY
+from recover_megatron.launch.output import MOST_PENDING, Sink, Voice
+from recover_megatron.launch.reaper import MISSED, StandIn, beat
 from tests.harness.waiting import DEADLINE, eventually
+
+from .conftest import recover_run
 
 
 def test_lines_are_prefixed_on_the_stream_they_came_from_and_kept_unprefixed(bench):
@@ -29,8 +28,7 @@ def test_lines_are_prefixed_on_the_stream_they_came_from_and_kept_unprefixed(ben
     for rank in "01":
         assert f"[{rank}] to stdout {rank}\n" in launch.out
         assert f"[{rank}] to stderr {rank}\n" in launch.err
-        log = (bench.folder / "logs" / f"worker-{rank}.log").read_text()
-        assert sorted(log.splitlines()) == [f"to stderr {rank}", f"to stdout {rank}"]
+        assert sorted(bench.log(int(rank)).splitlines()) == [f"to stderr {rank}", f"to stdout {rank}"]
 
 
 @pytest.mark.slow
@@ -54,9 +52,9 @@ def test_both_streams_are_logged_in_order_of_arrival(bench):
     launch = bench.start("--log-dir", "logs", script)
     for number in range(4):
         launch.wait_for(f"line {number}")
-        (bench.folder / f"go{number}").touch()
+        bench.go(f"go{number}")
     assert launch.wait() == 0
-    assert (bench.folder / "logs/worker-0.log").read_text() == "".join(f"line {number}\n" for number in range(4))
+    assert bench.log() == "".join(f"line {number}\n" for number in range(4))
 
 
 def test_lines_of_different_workers_are_never_mixed(bench):
@@ -93,7 +91,7 @@ def test_a_line_without_an_end_is_shown_before_its_worker_goes_on(bench):
     )
     launch = bench.start("--log-dir", "logs", script)
     launch.wait_for("[0] 20 %\n")
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 0
     assert launch.out.splitlines() == ["[0] 20 %", "[0] 100 %"]
     assert (bench.folder / "logs/worker-0.log").read_bytes() == b"\r10 %\r20 %\r100 %\n"
@@ -134,7 +132,7 @@ def test_the_log_of_an_earlier_run_is_kept(bench):
     script = bench.script("import sys; print(sys.argv[1])")
     bench.run("--log-dir", "logs", script, "first")
     bench.run("--log-dir", "logs", script, "second")
-    assert (bench.folder / "logs/worker-0.log").read_text() == "second\n"
+    assert bench.log() == "second\n"
     assert (bench.folder / "logs/worker-0.log.old").read_text() == "first\n"
 
 
@@ -142,21 +140,20 @@ def test_no_colour_when_the_output_is_no_terminal(bench):
     assert "\x1b" not in bench.run(bench.script("print('plain')")).out
 
 
-def test_colour_on_a_terminal(bench):
+def read_until(descriptor: int, words: bytes) -> bytes:
+    shown = b""
+    while words not in shown:
+        shown += os.read(descriptor, 65536)
+    return shown
+
+
+def test_colour_on_a_terminal(bench, monkeypatch):
     script = bench.script("print('colourful')")
     controller, terminal = os.openpty()
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "recover_megatron.launch", script],
-        cwd=bench.folder,
-        env={**environment, "PYTHONPATH": str(REPOSITORY)},
-        stdout=terminal,
-        stderr=terminal,
-    )
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    process = recover_run([script], bench.folder, stdout=terminal, stderr=terminal)
     os.close(terminal)
-    shown = b""
-    while b"exit code 0" not in shown:
-        shown += os.read(controller, 65536)
+    shown = read_until(controller, b"exit code 0")
     assert process.wait(DEADLINE) == 0
     os.close(controller)
     assert re.search(rb"\x1b\[\d+m\[0\]\x1b\[0m colourful", shown)
@@ -177,9 +174,9 @@ def test_a_reader_that_went_away_does_not_end_the_run(bench):
     launch.wait_for("one")
     # The reading thread holds the pipe: closing it under the thread is a race, so give it another file instead.
     os.dup2(os.open(os.devnull, os.O_RDONLY), launch.process.stdout.fileno())
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 0
-    assert (bench.folder / "logs/worker-0.log").read_text().count("\n") == 1001
+    assert bench.log().count("\n") == 1001
 
 
 LINES, SIZE = 8_000, 1000
@@ -200,30 +197,20 @@ TALKATIVE = f"""
 def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_has_missed(bench, kind, stream):
     """8 MB go to the log while nobody reads; then it is read again."""
     read, write = os.openpty() if kind == "terminal" else os.pipe()
-    script = bench.script(TALKATIVE.format(stream=stream))
-    launch = subprocess.Popen(
-        [sys.executable, "-m", "recover_megatron.launch", "--log-dir", "logs", script],
-        cwd=bench.folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "NO_COLOR": "1"},
-        stdout=write,
-        stderr=write,
-    )
+    argv = ["--log-dir", "logs", bench.script(TALKATIVE.format(stream=stream))]
+    launch = recover_run(argv, bench.folder, {"NO_COLOR": "1"}, stdout=write, stderr=write)
     os.close(write)
     try:
         eventually((bench.folder / "written").exists, "the worker goes on")
-        shown = b""
-        while b"lines are missing here" not in shown:
-            shown += os.read(read, 65536)
-        (bench.folder / "go").touch()
-        while b"exit code 0" not in shown:
-            shown += os.read(read, 65536)
+        shown = read_until(read, b"lines are missing here")
+        bench.go()
+        shown += read_until(read, b"exit code 0")
         assert launch.wait(DEADLINE) == 0
     finally:
         launch.kill()
         launch.wait()
         os.close(read)
-    log = (bench.folder / "logs/worker-0.log").read_text().splitlines()
-    assert [line.split()[0] for line in log] == [*map(str, range(LINES)), "the"]
+    assert [line.split()[0] for line in bench.log().splitlines()] == [*map(str, range(LINES)), "the"]
     lines = [line.strip() for line in shown.decode().splitlines()]
     kept = [int(line.split()[1]) for line in lines if line.startswith("[0]") and "x" in line]
     missing = [int(n) for n in re.findall(r"recover-run: (\d+) lines are missing here", shown.decode())]
@@ -241,9 +228,7 @@ def test_what_waits_for_a_reader_is_bounded_and_a_closed_pipe_takes_nothing():
         sink.put((b"x" * 999 + b"\n") * 1000)
     assert sink.full is False  # it drops
     assert sink._size <= 2 * MOST_PENDING + 1_000_000
-    shown = b""
-    while b"missing" not in shown:
-        shown += os.read(read, 65536)
+    shown = read_until(read, b"missing\n")
     assert shown.count(b"x\n") + int(shown.split()[-2]) == 100_000
     assert rooms
     os.close(read)
@@ -253,10 +238,10 @@ def test_what_waits_for_a_reader_is_bounded_and_a_closed_pipe_takes_nothing():
 
 
 def test_while_the_launcher_does_not_run_its_stand_in_keeps_every_pipe_from_being_full():
-    pulse, (read, write) = Pulse(), os.pipe()
+    pulse, (read, write) = os.memfd_create("pulse"), os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)  # what would block raises
-    stand_in = StandIn(pulse.descriptor)
+    stand_in = StandIn(pulse)
     stand_in.add(7, [read])
 
     def fill() -> int:
@@ -269,7 +254,7 @@ def test_while_the_launcher_does_not_run_its_stand_in_keeps_every_pipe_from_bein
 
     taken = fill()
     for _ in range(3 * MISSED):
-        pulse.beat()
+        beat(pulse)
         assert list(stand_in.look()) == []
     assert fill() == 0, "a launcher that runs reads for itself"
     for _ in range(MISSED):
@@ -279,7 +264,7 @@ def test_while_the_launcher_does_not_run_its_stand_in_keeps_every_pipe_from_bein
         assert more > 0
         taken += more
         assert list(stand_in.look()) == []
-    pulse.beat()
+    beat(pulse)
     ((session, dropped),) = stand_in.look()
     assert (session, dropped + os.read(read, 1 << 20).count(b"\n")) == (7, taken)
     assert list(stand_in.look()) == []
@@ -295,9 +280,9 @@ def test_output_blocks_no_worker_while_the_launcher_is_stopped(bench):
     eventually((bench.folder / "written").exists, "the worker goes on")
     launch.send(signal.SIGCONT)
     launch.wait_for("lines of worker 0 are missing here, while this launcher did not run")
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 0
-    log = (bench.folder / "logs/worker-0.log").read_text()
+    log = bench.log()
     missing = re.findall(r"recover-run: (\d+) lines of worker 0 are missing here", log)
     kept = [int(number) for number in re.findall(rf"^(\d+) x{{{SIZE}}}$", log, re.MULTILINE)]
     assert kept == sorted(kept)
@@ -309,21 +294,9 @@ def test_output_blocks_no_worker_while_the_launcher_is_stopped(bench):
 @pytest.mark.slow
 def test_a_reader_that_never_comes_back_does_not_keep_the_launcher(bench):
     read, write = os.pipe()
-    (bench.folder / "go").touch()
-    launch = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "recover_megatron.launch",
-            "--log-dir",
-            "logs",
-            bench.script(TALKATIVE.format(stream=1)),
-        ],
-        cwd=bench.folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=write,
-        stderr=subprocess.DEVNULL,
-    )
+    bench.go()
+    argv = ["--log-dir", "logs", bench.script(TALKATIVE.format(stream=1))]
+    launch = recover_run(argv, bench.folder, stdout=write, stderr=subprocess.DEVNULL)
     os.close(write)
     try:
         assert launch.wait(DEADLINE) == 0
@@ -331,7 +304,7 @@ def test_a_reader_that_never_comes_back_does_not_keep_the_launcher(bench):
         launch.kill()
         launch.wait()
         os.close(read)
-    assert (bench.folder / "logs/worker-0.log").read_text().count("\n") == LINES + 1
+    assert bench.log().count("\n") == LINES + 1
 
 
 @pytest.mark.slow
@@ -358,10 +331,10 @@ def test_logs_that_cannot_be_written_are_told_of_once_and_go_on_when_they_can(be
         launch = bench.start("--log-dir", room, script, room)
         launch.wait_for("now")
         launch.wait_for(f"{room}/worker-0.log cannot be written (File too large); the run goes on without it")
-        (bench.folder / "go").touch()
+        bench.go()
         if room == "room":
             launch.wait_for(f"{room}/worker-0.log is written again; nothing was lost")
-        (bench.folder / "end").touch()
+        bench.go("end")
         assert launch.wait() == 0
         assert launch.out.count("x" * 50) == 100
         assert launch.err.count("worker-0.log cannot be written") == 1
@@ -369,8 +342,7 @@ def test_logs_that_cannot_be_written_are_told_of_once_and_go_on_when_they_can(be
         assert launch.err.count("workers.json cannot be written") in ({0, 1} if room == "room" else {1})
         (bench.folder / "go").unlink()
         (bench.folder / "end").unlink()
-    log = (bench.folder / "room" / "worker-0.log").read_text()
-    assert log == "".join(f"line {number} {'x' * 50}\n" for number in range(100)) + "now\n"
+    assert bench.log(folder="room") == "".join(f"line {number} {'x' * 50}\n" for number in range(100)) + "now\n"
     assert bench.workers("room")[0]["state"] == "finished"
 
 
@@ -388,7 +360,7 @@ def test_a_newcomer_is_heard_on_the_console_with_its_own_lines_until_it_has_a_pl
 def test_lines_have_their_time_node_and_worker_where_that_is_asked_for(bench, form):
     script = bench.script("import sys; print('to be read'); print('and this', file=sys.stderr)")
     launch = bench.run("--log-format", form, "--log-dir", "logs", script)
-    log = (bench.folder / "logs" / "worker-0.log").read_text().splitlines()
+    log = bench.log().splitlines()
     assert len(log) == 2
     (line,) = [line for line in log if "to be read" in line]
     assert line in launch.out

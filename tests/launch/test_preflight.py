@@ -1,14 +1,16 @@
-"""What is wrong with a training's own flags is said by the launcher, before anything is imported or started."""
+"""What recover-run says of a training's own flags, and of the loss of a node, before anything is imported."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.launch import arguments, preflight, readers
+from recover_megatron.launch.preflight import Forecast, forecast
 from tests.harness.waiting import DEADLINE
 
 TRAINING = "pretrain_gpt_recover.py"
@@ -98,12 +100,90 @@ def test_check_says_what_it_finds_and_starts_nothing_and_imports_no_torch(tmp_pa
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     line = [sys.executable, "-c", probe, "--check", "--nnodes", "2", "--nproc-per-node", "4", TRAINING]
-    good = subprocess.run([*line, *GOOD], capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE, check=False)
+    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE, check=False)
+    good = run([*line, *GOOD])
     assert good.returncode == 0, good.stderr
     assert "all checks have passed; without --check this would start 4 workers on this node, 8 on all" in good.stderr
-    bad = subprocess.run(
-        [*line, *GOOD, "--recover-min-replicas", "9"], capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE,
-        check=False,
-    )  # fmt: skip
+    bad = run([*line, *GOOD, "--recover-min-replicas", "9"])
     assert bad.returncode == 2
     assert "--recover-min-replicas 9: this run has 4" in bad.stderr
+
+
+PIPELINE = ["--recover", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]
+OFF = ["--recover-memory-tier", "off"]
+
+
+def told(flags: list[str], nodes: int) -> Forecast:
+    """Of a training with eight workers to a node."""
+    found = forecast(TRAINING, flags, nodes, 8)
+    assert found is not None
+    return found
+
+
+def test_nodes_of_which_the_same_is_to_be_said_share_a_line_and_the_advice_was_tried() -> None:
+    found = told([*PIPELINE, *OFF], 4)
+    assert found.table() == [
+        "one of nodes 0 to 3: 8 workers lost, 4 replicas broken, the run ends: of 2 of the 8 positions of a replica "
+        "every worker is there",
+        "With --use-tp-pp-dp-mapping no loss of one node does that.",
+    ]
+    assert found.warning().startswith("the loss of one of nodes 0 to 3 would end this run: of 2 of the 8 positions")
+    better = told([*PIPELINE, "--use-tp-pp-dp-mapping"], 4)
+    assert better.table() == ["one of nodes 0 to 3: 8 workers lost, 1 replica broken, 3 go on"]
+    assert better.warning() == ""
+
+
+def test_what_the_memory_tier_keeps_does_not_end_the_run() -> None:
+    found = told(PIPELINE, 4)
+    assert found.table() == [
+        "one of nodes 0 to 3: 8 workers lost, 4 replicas broken, 3 go back to snapshots in memory: of 2 of the 8 "
+        "positions of a replica every worker is there",
+        "With --use-tp-pp-dp-mapping no loss of one node does that.",
+    ]
+    assert found.warning() == ""
+    spread = told([*PIPELINE, "--use-distributed-optimizer"], 4)
+    assert spread.warning() == ""
+    assert "3 go back to snapshots in memory: parts of the optimizer's state have all their" in spread.table()[0]
+
+
+def test_where_no_flag_helps_that_is_said() -> None:
+    wide = ["--recover", "--expert-model-parallel-size", "16", "--num-experts", "16"]
+    assert told([*wide, *OFF], 2).advice.startswith("No flag changes that: save checkpoints")
+    kept = told(wide, 2)
+    assert "1 replica broken, the run ends unless workers come in their place: of 8 of the 16" in kept.table()[0]
+    assert "all go back to snapshots in memory" in kept.warning()
+
+
+def test_an_order_of_ranks_is_advised_only_where_megatron_takes_it() -> None:
+    """With stages, expert and dense data parallelism must be of one size for --use-tp-pp-dp-mapping."""
+    pipeline = ["--recover", "--pipeline-model-parallel-size", "4", "--expert-model-parallel-size", "2"]
+    alike = [*pipeline, "--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+    assert told(pipeline, 4).advice == "No flag changes that."
+    assert told(alike, 4).advice == "With --use-tp-pp-dp-mapping no loss of one node does that."
+
+
+def test_shard_groups_are_the_replicas_of_megatron_fsdp() -> None:
+    fsdp = ["--use-megatron-fsdp", "--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"]
+    fsdp.append("--recover")
+    found = told(fsdp, 2)
+    assert found.table() == ["one of nodes 0 to 1: 8 workers lost, 1 replica broken, 1 go on"]
+    outer = [*fsdp, "--outer-dp-sharding-strategy", "optim"]
+    assert told(outer, 2) == found  # one of two shard groups has all copies
+    alone = [*outer, "--recover-shadow-shards", "0"]
+    assert "would end this run" in told([*alone, *OFF], 2).warning()
+    assert "1 go back to snapshots in memory" in told(alone, 2).table()[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "nodes"),
+    [
+        (TRAINING, PIPELINE, 1),
+        (TRAINING, PIPELINE[1:], 4),
+        ("train.py", PIPELINE, 4),
+        (TRAINING, [*PIPELINE, "--yaml-cfg", "its.yaml"], 4),
+        (TRAINING, [*PIPELINE, "--context-parallel-size", "many"], 4),
+        (TRAINING, [*PIPELINE, "--context-parallel-size", "3"], 4),
+    ],
+)
+def test_nothing_is_said_of_what_is_not_known(script: str, flags: list[str], nodes: int) -> None:
+    assert forecast(script, flags, nodes, 8) is None

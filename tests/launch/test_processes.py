@@ -1,5 +1,8 @@
-"""Which processes belong to a launch."""
+"""Which processes belong to a launch; how the launcher hears of signals, and reaps what it inherits."""
 
+from __future__ import annotations
+
+import contextlib
 import errno
 import fcntl
 import os
@@ -8,40 +11,52 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from recover_megatron.launch import processes
 from recover_megatron.launch import reaper as reaper_module
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.processes import Process, belonging, carries, find_launch, kill_found, process_table, spawn
-from recover_megatron.launch.reaper import Pulse, Reaper
+from recover_megatron.launch.processes import (
+    Process,
+    Subreaper,
+    belonging,
+    carries,
+    find_launch,
+    kill_found,
+    process_table,
+    spawn,
+)
+from recover_megatron.launch.reaper import Reaper, beat
 from tests.harness.processes import children
 
 
-def table(*entries):
-    """(pid, parent, session) each."""
-    return {pid: Process(pid, "S", parent, session, 0) for pid, parent, session in entries}
-
-
-def test_descendants_and_sessions_of_a_seed_belong():
-    processes = table((10, 1, 10), (11, 10, 10), (12, 11, 12), (13, 1, 12), (20, 1, 20))
-    assert belonging(processes, seeds=[10], sessions=[], spared=[]) == {10, 11, 12, 13}
-
-
-def test_a_session_whose_leader_is_gone_belongs():
-    processes = table((11, 1, 10), (12, 11, 12), (20, 1, 20))
-    assert belonging(processes, seeds=[], sessions=[10], spared=[]) == {11, 12}
-
-
-def test_the_session_of_a_seed_that_does_not_lead_it_does_not_belong():
-    """A marked process in somebody's login session must not take the session with it."""
-    processes = table((10, 1, 10), (11, 10, 10), (12, 10, 10))
-    assert belonging(processes, seeds=[11], sessions=[], spared=[]) == {11}
-
-
-def test_the_spared_do_not_belong_nor_what_belongs_through_them():
-    processes = table((10, 1, 10), (11, 10, 10), (12, 11, 11), (13, 12, 11))
-    assert belonging(processes, seeds=[10], sessions=[], spared=[11]) == {10}
+@pytest.mark.parametrize(
+    ("entries", "seeds", "sessions", "spared", "found"),
+    [
+        pytest.param(
+            [(10, 1, 10), (11, 10, 10), (12, 11, 12), (13, 1, 12), (20, 1, 20)], [10], [], [], {10, 11, 12, 13},
+            id="descendants and sessions of a seed",
+        ),
+        pytest.param(
+            [(11, 1, 10), (12, 11, 12), (20, 1, 20)], [], [10], [], {11, 12}, id="a session whose leader is gone"
+        ),
+        pytest.param(
+            [(10, 1, 10), (11, 10, 10), (12, 10, 10)], [11], [], [], {11},
+            id="not somebody's login session, which a seed does not lead",
+        ),
+        pytest.param(
+            [(10, 1, 10), (11, 10, 10), (12, 11, 11), (13, 12, 11)], [10], [], [11], {10},
+            id="not the spared, nor what belongs through them",
+        ),
+    ],
+)  # fmt: skip
+def test_what_belongs_to_a_launch(entries, seeds, sessions, spared, found):
+    """``entries``: pid, parent, session of all processes."""
+    processes = {pid: Process(pid, "S", parent, session, 0) for pid, parent, session in entries}
+    assert belonging(processes, seeds, sessions, spared) == found
 
 
 def test_own_process_is_in_the_table_with_its_session():
@@ -50,23 +65,26 @@ def test_own_process_is_in_the_table_with_its_session():
     assert mine.alive
 
 
-def test_an_environment_entry_matches_whole_or_not_at_all():
-    program = [sys.executable, "-c", "print(flush=True); input()"]
-    environment = {**os.environ, "SOME_MARK": "abc"}
-    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+@contextlib.contextmanager
+def started(**environment):
+    """A process with these variables, which ends with the block."""
+    program = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(program, env={**os.environ, **environment}, **pipes) as child:
         child.stdout.readline()
+        yield child
+
+
+def test_an_environment_entry_matches_whole_or_not_at_all():
+    with started(SOME_MARK="abc") as child:
         assert carries(child.pid, {"SOME_MARK": "abc"})
         assert not carries(child.pid, {"SOME_MARK": "ab"})
         assert not carries(child.pid, {"MARK": "abc"})
         assert not carries(child.pid, {"SOME_MARK": "abc", "OTHER": "x"})
-        child.communicate(b"\n")
 
 
 def test_kill_found_kills_the_marked_and_reports_them():
-    program = [sys.executable, "-c", "print(flush=True); input()"]
-    environment = {**os.environ, "RECOVER_LAUNCH_ID": "test-kill-found"}
-    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
+    with started(RECOVER_LAUNCH_ID="test-kill-found") as child:
         killed = kill_found(lambda: find_launch("test-kill-found", [], [os.getpid()]))
         assert {process.pid for process in killed} == {child.pid}
         assert child.wait() == -signal.SIGKILL
@@ -122,12 +140,12 @@ print(launch, *sorted(sessions), file=sys.stderr)
 
 def test_a_launcher_that_is_killed_with_words_of_its_reaper_unread_is_heard_to_be_gone():
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pulse, (read, write) = Pulse(), os.pipe()
+    pulse, (read, write) = os.memfd_create("pulse"), os.pipe()
     os.set_blocking(read, False)
     os.write(write, b"x\n" * (fcntl.fcntl(write, fcntl.F_GETPIPE_SZ) // 2))
     with (
         subprocess.Popen(
-            [sys.executable, "-c", WATCHES], stdin=its, stdout=pulse.descriptor, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", WATCHES], stdin=its, stdout=pulse, stderr=subprocess.PIPE, text=True
         ) as reaper,
         its,
         ours,
@@ -135,8 +153,87 @@ def test_a_launcher_that_is_killed_with_words_of_its_reaper_unread_is_heard_to_b
         ours.send(b"a launch")
         socket.send_fds(ours, [b"+7"], [read])
         select.select([], [write], [])  # the reaper has read what the launcher does not
-        pulse.beat()
+        beat(pulse)
         select.select([ours], [], [])  # which is left unread
         ours.send(b"+8")
         ours.close()
         assert reaper.stderr.read() == "a launch 7 8\n"
+
+
+@pytest.fixture
+def reaper(monkeypatch: pytest.MonkeyPatch) -> Subreaper:
+    """One that leaves this process what it is."""
+    monkeypatch.setattr(processes, "become_subreaper", lambda: None)
+    return Subreaper()
+
+
+def test_a_child_that_another_thread_has_reaped_meanwhile_ends_nothing_and_hides_no_other(
+    reaper: Subreaper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`import torch`, in a thread, asks ldconfig: its process ends between two calls of the launcher's."""
+    children = [subprocess.Popen(["true"]) for _ in range(2)]
+    seen = [os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT) for child in children]
+    reaped_elsewhere, inherited = children
+    assert reaped_elsewhere.wait() == 0
+    answers: list[Any] = [*seen, None]
+    monkeypatch.setattr(os, "waitid", lambda *how: answers.pop(0))
+
+    reaper.reap()
+
+    assert not answers
+    with pytest.raises(ChildProcessError):
+        os.waitpid(inherited.pid, os.WNOHANG)
+    inherited.wait()
+
+
+NUMBER = signal.SIGUSR1
+
+
+@pytest.fixture
+def before() -> Iterator[list[int]]:
+    """Signals that came to the handler of before."""
+    came: list[int] = []
+    handler = signal.signal(NUMBER, lambda number, _frame: came.append(number))
+    yield came
+    signal.signal(NUMBER, handler)
+
+
+def test_a_signal_that_nobody_has_looked_at_is_told_when_they_are_given_back(before: list[int]) -> None:
+    told: list[int] = []
+    loop = EventLoop()
+    loop.handle_signals([NUMBER], told.append)
+    os.kill(os.getpid(), NUMBER)
+    loop.give_back_signals()
+    assert (told, before) == ([NUMBER], [])
+    os.kill(os.getpid(), NUMBER)
+    loop.close()
+    assert (told, before) == ([NUMBER], [NUMBER])
+
+
+def test_where_none_has_come_nothing_is_told(before: list[int]) -> None:
+    told: list[int] = []
+    loop = EventLoop()
+    loop.handle_signals([NUMBER], told.append)
+    loop.close()
+    assert (told, before) == ([], [])
+
+
+def test_a_callback_that_raises_keeps_no_other_from_being_called() -> None:
+    loop, told = EventLoop(), []
+
+    def fails() -> None:
+        raise ValueError("a fault")
+
+    read, write = os.pipe()
+    os.write(write, b"x")
+    loop.watch(read, fails)
+    loop.call_later(0, fails)
+    loop.call_later(0, lambda: told.append("timer"))
+    loop.call_from_thread(fails)
+    loop.call_from_thread(lambda: told.append("call"))
+    with pytest.raises(ValueError, match="a fault"):
+        loop.run_once()
+    assert sorted(told) == ["call", "timer"]
+    loop.close()
+    os.close(read)
+    os.close(write)

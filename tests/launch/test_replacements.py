@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from recover_megatron.launch import successors
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.launch.successors import Successors
-from tests.launch.test_newcomers import ended, plan_of
+from tests.launch.conftest import plan_of
+from tests.launch.test_newcomers import ended
 
 
 def test_replacements_that_fail_alike_wait_ever_longer_and_the_last_is_kept_for_another_cause():

@@ -1,30 +1,34 @@
 """The control plane of several nodes: a candidate coordinator on each of the first three, and no node that all need."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
+from recover_megatron.membership.records import from_runs
 from tests.drawn import some
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.processes import alive, command_line, free_port, stopped
 from tests.harness.waiting import eventually
 
-from .conftest import Bench, Launch
+from .conftest import IN_THE_RUN, SECRET, Bench, Launch
 from .test_control_plane import USES_IT
+from .test_newcomers import SCRIPT, awaits
 from .test_store import UNTIL_TOLD
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several nodes")]
 
-SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}
 ITERATIONS = 120
 PLAIN = (REPOSITORY / "examples" / "plain_pytorch.py", "--iterations", ITERATIONS)
 HELD = (REPOSITORY / "tests" / "examples" / "held.py", ITERATIONS - 20, "go", *PLAIN)
-"""It does not end before ``let_end``, so that whoever is to be killed in it is still there."""
+"""It does not end before ``bench.go``, so that whoever is to be killed in it is still there."""
 STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
 SHOW = """
     import os
@@ -33,14 +37,8 @@ SHOW = """
     """
 
 
-def launches(bench: Bench, nodes: int, *script: object, environment: dict[str, str] = SECRET) -> list[Launch]:
-    """One launcher a node, two workers each."""
-    options = ["--nnodes", nodes, "--nproc-per-node", 2, "--master-port", free_port(), "--log-dir", "logs"]
-    return [bench.start(*options, "--node-rank", node, *script, environment=environment) for node in range(nodes)]
-
-
 def losses(bench: Bench, worker: int) -> dict[int, float]:
-    steps = STEP.findall((bench.folder / "logs" / f"worker-{worker}.log").read_text())
+    steps = STEP.findall(bench.log(worker))
     assert len({iteration for iteration, _ in steps}) == len(steps)
     return {int(iteration): float(loss) for iteration, loss in steps}
 
@@ -48,10 +46,6 @@ def losses(bench: Bench, worker: int) -> dict[int, float]:
 def wait_for_iteration(bench: Bench, worker: int, iteration: int) -> None:
     log = bench.folder / "logs" / f"worker-{worker}.log"
     eventually(lambda: log.exists() and iteration in losses(bench, worker), f"worker {worker} at {iteration}")
-
-
-def let_end(bench: Bench) -> None:
-    (bench.folder / "go").touch()
 
 
 def kill_nodes(*launches: Launch) -> None:
@@ -80,16 +74,12 @@ def kill_nodes(*launches: Launch) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    bench = Bench(tmp_path_factory.mktemp("undisturbed"))
-    try:
-        started = launches(bench, 3, *PLAIN)
-        assert [launch.wait() for launch in started] == [0, 0, 0], [launch.err for launch in started]
+    with Bench(tmp_path_factory.mktemp("undisturbed")) as bench:
+        for launch in bench.nodes(3, *PLAIN):
+            assert launch.wait() == 0, launch.err
         reference = losses(bench, 0)
         assert sorted(reference) == list(range(1, ITERATIONS + 1))
         assert [losses(bench, worker) for worker in range(1, 6)] == [reference] * 5
-    finally:
-        for launch in bench.launches:
-            launch.clean_up()
     return reference
 
 
@@ -99,11 +89,11 @@ def test_a_node_that_dies_whole_takes_neither_the_coordinator_nor_the_store_from
     bench: Bench, undisturbed: dict[int, float], victim: int
 ) -> None:
     """Node 0 hosts the coordinator that leads, and the store."""
-    started = launches(bench, 3, *HELD)
+    started = bench.nodes(3, *HELD)
     started[0].wait_for("all 3 nodes take part")
     wait_for_iteration(bench, 2 * victim, 10)
     kill_nodes(started[victim])
-    let_end(bench)
+    bench.go()
     survivors = [launch for node, launch in enumerate(started) if node != victim]
     assert [launch.wait() for launch in survivors] == [0, 0], [launch.err for launch in survivors]
     for worker in range(6):
@@ -112,14 +102,13 @@ def test_a_node_that_dies_whole_takes_neither_the_coordinator_nor_the_store_from
         else:
             assert losses(bench, worker) == pytest.approx(undisturbed, rel=1e-10)
     assert len(list((bench.folder / "logs").glob("events-*.jsonl"))) == 3
-    files = [bench.folder / "logs" / f"events-{node}.jsonl" for node in range(3) if node != victim]
-    events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    assert [event["code"] for event in events if event["event"] == "stop"] == [0]
+    ends = [end for node in range(3) if node != victim for end in bench.events("stop", candidate=node)]
+    assert [end["code"] for end in ends] == [0]
 
 
 @pytest.mark.slow
 def test_all_workers_are_told_the_same_candidates_in_the_order_of_the_nodes(bench: Bench) -> None:
-    started = launches(bench, 4, bench.script(SHOW))
+    started = bench.nodes(4, bench.script(SHOW))
     assert [launch.wait() for launch in started] == [0] * 4, [launch.err for launch in started]
     told = re.findall(r"COORDINATORS (\S+)", "".join(launch.out for launch in started))
     assert len(told) == 8
@@ -133,60 +122,51 @@ def test_all_workers_are_told_the_same_candidates_in_the_order_of_the_nodes(benc
 @pytest.mark.slow
 def test_every_launcher_takes_the_verdict_of_the_coordinator(bench: Bench) -> None:
     """Both workers of node 1 are killed after their last commit: for all launchers the run is finished all the same."""
-    started = launches(bench, 2, bench.script(USES_IT), 2, 3)
+    started = bench.nodes(2, bench.script(USES_IT), 2, 3)
     assert [launch.wait() for launch in started] == [0, 0], [launch.err for launch in started]
     assert "killed by SIGKILL" in started[1].err
 
 
-STAYS = """
-    import os, signal, sys, time
-    from recover_megatron.membership.session import connect
-
-    session = connect()
-    session.join({})
-    print("JOINED", flush=True)
-    if os.environ["GROUP_RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    while not os.path.exists("go"):
-        time.sleep(0.05)
-    session.leave()
-    """
-
-
 @pytest.mark.slow
 def test_a_launcher_without_workers_keeps_its_candidate_up_until_the_run_is_over(bench: Bench) -> None:
-    first, second = launches(bench, 2, bench.script(STAYS))
+    first, second = bench.nodes(2, bench.script(IN_THE_RUN))
+    for launch in (first, second):
+        launch.wait_for("JOINED", times=2)
+    for worker in (2, 3):
+        bench.kill(worker, 4)
     second.wait_for("staying until the coordinator says how the run ends")
     coordinators = [pid for pid in second.left() if "--listen-fd" in command_line(pid)]
     assert len(coordinators) == 1
     assert second.process.poll() is None
-    (bench.folder / "go").touch()
+    bench.go()
     assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
 
 
 @pytest.mark.slow
 def test_nodes_without_a_secret_have_no_coordinator_and_say_so_once(bench: Bench) -> None:
-    started = launches(bench, 2, bench.script(SHOW), environment={})
+    started = bench.nodes(2, bench.script(SHOW), environment={})
     assert [launch.wait() for launch in started] == [0, 0]
     for launch in started:
         assert launch.out.count("COORDINATORS None") == 2
         assert launch.err.count("RECOVER_SECRET_FILE") == 1
 
 
-def test_recover_over_several_nodes_without_a_secret_is_refused(bench: Bench) -> None:
-    launch = bench.run("--nnodes", 2, "--master-port", free_port(), bench.script(UNTIL_TOLD), "--recover", ends=2)
-    assert "a run over several nodes needs a secret" in launch.err
-    assert "RECOVER_SECRET" in launch.err
-    assert "UP" not in launch.out
-
-
-def test_a_secret_that_cannot_be_used_is_refused_on_several_nodes_too(bench: Bench) -> None:
-    script = bench.script(UNTIL_TOLD)
-    launch = bench.run(
-        "--nnodes", 2, "--master-port", free_port(), script, environment={"RECOVER_SECRET": "brief"}, ends=2
-    )
-    assert "secret" in launch.err
+@pytest.mark.parametrize(
+    ("environment", "flags", "said"),
+    [
+        ({}, ["--recover"], "a run over several nodes needs a secret that they share: set RECOVER_SECRET"),
+        ({"RECOVER_SECRET": "brief"}, [], "secret"),
+    ],
+    ids=["none", "one that cannot be used"],
+)
+def test_without_a_good_secret_recover_over_several_nodes_is_refused(
+    bench: Bench, environment: dict[str, str], flags: list[str], said: str
+) -> None:
+    nodes = ["--nnodes", 2, "--master-port", free_port()]
+    launch = bench.run(*nodes, bench.script(UNTIL_TOLD), *flags, environment=environment, ends=2)
+    assert said in launch.err
     assert "brief" not in launch.err
+    assert "UP" not in launch.out
 
 
 @pytest.mark.slow
@@ -203,8 +183,7 @@ def test_a_node_without_the_secret_that_node_0_has_is_refused(bench: Bench) -> N
 
 
 def test_nodes_with_different_flags_are_told_before_a_worker_starts(bench: Bench) -> None:
-    port = free_port()
-    options = ["--nnodes", 2, "--nproc-per-node", 1, "--master-port", port]
+    options = ["--nnodes", 2, "--nproc-per-node", 1, "--master-port", free_port()]
     script = bench.script("raise SystemExit('a worker was started')")
     first = bench.start(*options, "--node-rank", 0, script, "--recover", "--lr", "1", environment=SECRET)
     second = bench.start(*options, "--node-rank", 1, script, "--recover", "--lr", "2", environment=SECRET)
@@ -220,3 +199,83 @@ def test_a_flag_that_may_differ_is_not_compared(bench: Bench) -> None:
     may = ["--recover", "--recover-may-differ", "lr", "--lr"]
     started = [bench.start(*options, "--node-rank", n, script, *may, n + 5, environment=SECRET) for n in (0, 1)]
     assert [launch.wait() for launch in started] == [0, 0], [launch.err for launch in started]
+
+
+JOIN = re.compile(r"recover-run --join --recover-coordinator (\S+) (.*)")
+OWN = re.compile(r"this node has a candidate coordinator, too: (\S+)")
+ENVIRONMENT = {**awaits(3), **SECRET}
+"""The run ends when three newcomers have been in it at once."""
+
+
+def last_members(log: Path) -> list[int]:
+    """Of the last plan that a worker has told."""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line[:1] == "{" and line[-1:] == "}"]
+    return next((line["members"] for line in reversed(lines) if line["event"] == "plan"), [])
+
+
+def worker_log(bench: Bench, folder: str) -> Path:
+    """Of the one worker of a launcher that joined."""
+    (worker,) = bench.workers(folder)
+    return bench.folder / folder / f"worker-{worker['worker_id']}.log"
+
+
+def test_the_nodes_of_a_launch_are_replaced_one_after_the_other_and_the_run_goes_on_to_its_end(bench: Bench) -> None:
+    """Whoever is left is half of the run each time; node 0 has the store, too.
+
+    Of the first loss the coordinator is told by the kernel of the dead worker.  It is itself lost with the others: who
+    takes over cannot know whether they are running, so needs the lease.
+    """
+    launched = bench.nodes(2, *SCRIPT, per_node=1, environment=ENVIRONMENT)
+    launched[0].wait_for('"event": "plan"')
+    found = JOIN.search(launched[0].err)
+    assert found is not None, launched[0].err
+    addresses, rest = [found[1]], found[2].split()
+    joined: list[Launch] = []
+
+    def join() -> Path:
+        """The log of the worker that is new."""
+        folder = f"joined-{len(joined)}"
+        how = ["--join", "--recover-coordinator", ",".join(addresses), *rest, "--log-dir", folder]
+        launch = bench.start(*how, *SCRIPT, environment=ENVIRONMENT)
+        joined.append(launch)
+        launch.wait_for('"event": "plan"')
+        launch.wait_for("this node has a candidate coordinator, too")
+        own = OWN.search(launch.err)
+        assert own is not None
+        addresses.append(own[1])
+        eventually(lambda: is_told(own[1]), "all are told of that candidate")
+        return worker_log(bench, folder)
+
+    def newcomer(number: int) -> int:
+        return int(bench.workers(f"joined-{number}")[0]["worker_id"])
+
+    def holder() -> set[int]:
+        """The members of the side that has the lease; nobody: nobody has had it."""
+        claims = bench.lease_claims()
+        return {*from_runs(claims[-1])} if claims else set()
+
+    def is_told(address: str) -> bool:
+        logs = [line for path in bench.folder.glob("*/events-*.jsonl") for line in path.read_text().splitlines()]
+        return any('"event":"candidates"' in line and address in line for line in logs)
+
+    def lose(node: Launch, left: Path) -> None:
+        # The lease is told of who has come after their first plan: a loss before that is one of the holder's.
+        eventually(lambda: not holder() or holder() >= set(last_members(left)), "the lease knows who has come")
+        kill_nodes(node)
+        eventually(lambda: len(last_members(left)) == 1, "the run goes on without that node")
+
+    lose(launched[1], bench.folder / "logs" / "worker-0.log")
+    first = join()
+    lose(launched[0], first)
+    del addresses[0]  # of the launch nobody is left
+    second = join()
+    lose(joined[0], second)
+    del addresses[0]
+    join()
+    join()
+    assert [launch.wait() for launch in joined[1:]] == [0, 0, 0], [launch.err for launch in joined]
+    assert last_members(second) == sorted(newcomer(n) for n in (1, 2, 3))
+    assert all(launch.left() == [] for launch in joined)
+    claims = [from_runs(claim) for claim in bench.lease_claims()]
+    # What came last may have come too late to be written before the end.
+    assert claims[:3] == [{newcomer(0)}, {newcomer(0), newcomer(1)}, {newcomer(1)}], claims

@@ -135,28 +135,28 @@ def test_a_node_that_nobody_knows_is_named(told: str) -> None:
         address_of("n1", lambda name: False, lambda name: told)
 
 
-def test_a_launch_takes_its_shape_from_the_step() -> None:
-    options, reasons = parse(["--slurm", "--master-addr", "10.0.0.1", __file__], TASK)
+GPUS = {"SLURM_GPUS_ON_NODE": "8"}
+ALONE = {"SLURM_STEP_NODELIST": "n4", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+PORT = slurm.ports(4711, 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "shape"),
+    [
+        pytest.param("--master-addr 10.0.0.1", {}, (3, 1, "10.0.0.1", PORT, 1), id="that of the step"),
+        pytest.param("--master-addr 10.0.0.1", GPUS, (3, 1, "10.0.0.1", PORT, 8), id="a worker for each GPU"),
+        pytest.param(
+            "--master-addr a --master-port 4000 --nproc-per-node 2", GPUS, (3, 1, "a", 4000, 2),
+            id="the command line wins where nodes may differ",
+        ),
+        pytest.param("", ALONE, (1, 0, "127.0.0.1", 0, 1), id="a step of one node is a launch of one node"),
+    ],
+)  # fmt: skip
+def test_a_launch_takes_its_shape_from_the_step(given: str, more: dict[str, str], shape: tuple[object, ...]) -> None:
+    options, reasons = parse(["--slurm", *given.split(), __file__], TASK | more)
     assert reasons == []
-    assert (options.nnodes, options.node_rank) == (3, 1)
-    assert (options.master_addr, options.master_port) == ("10.0.0.1", slurm.ports(4711, 0)[0])
-    assert options.nproc_per_node == 1
-
-
-def test_what_the_command_line_says_wins_where_nodes_may_differ() -> None:
-    given = ["--slurm", "--master-addr", "10.0.0.1", "--master-port", "4000", "--nproc-per-node", "2", __file__]
-    options, reasons = parse(given, TASK | {"SLURM_GPUS_ON_NODE": "8"})
-    assert reasons == []
-    assert (options.master_port, options.nproc_per_node) == (4000, 2)
-    options, _ = parse(["--slurm", "--master-addr", "10.0.0.1", __file__], TASK | {"SLURM_GPUS_ON_NODE": "8"})
-    assert options.nproc_per_node == 8
-
-
-def test_a_step_of_one_node_is_a_launch_of_one_node() -> None:
-    environ = TASK | {"SLURM_STEP_NODELIST": "n4", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    options, reasons = parse(["--slurm", __file__], environ)
-    assert reasons == []
-    assert (options.nnodes, options.master_addr, options.master_port) == (1, "127.0.0.1", 0)
+    found = (options.nnodes, options.node_rank, options.master_addr, options.master_port, options.nproc_per_node)
+    assert found == shape
 
 
 def test_slurms_shape_and_another_one_are_refused_together() -> None:

@@ -15,13 +15,11 @@ from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.drawn import some
 from tests.harness.patience import patient
-from tests.harness.processes import free_port
 from tests.harness.waiting import eventually, written_lines
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE
 
-from .conftest import Bench, Launch
+from .conftest import SECRET, Bench, Launch
 from .pretrain_struck import POINTS
-from .test_start_up import SECRET
 
 pytestmark = pytest.mark.slow
 PATIENCE = patient(300)
@@ -68,7 +66,6 @@ def test_a_launch_whose_workers_are_killed_starts_again_as_often_as_it_may(
     )
     pids = {pid for rank in range(3) for pid in ups(bench, rank)}
     assert len(pids) == 6
-    assert launch.left() == []
 
 
 def test_the_last_start_that_fails_ends_the_launch_with_a_code_that_is_requeued(bench: Bench) -> None:
@@ -93,29 +90,18 @@ def test_a_signal_ends_a_launch_that_is_about_to_start_again(bench: Bench) -> No
     assert launch.left() == []
 
 
-def nodes(bench: Bench, *argv: object, per_node: int = 2, environment: dict[str, str] | None = None) -> list[Launch]:
-    options = ["--nnodes", 2, "--nproc-per-node", per_node, "--master-port", free_port(), "--log-dir", "logs"]
-    options += ["--max-restarts", 2]
-    return [
-        bench.start(*options, "--node-rank", node, *argv, environment={**SECRET, **(environment or {})})
-        for node in (0, 1)
-    ]
-
-
 @pytest.mark.xdist_group("several nodes")
 @pytest.mark.parametrize("victims", some("start again nodes", ["0", "3", "1,2"], 1))
 def test_all_launchers_of_a_launch_start_again_together(bench: Bench, victims: str) -> None:
-    started = nodes(bench, bench.script(DIES), 2, victims, "--recover")
-    assert [launch.wait() for launch in started] == [0, 0], [launch.err for launch in started]
+    for launch in bench.nodes(2, "--max-restarts", 2, bench.script(DIES), 2, victims, "--recover"):
+        launch.ends()
     assert [len(ups(bench, rank)) for rank in range(4)] == [3] * 4
-    for launch in started:
-        assert launch.left() == []
 
 
 @pytest.mark.xdist_group("several nodes")
 @pytest.mark.parametrize("victim", some("launcher at the start", [0, 1], 1))
 def test_without_a_launcher_the_start_is_not_made_again(bench: Bench, victim: int) -> None:
-    started = nodes(bench, bench.script(DIES), 1, "none", "--recover")
+    started = bench.nodes(2, "--max-restarts", 2, bench.script(DIES), 1, "none", "--recover")
     eventually(lambda: all((bench.folder / f"ups-{rank}").exists() for rank in range(4)), "all are up")
     os.kill(started[victim].pid, signal.SIGKILL)
     other = started[1 - victim]
@@ -140,16 +126,12 @@ def training(point: str, victims: str, folder: Path) -> tuple[list[object], dict
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    bench = Bench(tmp_path_factory.mktemp("undisturbed"))
-    argv, struck = training("join", "none", bench.folder)
-    try:
+    with Bench(tmp_path_factory.mktemp("undisturbed")) as bench:
+        argv, struck = training("join", "none", bench.folder)
         launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *argv, environment=struck)
         losses = trained(bench, [launch])
         assert sorted(losses) == list(range(1, 7))
         return losses
-    finally:
-        for launch in bench.launches:
-            launch.clean_up()
 
 
 CELLS = [(point, victims, several) for point in POINTS for victims in ("0", "1", "0,1") for several in (False, True)]
@@ -163,7 +145,7 @@ def test_a_training_whose_workers_died_at_the_start_is_the_undisturbed_one(
     """Of two workers, on one node or two."""
     argv, struck = training(point, victims, bench.folder)
     if several:
-        runs = nodes(bench, *argv, per_node=1, environment=struck)
+        runs = bench.nodes(2, "--max-restarts", 2, *argv, per_node=1, environment={**SECRET, **struck})
     else:
         options = ["--nproc-per-node", 2, "--max-restarts", 2, "--log-dir", "logs"]
         runs = [bench.start(*options, *argv, environment=struck)]

@@ -1,22 +1,17 @@
-"""A worker, or a launcher, is lost before the training has begun: the launch ends, on all nodes, and says why."""
+"""How a launch ends, with which exit code; if a worker or a launcher is lost before the training has begun it ends on
+all nodes, and says why.
+"""
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from recover_megatron.launch.states import start_exit_code
-from tests.harness import REPOSITORY
-from tests.harness.processes import free_port
-from tests.harness.waiting import DEADLINE, eventually
+from recover_megatron.launch.states import ExitOutcome, run_exit_code, start_exit_code
+from tests.harness.waiting import eventually
 
 from .conftest import Bench, Launch
-from .test_exit_codes import KILLED, ends
 
-SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}
 ENDLESS = """
     import os, sys, time
     print("UP", os.environ["RANK"], flush=True)
@@ -39,39 +34,27 @@ CONNECTED = """
     """
 
 
-@pytest.mark.parametrize(
-    ("statuses", "plain", "fault_tolerant"),
-    [
-        ((KILLED, 0, 0), 137, 10),
-        ((KILLED, KILLED), 137, 10),
-        ((1, 10, 10), 10, 1),
-        ((10, 1, KILLED), 10, 1),
-        ((3, KILLED, 1), 3, 3),
-        ((KILLED, 10, 10), 10, 10),
-        ((11, 13), 11, 10),
-        ((2, 2), 2, 2),
-    ],
-)
-def test_the_exit_code_is_that_of_a_fault_of_the_work_if_there_is_one(statuses, plain, fault_tolerant):
-    assert start_exit_code(ends(*statuses), fault_tolerant=False) == plain
-    assert start_exit_code(ends(*statuses), fault_tolerant=True) == fault_tolerant
+KILLED = -signal.SIGKILL
+
+
+def ends(*statuses: int) -> list[ExitOutcome]:
+    """Workers that ended in this order, each with an exit code or minus a signal."""
+    return [
+        ExitOutcome(worker_id, None if status < 0 else status, -status if status < 0 else None, float(worker_id))
+        for worker_id, status in enumerate(statuses)
+    ]
 
 
 @pytest.mark.parametrize(("number", "code", "why"), [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, 10, "SIGKILL")])
 def test_recover_status_tells_how_a_run_ended_that_never_began(bench: Bench, number: int, code: int, why: str) -> None:
-    logs = bench.folder / "logs"
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, bench.script(ENDLESS), "-", "-", "--recover")
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(ENDLESS), "-", "-", "--recover")
     launch.wait_for("UP", times=2)
     if number == signal.SIGKILL:
-        os.kill(bench.workers(count=2)[1]["pid"], number)
+        bench.kill(1, 2)
     else:
         launch.send(number)
     assert launch.wait() == code, launch.err
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
-    said = subprocess.run(
-        [sys.executable, "-m", "recover_megatron.status", str(logs), "--check"],
-        env={**clean, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+    said = bench.status("logs", "--check")
     assert (said.returncode, said.stderr) == (2, "")
     assert said.stdout.startswith(f"ENDED: exit code {code}: ")
     assert why in said.stdout
@@ -91,14 +74,13 @@ def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(ben
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     launch.send(signal.SIGCONT)
-    assert launch.wait() == 10
+    launch.ends(10)
     first = next(line for line in launch.err.splitlines() if "was killed by SIGKILL" in line)
     record = bench.workers()[victims[0]]
     assert any(f"worker {victim} on {record['host']}" in first for victim in victims)
     assert "the training has not begun, and needs all workers: the launch ends with exit code 10" in first
     assert str(bench.folder / "logs" / "worker-") in first
     assert "go on" not in launch.err
-    assert launch.left() == []
 
 
 @pytest.mark.slow
@@ -108,7 +90,7 @@ def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(ben
 def test_a_worker_that_fails_by_itself_ends_the_launch_with_its_code_and_cause(bench: Bench, how, code, cause) -> None:
     launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(ENDLESS), 1, how, "--recover")
     launch.wait_for("UP", times=3)
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == code
     for line in lines_about(launch, 1):
         assert f"worker 1 on {bench.workers()[1]['host']}" in line
@@ -122,41 +104,35 @@ def test_a_worker_that_fails_by_itself_ends_the_launch_with_its_code_and_cause(b
 def test_a_worker_that_has_a_session_already_ends_the_launch_too(bench: Bench, victim: int) -> None:
     """The coordinator leads, and could do without it; what the others wait in could not."""
     launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(CONNECTED), "--recover")
-    events = bench.folder / "logs" / "events-0.jsonl"
-    wait_for_text(events, '"attached"', 3)
-    os.kill(bench.workers(count=3)[victim]["pid"], signal.SIGKILL)
+    wait_for_sessions(bench, 3)
+    bench.kill(victim, 3)
     assert launch.wait() == 10
     assert f"worker {victim} on" in launch.err
 
 
-def wait_for_text(path: Path, text: str, times: int) -> None:
-    eventually(lambda: path.exists() and path.read_text().count(text) >= times, f"{text} in {path}")
+def wait_for_sessions(bench: Bench, count: int) -> None:
+    eventually(lambda: len(bench.events("attached")) >= count, f"{count} workers have a session")
 
 
 def test_without_recover_our_script_needs_all_workers_at_any_time(bench: Bench) -> None:
     script = bench.script(ENDLESS, "pretrain_gpt_recover.py")
     launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script, "-", 0)
     launch.wait_for("UP", times=2)
-    os.kill(bench.workers(count=2)[1]["pid"], signal.SIGKILL)
+    bench.kill(1, 2)
     assert launch.wait() == 137
     assert "a training without --recover needs all workers" in launch.err
-
-
-def nodes(bench: Bench, *script: object) -> list[Launch]:
-    options = ["--nnodes", 2, "--nproc-per-node", 2, "--master-port", free_port(), "--log-dir", "logs"]
-    return [bench.start(*options, "--node-rank", node, *script, environment=SECRET) for node in (0, 1)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "how"), [(1, "kill"), (3, "kill"), (2, "raise")])
 def test_all_nodes_end_at_once_with_the_same_code(bench: Bench, victim: int, how: str) -> None:
-    started = nodes(bench, bench.script(ENDLESS), victim if how == "raise" else "-", how, "--recover")
+    started = bench.nodes(2, bench.script(ENDLESS), victim if how == "raise" else "-", how, "--recover")
     for launch in started:
         launch.wait_for("UP", times=2)
     started[0].wait_for("all 2 nodes take part")
-    (bench.folder / "go").touch()
+    bench.go()
     if how == "kill":
-        os.kill(bench.workers(count=4)[victim]["pid"], signal.SIGKILL)
+        bench.kill(victim, 4)
     code = 10 if how == "kill" else 1
     assert [launch.wait() for launch in started] == [code, code], started[0].err + started[1].err
     for launch in started:
@@ -169,10 +145,69 @@ def test_all_nodes_end_at_once_with_the_same_code(bench: Bench, victim: int, how
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_launcher_that_is_lost_before_the_training_has_begun_ends_the_others(bench: Bench, victim: int) -> None:
-    started = nodes(bench, bench.script(CONNECTED), "--recover")
-    wait_for_text(bench.folder / "logs" / "events-0.jsonl", '"attached"', 4)
+    started = bench.nodes(2, bench.script(CONNECTED), "--recover")
+    wait_for_sessions(bench, 4)
     started[victim].send(signal.SIGKILL)
     other = started[1 - victim]
     assert other.wait() == 10, other.err
     assert "lost; the training has not begun" in other.err
     assert other.left() == []
+
+
+@pytest.mark.parametrize(
+    ("decides", "statuses", "plain", "fault_tolerant"),
+    [
+        (run_exit_code, (), 0, 0),
+        (run_exit_code, (0, 0, 0), 0, 0),
+        (run_exit_code, (0, 3, 0), 3, 0),
+        (run_exit_code, (KILLED, 0, 0), 137, 0),
+        (run_exit_code, (3, 4, 4), 3, 4),
+        (run_exit_code, (3, 4), 3, 3),
+        (run_exit_code, (KILLED, 1, 1), 137, 1),
+        (run_exit_code, (KILLED, KILLED), 137, 137),
+        (run_exit_code, (KILLED, 10, 10), 10, 10),
+        (run_exit_code, (1, 12, 11), 12, 12),
+        (run_exit_code, (0, 11), 11, 11),
+        (start_exit_code, (KILLED, 0, 0), 137, 10),
+        (start_exit_code, (KILLED, KILLED), 137, 10),
+        (start_exit_code, (1, 10, 10), 10, 1),
+        (start_exit_code, (10, 1, KILLED), 10, 1),
+        (start_exit_code, (3, KILLED, 1), 3, 3),
+        (start_exit_code, (KILLED, 10, 10), 10, 10),
+        (start_exit_code, (11, 13), 11, 10),
+        (start_exit_code, (2, 2), 2, 2),
+    ],
+)
+def test_exit_code_table(decides, statuses, plain, fault_tolerant):
+    assert decides(ends(*statuses), fault_tolerant=False) == plain
+    assert decides(ends(*statuses), fault_tolerant=True) == fault_tolerant
+
+
+def test_first_means_earliest_in_time_not_lowest_worker_id():
+    outcomes = [ExitOutcome(0, 4, None, 2.0), ExitOutcome(1, 3, None, 1.0)]
+    assert run_exit_code(outcomes, fault_tolerant=False) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [((), 5), (("--recover",), 5), (("--recover", "--all-fail"), 6)],
+)
+def test_recover_run_exits_by_the_table(bench, arguments, code):
+    script = bench.script(
+        """
+        import os, sys
+        if "--all-fail" in sys.argv:
+            sys.exit(6)
+        sys.exit(5 if os.environ["RANK"] == "1" else 0)
+        """
+    )
+    bench.run("--nproc-per-node", 3, script, *arguments, ends=code)
+
+
+def test_workers_that_failed_alike_are_summed_up_once(bench):
+    launch = bench.run("--nproc-per-node", 3, bench.script("import sys; sys.exit(7)"), ends=7)
+    last = launch.err.strip().splitlines()[-1]
+    assert "0 of 3 workers finished" in last
+    assert "workers 0-2 failed with exit code 7" in last
+    assert last.count("exit code 7") == 2  # the workers', together, and recover-run's own

@@ -1,13 +1,21 @@
-"""The rendezvous store: served by the launcher of node 0, there for plain torch scripts, on one node and on several."""
+"""The rendezvous store: served by the launcher of node 0, there for plain torch scripts, on one node and on several.
 
+It is open to everybody on the network: what a stranger writes there is not believed.
+"""
+
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from recover_megatron.launch.store import Seal, Unproved
+from recover_megatron.membership.wire import Secret
 from tests.harness.processes import closed_port, free_port, processes_with
 from tests.harness.waiting import eventually
+
+from .conftest import SECRET, Bench
 
 ALL_REDUCE = """
     import os
@@ -17,9 +25,10 @@ ALL_REDUCE = """
     dist.init_process_group("gloo")
     total = torch.tensor([float(dist.get_rank() + 1)])
     dist.all_reduce(total)
-    print("TOTAL", dist.get_rank(), dist.get_world_size(), total.item(), os.environ["TORCHELASTIC_RUN_ID"])
+    told = [os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_RUN_ID")]
+    print("TOTAL", dist.get_rank(), dist.get_world_size(), total.item(), *told, flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # else torch may abort at exit, when gloo's threads are still there
     """
 
 UNTIL_TOLD = """
@@ -45,13 +54,6 @@ def owners_of_listener(port):
             if links & inodes:
                 owners.add(int(name))
     return owners
-
-
-def two_nodes(bench, *options, text=UNTIL_TOLD, environment=None):
-    """Two launchers on this machine, of one job."""
-    script, port = bench.script(text), free_port()
-    nodes = ["--nnodes", 2, "--master-port", port, *options]
-    return [bench.start(*nodes, "--node-rank", rank, script, environment=environment) for rank in (0, 1)]
 
 
 @pytest.mark.slow
@@ -87,7 +89,7 @@ def test_a_plain_torch_script_runs_unmodified(bench):
 
 @pytest.mark.slow
 def test_two_launchers_on_one_machine_make_one_job(bench):
-    first, second = two_nodes(bench, "--nproc-per-node", 1, "--log-dir", "logs", text=ALL_REDUCE)
+    first, second = bench.nodes(2, bench.script(ALL_REDUCE), per_node=1, environment={})
     assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
     (total_0,) = [line for line in first.out.splitlines() if "TOTAL" in line]
     (total_1,) = [line for line in second.out.splitlines() if "TOTAL" in line]
@@ -104,7 +106,7 @@ def test_two_launchers_on_one_machine_make_one_job(bench):
 @pytest.mark.slow
 def test_ranks_of_several_nodes_and_the_store_stays_for_the_last(bench):
     """Node 0's workers end first; its launcher waits for the other node, and judges all workers."""
-    first, second = two_nodes(bench, "--nproc-per-node", 2)
+    first, second = bench.nodes(2, bench.script(UNTIL_TOLD), environment={})
     first.wait_for("UP", times=2)
     second.wait_for("UP", times=2)
     assert "[2] UP 2 1 0" in second.out
@@ -166,12 +168,11 @@ def test_node_0_gives_up_when_a_node_never_appears(bench):
     script = bench.script(UNTIL_TOLD)
     launch = bench.run("--nnodes", 3, "--master-port", free_port(), "--rendezvous-timeout", 1, script, ends=1)
     assert "node 1, 2 of 3 did not appear within 1 s" in launch.err
-    assert launch.left() == []
 
 
 @pytest.mark.slow
 def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(bench):
-    first, second = two_nodes(bench, environment={"RECOVER_SECRET": "one that both nodes share"})
+    first, second = bench.nodes(2, bench.script(UNTIL_TOLD), per_node=1)
     second.wait_for("UP 1")
     second.send(signal.SIGKILL)
     second.wait()
@@ -182,7 +183,7 @@ def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(benc
 
 @pytest.mark.slow
 def test_workers_go_on_when_the_launcher_of_node_0_is_lost(bench):
-    first, second = two_nodes(bench)
+    first, second = bench.nodes(2, bench.script(UNTIL_TOLD), per_node=1, environment={})
     second.wait_for("UP 1")
     first.wait_for("all 2 nodes take part")
     first.send(signal.SIGKILL)
@@ -190,3 +191,73 @@ def test_workers_go_on_when_the_launcher_of_node_0_is_lost(bench):
     eventually(lambda: first.left() == [], "node 0 is gone")
     (bench.folder / "go1").touch()
     assert second.wait() == 0
+
+
+OURS, THEIRS = Seal(Secret(b"the secret of this job")), Seal(Secret(b"the secret of another job"))
+END = {"reason": "because", "code": 0}
+
+
+def test_a_value_is_believed_under_its_own_key_in_its_own_run_alone() -> None:
+    sealed = OURS.wrap("end", "run 1", END).encode()
+    assert OURS.open("end", "run 1", sealed) == END
+    for key, run in (("end", "run 2"), ("coordinators", "run 1"), ("end", "")):
+        with pytest.raises(Unproved):
+            OURS.open(key, run, sealed)
+    for forged in (THEIRS.wrap("end", "run 1", END), Seal(None).wrap("end", "run 1", END)):
+        with pytest.raises(Unproved):
+            OURS.open("end", "run 1", forged.encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"\xff", b"null", b"[]", b"7", b'"text"', b"{}", b"[" * 100_000, b" " * (1 << 20) + b"{}"),
+        b'{"text": 1, "mac": ""}',
+        b'{"text": "1", "mac": "\xc3\xa9"}',
+        b'{"text": "\\ud800", "mac": ""}',
+    ],
+)
+def test_whatever_else_is_there_is_a_plain_error(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - any of it
+        OURS.open("end", "run 1", data)
+
+
+def test_launchers_without_a_secret_read_each_other_and_prove_nothing() -> None:
+    assert not Seal(None).proves
+    assert Seal(None).open("end", "any", Seal(None).wrap("end", "other", END).encode()) == END
+
+
+@pytest.mark.slow
+def test_a_stranger_who_writes_into_the_store_ends_nobody(bench: Bench) -> None:
+    from torch.distributed import TCPStore
+
+    port = free_port()
+    nodes = ["--nnodes", 2, "--master-port", port, "--log-dir", "logs"]
+    script = bench.script(UNTIL_TOLD)
+    first = bench.start(*nodes, "--node-rank", 0, script, environment=SECRET)
+    stranger = TCPStore("127.0.0.1", port, is_master=False)
+    values = [
+        "node 0 ended the launch: so it says",
+        json.dumps(END),
+        THEIRS.wrap("end", "", END),
+        Seal(None).wrap("end", "", END),
+    ]
+
+    def write() -> None:
+        for value in values:
+            for key in ("end", "coordinators", "job", "welcome/1", "node/1", "everybody"):
+                stranger.set("recover/launch/" + key, value)
+            stranger.queue_push("recover/launch/bell", value)
+            stranger.queue_push("recover/launch/bell", "1")
+
+    write()  # before node 1 is there
+    second = bench.start(*nodes, "--node-rank", 1, script, environment=SECRET)
+    first.wait_for("UP 0")
+    second.wait_for("UP 1")
+    write()
+    second.wait_for("recover/launch/end in the store is ignored")
+    first.wait_for("what comes for node 1 is ignored")
+    assert (first.process.poll(), second.process.poll()) == (None, None)
+    for rank in (0, 1):
+        (bench.folder / f"go{rank}").touch()
+    assert (first.wait(), second.wait()) == (0, 0), first.err + second.err

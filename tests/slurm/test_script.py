@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.demo import SCRIPTS, WORKERS_FLAG, edited
+from tests.slurm.cluster import SCRIPTS, WORKERS_FLAG, edited
 
 TEXT = (SCRIPTS / "recover.sbatch").read_text()
 
@@ -84,15 +84,18 @@ def test_a_new_checkpoint_begins_the_count_anew(script: Script) -> None:
     assert len(script.calls) == 2
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 137])
-def test_other_ends_are_ends(script: Script, code: int) -> None:
-    assert script.finish(code) == code
-    assert script.calls == []
-
-
-@pytest.mark.parametrize(("code", "requeued"), [(0, True), (10, True), (138, True), (1, False), (2, False)])
-def test_near_the_time_limit_whoever_was_stopped_is_requeued(script: Script, code: int, requeued: bool) -> None:
-    assert script.finish(code, "yes") == (0 if requeued else code)
+@pytest.mark.parametrize(
+    ("time_is_up", "code", "requeued"),
+    [
+        *(("", code, False) for code in (0, 1, 2, 137)),
+        *(("yes", code, True) for code in (0, 10, 138)),
+        *(("yes", code, False) for code in (1, 2)),
+    ],
+)
+def test_near_the_time_limit_a_job_that_was_stopped_is_requeued_and_other_ends_are_ends(
+    script: Script, time_is_up: str, code: int, requeued: bool
+) -> None:
+    assert script.finish(code, time_is_up) == (0 if requeued else code)
     assert script.calls == ["scontrol requeue 7"] * requeued
     assert not (script.run / "failures").exists()
 

@@ -1,5 +1,7 @@
 """One long run whose workers are killed one after the other, each replaced; its coordinators stop and die beside them.
 
+What its processes hold must not grow.
+
     python -m tests.soak.soak FOLDER KILLS [SEED]
 
 Real: recover-run --max-restarts, its two coordinators, SIGKILL and SIGSTOP; workers are forked by one process that has
@@ -15,17 +17,19 @@ any time, for less than the heartbeat timeout; the leading one is killed half-wa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +45,69 @@ from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.processes import children, command_line
 from tests.instep.runs import GRAD_NORM, LOSS, MODEL
-from tests.soak.processes import Sample, growth, sample
+from tests.launch.conftest import recover_run
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at one process."""
+
+    process: str
+    """What it is to the run."""
+    pid: int
+    kills: int
+    """How many there had been."""
+    iteration: int
+    memory: int
+    """Resident, in bytes."""
+    descriptors: int
+    threads: int
+    seconds: float
+    """Of processor time, so far."""
+
+
+def sample(process: str, pid: int, kills: int, iteration: int) -> Sample:
+    """Raises psutil.NoSuchProcess for a process that has ended."""
+    seen = psutil.Process(pid)
+    used, times = seen.memory_info().rss, seen.cpu_times()
+    descriptors, threads = seen.num_fds(), seen.num_threads()
+    return Sample(process, pid, kills, iteration, used, descriptors, threads, times.user + times.system)
+
+
+def growth(samples: Sequence[Sample]) -> list[str]:
+    """What one process has more of late in a run than early, in words; empty: nothing.
+
+    The first tenth is left out: what is allocated once is there by then. Of what follows the first and the last
+    quarter are compared, by their medians: a sample may fall into the middle of a recovery.
+    """
+    told = samples[len(samples) // 10 :]
+    if len(told) < 8:
+        return []
+    quarter = len(told) // 4
+    early, late = told[:quarter], told[-quarter:]
+    found = []
+    for what, slack in (("descriptors", 2.0), ("threads", 1.0), ("memory", 6.0 * MIB)):
+        before, after = (statistics.median(getattr(one, what) for one in part) for part in (early, late))
+        if after > 1.03 * before + slack:
+            found.append(f"{samples[0].process}: {what} {before:.0f} -> {after:.0f}")
+    before, after = (_work(part) for part in (early, late))
+    # The slack is that of a coordinator: it shows each worker that it has ever known to whoever looks, and we do.
+    if len(told) >= 100 and after > 1.5 * before + 0.005:
+        found.append(f"{samples[0].process}: processor seconds per iteration {before:.4f} -> {after:.4f}")
+    return found
+
+
+def _work(part: Sequence[Sample]) -> float:
+    """Processor seconds per iteration, from one kill to the next, so with a recovery every few of them.
+
+    Not per kill: on a busy machine a newcomer takes longer, and more iterations pass meanwhile.
+    """
+    pairs = [(early, late) for early, late in itertools.pairwise(part) if late.iteration > early.iteration]
+    each = [(late.seconds - early.seconds) / (late.iteration - early.iteration) for early, late in pairs]
+    return statistics.median(each) if each else 0.0
+
 
 WORKERS, BATCH = 3, 6
 HEARTBEAT_TIMEOUT = 5.0
@@ -78,9 +144,8 @@ class Launch:
     def __init__(self, folder: Path, iterations: int, restarts: int, secret: str) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(WORKERS)]
-        command += ["--log-dir", str(folder), "--max-restarts", str(restarts)]
-        command += [SCRIPT, *FLAGS, "--train-iters", str(iterations), "--recover"]
+        argv = ["--nproc-per-node", str(WORKERS), "--log-dir", str(folder), "--max-restarts", str(restarts)]
+        argv += [SCRIPT, *FLAGS, "--train-iters", str(iterations), "--recover"]
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         environment |= {"SOAK_FOLDER": str(folder), "RECOVER_SECRET": secret}
@@ -93,9 +158,7 @@ class Launch:
         while (said := self._template.stdout.readline()) != b"ready\n":
             assert said, "the template has ended: " + (folder / "template.log").read_text()[-2000:]
         with (folder / "console.log").open("wb") as console:
-            self.process = subprocess.Popen(
-                command, stdout=console, stderr=console, env=environment, start_new_session=True
-            )
+            self.process = recover_run(argv, REPOSITORY, environment, stdout=console, stderr=console)
         self.secret = Secret(secret.encode())
 
     @property

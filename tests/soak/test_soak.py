@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import SEED
-from tests.soak.processes import MIB, Sample, growth
-from tests.soak.soak import Soak
+from tests.soak.soak import MIB, Sample, Soak, growth
 
 KILLS = int(os.environ.get("RECOVER_SOAK", "2"))
 
