@@ -170,10 +170,10 @@ def fetch(addresses: list[str], key: str, place: Any) -> Any:
     """The state from holders at these addresses."""
     from recover_megatron.instep.state_receiver import Receiver, Source
     from recover_megatron.network.connection import Challenge
-    from recover_megatron.network.peer_store import PURPOSE, open_stream
+    from recover_megatron.network.peer_store import open_stream
 
     def source(number: int, address: str) -> Source:
-        return Source(number, lambda: open_stream(address, Challenge(SECRET, PURPOSE), f"state/{key}"))
+        return Source(number, lambda: open_stream(address, Challenge(SECRET), f"state/{key}"))
 
     sources = [source(number, address) for number, address in enumerate(addresses)]
     receiver = Receiver(sources, place, stay=lambda: None, awaited=lambda: None)

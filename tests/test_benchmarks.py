@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_host_cost
+from recover_megatron.collectives.group import Memo
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 
@@ -24,3 +28,39 @@ def test_a_recovery_of_plain_processes_is_measured_phase_by_phase() -> None:
     assert len(phases) == 6
     assert total == pytest.approx(sum(phases), abs=0.5)
     assert total > 0
+
+
+LITTLE = ["--members", "3", "--buckets", "2", "--iterations", "2"]
+
+
+def test_the_host_costs_are_told_and_judged_by_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = tmp_path / "costs.json"
+    assert bench_host_cost.main([*LITTLE, "--most", "1e9", "--json", str(told)]) == 0
+    numbers = json.loads(told.read_text())["us_per_bucket"]
+    assert set(numbers) == {"native", "ring"}
+    printed = capsys.readouterr().out
+    for name, number in numbers.items():
+        assert number > 0
+        assert f"{name:8} {number:7.1f} us per bucket" in printed
+
+
+def test_one_group_over_the_limit_is_enough_to_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_host_cost.main([*LITTLE, "--most", "1e-6"]) == 1
+    assert "more than 1e-06 us per bucket: native, ring" in capsys.readouterr().err
+
+
+def test_a_result_is_made_once_and_all_are_forgotten_when_they_weigh_too_much() -> None:
+    made: list[str] = []
+
+    def make(text: str) -> str:
+        made.append(text)
+        return text
+
+    memo: Memo[str] = Memo(4, len)
+    for text in ("ab", "cd", "ab", "cd"):
+        assert memo.get(text, lambda text=text: make(text)) == text  # type: ignore[misc]
+    assert (made, len(memo)) == (["ab", "cd"], 2)
+    assert memo.get("e", lambda: make("e")) == "e"
+    assert len(memo) == 1
+    assert memo.get("longer", lambda: make("longer")) == "longer"
+    assert memo.get("longer", lambda: make("again")) == "longer"

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.network.connection import Challenge, Connection, Unreachable, family_of
-from recover_megatron.network.peer_store import MOST_BYTES, PURPOSE, PeerStoreServer
+from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer
 
 WAIT = timedelta(seconds=60)
 """How long the blocking operations of ``PeerStoreClient`` wait."""
@@ -43,7 +43,7 @@ class PeerStoreClient(dist.Store):
         super().__init__()
         self._epoch = {} if epoch is None else {"epoch": epoch}
         self._address = address
-        self._challenge = Challenge(secret, PURPOSE)
+        self._challenge = Challenge(secret)
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._asked = set[str]()
@@ -192,7 +192,7 @@ class Fetcher:
     def __init__(self, address: str, secret: bytes, patience: Callable[[], None]) -> None:
         self._address = address
         try:
-            self._connection = Connection(address, Challenge(secret, PURPOSE), patience)
+            self._connection = Connection(address, Challenge(secret), patience)
         except Unreachable as error:
             raise self._lost(error, road=error.road) from error
 

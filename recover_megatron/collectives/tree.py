@@ -42,7 +42,7 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost
 from recover_megatron.collectives.state_transport import bytes_of, receive_into
 from recover_megatron.network.connection import Challenge, Unreachable, is_of_the_road
-from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, open_stream
+from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.network.system import close_in_children, forget, watch
 
 FAN = 8
@@ -89,7 +89,7 @@ class Tree:
         close_in_children(self)
         cancel_token.on_cancel(self.abort)
         try:
-            self._open(addresses, Challenge(secret, PURPOSE))
+            self._open(addresses, Challenge(secret))
         except BaseException:
             self.close()
             raise

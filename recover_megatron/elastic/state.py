@@ -30,7 +30,7 @@ from recover_megatron.instep.state_holder import KIND, Offer, Offers, Path, flat
 from recover_megatron.instep.state_receiver import Receiver, Source
 from recover_megatron.membership.records import Json
 from recover_megatron.network.connection import Challenge
-from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, open_stream
+from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.workload import reassign
 
 
@@ -86,7 +86,7 @@ class Exchange:
     def __init__(self, host: str, secret: bytes) -> None:
         self._store = PeerStoreServer(host, secret)
         self._offers = Offers(self._store.streams)
-        self._challenge = Challenge(secret, PURPOSE)
+        self._challenge = Challenge(secret)
         self._offer: Offer | None = None
 
     @property

@@ -34,7 +34,7 @@ from recover_megatron.collectives.tree import Tree, TreeBackend
 from recover_megatron.instep.state_holder import KIND, Offer, Offers, Place, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Shared, Source
 from recover_megatron.network.connection import Challenge
-from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, open_stream
+from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CommunicationConfig:
 
     def source(self, worker: int, address: str, key: str, patience: Callable[[], None]) -> Source:
         """The state that a worker, whose peer store is at ``address``, offers under ``key``."""
-        challenge = Challenge(self.secret, PURPOSE)
+        challenge = Challenge(self.secret)
         return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{key}", patience))
 
     @property

@@ -26,6 +26,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from recover_megatron.network.system import is_silent, watch
@@ -137,23 +138,19 @@ def proves(told: object, expected: str | bytes) -> bool:
     return False
 
 
+@dataclass(frozen=True)
 class Challenge:
-    """The challenge of one protocol (``purpose``) of the run; in messages, proofs are hex."""
+    """The challenge of the peers' stores; in messages, proofs are hex."""
 
-    def __init__(self, secret: bytes, purpose: str) -> None:
-        self._secret = secret
-        self._purpose = purpose
-
-    def __repr__(self) -> str:
-        return f"Challenge(..., {self._purpose!r})"
+    secret: bytes = field(repr=False)
 
     def of_client(self, server_nonce: str, client_nonce: str) -> str:
         """What a client answers to a server's nonce."""
-        return mac(self._secret, self._purpose, "client", server_nonce, client_nonce).hex()
+        return mac(self.secret, "peer-store", "client", server_nonce, client_nonce).hex()
 
     def of_server(self, server_nonce: str, client_nonce: str) -> str:
         """What the server then answers."""
-        return mac(self._secret, self._purpose, "server", server_nonce, client_nonce).hex()
+        return mac(self.secret, "peer-store", "server", server_nonce, client_nonce).hex()
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -118,7 +118,6 @@ class Streams:
 
 log = get_logger(__name__)
 
-PURPOSE = "peer-store"
 _BACKLOG = 4096
 LONGEST_BEFORE_PROOF = 1 << 10
 MOST_UNPROVED = 256
@@ -144,7 +143,7 @@ class PeerStoreServer:
         self.listener, self.address = listen(host, _BACKLOG)
         self.source: Source = lambda what: None
         self.streams = Streams()
-        self._challenge = connection.Challenge(secret, PURPOSE)
+        self._challenge = connection.Challenge(secret)
         self._values: dict[str, str] = {}
         self._wanted: defaultdict[str, list[asyncio.StreamWriter]] = defaultdict(list)
         self._unproved: dict[asyncio.StreamWriter, None] = {}

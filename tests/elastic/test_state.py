@@ -1,14 +1,18 @@
-"""The gradients' memory: counted where it is, in one type or several, and told when somebody has taken it away."""
+"""The gradients' memory: counted, and told when somebody has taken it; what cannot be trained is refused at once."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import chain
 
 import pytest
 import torch
 
+from recover_megatron import ElasticDataParallel
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.elastic.state import Gradients, Standing, State, Status, shares, standing
+from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 
 
@@ -128,3 +132,25 @@ def test_later_steps_of_the_epoch_are_everybodys(step: int) -> None:
     dealt = shares(statuses, Standing(7, (0, 2)), [0, 2, 4], step, 7)
     assert sorted(chain(*dealt.values())) == list(range(7))
     assert {len(ids) for ids in dealt.values()} == {2, 3}
+
+
+def test_all_reasons_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RECOVER_COORDINATOR", raising=False)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(UserError) as refused:
+        ElasticDataParallel(model, optimizer, microbatches=0, state={"model": optimizer})
+    reasons = refused.value.reasons
+    assert [reason.split(":")[0] for reason in reasons] == [
+        "this process has no coordinator", "microbatches is 0", "1", "state"
+    ]  # fmt: skip
+
+
+def test_the_package_has_three_names_and_imports_torch_for_them_alone() -> None:
+    code = (
+        "import sys, recover_megatron as r; assert r.__version__ and not hasattr(r, 'walk'); "
+        "assert 'torch' not in sys.modules; print(r.ElasticDataParallel, r.StepResult, r.run)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "recover_megatron.elastic.data_parallel.ElasticDataParallel" in said
+    assert "function run" in said

@@ -1,8 +1,13 @@
-"""The plain PyTorch loop of examples/ trains as one process does, whoever is killed, and whoever comes."""
+"""The loops of examples/, whoever is killed and whoever comes: plain PyTorch trains as one process does.
+
+Those of accelerate and torchtitan run on stand-ins with their seams: what these show is that the examples fit the
+seams, and that the library is called right.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -115,3 +120,40 @@ def test_a_killed_coordinator_is_succeeded(tmp_path: Path) -> None:
     # Mostly the other candidate; the one that the launcher started in place of the killed one if the other was held up.
     events = [(tmp_path / name).read_text() for name in ("events-0.jsonl", "events-1.jsonl")]
     assert sum(text.count('"event":"lead"') for text in events) >= 2
+
+
+DOUBLES = Path(__file__).parent / "doubles"
+HELD_STEPS = 400
+
+
+def held(out: Path, example: str, workers: int) -> subprocess.Popen[str]:
+    flags = [HELD_STEPS - 20, out / "go", f"examples/{example}", HELD_STEPS]
+    return start(out, "tests/examples/held.py", *flags, workers=workers, path=[DOUBLES])
+
+
+def pid_of(out: Path, worker: int) -> int | None:
+    """None: workers.json does not tell yet."""
+    path = out / "workers.json"
+    workers = json.loads(path.read_text()) if path.exists() else []
+    return next((each["pid"] for each in workers if each["worker_id"] == worker), None)
+
+
+@pytest.mark.parametrize("example", ["accelerate_loop.py", "torchtitan_trainer.py"])
+def test_a_killed_worker_changes_nothing(tmp_path: Path, example: str) -> None:
+    for folder in ("alone", "struck"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "alone" / "go").touch()
+    finish(held(tmp_path / "alone", example, 1))
+    out = tmp_path / "struck"
+    run = held(out, example, 3)
+    log = out / "worker-1.log"
+    eventually(lambda: log.exists() and 20 in losses(out, 1), "the run trains")
+    eventually(lambda: pid_of(out, 1), "the launcher has written down who that is")
+    os.kill(pid_of(out, 1), signal.SIGKILL)
+    (out / "go").touch()
+    assert "was killed by SIGKILL" in finish(run)
+    wanted = losses(tmp_path / "alone", 0)
+    assert sorted(wanted) == list(range(1, HELD_STEPS + 1))
+    assert len(losses(tmp_path / "struck", 1)) < HELD_STEPS
+    for survivor in (0, 2):
+        assert losses(tmp_path / "struck", survivor) == pytest.approx(wanted, rel=1e-7)

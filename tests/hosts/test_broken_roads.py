@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.drawn import some
-from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.waiting import meanwhile, written_lines
 from tests.instep.conftest import Reference
@@ -94,8 +92,7 @@ def test_a_road_that_comes_back_costs_nobody_its_place(
         time.sleep(1)  # the length of the outage
         hosts.mend()
 
-    trying = (str(REPOSITORY / "tests" / "hosts" / "trying.py"),)
-    result = run(hosts, 1, replace(case, train_with=trying), forkserver, tmp_path, spoil)
+    result = run(hosts, 1, case.altered("pacing.trying"), forkserver, tmp_path, spoil)
     check(result, reference(case))
     assert set(result.replicas) == {3}
     assert len(result.plans) <= EPOCHS

@@ -1,11 +1,15 @@
-"""Connections over a road that breaks: whoever waits on them is woken; a process that reads nothing is not silent."""
+"""Roads between hosts of the tests that break, and are mended, as told: who waits on them is woken, and no other."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +18,7 @@ from recover_megatron.network.system import Watch
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 
-from .hosts import Hosts
-
-pytestmark = pytest.mark.slow
+from .hosts import SWITCH, Hosts
 
 
 def on[T](hosts: Hosts, host: int, do: Callable[[], T]) -> T:
@@ -69,6 +71,7 @@ def woken(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["part", "refuse", "cable"])
 def test_whoever_waits_on_a_broken_road_is_woken_and_on_others_nobody(three_hosts: Hosts, how: str) -> None:
     hosts, watch = three_hosts, Watch()
@@ -97,6 +100,7 @@ def test_whoever_waits_on_a_broken_road_is_woken_and_on_others_nobody(three_host
             sock.close()
 
 
+@pytest.mark.slow
 def test_trying_tells_the_roads_that_stay_broken_from_those_that_come_back(three_hosts: Hosts) -> None:
     hosts = three_hosts
     listeners = {host: listener(hosts, host) for host in (1, 2)}
@@ -114,3 +118,59 @@ def test_trying_tells_the_roads_that_stay_broken_from_those_that_come_back(three
     finally:
         for ring_listener in listeners.values():
             ring_listener.close()
+
+
+LISTEN = "import socket; s = socket.create_server(('', 4000)); print('listening', flush=True)\nwhile True: s.accept()"
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 4000), float(sys.argv[2]))"
+LONG, SHORT = DEADLINE, 1
+
+
+def connects(hosts: Hosts, host: int, other: int, folder: Path, seconds: float) -> bool:
+    command = [sys.executable, "-c", CONNECT, hosts.address(other), seconds]
+    return hosts.start(host, command, folder / "connect.out").wait() == 0
+
+
+@pytest.mark.slow
+def test_roads_break_and_are_mended_as_told(three_hosts: Hosts, tmp_path: Path) -> None:
+    hosts = three_hosts
+    for host in hosts:
+        out = tmp_path / f"listen{host}.out"
+        listener = hosts.start(host, [sys.executable, "-c", LISTEN], out)
+        while "listening" not in out.read_text():
+            assert listener.poll() is None, out.read_text()
+            time.sleep(0.02)
+
+    def hear(*pairs: tuple[int, int]) -> bool:
+        return all(connects(hosts, *pair, tmp_path, LONG) for pair in pairs)
+
+    def deaf(*pairs: tuple[int, int]) -> bool:
+        return not any(connects(hosts, *pair, tmp_path, SHORT) for pair in pairs)
+
+    hosts.part(2, 3)
+    assert deaf((2, 3), (3, 2))
+    assert hear((1, 2), (3, 1))
+    hosts.mend()
+    hosts.refuse(1, 2)
+    assert deaf((1, 2), (2, 1))
+    assert hear((2, 3), (1, 3))
+    hosts.mend()
+    hosts.cable(3, up=False)
+    assert deaf((1, 3), (3, 2))
+    assert hear((1, 2))
+    hosts.mend()
+    assert hear((1, 3))
+
+
+def test_a_host_has_its_own_name_shared_memory_and_processes(three_hosts: Hosts, tmp_path: Path) -> None:
+    hosts = three_hosts
+    script = "hostname; ls /dev/shm | wc -l; cat /etc/hosts; touch /dev/shm/mine; ls /proc | grep -c '^[0-9]'"
+    told = []
+    for host in hosts:
+        assert hosts.start(host, ["bash", "-c", script], tmp_path / "out").wait(DEADLINE) == 0
+        told.append((tmp_path / "out").read_text().split("\n"))
+    assert [lines[0] for lines in told] == [hosts.name(host) for host in hosts]
+    assert all(lines[1] == "0" for lines in told)
+    assert all(f"{hosts.address(3)} {hosts.name(3)}" in lines for lines in told)
+    assert all(int(lines[-2]) < 10 for lines in told)
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert hosts.network(SWITCH).rpartition("/")[2] in spaces.stdout

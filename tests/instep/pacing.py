@@ -18,6 +18,7 @@ from typing import Any
 
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.chaos import spec
+from recover_megatron.instep import edges
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.hooks import ProgressReports
@@ -270,6 +271,11 @@ def slow(pauses: str) -> None:
     Session.join = slow_join  # type: ignore[method-assign]
     Rendezvous.meet = slow_meet  # type: ignore[method-assign]
     ProgressReports.inject = slow_strike  # type: ignore[method-assign]
+
+
+def trying() -> None:
+    """Have workers try broken roads for long: an outage that a test ends is over before, on any machine."""
+    edges.REACH_SECONDS = edges.AGAIN_SECONDS = patiently(30)
 
 
 def late() -> None:

@@ -16,11 +16,8 @@ from tests.harness.processes import free_port
 from tests.instep.altered import altered
 from tests.instep.conftest import Runs
 from tests.instep.runs import Case, Layout
-from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 from tests.test_end_to_end import finished, launch, wait_until_iteration
-from tests.test_joined_replicas import SECRET
-
-TRAINING = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "24", "--global-batch-size", "12"]
+from tests.test_joined_replicas import SECRET, training, undisturbed
 
 
 def placed(flags: str) -> JoinStatus:
@@ -55,12 +52,10 @@ def test_the_flags_of_the_run_are_those_of_who_has_a_place_then_of_who_holds_a_s
 def test_a_launcher_that_joins_with_another_learning_rate_is_turned_away_and_the_run_goes_on(
     forkserver: ForkServer, tmp_path: Path
 ) -> None:
-    plain, out, port = tmp_path / "undisturbed", tmp_path / "run", str(free_port())
-    assert forkserver.run(
-        2, [OURS, *TRAINING, "--recover", "--recover-log-dir", str(plain)], plain, documents=100000
-    ).ok
+    plain = undisturbed(forkserver, tmp_path / "undisturbed", 2, 24)
+    out, port = tmp_path / "run", str(free_port())
     waits = [*altered("pacing.patient", "1-1:2"), *altered("pacing.awaiting", "8:told:turned away")]
-    script = [*waits, OURS, *TRAINING, "--recover"]
+    script = [*waits, *training(24)]
     run = launch(
         out, "--nproc-per-node", "2", "--master-port", port, *script, "--recover-log-dir", str(out), environment=SECRET
     )

@@ -24,7 +24,7 @@ from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import KIND, Offer, Offers, flatten, new_memory, unflatten
 from recover_megatron.instep.state_receiver import Receiver, Source
 from recover_megatron.network.connection import Challenge, Unreachable
-from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, Streams, open_stream
+from recover_megatron.network.peer_store import PeerStoreServer, Streams, open_stream
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 from tests.instep.states import KEY, state_of
@@ -190,7 +190,7 @@ class Holder:
 
 
 def source(worker: int, address: str, patience: Callable[[], None] = lambda: None, secret: bytes = SECRET) -> Source:
-    challenge = Challenge(secret, PURPOSE)
+    challenge = Challenge(secret)
     return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{KEY}", patience))
 
 
@@ -474,7 +474,7 @@ def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more
 
 def test_a_connection_that_nobody_waits_for_is_kept_until_it_is_taken() -> None:
     peer_store = PeerStoreServer("127.0.0.1", SECRET)
-    ours = open_stream(peer_store.address, Challenge(SECRET, PURPOSE), "tree/1")
+    ours = open_stream(peer_store.address, Challenge(SECRET), "tree/1")
     theirs = peer_store.streams.take("tree/1", lambda: None)
     ours.sendall(b"hello")
     assert theirs.recv(5) == b"hello"

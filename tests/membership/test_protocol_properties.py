@@ -19,6 +19,8 @@ from recover_megatron.membership.events import State
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.records import Evidence, Formed, Presentation
 from recover_megatron.membership.roster import Member, Roster
+from tests.drawn import some
+from tests.formal import check as model
 
 MOST_WORKERS = 8
 MOST_CANDIDATES = 6
@@ -494,3 +496,29 @@ def test_a_launcher_that_outruns_a_workers_last_word_tells_of_no_fault(last_word
     faults = [(record["worker"], record["kind"]) for record in world.logged("fault")]
     assert faults == ([] if last_word else [(2, "dead")])
     assert world.coordinators[0].roster.workers[2].fate.value == ("left" if last_word else "dead")
+
+
+needs_spin = pytest.mark.skipif(
+    bool(model.missing_tools()),
+    reason=f"THE PROTOCOL'S MODEL IS NOT CHECKED: not installed: {', '.join(model.missing_tools())}",
+)
+
+
+def cases(configurations: tuple) -> list:
+    return [pytest.param(configuration, id=configuration.what) for configuration in configurations]
+
+
+@pytest.mark.slow
+@needs_spin
+@pytest.mark.parametrize("configuration", some("configurations", cases(model.CONFIGURATIONS), 3))
+def test_the_protocol_holds_in_every_reachable_state(configuration: object) -> None:
+    result = model.check(configuration)
+    assert result.complete
+    assert result.errors == 0
+
+
+@pytest.mark.slow
+@needs_spin
+@pytest.mark.parametrize("mutant", some("mutants", cases(model.MUTANTS), 3))
+def test_a_deliberate_bug_in_the_protocol_is_found(mutant: object) -> None:
+    assert model.check(mutant).errors > 0

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,13 @@ import pytest
 from cluster import ROOT, Cluster, cluster
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.records import SecretError
+from recover_megatron.membership.coordinator import Coordinator
+from recover_megatron.membership.events import CoordinatorEffect, CoordinatorEvent, Tick
+from recover_megatron.membership.records import SecretError, Settings
+from recover_megatron.membership.server import CoordinatorServer
 from recover_megatron.membership.wire import Secret, find_secret, read_secret_file
+from recover_megatron.network.system import use_all_descriptors
 from tests.harness.waiting import DEADLINE, eventually
-
-pytestmark = pytest.mark.slow
 
 
 def connect(run: Cluster) -> socket.socket:
@@ -60,6 +66,7 @@ def unharmed(run: Cluster) -> None:
         assert process.event("commit", start=process.says())["epoch"] == 1
 
 
+@pytest.mark.slow
 def test_malformed_input_costs_only_the_connection_it_came_by(tmp_path: Path) -> None:
     with cluster(tmp_path, workers=2) as run:
         before = [
@@ -93,6 +100,7 @@ def test_malformed_input_costs_only_the_connection_it_came_by(tmp_path: Path) ->
         assert "malformed" in reasons
 
 
+@pytest.mark.slow
 def test_a_thousand_silent_connections_and_a_slow_one_keep_nobody_out(tmp_path: Path) -> None:
     with cluster(tmp_path) as run:
         run.start_coordinators(3)
@@ -117,6 +125,7 @@ def test_a_thousand_silent_connections_and_a_slow_one_keep_nobody_out(tmp_path: 
         assert 0 < len(run.logged("rejected")) < 100  # the log is limited
 
 
+@pytest.mark.slow
 def test_a_worker_with_a_wrong_secret_ends_soon_and_says_why(tmp_path: Path) -> None:
     with cluster(tmp_path) as run:
         run.start_coordinators(2)
@@ -131,6 +140,7 @@ def test_a_worker_with_a_wrong_secret_ends_soon_and_says_why(tmp_path: Path) -> 
         assert "secret" in worker.event("out")["reason"]
 
 
+@pytest.mark.slow
 def test_a_member_presents_nothing_to_a_coordinator_that_does_not_know_the_secret(tmp_path: Path) -> None:
     with cluster(tmp_path, start_timeout=10.0) as run, socket.create_server(("127.0.0.1", 0)) as impostor:
         impostor.settimeout(DEADLINE)
@@ -147,6 +157,7 @@ def test_a_member_presents_nothing_to_a_coordinator_that_does_not_know_the_secre
         assert worker.exit_code() != 0
 
 
+@pytest.mark.slow
 def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("x" * 32)
@@ -162,6 +173,7 @@ def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         find_secret({})
 
 
+@pytest.mark.slow
 def test_a_users_mistake_gets_a_sentence_and_no_traceback(tmp_path: Path) -> None:
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "recover_megatron.membership", "--world", "2"]
@@ -178,7 +190,70 @@ def test_a_users_mistake_gets_a_sentence_and_no_traceback(tmp_path: Path) -> Non
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_coordinator_listens_on_loopback_by_default(tmp_path: Path) -> None:
     with cluster(tmp_path) as run:
         run.start_coordinators(1)
         assert run.addresses[0][0] == "127.0.0.1"
+
+
+TICKS = 6
+
+
+class Counting(Coordinator):
+    """Tells when it has ticked ``TICKS`` times."""
+
+    ticks = 0
+    enough = threading.Event()
+
+    def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
+        if isinstance(event, Tick):
+            Counting.ticks += 1
+            if Counting.ticks >= TICKS:
+                Counting.enough.set()
+        return super().handle(event, now)
+
+
+class Full:
+    """A listener whose ``accept`` finds no descriptor left, until ``free`` is set."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.free = threading.Event()
+        self.refused = 0
+
+    def accept(self) -> Any:
+        if not self.free.is_set():
+            self.refused += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_a_coordinator_without_descriptors_does_not_spin_and_goes_on_later() -> None:
+    records: list[Mapping[str, Any]] = []
+    listener = Full(socket.create_server(("127.0.0.1", 0)))
+    core = Counting(1, Settings(heartbeat_interval=0.2), salt=1)
+    server = CoordinatorServer(core, listener, Secret(b"x" * 32), records.append)  # type: ignore[arg-type]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    with socket.create_connection(listener.getsockname(), DEADLINE) as waiting:
+        thread.start()
+        assert Counting.enough.wait(DEADLINE)
+        assert 1 <= listener.refused <= Counting.ticks + 1
+        listener.free.set()
+        assert b"challenge" in waiting.recv(4096)
+    assert len([record for record in records if record["event"] == "accept_failed"]) <= 10
+
+
+def test_a_process_of_a_run_may_have_as_many_files_as_its_host_allows() -> None:
+    code = (
+        "import resource; from recover_megatron.network.system import use_all_descriptors; use_all_descriptors();"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # noqa: E731
+    told = subprocess.run([sys.executable, "-c", code], preexec_fn=low, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == [str(hard), str(hard)]
+    use_all_descriptors()  # harmless where it is done already

@@ -1,4 +1,4 @@
-"""The peer store by which the members of an epoch find each other: what is set is told, strangers are not heard."""
+"""The peer store: what is set is told, strangers are not heard; a forked process closes what its parent holds open."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_deep_nesting_of_one_who_knows_the_secret_is_an_error_of_its_connection(
 ) -> None:
     with connect(peer_store) as sock, sock.makefile("rb") as stream:
         nonce = next_frame(stream)["nonce"]
-        mac = Challenge(SECRET, store_module.PURPOSE).of_client(nonce, "mine")
+        mac = Challenge(SECRET).of_client(nonce, "mine")
         sock.sendall(connection.encode({"nonce": "mine", "mac": mac}, 1 << 10))
         next_frame(stream)
         sock.sendall(framed(b"[" * 200_000))
@@ -395,3 +395,49 @@ def test_a_process_that_is_stopped_is_waited_for_only_as_long_as_patience_lasts(
         with pytest.raises(PeerLost, match="it is gone"):
             fetcher.fetch((0,))
     assert asked == 2
+
+
+PROGRAM = """
+import os, socket, sys
+from recover_megatron.network import system
+
+class Held:
+    def __init__(self, fails):
+        self.sock, self.fails = socket.socket(), fails
+        system.close_in_children(self)
+
+    def close_in_child(self):
+        if self.fails:
+            os.close(-1)  # as where it was closed already
+        self.sock.close()
+
+def forked(check):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(check())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def watches():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        system.watch(sock)
+        return system._watch._thread.is_alive()
+
+held = [Held(True), Held(False), Held(True), Held(False)]
+own = Held(False)
+assert watches()
+
+def child():
+    if any(one.sock.fileno() >= 0 for one in held if not one.fails):
+        return 1
+    if not watches():
+        return 2
+    mine = Held(False)
+    return forked(lambda: 0 if mine.sock.fileno() < 0 and watches() else 3)
+
+print(forked(child), all(one.sock.fileno() >= 0 for one in held))
+"""
+
+
+def test_children_and_their_children_close_what_is_not_theirs_and_watch_connections_of_their_own() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.stdout, done.returncode) == ("0 True\n", 0), done.stderr

@@ -1,4 +1,4 @@
-"""CI runs the same tests and draws every time, by a test.sh whose status is right; its list fits the tree."""
+"""CI runs the same tests and draws every time; its list fits the tree; tables that scripts write into the docs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import flag_tables
 import pytest
+import recipe_table
 
 from tests.harness import REPOSITORY, ci_list
 from tests.harness.ci_list import CHOSEN, LEFT_OUT, among, left_out, listed, quarantined, without_a_test
@@ -282,3 +284,30 @@ def test_pre_commits_hooks_are_what_ci_checks() -> None:
     hooks = (REPOSITORY / ".pre-commit-config.yaml").read_text()
     assert checked
     assert re.findall(r"(?m)^ +entry: \.venv/bin/python -m (.+)$", hooks) == checked
+
+
+@pytest.mark.parametrize("page", flag_tables.TABLES)
+def test_the_docs_table_of_flags_is_up_to_date(page: str) -> None:
+    found = flag_tables.updated(page)
+    assert found.text == found.new, "run: python scripts/flag_tables.py"
+
+
+def test_a_table_names_the_flag_its_value_its_default_and_when_to_touch_it() -> None:
+    text = flag_tables.updated("operations.md").text
+    assert "| `--recover-shadow-device device\\|cpu` | device | where device memory is short" in text
+    assert "| `--recover-heartbeat-timeout S` | 5.0 | up on networks" in text
+
+
+def test_the_docs_say_what_becomes_of_each_of_nvidias_configurations() -> None:
+    found = recipe_table.updated()
+    assert found.text == found.new, "run: python scripts/recipe_table.py"
+
+
+def test_a_configuration_is_refused_by_every_flag_that_cannot_be_kept() -> None:
+    found = {its.recipe.name: its for its in recipe_table.verdicts()}
+    assert len(found) > 230
+    fsdp = found["examples/megatron_fsdp/train_llama3_8b_fsdp_h100_fp8"]
+    assert fsdp.answer is recipe_table.Answer.REFUSED
+    assert "delayed FP8 scaling" in fsdp.reasons
+    mixtral = found["release/mixtral/mixtral_8x7b_alltoall_tp2pp4ep4_release"]
+    assert (mixtral.answer, mixtral.reasons) == (recipe_table.Answer.TAKEN, ())
