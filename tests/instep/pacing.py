@@ -249,8 +249,8 @@ def slow(pauses: str) -> None:
         time.sleep(mine.pop("joined", 0))
         return plan
 
-    def slow_meet(self: Rendezvous, *args: Any) -> None:
-        meet(self, *args)
+    def slow_meet(self: Rendezvous, number: int, **where: Any) -> None:
+        meet(self, number, **where)
         time.sleep(mine.get("met", 0))
 
     def slow_strike(self: ProgressReports, phase: str, *args: Any) -> None:

@@ -53,8 +53,8 @@ def meet(session: Session, iteration: int, options: dict[str, Any]) -> None:
         time.sleep(0.01)
 
 
-def join(session: Session, iteration: int) -> Plan:
-    plan = session.join({"iteration": iteration})
+def join(session: Session, iteration: int, options: dict[str, Any]) -> Plan:
+    plan = session.join({"iteration": iteration, **options.get("status", {})})
     tell("plan", epoch=plan.epoch, members=sorted(plan.members), committed=plan.committed)
     return plan
 
@@ -64,7 +64,7 @@ def work(session: Session, options: dict[str, Any]) -> int:
     if options.get("never_join"):
         tell("connected")
         signal.pause()
-    plan = join(session, 1)
+    plan = join(session, 1, options)
     iteration = plan.committed + 1
     if options.get("fork"):
         if os.fork() == 0:
@@ -75,7 +75,7 @@ def work(session: Session, options: dict[str, Any]) -> int:
         session.idle()
         while not session.wait_revoked(timeout=0.1):
             tell("waiting", committed=session.committed)
-        plan = join(session, plan.committed)
+        plan = join(session, plan.committed, options)
     while iteration <= last:
         try:
             if options.get("give_up_at") == iteration:
@@ -104,7 +104,7 @@ def work(session: Session, options: dict[str, Any]) -> int:
             tell("revoke", epoch=revoked.epoch, reason=revoked.reason)
             if options.get("never_rejoin"):
                 time.sleep(120)
-            plan = join(session, iteration)
+            plan = join(session, iteration, options)
             iteration = max(iteration, plan.committed + 1)
             continue
         iteration += 1
