@@ -140,8 +140,8 @@ def test_a_coordinator_that_is_late_tells_in_its_log_how_an_interrupted_run_has_
     """It hears of the signal and of the workers' ends when they are over, and is not killed with the launch before."""
     launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN), "--recover")
     launch.wait_for("JOINED", 2)
-    events = str(bench.folder / "logs" / "events-0.jsonl")
-    (leader,) = [pid for pid in children(launch.pid) if events in command_line(pid)]
+    eventually(lambda: bench.events("witness"), "the launcher has come")
+    (leader,) = [pid for pid in children(launch.pid) if "events-0.jsonl" in " ".join(command_line(pid))]
     os.kill(leader, signal.SIGSTOP)
     launch.send(signal.SIGINT)
     eventually(lambda: [w["state"] for w in bench.workers()] == ["killed"] * 2, "the workers have ended")
