@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
-from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.membership.session import Session
 from recover_megatron.workload import Balance, assign, quotas
 
@@ -75,7 +75,7 @@ class Assignment:
         self.shares = Quotas(grid, least)
         self.lock = threading.Lock()
         """Held while the assignment changes, and while this worker becomes a spare or ceases to be one (`orphan`)."""
-        self.slot, self.replica, self.inner_rank = -1, -1, 0
+        self.slot, self.replica, self.inner_rank = Slot(-1), -1, 0
         self.position: int | None = None
         """What this worker's model is built for; None: for nothing yet."""
         self.taken_up: Decision | None = None
@@ -84,7 +84,7 @@ class Assignment:
         """The last decision that was over when the last epoch was made."""
         self._epoch_groups: EpochGroups | None = None
         self._pending: Decision | None = None
-        self._live: tuple[Decision, dict[int, int], frozenset[int]] | None = None
+        self._live: tuple[Decision, dict[Slot, int], frozenset[Slot]] | None = None
         self._shown = (0, False, 0)
 
     # ---- the present epoch
@@ -135,16 +135,16 @@ class Assignment:
     # ---- who stands where
 
     @property
-    def live(self) -> frozenset[int]:
+    def live(self) -> frozenset[Slot]:
         """The slots in which somebody stands; the same object as long as the decision is."""
         return self._slots()[2]
 
     @property
-    def standing(self) -> dict[int, int]:
+    def standing(self) -> dict[Slot, int]:
         """Slot -> worker that stands there; the same object as long as the decision is."""
         return self._slots()[1]
 
-    def _slots(self) -> tuple[Decision, dict[int, int], frozenset[int]]:
+    def _slots(self) -> tuple[Decision, dict[Slot, int], frozenset[Slot]]:
         decision = self.decision
         if self._live is None or self._live[0] is not decision:
             slots = decision.slots(self.grid)
@@ -152,7 +152,7 @@ class Assignment:
         return self._live
 
     @property
-    def staying(self) -> Mapping[int, int]:
+    def staying(self) -> Mapping[Slot, int]:
         """The same without the replicas that leave at the next boundary."""
         gone = {worker for replica in self.decision.leaving for worker in self.decision.grid[replica]}
         return {slot: worker for slot, worker in self.standing.items() if worker not in gone} if gone else self.standing
@@ -219,7 +219,7 @@ class Assignment:
         """A spare's groups in an epoch in which it keeps another worker's state: it stands in a slot of nobody."""
         with self.lock:
             peer_stores = decision.peer_stores_by_slot(self.grid)
-            self._epoch_groups = EpochGroups(decision.epoch, -1 - self.me, self._comm_config, peer_stores)
+            self._epoch_groups = EpochGroups(decision.epoch, Slot(-1 - self.me), self._comm_config, peer_stores)
         self._end_if_over(decision)
         return self._epoch_groups
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.workload.placement import Edge
 
 _SEQUENCES = (
@@ -251,8 +251,6 @@ class Decision:
     """Whether that is where ``copies`` wants it."""
     snapshot_interval: int = 0
     """Iterations between two."""
-    transfers: Mapping[int, int] = field(default_factory=dict)
-    """Worker that needs a state -> worker that gives it its own."""
     holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Worker that needs a state -> all that hold the same one, who gives it first: they share the work."""
     mended: tuple[int, ...] = ()
@@ -294,7 +292,7 @@ class Decision:
         """All that have a place in this epoch, ascending."""
         return sorted(worker for workers in self.grid.values() for worker in workers)
 
-    def slots(self, launch: LaunchGrid) -> dict[int, int]:
+    def slots(self, launch: LaunchGrid) -> dict[Slot, int]:
         """Slot -> worker that stands there, ascending."""
         pairs = (
             (slot, worker)
@@ -303,7 +301,7 @@ class Decision:
         )
         return dict(sorted(pairs))
 
-    def peer_stores_by_slot(self, launch: LaunchGrid) -> dict[int, str]:
+    def peer_stores_by_slot(self, launch: LaunchGrid) -> dict[Slot, str]:
         """Slot -> the address of the peer store of who stands there."""
         return {slot: self.peer_stores[worker] for slot, worker in self.slots(launch).items()}
 

@@ -31,6 +31,7 @@ from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.tree import Tree, TreeBackend
+from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.state_holder import KIND, Offer, Offers, Place, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Shared, Source
 from recover_megatron.network.connection import Challenge
@@ -82,8 +83,8 @@ class _Column:
     """An ``Epoch`` (see collectives.epoch) restricted to some of its members."""
 
     number: int
-    members: Sequence[int]
-    me: int
+    members: Sequence[Slot]
+    me: Slot
     cancel_token: CancelToken
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
@@ -92,19 +93,16 @@ class _Column:
 
 @dataclass(eq=False)
 class EpochGroups:
-    """The groups of epoch ``number`` at this worker's slot.  All members are slots (see ``grid``).
-
-    The peer stores: slot -> the address of that of who stands there.
-    """
+    """The groups of epoch ``number`` at this worker's slot, and the addresses of all peer stores by slot."""
 
     number: int
-    _me: int
+    _me: Slot
     _comm_config: CommunicationConfig
-    _peer_stores: Mapping[int, str]
+    _peer_stores: Mapping[Slot, str]
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _rings: dict[tuple[int, ...], Future[Group]] = field(default_factory=dict, init=False)
-    _controls: dict[tuple[str, tuple[int, ...]], TreeBackend] = field(default_factory=dict, init=False)
+    _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
+    _controls: dict[tuple[str, tuple[Slot, ...]], TreeBackend] = field(default_factory=dict, init=False)
     _states: Counter[tuple[str, bool]] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
@@ -133,16 +131,18 @@ class EpochGroups:
         opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
         return next(filter(None, [self._cancel_token.lost, *(ring.lost for ring in opened)]), None)
 
-    def _store(self, members: Sequence[int]) -> PeerStoreClient:
+    def _store(self, members: Sequence[Slot]) -> PeerStoreClient:
         return self._client_of(min(slot for slot in members if slot in self._peer_stores))
 
     def _client_of(self, slot: int) -> PeerStoreClient:
         with self._lock:  # states change hands in threads
             if slot not in self._stores:
-                self._stores[slot] = PeerStoreClient(self._peer_stores[slot], self._comm_config.secret, self.number)
+                self._stores[slot] = PeerStoreClient(
+                    self._peer_stores[Slot(slot)], self._comm_config.secret, self.number
+                )
             return self._stores[slot]
 
-    def open_rings(self, columns: Sequence[Sequence[int]]) -> None:
+    def open_rings(self, columns: Sequence[Sequence[Slot]]) -> None:
         """Begin to open the rings of several columns side by side; ``ring`` gives each, when it is open.
 
         Those of GPUs are left to ``ring``: all members must open the communicators of a device in one order.
@@ -151,11 +151,11 @@ class EpochGroups:
             for members in columns:
                 self._ring(tuple(members), aside=True)
 
-    def ring(self, members: Sequence[int]) -> Group:
+    def ring(self, members: Sequence[Slot]) -> Group:
         """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
         return self._ring(tuple(members), aside=False).result()
 
-    def _ring(self, members: tuple[int, ...], *, aside: bool) -> Future[Group]:
+    def _ring(self, members: tuple[Slot, ...], *, aside: bool) -> Future[Group]:
         with self._lock:
             if members in self._rings:
                 return self._rings[members]
@@ -167,7 +167,7 @@ class EpochGroups:
             self._open(members, ring)
         return ring
 
-    def _open(self, members: tuple[int, ...], ring: Future[Group]) -> None:
+    def _open(self, members: tuple[Slot, ...], ring: Future[Group]) -> None:
         try:
             ring.set_result(self._open_ring("ring", members))
         except BaseException as error:  # noqa: BLE001  whatever it is, who asks for the ring is told
@@ -175,7 +175,7 @@ class EpochGroups:
                 self._rings.pop(members, None)  # an error that is kept keeps its frames, and with them connections
             ring.set_exception(error)
 
-    def _open_ring(self, name: str, members: tuple[int, ...]) -> Group:
+    def _open_ring(self, name: str, members: tuple[Slot, ...]) -> Group:
         comm_config = self._comm_config
         with self.lost_ends_it():
             return open_group(
@@ -191,20 +191,20 @@ class EpochGroups:
                 communicators=comm_config.communicators,
             )
 
-    def _meeting_place(self, members: Sequence[int]) -> KeyValue:
+    def _meeting_place(self, members: Sequence[Slot]) -> KeyValue:
         comm_config = self._comm_config
         if comm_config.mesh or not all(slot in self._peer_stores for slot in members):
             return self._store(members)  # that of the lowest, whom all of them need anyway
         return Neighbours(comm_config.peer_store, members, self._client_of, self.number)
 
-    def control(self, name: str, members: Sequence[int]) -> TreeBackend:
+    def control(self, name: str, members: Sequence[Slot]) -> TreeBackend:
         """A group of these workers for the small traffic between steps; as ``ring``."""
         key = (name, tuple(members))
         if key not in self._controls:
             self._controls[key] = self._open_control(*key)
         return self._controls[key]
 
-    def _open_control(self, name: str, members: tuple[int, ...]) -> TreeBackend:
+    def _open_control(self, name: str, members: tuple[Slot, ...]) -> TreeBackend:
         config = self._comm_config
         with self.lost_ends_it():
             tree = Tree(
@@ -226,11 +226,11 @@ class EpochGroups:
                 self.end(cause)
             raise
 
-    def any(self, mine: bool, members: Sequence[int]) -> bool:
+    def any(self, mine: bool, members: Sequence[Slot]) -> bool:
         """Whether any of these slots, the whole world in ascending order, says yes.  Raises ``EpochRevoked``."""
         return self.most([float(mine)], members)[0] > 0
 
-    def most(self, mine: Sequence[float], members: Sequence[int]) -> list[float]:
+    def most(self, mine: Sequence[float], members: Sequence[Slot]) -> list[float]:
         """Of each number the largest that any of these slots says, in ascending order as for ``any``."""
         said, options = torch.tensor(list(mine), dtype=torch.float64), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
@@ -251,7 +251,7 @@ class EpochGroups:
     def fetch(
         self,
         name: str,
-        holders: Sequence[int],
+        holders: Sequence[Slot],
         shared: Shared,
         *,
         place: Place = new_memory,
@@ -288,6 +288,6 @@ class EpochGroups:
             store.close()
 
 
-def name_of(kind: str, members: Sequence[int]) -> str:
+def name_of(kind: str, members: Sequence[Slot]) -> str:
     """Tells groups of one epoch apart: two groups of the same workers are one group."""
     return f"{kind}-{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:24]}"

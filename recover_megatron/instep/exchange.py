@@ -39,11 +39,12 @@ from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, name_of
 from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.hooks import HERE, OVER, Announcements, Hooks, ProgressReports, key, left_key
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
 
-Perform = Callable[[TreeBackend, Sequence[int]], None]
+Perform = Callable[[TreeBackend, Sequence[Slot]], None]
 """Carries the operation out on a backend of these slots, and keeps the result to itself."""
 
 ALLOW_SECONDS = 600.0
@@ -74,7 +75,7 @@ class Exchange:
     _at: int = field(default=-1, init=False)
     _counts: dict[str, int] = field(default_factory=dict, init=False)
 
-    def run(self, label: str, workers: Sequence[int], members: Sequence[int], perform: Perform) -> None:
+    def run(self, label: str, workers: Sequence[Slot], members: Sequence[Slot], perform: Perform) -> None:
         """Have an operation carried out, once, by ``members`` (slots, in rank order) or those of them that live.
 
         ``label`` and ``workers`` (the slots of the launch) say which group it is.  ``perform`` may be called more than
@@ -101,14 +102,14 @@ class Exchange:
         self._counts[group] = self._counts.get(group, 0) + 1
         return f"{self._at}.{self._counts[group]}"
 
-    def _together(self, epoch_groups: EpochGroups, group: str, members: Sequence[int], performed: _Performed) -> None:
+    def _together(self, epoch_groups: EpochGroups, group: str, members: Sequence[Slot], performed: _Performed) -> None:
         with epoch_groups.lost_ends_it():
             epoch_groups.check()
             backend = epoch_groups.control(group, members)
             performed(backend, members)
             backend.call(lambda on: on.barrier(dist.BarrierOptions()))
 
-    def _settle(self, group: str, operation: str, members: Sequence[int], performed: _Performed) -> None:
+    def _settle(self, group: str, operation: str, members: Sequence[Slot], performed: _Performed) -> None:
         """The epoch has ended in the middle: find out whether the operation is over, or repeat it until it is."""
         mine, orphan = self._assignment, self._orphan
         self._planner.ask()  # nothing, if the end is known
@@ -127,7 +128,7 @@ class Exchange:
                 return
             if found:
                 self._hooks.log("again", what=self._progress.phase)
-                present = [int(slot) for slot in found.split()[1:]]
+                present = [Slot(int(slot)) for slot in found.split()[1:]]
                 if mine.slot not in present:
                     raise PeerLost(
                         "the others go on without this worker, which some of them could not reach", road=True
@@ -145,13 +146,13 @@ class Exchange:
             if (opened := self._announcements.await_rendezvous(after, 1.0)) is not None:
                 return opened
 
-    def _counted(self, slot: int, workers: frozenset[int]) -> bool:
+    def _counted(self, slot: Slot, workers: frozenset[int]) -> bool:
         """Whether nobody of the replica in which ``slot`` is has gone."""
         replica, _ = self._assignment.grid.place(slot)
         return workers.issuperset(self._assignment.decision.grid[replica])
 
     def _agreed(
-        self, peer_stores: _PeerStores, rendezvous: int, group: str, operation: str, members: Sequence[int]
+        self, peer_stores: _PeerStores, rendezvous: int, group: str, operation: str, members: Sequence[Slot]
     ) -> str:
         """``OVER``; ``GO`` and who repeats it; or empty, when another rendezvous must say."""
         me = self._assignment.slot
@@ -176,7 +177,7 @@ class Exchange:
         self._announcements.answer(rendezvous, group, operation, found)
         return found
 
-    def _ask(self, peer_stores: _PeerStores, slot: int, name: str, rendezvous: int) -> str:
+    def _ask(self, peer_stores: _PeerStores, slot: Slot, name: str, rendezvous: int) -> str:
         """What a member's peer store says: the value of ``name``, "left", or empty when that rendezvous is open no
         more.
 
@@ -221,7 +222,7 @@ class _Performed:
     _perform: Perform
     _done: bool = False
 
-    def __call__(self, backend: TreeBackend, members: Sequence[int]) -> None:
+    def __call__(self, backend: TreeBackend, members: Sequence[Slot]) -> None:
         self._perform(backend, members)
         self._done = True
 
@@ -235,23 +236,23 @@ class _Performed:
 class _PeerStores:
     """The peer stores of the members of an epoch, by slot."""
 
-    _addresses: dict[int, str]
+    _addresses: dict[Slot, str]
     _secret: bytes
-    _clients: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
+    _clients: dict[Slot, PeerStoreClient] = field(default_factory=dict, init=False)
 
-    def look(self, slot: int, key: str) -> str | None:
+    def look(self, slot: Slot, key: str) -> str | None:
         """What is known of the value of ``key`` by now; asks for it.  Raises ``PeerLost``."""
         if slot not in self._clients:
             self._clients[slot] = PeerStoreClient(self._addresses[slot], self._secret)
         client = self._clients[slot]
         return client.get(key).decode() if client.check([key]) else None
 
-    def ask(self, slot: int, key: str) -> None:
+    def ask(self, slot: Slot, key: str) -> None:
         """Have it looked for."""
         with suppress(PeerLost):  # told by ``look``
             self.look(slot, key)
 
-    def hang_up(self, slot: int) -> None:
+    def hang_up(self, slot: Slot) -> None:
         """Try to reach it anew with the next look."""
         if client := self._clients.pop(slot, None):
             client.close()

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NewType
 
 from recover_megatron.workload.domains import replicas_of
+
+Slot = NewType("Slot", int)
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class LaunchGrid:
     follow each other.  ``more``: how many replicas the run may have beyond those of the launch.
     """
 
-    replicas: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[Slot, ...], ...]
     inner_ranks: int
     inner_rank_of: tuple[int, ...]
     tensor: int = 1
@@ -55,10 +58,10 @@ class LaunchGrid:
         launch = self.replicas[: self.launched]
         more = max(0, most - len(launch))
         first = range(self.world, self.world + more * self.size, self.size)
-        further = tuple(tuple(range(slot, slot + self.size)) for slot in first)
+        further = tuple(tuple(map(Slot, range(slot, slot + self.size))) for slot in first)
         return replace(self, replicas=launch + further, more=more)
 
-    def column(self, slots: Sequence[int]) -> tuple[int, ...]:
+    def column(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
         """A group of the launch that has the same positions in all of its replicas, with those in the further ones.
 
         Any other group is left as it is: it is inside a replica.
@@ -72,7 +75,7 @@ class LaunchGrid:
         each = sorted(positions[self.launched - 1])
         return (*slots, *(its[position] for its in self.replicas[self.launched :] for position in each))
 
-    def place(self, slot: int) -> tuple[int, int]:
+    def place(self, slot: Slot) -> tuple[int, int]:
         """(replica, position) of a slot; a worker's at launch."""
         for number, replica in enumerate(self.replicas):
             if slot in replica:
@@ -87,14 +90,8 @@ def launch_grid(
 
     ValueError if the sizes do not fill the world.
     """
-    replicas = replicas_of(
-        world,
-        tensor=tensor,
-        context=context,
-        pipeline=pipeline,
-        inner_ranks=inner_ranks,
-        pipeline_before_data=pipeline_before_data,
-    )
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "inner_ranks": inner_ranks}
+    replicas = replicas_of(world, **sizes, pipeline_before_data=pipeline_before_data)
     size = tensor * context * pipeline
     inner_rank_of = tuple(inner_rank for inner_rank in range(inner_ranks) for _ in range(size))
-    return LaunchGrid(replicas, inner_ranks, inner_rank_of, tensor)
+    return LaunchGrid(tuple(tuple(map(Slot, replica)) for replica in replicas), inner_ranks, inner_rank_of, tensor)

@@ -64,7 +64,8 @@ class Failures:
 
     def __init__(self, grid: LaunchGrid) -> None:
         self._every: list[Failure] = []
-        self._places = {slot: number for number, slots in enumerate(grid.replicas[: grid.launched]) for slot in slots}
+        launched = enumerate(grid.replicas[: grid.launched])
+        self._places: dict[int, int] = {worker: number for number, workers in launched for worker in workers}
         self._known = set(self._places)
         self.whereabouts: dict[int, LostWorker] = {}
         """Where those run that were there when it was asked last."""

@@ -67,7 +67,6 @@ def decide(
         regroup=bool(heard.leaving) or (bool(stands.placement.replicas) and not heard.boundary and bool(whole)),
         fresh=stands.fresh,
         version=stands.version,
-        transfers={worker: holding[0] for worker, holding in holders.items()},
         holders=holders,
         mended=mended,
         disputed=tuple(disputed),

@@ -30,6 +30,7 @@ from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Beyond, Checkpoint, Decision, JoinStatus, Rules, Timeline
 from recover_megatron.instep.edges import MOST, Edges, explanation, news
 from recover_megatron.instep.faults import EXIT_REFUSED, NoReplica, OtherFlags, StateLost
+from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.losses import Failure, Failures
 from recover_megatron.instep.plan import decide
@@ -275,7 +276,7 @@ class Planner:
         if lost is None:
             self._session.ask("an operation of the epoch has failed", None)
             return
-        worker = None if lost.peer is None else mine.standing.get(lost.peer)
+        worker = None if lost.peer is None else mine.standing.get(Slot(lost.peer))
         if worker is not None and lost.road:
             self._edges.noticed(worker)
         elif lost.road:

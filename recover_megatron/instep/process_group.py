@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks
 from recover_megatron.instep.epoch_groups import name_of
+from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.traffic import Among, Mode, Operation, Traffic, caller
 
 
@@ -38,18 +39,18 @@ class EpochGroup(dist.ProcessGroup):
         self,
         traffic: Traffic,
         original: dist.ProcessGroup | None,
-        workers: tuple[int, ...],
+        workers: tuple[Slot, ...],
         label: str,
-        places: tuple[int, ...] | None = None,
+        places: tuple[Slot, ...] | None = None,
     ) -> None:
         self.workers = workers
         self.places = places or workers
         self.label = label
         self._original = original
-        self.mates: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
+        self.mates: tuple[dist.ProcessGroup, tuple[Slot, ...]] | None = None
         self._traffic = traffic
         self._guarded: dict[str, Callable[..., dist.Work]] = {}
-        self._among: tuple[frozenset[int] | None, tuple[int, ...]] = (None, ())
+        self._among: tuple[frozenset[Slot] | None, tuple[Slot, ...]] = (None, ())
         super().__init__(workers.index(traffic.me), len(workers))
 
     @property
@@ -59,7 +60,7 @@ class EpochGroup(dist.ProcessGroup):
 
     # ---- who
 
-    def among(self, live: frozenset[int]) -> tuple[int, ...]:
+    def among(self, live: frozenset[Slot]) -> tuple[Slot, ...]:
         """The slots that are in ``live``.  Megatron asks for sizes many times an iteration: kept for the last one."""
         if self._among[0] is not live:
             self._among = live, tuple(slot for slot in self.places if slot in live)
@@ -300,7 +301,7 @@ def register(group: dist.ProcessGroup, original: dist.ProcessGroup) -> None:
         world.default_pg = group
 
 
-def register_new(group: dist.ProcessGroup, slots: tuple[int, ...], backend: str, *, default: bool = False) -> None:
+def register_new(group: dist.ProcessGroup, slots: tuple[Slot, ...], backend: str, *, default: bool = False) -> None:
     """Make torch.distributed know a group that has no original."""
     world = c10d._world
     world.pg_map[group] = (backend, None)
@@ -312,7 +313,7 @@ def register_new(group: dist.ProcessGroup, slots: tuple[int, ...], backend: str,
         c10d._update_default_pg(group)
 
 
-def renumber(ranks: dict[int, int]) -> None:
+def renumber(ranks: dict[Slot, int]) -> None:
     """Rewrite torch's map from global ranks to group ranks: ``ranks`` gives each slot's new global rank.
 
     Slots without one keep a rank that nobody uses, so that the groups of a broken replica stay well-formed.
@@ -327,9 +328,9 @@ def renumber(ranks: dict[int, int]) -> None:
             world.pg_group_ranks[group] = {ranks.get(slot, -1 - slot): at for at, slot in enumerate(slots)}
 
 
-def stands_in(group: dist.ProcessGroup, slots: list[int]) -> None:
+def stands_in(group: dist.ProcessGroup, slots: list[Slot]) -> None:
     """Tell ``renumber`` in which slots the members of a group inside a replica stand."""
     _slots_of[group] = slots
 
 
-_slots_of: dict[dist.ProcessGroup, list[int]] = {}
+_slots_of: dict[dist.ProcessGroup, list[Slot]] = {}

@@ -15,7 +15,7 @@ from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.exchange import Exchange
 from recover_megatron.instep.faults import Orphaned, is_communication, is_in_a_group, is_of_device, is_own
-from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.orphan import BLAME_SECONDS, Orphan
 from recover_megatron.instep.planner import OwnFlags, Planner
@@ -35,7 +35,7 @@ class Recovery:
         comm_config: CommunicationConfig,
         hooks: Hooks,
         *,
-        slot: int | None,
+        slot: Slot | None,
         node: str = "",
         domains: Sequence[str] = (),
         device: int | None = None,

@@ -119,7 +119,7 @@ class Boundary:
             if mine.decision is before:
                 self._verified = self._hooks.iteration()
                 self._rendezvous.meet(self._next, boundary=True, digest=self._hooks.digest())
-        mine.shares.easing = mine.decision.at == self._next and bool(mine.decision.transfers)
+        mine.shares.easing = mine.decision.at == self._next and bool(mine.decision.holders)
 
     @property
     def _next(self) -> int:

@@ -22,17 +22,17 @@ from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.epoch_groups import EpochGroups
-from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.state_holder import Offer, flatten
 from recover_megatron.workload import shards as parts
 from recover_megatron.workload.domains import stride_of
 from recover_megatron.workload.shards import AnyLayout, Instances, Layout, Move
 
-Column = tuple[int, ...]
+Column = tuple[Slot, ...]
 """The slots of those whose buckets are summed together, in the order of the ring."""
 
 
-def ring_order(column: Sequence[int], grid: LaunchGrid, instances: int = 1) -> Column:
+def ring_order(column: Sequence[Slot], grid: LaunchGrid, instances: int = 1) -> Column:
     """The slots of a column such that who follows stands in another replica, wherever there is one.
 
     The shadows of a worker are then not lost with it when its replica breaks.  With several optimizer instances those
@@ -62,7 +62,7 @@ class Shards:
     who stands where now.  The instances are Megatron's optimizer instances; if there are several, they are the copies.
     """
 
-    _columns: Mapping[Column, Sequence[int]]
+    _columns: Mapping[Column, Sequence[Slot]]
     _shadows: int
     _assignment: Assignment
     _instances: int = 1
@@ -140,7 +140,7 @@ class Shards:
         found = map(_from_json, value["layouts"])
         return dict(zip(self._columns, found, strict=True)), frozenset(value["gone"])
 
-    def _layout_with(self, column: Column, shadows: int, standing: Mapping[int, int]) -> AnyLayout:
+    def _layout_with(self, column: Column, shadows: int, standing: Mapping[Slot, int]) -> AnyLayout:
         if self._instances > 1:
             slots = self._columns[column]
             shards = len(slots) // self._instances

@@ -27,6 +27,7 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.instep.faults import Disagreement, UnknownOperation
+from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.recovery import Recovery
 
 IN_PLACE = ("allreduce", "reduce", "broadcast")
@@ -122,8 +123,8 @@ class Among:
     stays at the rank that the caller knows.  Slots, in rank order: ``present`` of those ``expected`` by the caller.
     """
 
-    expected: tuple[int, ...]
-    present: tuple[int, ...]
+    expected: tuple[Slot, ...]
+    present: tuple[Slot, ...]
 
     @property
     def all_there(self) -> bool:
@@ -203,7 +204,7 @@ class Mode(Enum):
 class OverReplicas(Protocol):
     """A group whose members stand in several replicas (``process_group.EpochGroup``)."""
 
-    workers: tuple[int, ...]
+    workers: tuple[Slot, ...]
     """The slots of its members at launch, in rank order."""
     label: str
 
@@ -211,7 +212,7 @@ class OverReplicas(Protocol):
     def original(self) -> Any:
         """Torch's own group of the launch."""
 
-    def among(self, live: frozenset[int]) -> tuple[int, ...]:
+    def among(self, live: frozenset[Slot]) -> tuple[Slot, ...]:
         """The slots of the group, those that the run has grown to with them, that are in ``live``."""
 
 
@@ -223,7 +224,7 @@ Operation = Callable[[Any, Among], Any]
 class Traffic:
     """Carries out the operations of all groups over replicas of a worker, which stands (or will stand) in ``slot``."""
 
-    slot: int
+    slot: Slot
     mode: Mode = Mode.STARTING
     _known: Callable[[Caller], bool] = lambda caller: False
     """Whether the step has done already what an operation inside it is for."""
@@ -238,20 +239,20 @@ class Traffic:
         finally:
             self.mode = before
 
-    def members(self, group: OverReplicas) -> tuple[int, ...]:
+    def members(self, group: OverReplicas) -> tuple[Slot, ...]:
         """The slots of a group in which somebody stands now, in its order."""
         if self.recovery is None or not self.recovery.assignment.started:
             return group.workers
         return group.among(self.recovery.assignment.live)
 
     @property
-    def me(self) -> int:
+    def me(self) -> Slot:
         """This worker's slot."""
         if self.recovery is None or not self.recovery.assignment.started:
             return self.slot
         return self.recovery.assignment.slot
 
-    def is_mate(self, slot: int) -> bool:
+    def is_mate(self, slot: Slot) -> bool:
         """Whether that slot is in this worker's replica; before the first epoch everybody is there."""
         recovery = self.recovery
         return recovery is None or recovery.assignment.grid.place(slot)[0] == recovery.assignment.replica
@@ -303,7 +304,7 @@ class Traffic:
         recovery, staged, members = self.recovery, Staged(every_result=True), self.members(group)
         assert recovery is not None
 
-        def perform(backend: TreeBackend, present: Sequence[int]) -> None:
+        def perform(backend: TreeBackend, present: Sequence[Slot]) -> None:
             recovery.progress.inject("traffic")
             among = Among(members, tuple(present))
             backend.call(lambda on: operation(staged.to(on), among))

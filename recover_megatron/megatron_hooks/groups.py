@@ -30,7 +30,7 @@ from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.epoch_groups import CommunicationConfig
-from recover_megatron.instep.grid import LaunchGrid, launch_grid
+from recover_megatron.instep.grid import LaunchGrid, Slot, launch_grid
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.process_group import EpochGroup, register, register_new, renumber, stands_in
 from recover_megatron.instep.recovery import Recovery
@@ -95,14 +95,14 @@ class Groups:
     many replicas the run may grow to.
     """
 
-    def __init__(self, slot: int, ports: Collection[int], *, alone: bool = False, most: int = 0) -> None:
+    def __init__(self, slot: Slot, ports: Collection[int], *, alone: bool = False, most: int = 0) -> None:
         self._most = most
         self._ports = ports
         self.recovery: Recovery | None = None
         """None as long as the training has not begun: then evaluations, checkpoints and the like are Megatron's own."""
         self._begin(slot, alone=alone)
 
-    def _begin(self, slot: int, *, alone: bool) -> None:
+    def _begin(self, slot: Slot, *, alone: bool) -> None:
         self.traffic, self.alone = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known), alone
         self.inside = ModelParallelGroups(self._ports)
         self._grid: LaunchGrid | None = None
@@ -126,7 +126,7 @@ class Groups:
         # finds no start of its own.
         loop.wrap("world_size", lambda original: lambda: get_args().world_size)
 
-    def again(self, slot: int) -> None:
+    def again(self, slot: Slot) -> None:
         """Everything is built once more, for another slot, alone: forget the groups that there are."""
         self._begin(slot, alone=True)
 
@@ -161,7 +161,7 @@ class Groups:
 
     def _world(self, original: Any) -> EpochGroup:
         world = int(os.environ["WORLD_SIZE"])
-        grid, everyone = self._known_grid(world), tuple(range(world))
+        grid, everyone = self._known_grid(world), tuple(map(Slot, range(world)))
         return EpochGroup(self.traffic, original, everyone, WORLD, grid.column(everyone))
 
     def _known_grid(self, world: int) -> LaunchGrid:
@@ -179,7 +179,7 @@ class Groups:
     def _create_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
             grid = self._known_grid(dist.get_world_size())
-            members = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
+            members = tuple(map(Slot, range(dist.get_world_size()) if ranks is None else ranks))
             if self.traffic.slot not in members:
                 return dist.GroupMember.NON_GROUP_MEMBER if self.alone else original(ranks, *args, **kwargs)
             label = str(kwargs.get("group_desc", "")).lower()
@@ -207,7 +207,7 @@ class Groups:
 
         return create_group
 
-    def _inside(self, group: Any, members: tuple[int, ...], label: str, backend: str, options: Any) -> SwappableGroup:
+    def _inside(self, group: Any, members: tuple[Slot, ...], label: str, backend: str, options: Any) -> SwappableGroup:
         positions = [self.grid.place(slot)[1] for slot in members]
         name = "-".join([label or "group", *map(str, positions)])
         number = sum(own.own_name.startswith(f"{name}#") for own in self._own)
@@ -273,29 +273,29 @@ class Groups:
         writers.take_turns(ranks[self.traffic.me] == len(ranks) - 1)
 
 
-def _moved(value: Any, moved: dict[int, int]) -> Any:
+def _moved(value: Any, moved: dict[Slot, Slot]) -> Any:
     """The lists of global ranks inside a replica, for another one: those of its own slots alone change."""
     if isinstance(value, (list, tuple)):
         if value and all(isinstance(item, int) for item in value) and not set(value) <= set(moved):
             return value
         return type(value)(_moved(item, moved) for item in value)
-    return moved.get(value, value) if isinstance(value, int) else value
+    return moved.get(Slot(value), value) if isinstance(value, int) else value
 
 
-def _renumbered(value: Any, ranks: dict[int, int]) -> Any:
+def _renumbered(value: Any, ranks: dict[Slot, int]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_renumbered(item, ranks) for item in value)
-    return ranks.get(value, -1 - value) if isinstance(value, int) else value
+    return ranks.get(Slot(value), -1 - value) if isinstance(value, int) else value
 
 
-def column_of(group: Any) -> tuple[int, ...]:
+def column_of(group: Any) -> tuple[Slot, ...]:
     """The slots of a group of Megatron's, those with them that the run may grow to."""
     return group.places if isinstance(group, EpochGroup) else launched_of(group)
 
 
-def launched_of(group: Any) -> tuple[int, ...]:
+def launched_of(group: Any) -> tuple[Slot, ...]:
     """The workers, at launch, of a group of Megatron's."""
-    return group.workers if isinstance(group, EpochGroup) else tuple(dist.get_process_group_ranks(group))
+    return group.workers if isinstance(group, EpochGroup) else tuple(map(Slot, dist.get_process_group_ranks(group)))
 
 
 def grid_of(args: Any, world: int, most: int = 0) -> LaunchGrid:

@@ -16,6 +16,7 @@ from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.faults import Disagreement, Orphaned
+from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state_holder import Offer
 from recover_megatron.logger import get_logger
@@ -42,9 +43,9 @@ class StateExchange:
         Raises ``Orphaned`` if its state should have been replaced and was not: it must not compute with it.
         """
         decision = self._assignment.decision
-        if decision.mirrors and not decision.transfers:
+        if decision.mirrors and not decision.holders:
             self._feed_mirrors(decision)
-        if decision.epoch == self._served or not decision.transfers:
+        if decision.epoch == self._served or not decision.holders:
             return
         self._served = decision.epoch
         me = self._assignment.me
@@ -75,7 +76,7 @@ class StateExchange:
         that cannot be right.
         """
         size = 0
-        if self._assignment.me in decision.transfers:
+        if self._assignment.me in decision.holders:
             size = self._receive(decision)
         elif self._state.version is not None:
             self._state.resume()
@@ -143,7 +144,7 @@ class StateExchange:
         except Orphaned as error:
             raise EpochRevoked(self._assignment.decision.epoch, str(error)) from error
 
-    def _slots(self, decision: Decision) -> dict[int, int]:
+    def _slots(self, decision: Decision) -> dict[int, Slot]:
         return {worker: slot for slot, worker in decision.slots(self._assignment.grid).items()}
 
 

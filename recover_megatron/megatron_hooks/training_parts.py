@@ -168,7 +168,7 @@ class TrainingParts:
         self._traffic.mode = Mode.OPEN
         self.state.begin()
         recovery.boundary.meet_if_wanted(self._before_meeting)
-        if recovery.assignment.decision.transfers:
+        if recovery.assignment.decision.holders:
             self.complete()
         self.places.at_boundary()
         self._settle()

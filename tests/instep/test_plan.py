@@ -207,7 +207,7 @@ def test_new_replicas_begin_at_a_boundary_or_where_none_is_whole(meeting: Meetin
     assert set(decision.fresh) == new
     if meeting.whole and not meeting.boundary:
         assert not new
-        assert not decision.transfers
+        assert not decision.holders
     assert not (decision.regroup and (meeting.boundary or not meeting.whole))
     at_boundary = {
         worker: replace(status, at=7, boundary=True, step=False, total=0, ran=())
@@ -223,20 +223,20 @@ def test_new_replicas_begin_at_a_boundary_or_where_none_is_whole(meeting: Meetin
 def test_a_state_comes_from_one_of_the_same_column_that_is_whole_and_right(meeting: Meeting) -> None:
     decision, statuses = decided(meeting), meeting.statuses
     if not meeting.whole:
-        assert not decision.transfers
+        assert not decision.holders
         return
     fresh = {worker for replica in decision.fresh for worker in decision.grid[replica]}
-    assert set(decision.transfers) == fresh | set(decision.mended)
-    for receiver, donor in decision.transfers.items():
+    assert set(decision.holders) == fresh | set(decision.mended)
+    for receiver, (donor, *_) in decision.holders.items():
         position = statuses[receiver].position
         assert position is not None
         column = [workers[position] for workers in meeting.whole.values()]
         assert donor in column
         counts = Counter(statuses[worker].digest for worker in column)
         assert counts[statuses[donor].digest] == max(counts.values())
-        assert donor not in decision.transfers, "who gives has nothing to get"
+        assert donor not in decision.holders, "who gives has nothing to get"
     for worker in decision.mended:
-        assert statuses[worker].digest != statuses[decision.transfers[worker]].digest
+        assert statuses[worker].digest != statuses[decision.holders[worker][0]].digest
 
 
 @given(meetings())
@@ -247,7 +247,7 @@ def test_committed_steps_are_not_taken_back(meeting: Meeting) -> None:
     assert decision.version in (ITERATION - 1, ITERATION)
     held = [meeting.statuses[worker].version for worker in decision.workers]
     assert set(held) == {decision.version}
-    assert not decision.transfers, "they hold it themselves"
+    assert not decision.holders, "they hold it themselves"
 
 
 @given(meetings())
@@ -349,7 +349,7 @@ def test_the_survivors_of_two_broken_replicas_wait_for_the_boundary_and_are_a_re
     there = {worker: JoinStatus(2, worker - 4, 8, boundary=True, iteration=8, version=7) for worker in (4, 5)}
     decision = decide(3, survivors | there, THREE)
     assert decision.grid == {0: (2, 1), 2: (4, 5)}
-    assert (decision.fresh, decision.version, decision.transfers) == ((0,), 7, {1: 5, 2: 4})
+    assert (decision.fresh, decision.version, decision.holders) == ((0,), 7, {1: (5,), 2: (4,)})
 
 
 def test_who_is_there_twice_is_asked_to_build_the_model_that_is_missing() -> None:
@@ -462,7 +462,7 @@ def test_the_state_that_differs_is_replaced_by_that_of_the_others() -> None:
     told = placed(*(JoinStatus(replica, at=7, boundary=True, version=6, digest="right") for replica in range(3)))
     told[3] = replace(told[3], digest="wrong")
     decision = decide(2, told, THREE)
-    assert (decision.mended, decision.transfers) == ((3,), {3: 1})
+    assert (decision.mended, decision.holders) == ((3,), {3: (1, 5)})
 
 
 def test_where_no_majority_says_whose_state_is_right_the_lowest_is_followed_or_the_run_ends() -> None:
@@ -471,7 +471,7 @@ def test_where_no_majority_says_whose_state_is_right_the_lowest_is_followed_or_t
     }
     two[3] = replace(two[3], digest="other")
     decision = decide(5, two, TWO)
-    assert (decision.transfers, decision.disputed, decision.enough) == ({3: 1}, (1, 3), 2)
+    assert (decision.holders, decision.disputed, decision.enough) == ({3: (1,)}, (1, 3), 2)
     strict = decide(5, two, TWO, Rules(strict=True))
     assert strict.enough == 0
     assert "nobody knows which is right" in strict.state_lost

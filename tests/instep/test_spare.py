@@ -29,7 +29,7 @@ from recover_megatron.instep.spare import (
 from recover_megatron.membership.records import CoordinatorLost, EpochRevoked
 from tests.harness.waiting import DEADLINE
 
-FRESH = Decision(5, {0: (0, 1), 1: (2, 3)}, (4,), at=7, fresh=(1,), version=6, transfers={2: 0, 3: 1})
+FRESH = Decision(5, {0: (0, 1), 1: (2, 3)}, (4,), at=7, fresh=(1,), version=6, holders={2: (0,), 3: (1,)})
 
 
 class Session:

@@ -241,7 +241,7 @@ def test_a_spare_takes_the_place_in_the_same_epoch_but_none_of_a_drained_node() 
     spares = {4: JoinStatus(None, 0, node="b", ready=True), 5: JoinStatus(None, 0, node="d", ready=True)}
     decision = decide(3, knowing(BOUNDARY | spares, "b"), FOUR)
     assert (decision.grid[2], decision.fresh, decision.spares) == ((5,), (2,), (2, 4))
-    assert decision.transfers.keys() == {5}
+    assert decision.holders.keys() == {5}
     assert not {2, 4} & {holder for holders in decision.holders.values() for holder in holders}
 
 

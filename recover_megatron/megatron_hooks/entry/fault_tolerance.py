@@ -56,7 +56,7 @@ from recover_megatron.instep.faults import (
     is_own,
     signature,
 )
-from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
@@ -116,7 +116,7 @@ class FaultTolerance:
         self._me = worker_id()
         self._newcomer = is_newcomer()
         ports = {int(os.environ["MASTER_PORT"]), *(port for _, port in parse_addresses(config.coordinator))}
-        self._groups = Groups(int(os.environ["RANK"]), ports, alone=self._newcomer, most=config.max_replicas)
+        self._groups = Groups(Slot(int(os.environ["RANK"])), ports, alone=self._newcomer, most=config.max_replicas)
         self._records = Records(config.log_dir)
         self._device = _device()
         self._training = TrainingHooks(
@@ -303,7 +303,7 @@ class FaultTolerance:
     def _make_recovery(self, args: Any = None, grid: LaunchGrid | None = None) -> Recovery:
         """``args`` and ``grid``: of a newcomer, which has no Megatron yet."""
         config = self._config
-        slot = None if self._newcomer else int(os.environ["RANK"])
+        slot = None if self._newcomer else Slot(int(os.environ["RANK"]))
         args, grid = args or get_args(), grid or self._groups.grid
         secret, host = find_secret(os.environ).key("ring"), _my_address()
         nccl = self._device.type == "cuda"
