@@ -115,7 +115,7 @@ def _read_version(package_info: Path) -> str:
 
 
 wrap = partial(integrate.wrap, supported=SUPPORTED)
-"""Replace ``owner.name`` by ``wrapper(owner.name)``; see `seams.wrap`."""
+"""Replace ``owner.name`` by ``wrapper(owner.name)``; see `integrate.wrap`."""
 
 
 @contextmanager
