@@ -33,6 +33,7 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.native import Message, NativeBackend, NativeGroup, Operation
 from recover_megatron.collectives.ring.executor import RingGroup, Tuning
+from recover_megatron.collectives.ring.progress import ProgressThread
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 MOST = 100.0
@@ -102,11 +103,11 @@ class IdleTransport(Transport):
 
 
 def groups(members: int) -> dict[str, Group]:
-    epoch, token = WholeRun(range(members), 0), CancelToken(1)
+    epoch = WholeRun(range(members), 0)
     one_segment = Tuning(segment_bytes=16 << 20, least_bytes=16 << 20)
     return {
-        "native": NativeGroup(epoch, token, IdleBackend()),
-        "ring": RingGroup(epoch, token, IdleTransport(), tuning=one_segment),
+        "native": NativeGroup(epoch, ProgressThread(CancelToken(1), "native"), IdleBackend()),
+        "ring": RingGroup(epoch, ProgressThread(CancelToken(1), "ring"), IdleTransport(), tuning=one_segment),
     }
 
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, Epoch, LedgerError, PeerLost
+from recover_megatron.collectives.epoch import CollectiveMismatch, Epoch, LedgerError, PeerLost
 from recover_megatron.collectives.ledger import Bucket, Held, Ledger, Span, from_digest, merge
-from recover_megatron.collectives.ring.progress import Handle, ProgressThread
+from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
 from recover_megatron.collectives.ring.schedule import Chunks, even_chunks, frozen, within
 
 
@@ -83,13 +83,17 @@ class BucketCollective:
 
 
 class Group(ABC):
-    """What ring and backend groups have in common.  ``device``: that of every bucket; default: the CPU."""
+    """What ring and backend groups have in common.
+
+    ``progress``: carries out what is handed in, perhaps for other groups of the epoch, too; its switch is the group's.
+    ``device``: that of every bucket; default: the CPU.
+    """
 
     cut_bytes = 1
     """An all-reduce cuts a bucket at multiples of it."""
-    _progress: ProgressThread[Any]
+    _executor: Executor[Any]
 
-    def __init__(self, epoch: Epoch, cancel_token: CancelToken, device: torch.device | None) -> None:
+    def __init__(self, epoch: Epoch, progress: ProgressThread, device: torch.device | None) -> None:
         self.epoch = epoch.number
         self.members = tuple(epoch.members)
         self.size = len(self.members)
@@ -97,7 +101,8 @@ class Group(ABC):
         self.everybody = tuple(range(1, self.size))
         """How many members further all the others are."""
         self.device = device or torch.device("cpu")
-        self._cancel_token = cancel_token
+        self._progress = progress
+        self._cancel_token = progress.cancel_token
         self._chunks: Memo[tuple[tuple[Span, ...], ...]] = Memo(MOST_SPANS, lambda chunks: sum(map(len, chunks)))
 
     # ---- collectives
@@ -171,22 +176,31 @@ class Group(ABC):
         return self._cancel_token.lost
 
     def abort(self, reason: str) -> None:
-        """End every operation here with ``EpochRevoked``, now and later; from any thread.
+        """End every operation here, and of the groups with the same thread, with ``EpochRevoked``, now and later.
 
-        The neighbours notice too.  When a wait has raised, or ``close`` returned, the buckets are the caller's again.
+        From any thread; the neighbours notice too.  When a wait has raised, or ``close`` returned, the buckets are the
+        caller's again.
         """
         self._cancel_token.cancel(reason)
 
     def close(self) -> None:
         """Finish what was handed in (or fail it, if revoked) and give everything back."""
-        self._progress.close()
+        self._progress.close(self._executor)
 
     @property
     def scratch_peak(self) -> int:
         """The most bytes of scratch that the group ever had, over all buckets."""
-        return self._progress.executor.scratch_peak
+        return self._executor.scratch_peak
 
     # ---- for the subclasses
+
+    def _serve(self, executor: Executor[Any]) -> None:
+        """``executor`` carries out what this group is asked for."""
+        self._executor = executor
+        self._progress.serve(executor)
+
+    def _hand_in(self, task: Task) -> Handle:
+        return self._progress.submit(self._executor, task)
 
     @abstractmethod
     def _start(self, collective: BucketCollective) -> Handle:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Literal
 
 import torch
@@ -9,9 +11,11 @@ import torch
 from recover_megatron.collectives.epoch import CancelToken, Epoch, EpochRevoked, KeyValue, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.native import NativeGroup
+from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.groups import NcclOpener
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.ring.executor import Hook, RingGroup, Tuning
+from recover_megatron.collectives.ring.progress import ProgressThread
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.collectives.transport.interface import StagedTransport, Transport
 from recover_megatron.collectives.transport.tcp import TcpTransport
@@ -37,6 +41,21 @@ def cancel_token_of(epoch: Epoch) -> CancelToken:
     return cancel_token
 
 
+def carrier(transport_kind: TransportKind | None, device: torch.device) -> TransportKind:
+    """What carries the buckets of ``device`` where nothing else is asked for."""
+    return transport_kind or ("nccl" if device.type == "cuda" else "tcp")
+
+
+def progress_thread(
+    cancel_token: CancelToken, device: torch.device, name: str, transport_kind: TransportKind | None = None
+) -> ProgressThread:
+    """The thread of one group, or of all groups of ``device`` in an epoch; a GPU is the current device in it."""
+    if carrier(transport_kind, device) == "nccl":
+        return ProgressThread(cancel_token, name, partial(libraries.load().cuda.device, device))
+    on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+    return ProgressThread(cancel_token, name, on_device)
+
+
 def open_group(
     epoch: Epoch,
     store: KeyValue,
@@ -52,6 +71,7 @@ def open_group(
     hook: Hook | None = None,
     ring_listener: RingListener | None = None,
     communicators: Keeper | None = None,
+    progress: ProgressThread | None = None,
 ) -> Group:
     """Join the other members of ``epoch``; every member must call it, with the same arguments.
 
@@ -59,17 +79,21 @@ def open_group(
     columns apart.  ``transport_kind``: default nccl for a CUDA ``device``, else tcp.  ``timeout``: seconds in which all
     members must have come.  ``ring_listener``: from ``open_ring_listener``, for the transports tcp and tcp-inline; it
     is used up.  ``hook``: for tests and fault injection.  ``communicators``: where those of NCCL come from and go to;
-    without it they end with the group.
+    without it they end with the group.  ``progress``: the thread in which all groups of a device are summed, in the
+    order in which buckets are handed in, which must be the same at all members; its switch is cancelled by ``epoch``.
+    Default: one of the group's own.
 
     Raises ``EpochRevoked``: also when a member vanished while the group was being opened.  ``TimeoutError``.
     ``ValueError``: this transport has no native collectives.
     """
     device = device or torch.device("cpu")
-    if transport_kind is None:
-        transport_kind = "nccl" if device.type == "cuda" else "tcp"
+    transport_kind = carrier(transport_kind, device)
     if collective == "native" and transport_kind != "nccl":
         raise ValueError(f"native collectives are NCCL's, not those of {transport_kind}")
-    cancel_token = cancel_token_of(epoch)
+    progress = progress or progress_thread(
+        cancel_token_of(epoch), device, f"{name} of epoch {epoch.number}", transport_kind
+    )
+    cancel_token = progress.cancel_token
     rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
     ring = f"ring/{name}/{epoch.number}"
     tuning = tuning or (Tuning.over_nccl() if transport_kind == "nccl" else Tuning())
@@ -79,7 +103,7 @@ def open_group(
             keeper = communicators if communicators is not None else Keeper(keeps=False)
             nccl = NcclOpener(rank, size, store, cancel_token, keeper, ring, device, timeout)
             if collective == "native":
-                return NativeGroup(epoch, cancel_token, nccl.native(), device=device)
+                return NativeGroup(epoch, progress, nccl.native(), device=device)
             transport = nccl.ring()
         else:
             transport = TcpTransport(
@@ -87,8 +111,8 @@ def open_group(
                 slots=_slots(tuning, transport_kind), host=host, timeout=timeout, ring_listener=ring_listener,
             )  # fmt: skip
             if device.type == "cuda":
-                transport = StagedTransport(transport, device)
-        return RingGroup(epoch, cancel_token, transport, device=device, tuning=tuning, hook=hook)
+                transport = StagedTransport(transport, device, cancel_token)
+        return RingGroup(epoch, progress, transport, device=device, tuning=tuning, hook=hook)
     except PeerLost as lost:  # a member that is lost meanwhile ends the epoch here
         cancel_token.cancel(lost)
         raise EpochRevoked(cancel_token.epoch, str(lost)) from lost

@@ -1,14 +1,13 @@
 """The backend's own collectives behind the interface of a group: for fabrics where the vendor's algorithm is faster.
 
-    handed in --enqueue: pack, reduce_scatter, all_gather or transfer--> under way (at most two)
-                 (the host waits for nothing in between)                     |
-                                                                             |  over and believed
-                     handle.finish <-- mark in the ledger <-- copy to the bucket, and wait for the copy
+    a bucket that is computed --> pack --> reduce_scatter --over and believed--> all_gather or transfer --.
+                                                                                                          |
+              handle.finish <-- mark in the ledger <-- copy to the bucket, and wait for it <--over and believed
 
-Several buckets are under way, with bounded scratch.  The collectives read the bucket or a packed copy, and write
-scratch.  Only when the host knows that all operations of a round succeeded does it order the copy to the bucket, on a
-stream of its own, so that it does not queue behind the operations of the next bucket.  So a bucket is LOCAL or REDUCED
-as a whole, or its owned chunk is; what died left garbage in scratch, which nobody reads.
+One operation at a time: an operation is enqueued when the host knows that the one before is over (`collectives.device`
+says why).  The collectives read the bucket or a packed copy, and write scratch.  Only when all operations of a round
+have succeeded does the host order the copy to the bucket.  So a bucket is LOCAL or REDUCED as a whole, or its owned
+chunk is; what died left garbage in scratch, which nobody reads.
 
 A backend knows equal parts only.  A bucket of which each rank owns some spans becomes that by pure functions:
 
@@ -27,40 +26,36 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from recover_megatron.collectives.epoch import CancelToken, Epoch
+from recover_megatron.collectives.device import Order
+from recover_megatron.collectives.epoch import Epoch
 from recover_megatron.collectives.group import MOST_SPANS, BucketCollective, Group, Memo
 from recover_megatron.collectives.ledger import Ledger, Span
 from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
 from recover_megatron.collectives.ring.schedule import Chunks, even_part, frozen
-from recover_megatron.collectives.transport.interface import DeviceStream, Order, Scratch
+from recover_megatron.collectives.transport.interface import Scratch
 
 Message = tuple[torch.Tensor, int]
 """A contiguous tensor, and the rank in the group that it goes to or comes from."""
 
 
-class Operation(Protocol):
-    """What was enqueued.  Its tensors belong to the backend until it was waited for, or ``settle`` returned."""
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait`` would return or raise without blocking for long; says nothing of success."""
+Operation = Any
+"""What was enqueued.  Its tensors belong to the backend until it was waited for, or ``settle`` returned."""
 
 
 class NativeBackend(Order, ABC):
     """Operations of equal parts of the library whose algorithms are used.
 
-        reduce_scatter / all_gather / transfer      enqueue, in one order on all members, without waiting for anything
+        reduce_scatter / all_gather / transfer      enqueue, in one order on all members, without waiting for them
               |
               '-> Operation --wait--> over and believed: what it wrote may be read
                               '-----> EpochRevoked or PeerLost: it wrote garbage, and so did all later ones
 
-    Operations of one member take effect in the order in which they were enqueued: a later one may read what an earlier
-    one writes before that was waited for.  An enqueueing call may raise what ``wait`` raises.  Only the group's
-    progress thread calls the methods (``submitted`` is the exception, see ``Order``).
+    Each is waited for before the next one is enqueued.  An enqueueing call may raise what ``wait`` raises.  Only the
+    group's progress thread calls the methods (``submitted`` is the exception, see ``Order``).
 
     The tensors of ``reduce_scatter`` and ``all_gather`` are contiguous and of one type.  They do not overlap, or the
     smaller one is exactly the part of the larger one that has this member's number (NCCL's rule for "in place").
@@ -219,12 +214,6 @@ def missing(plan: Plan, ledger: Ledger) -> Iterator[Copy]:
     return (copy for copy in plan.copies() if not ledger.covers(Span(copy.bucket, copy.bucket + copy.length)))
 
 
-UNDER_WAY = 2
-"""Rounds with operations under way, hence with scratch."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 200e-6
-"""Seconds between two looks at an operation while there is room for another one to be enqueued."""
-
-
 @dataclass(eq=False)
 class NativeTask(Task):
     """One collective on one bucket, in rounds."""
@@ -234,39 +223,17 @@ class NativeTask(Task):
     epoch: Callable[[int], int] | int
     """What to mark with, or a function of a span's first element."""
     token: object
-    kept: int = 0
-    """So many rounds are over, and in the bucket."""
 
 
-@dataclass(slots=True)
-class _UnderWay:
-    """A round whose operations are enqueued."""
+class Sequential(Executor[NativeTask]):
+    """Carries out the collectives of a backend group one after the other, in the order in which they are handed in."""
 
-    task: NativeTask
-    plan: Plan
-    scratch: torch.Tensor
-    operations: Sequence[Operation]
-
-    @property
-    def done(self) -> bool:
-        return all(operation.done for operation in self.operations)
-
-
-class Pipeline(Executor[NativeTask]):
-    """Carries out the collectives of a backend group, in the order in which they are handed in.
-
-    ``copies``: the order of the copies to the buckets, apart from that of the backend's operations.
-    """
-
-    def __init__(self, backend: NativeBackend, copies: Order, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, backend: NativeBackend, rank: int, size: int, device: torch.device) -> None:
         self._backend = backend
-        self._copies = copies
         self._rank = rank
         self._size = size
         self._scratch = Scratch(device)
-        self._handed_in: deque[tuple[NativeTask, Plan]] = deque()
-        self._under_way: deque[_UnderWay] = deque()
-        self._pause = _FIRST_PAUSE
+        self._handed_in: deque[NativeTask] = deque()
 
     @property
     def scratch_peak(self) -> int:
@@ -277,83 +244,68 @@ class Pipeline(Executor[NativeTask]):
     def add(self, task: NativeTask) -> None:
         for span in task.its.final:
             task.its.ledger.mark(span, task.epoch if isinstance(task.epoch, int) else task.epoch(span.start))
-        self._handed_in.extend((task, plan) for plan in task.rounds)
-        if not task.rounds:
+        if task.rounds:
+            self._handed_in.append(task)
+        else:
             task.handle.finish()
 
     @property
     def busy(self) -> bool:
-        return bool(self._handed_in or self._under_way)
+        return bool(self._handed_in)
 
-    def advance(self) -> float:
-        if self._handed_in and len(self._under_way) < UNDER_WAY:
+    def advance(self) -> None:
+        task = self._handed_in[0]
+        self._backend.begin(task.token)
+        for plan in task.rounds:
             with self._backend.scope():
-                while self._handed_in and len(self._under_way) < UNDER_WAY:
-                    self._under_way.append(self._enqueue(*self._handed_in.popleft()))
-        if not self._under_way:
-            return 0.0
-        first = self._under_way[0]
-        if len(self._under_way) < UNDER_WAY and not first.done:
-            # Another bucket may be handed in, and must not find this thread waiting for this one.
-            pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-            return pause
-        self._pause = _FIRST_PAUSE
-        for operation in first.operations:
-            self._backend.wait(operation)
-        self._keep(self._under_way.popleft())
-        return 0.0
+                scratch = self._scratch.take(plan.scratch_rows * plan.round.width, task.its.flat.dtype)
+                for operation in self._operations(task.its, plan, scratch):
+                    self._backend.wait(operation)
+                self._keep(task, plan, scratch)
+            self._scratch.give(scratch)
+        self._handed_in.popleft()
+        task.handle.finish()
 
     def settle(self) -> None:
         self._backend.settle()
-        self._copies.finish()
 
     def close(self) -> None:
         self._backend.close()
         self._handed_in.clear()
-        self._under_way.clear()
 
     # ---- one round
 
-    def _enqueue(self, task: NativeTask, plan: Plan) -> _UnderWay:
+    def _operations(self, its: BucketCollective, plan: Plan, scratch: torch.Tensor) -> Iterator[Operation]:
+        """Those of a round; each is enqueued when it is asked for."""
         backend, rank, size, width = self._backend, self._rank, self._size, plan.round.width
-        flat, to = task.its.flat, task.its.to
-        backend.begin(task.token)
-        scratch = self._scratch.take(plan.scratch_rows * width, flat.dtype)
+        flat, to = its.flat, its.to
         own = scratch[plan.own * width : (plan.own + 1) * width]
-        operations: list[Operation] = []
         for copy in plan.packed:
             scratch[copy.scratch : copy.scratch + copy.length].copy_(flat[copy.bucket : copy.bucket + copy.length])
-        if task.its.reduce:
+        if its.reduce:
             source = scratch if plan.source is None else flat[plan.source.start : plan.source.stop]
-            operations.append(backend.reduce_scatter(own, source))
+            yield backend.reduce_scatter(own, source)
         if len(to) == size - 1:
-            operations.append(backend.all_gather(scratch, own))
+            yield backend.all_gather(scratch, own)
         elif to:
             sends = [(own, (rank + hops) % size) for hops in to]
             receives = [(scratch[row * width : (row + 1) * width], other) for other, row in plan.rows if other != rank]
-            operations.append(backend.transfer(sends, receives))
-        return _UnderWay(task, plan, scratch, operations)
+            yield backend.transfer(sends, receives)
 
-    def _keep(self, over: _UnderWay) -> None:
+    def _keep(self, task: NativeTask, plan: Plan, scratch: torch.Tensor) -> None:
         """Write the finished chunks to the bucket and mark them; what is REDUCED already stays."""
-        task, scratch, epoch = over.task, over.scratch, over.task.epoch
-        flat, ledger = task.its.flat, task.its.ledger
+        flat, ledger, epoch = task.its.flat, task.its.ledger, task.epoch
         if isinstance(epoch, int):
-            copies = joined(missing(over.plan, ledger)) if ledger.reduced else over.plan.brought
+            copies = joined(missing(plan, ledger)) if ledger.reduced else plan.brought
             marks = [(Span(copy.bucket, copy.bucket + copy.length), epoch) for copy in copies]
         else:
-            copies = list(missing(over.plan, ledger))
+            copies = list(missing(plan, ledger))
             marks = [(Span(copy.bucket, copy.bucket + copy.length), epoch(copy.bucket)) for copy in copies]
-        with self._copies.scope():
-            for copy in copies:
-                flat[copy.bucket : copy.bucket + copy.length].copy_(scratch[copy.scratch : copy.scratch + copy.length])
-            self._copies.finish()
+        for copy in copies:
+            flat[copy.bucket : copy.bucket + copy.length].copy_(scratch[copy.scratch : copy.scratch + copy.length])
+        self._backend.finish()
         for span, finished in marks:
             ledger.mark(span, finished)
-        self._scratch.give(scratch)
-        task.kept += 1
-        if task.kept == len(task.rounds):
-            task.handle.finish()
 
 
 class NativeGroup(Group):
@@ -362,21 +314,19 @@ class NativeGroup(Group):
     cut_bytes = ALIGNED_BYTES
 
     def __init__(
-        self, epoch: Epoch, cancel_token: CancelToken, backend: NativeBackend, *, device: torch.device | None = None
+        self, epoch: Epoch, progress: ProgressThread, backend: NativeBackend, *, device: torch.device | None = None
     ) -> None:
-        super().__init__(epoch, cancel_token, device)
+        super().__init__(epoch, progress, device)
         self._backend = backend
-        copies = DeviceStream(self.device) if self.device.type == "cuda" else Order()
         size = self.size  # without the group itself: no circle may keep its memory
         self._plans: Memo[tuple[Plan, ...]] = Memo(MOST_SPANS, lambda plans: 1 + len(plans) * size)
-        pipeline = Pipeline(backend, copies, self.rank, self.size, self.device)
-        self._progress = ProgressThread(pipeline, cancel_token, f"native group of epoch {self.epoch}")
+        self._serve(Sequential(backend, self.rank, size, self.device))
 
     def _start(self, collective: BucketCollective) -> Handle:
         its, flat = collective, collective.flat
         key = flat.numel(), flat.dtype, frozen(its.chunks), its.reduce, its.to
         plans = self._plans.get(key, lambda: self._plan(its))
-        return self._progress.submit(NativeTask(its, plans, its.epoch_of or self.epoch, self._backend.submitted()))
+        return self._hand_in(NativeTask(its, plans, its.epoch_of or self.epoch, self._backend.submitted()))
 
     def _plan(self, its: BucketCollective) -> tuple[Plan, ...]:
         if self.size == 1:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from recover_megatron.collectives.device import drained, within
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.network.connection import is_of_the_road
 
@@ -180,7 +181,7 @@ class SocketTransport:
 def _synchronize(parts: Sequence[torch.Tensor]) -> None:
     """Wait for the copies of this thread's stream: what is in pinned memory may be sent or written over."""
     for device in {part.device for part in parts if part.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
+        drained(device, within())
 
 
 def memory_of(part: torch.Tensor) -> memoryview:

@@ -26,10 +26,11 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, KeyValue, PeerLost
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.group_factory import TransportKind, open_group
+from recover_megatron.collectives.group_factory import TransportKind, carrier, open_group, progress_thread
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.ring.executor import Hook
+from recover_megatron.collectives.ring.progress import ProgressThread
 from recover_megatron.collectives.tree import Tree, TreeBackend
 from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.state_holder import KIND, Offer, Offers, Place, new_memory
@@ -104,9 +105,17 @@ class EpochGroups:
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
     _controls: dict[tuple[str, tuple[Slot, ...]], TreeBackend] = field(default_factory=dict, init=False)
     _states: Counter[tuple[str, bool]] = field(default_factory=Counter, init=False)
+    _progress: ProgressThread | None = field(init=False)
+    """The one thread that launches for all columns of a GPU; None: over TCP each ring has its own."""
 
     def __post_init__(self) -> None:
         self._cancel_token = CancelToken(self.number)
+        config, self._progress = self._comm_config, None
+        if carrier(config.transport_kind, config.device) == "nccl":
+            cancel_token = CancelToken(self.number)
+            self.on_end(cancel_token.cancel)
+            name = f"sums of epoch {self.number}"
+            self._progress = progress_thread(cancel_token, config.device, name, config.transport_kind)
 
     @property
     def over(self) -> bool:
@@ -189,6 +198,7 @@ class EpochGroups:
                 host=comm_config.host,
                 hook=comm_config.hook if name == "ring" else None,
                 communicators=comm_config.communicators,
+                progress=self._progress,
             )
 
     def _meeting_place(self, members: Sequence[Slot]) -> KeyValue:

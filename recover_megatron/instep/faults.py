@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
+from recover_megatron.collectives.device import DeviceStuck, drained, within
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST
 
@@ -216,7 +217,7 @@ def is_of_device(error: BaseException) -> bool:
 def _is_of_device(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or _CUDA_FULL in str(error):
         return False
-    return isinstance(error, torch.AcceleratorError) or str(error).startswith(_CUDA_SIGN)
+    return isinstance(error, (torch.AcceleratorError, DeviceStuck)) or str(error).startswith(_CUDA_SIGN)
 
 
 def is_full(error: BaseException, folder: str) -> bool:
@@ -273,8 +274,8 @@ END_SECONDS = 4.0
 def check_device(device: torch.device) -> None:
     """Return if ``device`` still computes; raises what CUDA raises if an earlier kernel has broken this process."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.zeros(1, device=device).add_(1).item()
+        torch.zeros(1, device=device).add_(1)
+        drained(device, within())
 
 
 def break_device(device: torch.device) -> None:

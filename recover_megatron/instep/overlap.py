@@ -22,9 +22,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
+from recover_megatron.collectives.device import beside, made_so_far, within
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.peers import Fetcher
@@ -62,6 +64,7 @@ class Overlap:
         lose: Callable[[int], None],
     ) -> None:
         self._parts = [(column, Bucket(tensor)) for column, tensor in parts]
+        self._gpu = next((tensor.device for _, tensor in parts if tensor.device.type == "cuda"), None)
         self._shards = shards
         self._recovery = recovery
         self._lose = lose
@@ -70,6 +73,8 @@ class Overlap:
         self._update = 0
         """The number of the decision that the update was."""
         self._published: int | None = None
+        self._made: Any = None
+        """The point at which the device has made the update."""
         self._fetchers: dict[int, Fetcher] = {}
 
     @property
@@ -81,6 +86,7 @@ class Overlap:
 
     def publish(self, update: int) -> None:
         """What this worker holds has been updated: from now on it is given to others.  Before it reports that."""
+        self._made = made_so_far(self._gpu)
         self._published = update
         self._recovery.comm_config.peer_store.source = self.give
 
@@ -94,7 +100,9 @@ class Overlap:
         parts = [self._flat(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
         if update != self._published or sum(part.nbytes for part in parts) > MOST_BYTES:
             return None
-        return b"".join(part.cpu().view(torch.uint8).numpy().tobytes() for part in parts)
+        with beside(self._gpu, self._made, within()):
+            on_host = [_on_host(part) for part in parts]
+        return b"".join(part.view(torch.uint8).numpy().tobytes() for part in on_host)
 
     def _flat(self, number: int, start: int, stop: int) -> torch.Tensor:
         if not 0 <= number < len(self._parts) or not 0 <= start < stop <= self._parts[number][1].ledger.numel:
@@ -264,6 +272,13 @@ class Overlap:
     def _is_gone(self, worker: int) -> bool:
         recovery = self._recovery
         return worker not in recovery.session.opened_members or worker not in recovery.assignment.decision.peer_stores
+
+
+def _on_host(part: torch.Tensor) -> torch.Tensor:
+    """A copy that has been ordered, where ``part`` is of a GPU; else itself."""
+    if part.device.type == "cpu":
+        return part
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def _requests(parts: Sequence[Part], bytes_each: Callable[[int], int]) -> Iterator[list[Part]]:

@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from recover_megatron.collectives.state_transport import bytes_of, check_sum
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, gpu_of, new_memory, unflatten
+from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, new_memory, unflatten
 
 
 def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -46,26 +45,6 @@ class Copy:
                 stay()
                 mine.copy_(its)
         return copied
-
-
-def made_so_far(copies: Iterable[Copy]) -> Callable[[], AbstractContextManager[None]]:
-    """For another thread, on a stream of its own: copies of what this one has put to its device's stream until now."""
-    gpu = gpu_of(tensor for copy in copies for tensor in copy.tensors)
-    if gpu is None:
-        return nullcontext
-    made = torch.cuda.current_stream(gpu).record_event()
-
-    @contextmanager
-    def beside() -> Iterator[None]:
-        stream = torch.cuda.Stream(gpu)
-        stream.wait_event(made)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            stream.synchronize()
-
-    return beside
 
 
 def apart(tree: Any) -> Any:

@@ -22,12 +22,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from recover_megatron.collectives.device import beside, made_so_far
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.instep.decision import Decision, Kept, Snapshot
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.faults import Disagreement, InStepError
-from recover_megatron.instep.snapshot_parts import Copy, apart, checks_of, made_so_far, room, wrong_chunks
-from recover_megatron.instep.state_holder import Offer, Place, flatten, new_memory
+from recover_megatron.instep.snapshot_parts import Copy, apart, checks_of, room, wrong_chunks
+from recover_megatron.instep.state_holder import Offer, Place, flatten, gpu_of, new_memory
 from recover_megatron.instep.state_receiver import Receiver
 from recover_megatron.logger import get_logger
 
@@ -206,7 +207,8 @@ class SnapshotStore:
         """
         self._stop()
         copies = {part: Copy(tree) for part, tree in own.items()}
-        ready = made_so_far(copies.values())
+        gpu = gpu_of(tensor for copy in copies.values() for tensor in copy.tensors)
+        ready = functools.partial(beside, gpu, made_so_far(gpu))
         if self._thread is None:  # one for all: who starts a thread waits until it runs
             self._thread = threading.Thread(target=self._work, name="snapshot", daemon=True)
             self._thread.start()
@@ -242,7 +244,7 @@ class SnapshotStore:
         self,
         job: _Job,
         mine: Mapping[int, Copy | None],
-        ready: Callable[[], AbstractContextManager[None]],
+        ready: Callable[[Callable[[], None]], AbstractContextManager[None]],
         others: Mapping[int, tuple[int, str]],
         unused: dict[int, Any],
     ) -> None:
@@ -272,13 +274,13 @@ class SnapshotStore:
         self,
         job: _Job,
         mine: Mapping[int, Copy | None],
-        ready: Callable[[], AbstractContextManager[None]],
+        ready: Callable[[Callable[[], None]], AbstractContextManager[None]],
         unused: dict[int, Any],
     ) -> None:
         """``mine``: None for what is held already."""
         given: set[int] = set()
         try:
-            with ready():
+            with ready(job.stay):
                 copied = {
                     part: copy.make(room(unused.get(part, {}).get("state")), job.stay)
                     for part, copy in mine.items()

@@ -25,12 +25,13 @@ import socket
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from recover_megatron.collectives.device import beside, made_so_far, within
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.collectives.state_transport import SocketTransport, StateTransport, bytes_of, cut, receive_into
 from recover_megatron.instep.faults import Disagreement
@@ -131,6 +132,7 @@ class Offer:
         text, tensors = flatten(tree)
         self.text = text.encode()
         self.gpu = gpu_of(tensors)
+        self.made = made_so_far(self.gpu)
         self._parts = [bytes_of(tensor) for tensor in tensors]
         self.layout = layout_of(tensors[:shared])
         self.chunks = chunks_of([part.numel() for part in self._parts], shared)[0]
@@ -206,7 +208,7 @@ class Offers:
             watch(sock)
             offer = self._await(key, sock)
             try:
-                with _beside_the_training(offer.gpu):
+                with beside(offer.gpu, offer.made, within()):
                     serve(sock, SocketTransport(sock), offer)
             except (OSError, PeerLost, IndexError) as error:  # whatever it is costs this connection, no more
                 offer.failed(error)
@@ -246,14 +248,3 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer) -> None:
 def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """That on which some of them are."""
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
-
-
-@contextmanager
-def _beside_the_training(gpu: torch.device | None) -> Iterator[None]:
-    """Copies from ``gpu`` run on a stream of their own: on the training's they would wait for all that it computes."""
-    if gpu is None:
-        yield
-        return
-    torch.cuda.synchronize(gpu)  # whichever stream made the tensors: they are there
-    with torch.cuda.stream(torch.cuda.Stream(gpu)):
-        yield

@@ -99,7 +99,7 @@ class MegatronTrainer:
         self._losses += losses or []
         # The step needs the losses next, so it would wait for the device there.  Waited for here, that counts as
         # computing: to whoever looks for a hang, and in the seconds of a microbatch, by which shares are balanced.
-        torch.cuda.current_stream().synchronize()
+        self._parts.wait_for_device()
 
     def settle(self) -> None:
         buckets = self._parts.buckets

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from recover_megatron.arguments import RecoverConfig
+from recover_megatron.collectives.device import drained
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.instep.traffic import Mode
@@ -138,6 +139,12 @@ class TrainingParts:
         self.places = StateExchange(recovery, self.state)
         wanted = config.memory_tier != "off"
         self.memory = MemoryTier(recovery, self.state, self.sharded, wanted=wanted, every=config.memory_interval)
+
+    def wait_for_device(self) -> None:
+        """Return when the device has computed what it was given.  Raises ``Orphaned`` when this replica is broken."""
+        device = self._recovery.comm_config.device
+        if device.type == "cuda":
+            drained(device, self._recovery.orphan.stay)
 
     def count_updates(self, optimizer: Any, step_guard: StepGuard) -> None:
         """Know whether the parameters are those before or after the step under way, whatever interrupts it."""

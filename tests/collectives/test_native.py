@@ -1,4 +1,4 @@
-"""The backend's own collectives: several buckets under way, bounded scratch, whole results whatever is revoked when.
+"""The backend's own collectives: one operation under way, bounded scratch, whole results whatever is revoked when.
 
 The backend here is one in this process whose operations end when the test lets them: an operation takes effect at all
 members when all have enqueued it; a member *sees* its first ``limit`` operations end, and no more until the limit is
@@ -26,6 +26,7 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span
 from recover_megatron.collectives.native import ALIGNED_BYTES, Message, NativeBackend, NativeGroup, Operation, rounds
 from recover_megatron.collectives.nccl import library
+from recover_megatron.collectives.ring.progress import ProgressThread
 from recover_megatron.collectives.ring.schedule import within
 from tests.collectives.together import DEADLINE, PlainEpoch, together
 from tests.doubles.nccl import library as nccl_double
@@ -72,8 +73,8 @@ class World:
             assert self.changed.wait_for(condition, DEADLINE)
 
     def stuck(self, rank: int, total: int) -> bool:
-        """Whether ``rank`` waits at its limit, or has enqueued all of ``total``."""
-        return len(self.asked[rank]) > self.limits[rank] or len(self.asked[rank]) == total
+        """Whether ``rank`` waits for an operation that it does not see end, or has enqueued all of ``total``."""
+        return len(self.asked[rank]) > min(self.limits[rank], self.performed) or len(self.asked[rank]) == total
 
     def _perform(self, members: Sequence[Asked]) -> None:
         assert len({member.kind for member in members}) == 1, "the members enqueued different operations"
@@ -89,16 +90,6 @@ class World:
             for rank, member in enumerate(members):
                 for other, output in zip(member.of, member.outputs, strict=True):
                     output.copy_(members[other].sources[members[other].to.index(rank)])
-
-
-class _Held:
-    def __init__(self, backend: HeldBackend, number: int) -> None:
-        self.backend = backend
-        self.number = number
-
-    @property
-    def done(self) -> bool:
-        return self.backend.over(self.number)
 
 
 class HeldBackend(NativeBackend):
@@ -124,11 +115,10 @@ class HeldBackend(NativeBackend):
 
     def _enqueue(self, asked: Asked) -> Operation:
         self._cancel_token.check()
-        return _Held(self, self._world.enqueue(self._rank, asked))
+        return self._world.enqueue(self._rank, asked)
 
     def wait(self, operation: Operation) -> None:
-        assert isinstance(operation, _Held)
-        self._world.until(lambda: operation.done)
+        self._world.until(lambda: self.over(operation))
         self._cancel_token.check()
 
     def settle(self) -> None:
@@ -155,7 +145,8 @@ class Members:
         for rank, epoch in enumerate(self.epochs):
             token = CancelToken(number)
             epoch.on_revoke(token.cancel)
-            self.groups.append(NativeGroup(epoch, token, HeldBackend(world, rank, token)))
+            progress = ProgressThread(token, "of a test")
+            self.groups.append(NativeGroup(epoch, progress, HeldBackend(world, rank, token)))
 
     def each(self, work: Callable[[NativeGroup], Any]) -> list[Any]:
         """What ``work`` returns at each member, in a thread each."""
@@ -248,30 +239,19 @@ def test_a_shadows_chunk_goes_to_its_holder_alone(monkeypatch: pytest.MonkeyPatc
     together(4, over_nccl, collective="native", transport_kind="nccl")
 
 
-def test_two_buckets_are_under_way_before_the_first_is_over_and_never_more() -> None:
+def test_an_operation_is_enqueued_when_the_one_before_is_over_however_many_buckets_are_handed_in() -> None:
     world = World(2, limits=[0, 0])
-
-    def enqueued(buckets: int) -> Any:
-        return lambda: all(len(asked) == buckets * PER_BUCKET for asked in world.asked)
-
     with Members(world) as members:
-        buckets = [[Bucket(gradient(rank, 100)) for _ in range(5)] for rank in range(2)]
-        handles = [[group.all_reduce(mine[0])] for group, mine in zip(members.groups, buckets, strict=True)]
-        world.until(enqueued(1))
-        for group, mine, its in zip(members.groups, buckets, handles, strict=True):
-            its.append(group.all_reduce(mine[1]))  # while the first is under way and nobody lets it end
-        world.until(enqueued(2))
-        for group, mine, its in zip(members.groups, buckets, handles, strict=True):
-            its += [group.all_reduce(bucket) for bucket in mine[2:]]
-        world.let(1 * PER_BUCKET)
-        world.until(enqueued(3))
-        for its, mine in zip(handles, buckets, strict=True):
-            its[0].wait(DEADLINE)
-            assert mine[0].ledger.complete
-            assert not any(handle.done() for handle in its[1:])
-            assert not any(bucket.ledger.reduced for bucket in mine[1:])
-        assert enqueued(3)(), "a third bucket was begun while two are under way"
-        world.let(5 * PER_BUCKET)
+        buckets = [[Bucket(gradient(rank, 100)) for _ in range(3)] for rank in range(2)]
+        handles = [
+            [group.all_reduce(bucket) for bucket in mine] for group, mine in zip(members.groups, buckets, strict=True)
+        ]
+        for over in range(3 * PER_BUCKET):
+            world.until(lambda enqueued=over + 1: all(len(asked) == enqueued for asked in world.asked))
+            for its, mine in zip(handles, buckets, strict=True):
+                assert [bucket.ledger.complete for bucket in mine] == [at < over // PER_BUCKET for at in range(3)]
+                assert not its[over // PER_BUCKET].done()
+            world.let(over + 1)
         for its, mine in zip(handles, buckets, strict=True):
             for handle, bucket in zip(its, mine, strict=True):
                 handle.wait(DEADLINE)
@@ -279,9 +259,9 @@ def test_two_buckets_are_under_way_before_the_first_is_over_and_never_more() -> 
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_scratch_is_at_most_two_buckets_however_many_are_handed_in(size: int) -> None:
+def test_scratch_is_at_most_one_bucket_however_many_are_handed_in(size: int) -> None:
     sizes = [1000 + 97 * number for number in range(12)]
-    bound = 2 * (max(sizes) * 4 + size * ALIGNED_BYTES)
+    bound = max(sizes) * 4 + size * ALIGNED_BYTES
 
     def work(group: NativeGroup) -> None:
         buckets = [Bucket(gradient(group.rank, numel)) for numel in sizes]

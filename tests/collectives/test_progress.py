@@ -52,7 +52,9 @@ def failing(error: BaseException) -> Callable[[], None]:
 
 def ended(executor: Scripted, token: CancelToken) -> BaseException:
     """What the handle of the only task ends with."""
-    handle = ProgressThread(executor, token, "scripted").submit(Task())
+    thread = ProgressThread(token, "scripted")
+    thread.serve(executor)
+    handle = thread.submit(executor, Task())
     with pytest.raises(Exception) as told:  # noqa: PT011  which one is for the caller to judge
         handle.wait(DEADLINE)
     return told.value
@@ -102,12 +104,62 @@ def test_a_device_that_fails_while_the_group_settles_ends_every_handle_with_its_
         assert both_there.wait(DEADLINE)
         raise first
 
-    thread = ProgressThread(Scripted(fail, failing(broken)), CancelToken(7), "scripted")
-    handles = [thread.submit(Task()), thread.submit(Task())]
+    thread, executor = ProgressThread(CancelToken(7), "scripted"), Scripted(fail, failing(broken))
+    thread.serve(executor)
+    handles = [thread.submit(executor, Task()), thread.submit(executor, Task())]
     both_there.set()
     for handle in handles:
         with pytest.raises(torch.AcceleratorError):
             handle.wait(DEADLINE)
-    thread.quiesce()
     with pytest.raises(torch.AcceleratorError):
-        thread.submit(Task())
+        thread.submit(executor, Task())
+
+
+class InTurn(Executor[Task]):
+    """Finishes a task at each turn, and notes it in ``order``."""
+
+    scratch_peak = 0
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        self._name = name
+        self._order = order
+        self._tasks: list[Task] = []
+        self.closed = False
+
+    def add(self, task: Task) -> None:
+        self._tasks.append(task)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks)
+
+    def advance(self) -> None:
+        self._order.append(self._name)
+        self._tasks.pop(0).handle.finish()
+
+    def settle(self) -> None:
+        assert not self.closed, "it may be used by another owner"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_tasks_of_several_executors_are_carried_out_in_the_order_in_which_they_were_handed_in() -> None:
+    order: list[str] = []
+    token = CancelToken(7)
+    thread = ProgressThread(token, "of a device")
+    dense, experts = InTurn("dense", order), InTurn("experts", order)
+    for executor in (dense, experts):
+        thread.serve(executor)
+    wanted = ["dense", "experts", "experts", "dense", "experts"] * 20
+    for name in wanted:
+        thread.submit(dense if name == "dense" else experts, Task())
+    thread.close(dense)
+    assert dense.closed
+    assert order.count("dense") == wanted.count("dense"), "what was handed in is finished first"
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.submit(dense, Task())
+    thread.submit(experts, Task()).wait(DEADLINE)
+    token.cancel("over")
+    thread.close(experts)
+    assert order == [*wanted, "experts"]

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.epoch import EpochRevoked, Known
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, Known
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.transport.interface import StagedTransport
 from recover_megatron.collectives.transport.tcp import TcpTransport
@@ -60,7 +60,7 @@ class PlainEpoch:
 
 
 def _staged(*place: Any, **options: Any) -> StagedTransport:
-    return StagedTransport(TcpTransport(*place, **options), torch.device("cpu"))
+    return StagedTransport(TcpTransport(*place, **options), torch.device("cpu"), CancelToken(1))
 
 
 def together(

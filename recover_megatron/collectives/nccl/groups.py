@@ -2,10 +2,7 @@
 
 ``NcclNative``: NCCL's own collectives, on a stream of the group's own.
 
-    reduce_scatter, all_gather, transfer --launch--> the stream, in order --event--> over --NCCL's word--> believed
-
-A copy that is queued behind a failed operation in the same stream would copy garbage, so copies to a bucket are the
-group's to order, after ``wait``.
+    reduce_scatter, all_gather, transfer --launch--> the stream --event--> over --NCCL's word--> believed
 
 ``NcclTransport``: the ring's messages by NCCL's send and receive.
 
@@ -13,9 +10,7 @@ group's to order, after ``wait``.
 
 Each edge has a communicator and a stream of its own: in one stream a send that waits for its receiver would hold up the
 receive behind it, in all members alike, and a group of NCCL's in which both are does not help, since a member may have
-more to send than to receive.  Each stream has one operation outstanding at most: with CUDA_DEVICE_MAX_CONNECTIONS=1,
-which Megatron asks for, a second one would sit in the only queue of the hardware until the first is over, and with it
-every kernel of the model behind it.
+more to send than to receive.  Each stream has one operation outstanding at most (`collectives.device` says why).
 
 The two edges of a member are opened, and take their first message, at the same time without waiting in either: no
 order of theirs can close a circle.
@@ -30,27 +25,32 @@ from typing import Any
 
 import torch
 
+from recover_megatron.collectives.device import DeviceStream, pauses
 from recover_megatron.collectives.epoch import CancelToken, KeyValue
 from recover_megatron.collectives.native import Message, NativeBackend, Operation
 from recover_megatron.collectives.nccl import communicator
 from recover_megatron.collectives.nccl import library as libraries
-from recover_megatron.collectives.nccl.communicator import Communicator, pauses
+from recover_megatron.collectives.nccl.communicator import Communicator
 from recover_megatron.collectives.nccl.library import Library
 from recover_megatron.collectives.nccl.renewal import Keeper, Opening, open_all
-from recover_megatron.collectives.transport.interface import Arrival, DeviceStream, Pending, Scratch, Transport
+from recover_megatron.collectives.transport.interface import Arrival, Pending, Scratch, Transport
 
 
 class NcclNative(DeviceStream, NativeBackend):
-    """``its``: None where the member is alone.  ``keeper``: takes the communicator when ``epoch`` is over."""
+    """``its``: None where the member is alone.  ``keeper``: takes the communicator when the epoch is over."""
 
     def __init__(
-        self, library: Library, its: Communicator | None, keeper: Keeper, epoch: int, device: torch.device
+        self,
+        library: Library,
+        its: Communicator | None,
+        cancel_token: CancelToken,
+        keeper: Keeper,
+        device: torch.device,
     ) -> None:
-        super().__init__(device, library.cuda)
+        super().__init__(device, cancel_token, library.cuda)
         self._library = library
         self._its = its
         self._keeper = keeper
-        self._epoch = epoch
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
         total = self._library.core.NcclRedOp.SUM
@@ -81,11 +81,11 @@ class NcclNative(DeviceStream, NativeBackend):
     def settle(self) -> None:
         if self._its is not None:
             self._its.settle()
-        self._stream.synchronize()
+        self.finish()
 
     def close(self) -> None:
         if self._its is not None:
-            self._keeper.give(self._its, self._epoch)
+            self._keeper.give(self._its, self._cancel_token.epoch)
             self._its = None
 
     def _launch(self, call: Callable[[Any], None], *tensors: torch.Tensor) -> Operation:
@@ -172,9 +172,8 @@ class NcclTransport(DeviceStream, Transport):
         keeper: Keeper,
         device: torch.device,
     ) -> None:
-        super().__init__(device, library.cuda)
+        super().__init__(device, cancel_token, library.cuda)
         self._library = library
-        self._cancel_token = cancel_token
         self._keeper = keeper
         self._scratch = Scratch(device)
         self._edges: tuple[_Edge, ...] = ()
@@ -220,8 +219,8 @@ class NcclTransport(DeviceStream, Transport):
         for edge in self._edges:
             edge.its.settle()
         for edge in self._edges:
-            edge.stream.synchronize()
-        self._stream.synchronize()
+            self._over(edge.stream)
+        self.finish()
 
     def close(self) -> None:
         for edge in self._edges:
@@ -248,7 +247,7 @@ class NcclOpener:
 
     def native(self) -> NcclNative:
         its = None if self._size == 1 else self._open(self._opening("all", self._rank, self._size))[0]
-        return NcclNative(self._library, its, self._keeper, self._cancel_token.epoch, self._device)
+        return NcclNative(self._library, its, self._cancel_token, self._keeper, self._device)
 
     def ring(self) -> NcclTransport:
         """Edge r leads from member r, rank 0 in it, to its successor, rank 1."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from recover_megatron.collectives.epoch import CancelToken, Epoch
+from recover_megatron.collectives.epoch import Epoch
 from recover_megatron.collectives.group import BucketCollective, Group, Memo
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
@@ -111,6 +111,8 @@ class Ring(Executor[RingTask]):
         self._hook = hook
         self._used = 0
         """Segments of scratch in the hands of receives and partial sums."""
+        self._handed_in: deque[RingTask] = deque()
+        """Those whose bucket may still be computed."""
         self._runs: deque[RingTask] = deque()
         self._to_send: deque[RingTask] = deque()
         self._to_ask: deque[RingTask] = deque()
@@ -123,24 +125,28 @@ class Ring(Executor[RingTask]):
     def add(self, task: RingTask) -> None:
         self._count += 1
         task.tag = zlib.crc32(self._count.to_bytes(8, "little"), task.tag)
-        self._transport.begin(task.token)
-        for span in task.its.final:
-            task.its.ledger.mark(span, task.epoch_of(span.start))
-        for queue in (self._runs, self._to_send, self._to_ask):
-            queue.append(task)
+        self._handed_in.append(task)
 
     @property
     def busy(self) -> bool:
-        return bool(self._runs)
+        return bool(self._runs or self._handed_in)
 
-    def advance(self) -> float:
+    def advance(self) -> None:
+        while self._handed_in and (not self._runs or self._transport.begun(self._handed_in[0].token)):
+            self._begin(self._handed_in.popleft())
         with self._transport.scope():
             self._step()
             for _ in range(_MESSAGES):  # what has arrived already, without going round by the progress thread
                 if not (self._receiving and self._receiving[0][2].done):
                     break
                 self._step()
-        return 0.0
+
+    def _begin(self, task: RingTask) -> None:
+        self._transport.begin(task.token)
+        for span in task.its.final:
+            task.its.ledger.mark(span, task.epoch_of(span.start))
+        for queue in (self._runs, self._to_send, self._to_ask):
+            queue.append(task)
 
     def _step(self) -> None:
         if self._sending:
@@ -166,7 +172,7 @@ class Ring(Executor[RingTask]):
 
     def close(self) -> None:
         self._transport.close()
-        for queue in (self._runs, self._to_send, self._to_ask, self._sending, self._receiving):
+        for queue in (self._handed_in, self._runs, self._to_send, self._to_ask, self._sending, self._receiving):
             queue.clear()  # what they hold keeps the transport's memory and connections alive
 
     # ---- sending
@@ -316,14 +322,14 @@ class RingGroup(Group):
     def __init__(
         self,
         epoch: Epoch,
-        cancel_token: CancelToken,
+        progress: ProgressThread,
         transport: Transport,
         *,
         device: torch.device | None = None,
         tuning: Tuning | None = None,
         hook: Hook | None = None,
     ) -> None:
-        super().__init__(epoch, cancel_token, device)
+        super().__init__(epoch, progress, device)
         self.tuning = tuning or Tuning()
         self.cut_bytes = self.tuning.cut_bytes
         self._transport = transport
@@ -331,7 +337,7 @@ class RingGroup(Group):
             MOST_MESSAGES, lambda planned: len(planned.program.sends) + len(planned.program.receives)
         )
         self._views: Memo[tuple[torch.Tensor, Parts]] = Memo(MOST_MESSAGES, lambda views: sum(map(len, views[1])))
-        self._progress = ProgressThread(Ring(transport, hook), cancel_token, f"ring of epoch {self.epoch}")
+        self._serve(Ring(transport, hook))
 
     def segment_elements(self, chunks: Chunks, element_size: int) -> int:
         """Elements of a segment for ``chunks``."""
@@ -352,7 +358,7 @@ class RingGroup(Group):
             tag=planned.signature, epoch_of=its.epoch_of or (lambda _: self.epoch),
             token=self._transport.submitted(), stored="gather" if what == "all-gather" else "store",
         )  # fmt: skip
-        return self._progress.submit(run)
+        return self._hand_in(run)
 
     def _parts(self, what: str, flat: torch.Tensor, key: Hashable, program: Program) -> Parts:
         """Those of gradients are remembered: the next iteration wants the same.

@@ -1,10 +1,13 @@
-"""The thread that carries out a group's collectives, in the order in which they were handed in.
+"""The thread that carries out the collectives of a group, or of all groups of a device, in the order handed in.
 
     IDLE --submit--> RUNNING --all finished--> IDLE --close--> CLOSED
                         '--revoked, or a fault--> FAILED --close--> CLOSED
 
+All columns of a device share a thread, so that there is one order of their operations, which is the same in all workers
+of a column: that in which buckets are handed in.  A task of another executor is begun when those before are finished.
+
 In FAILED every handle that is not finished, and every later one, ends with the error.  The error is told only when the
-executor has settled: from then on nothing of this group touches a bucket, a ledger or the network.  Where it cannot
+executor has settled: from then on nothing of these groups touches a bucket, a ledger or the network.  Where it cannot
 settle (its device has failed) they end with what it raised instead, which is no ``EpochRevoked``: nobody may take the
 bucket for untouched or finished then.
 
@@ -18,7 +21,10 @@ the training thread can't strike between the copy of a segment and its mark in t
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -61,13 +67,6 @@ def _afresh(error: BaseException) -> BaseException:
     return EpochRevoked(error.epoch, error.reason) if isinstance(error, EpochRevoked) else error
 
 
-@dataclass(eq=False)
-class Task:
-    """What a progress thread is given: a unit of work with its handle."""
-
-    handle: Handle = field(default_factory=Handle, init=False)
-
-
 class Executor[T: Task](ABC):
     """Carries tasks out; used by the progress thread alone."""
 
@@ -86,10 +85,8 @@ class Executor[T: Task](ABC):
         """Whether a task is unfinished."""
 
     @abstractmethod
-    def advance(self) -> float:
+    def advance(self) -> None:
         """Do a piece of the work, blocking where it must; finishes the handles of finished tasks.
-
-        Returns the seconds that may pass until the next call where nothing is handed in meanwhile.
 
         Raises ``EpochRevoked``, ``PeerLost``, ``CollectiveMismatch``.
         """
@@ -103,109 +100,155 @@ class Executor[T: Task](ABC):
         """Give back connections and memory."""
 
 
-class ProgressThread[T: Task]:
-    """The thread; started with the first task."""
+@dataclass(eq=False)
+class Task:
+    """What a progress thread is given: a unit of work with its handle."""
 
-    def __init__(self, executor: Executor[T], cancel_token: CancelToken, name: str) -> None:
-        self.executor = executor
-        self._cancel_token = cancel_token
+    handle: Handle = field(default_factory=Handle, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _HandedIn:
+    executor: Executor[Any]
+    task: Task
+
+
+class ProgressThread:
+    """The thread; started with the first task, ended with the last executor."""
+
+    def __init__(
+        self,
+        cancel_token: CancelToken,
+        name: str,
+        on_device: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """``on_device``: the context of the thread, in which the device of its groups is the current one."""
+        self.cancel_token = cancel_token
         self._name = name
-        self._wakeup = threading.Condition()
-        self._queue = deque[T]()
-        self._unfinished = deque[T]()
+        self._on_device = on_device
+        self._changed = threading.Condition()
+        self._executors: list[Executor[Any]] = []
+        self._at_work: Executor[Any] | None = None
+        self._queue = deque[_HandedIn]()
+        self._unfinished = deque[_HandedIn]()
         self._error: BaseException | None = None
-        self._closing = False
+        self._failing = False
+        """It settles: the executors are still its own."""
+        self._alive = False
         self._thread: threading.Thread | None = None
         cancel_token.on_cancel(self._wake)
 
-    def submit(self, task: T) -> Handle:
-        """Hand in a task.  Raises what the group failed with, if it did; ``RuntimeError`` when it is closed."""
-        with self._wakeup:
-            if self._closing:
+    def serve(self, executor: Executor[Any]) -> None:
+        """Take tasks for ``executor`` until it is closed."""
+        with self._changed:
+            self._executors.append(executor)
+
+    def submit[T: Task](self, executor: Executor[T], task: T) -> Handle:
+        """Hand in a task.  Raises what the thread has failed with; ``RuntimeError`` when ``executor`` is closed."""
+        with self._changed:
+            if executor not in self._executors:
                 raise RuntimeError("the group of this epoch is closed")
             if self._error is not None:
                 raise _afresh(self._error)
             if self._thread is None:
-                self._cancel_token.check()
+                self.cancel_token.check()
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._alive = True
                 self._thread.start()
-            self._queue.append(task)
-            self._wakeup.notify()
+            self._queue.append(_HandedIn(executor, task))
+            self._changed.notify_all()
         return task.handle
 
-    def quiesce(self) -> None:
-        """After the token was cancelled: return when the thread has settled."""
-        if self._thread is not None and self._thread is not threading.current_thread():
+    def close(self, executor: Executor[Any]) -> None:
+        """Finish what was handed in for ``executor`` (or fail it, if revoked), give everything back; idempotent."""
+        with self._changed:
+            if executor not in self._executors:
+                return
+            while self._alive and (self._failing or self._has_tasks_of(executor)):
+                self._changed.wait()
+            self._executors.remove(executor)
+            self._changed.notify_all()
+            last = not self._executors
+        if last and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        executor.close()
 
-    def close(self) -> None:
-        """Finish what was handed in (or fail it, if revoked), end the thread, give everything back; idempotent."""
-        with self._wakeup:
-            first, self._closing = not self._closing, True
-            self._wakeup.notify()
-        self.quiesce()
-        if first:
-            self.executor.close()
+    def _has_tasks_of(self, executor: Executor[Any]) -> bool:
+        return any(its.executor is executor for tasks in (self._unfinished, self._queue) for its in tasks)
 
     def _wake(self) -> None:
-        with self._wakeup:
-            self._wakeup.notify()
+        with self._changed:
+            self._changed.notify_all()
+
+    # ---- the thread
 
     def _run(self) -> None:
         error: BaseException
         try:
-            pause = 0.0
-            while self._next(pause):
-                pause = self.executor.advance()
-                while self._unfinished and self._unfinished[0].handle.done():
-                    self._unfinished.popleft()
+            with self._on_device():
+                while self._next():
+                    self._advance()
             return
         except EpochRevoked as revoked:
             error = revoked
         except (PeerLost, dist.DistError) as lost:
             error = self._revocation(lost)
         except BaseException as fault:  # noqa: BLE001  the thread's boundary: told to whoever waits, nobody is left hanging
-            self._cancel_token.cancel(f"{type(fault).__name__}: {fault}")
+            self.cancel_token.cancel(f"{type(fault).__name__}: {fault}")
             error = fault
-        self._fail(self._settled(error))
+        self._fail(error)
+
+    def _next(self) -> bool:
+        """Give what was handed in to the executor whose turn it is; waits while there is nothing; False: closed."""
+        if self._busy and not (self._queue or self.cancel_token.cancelled):
+            return True  # without the lock: whatever comes now is seen at the next call
+        with self._changed:
+            while not (self._queue or self._busy or self.cancel_token.cancelled) and self._executors:
+                self._changed.wait()
+            self.cancel_token.check()
+            while self._queue and (self._queue[0].executor is self._at_work or not self._busy):
+                first = self._queue.popleft()
+                self._unfinished.append(first)
+                self._at_work = first.executor
+                first.executor.add(first.task)
+            return bool(self._executors)
+
+    @property
+    def _busy(self) -> bool:
+        return self._at_work is not None and self._at_work.busy
+
+    def _advance(self) -> None:
+        if self._at_work is not None and self._at_work.busy:
+            self._at_work.advance()
+        if self._unfinished and self._unfinished[0].task.handle.done():
+            with self._changed:
+                while self._unfinished and self._unfinished[0].task.handle.done():
+                    self._unfinished.popleft()
+                self._changed.notify_all()
 
     def _revocation(self, lost: PeerLost | dist.DistError) -> EpochRevoked:
         """The end of the epoch that ``lost`` is, or a consequence of: once the switch is thrown, its reason stands."""
-        self._cancel_token.cancel(lost if isinstance(lost, PeerLost) else PeerLost(f"{type(lost).__name__}: {lost}"))
-        return self._cancel_token.error()
-
-    def _settled(self, error: BaseException) -> BaseException:
-        """Settle after ``error``, and return what the handles end with."""
-        try:
-            self.executor.settle()
-        except BaseException as fault:  # noqa: BLE001  as above
-            return fault
-        return _afresh(error)
-
-    def _next(self, pause: float) -> bool:
-        """Move what was handed in to the executor, waiting while there is nothing to do; False: closed."""
-        if self.executor.busy and not (pause or self._queue or self._cancel_token.cancelled):
-            return True  # without the lock: whatever comes now is seen at the next call
-        with self._wakeup:
-            if pause and not (self._queue or self._cancel_token.cancelled):
-                self._wakeup.wait(pause)
-            while not (self._queue or self.executor.busy or self._closing or self._cancel_token.cancelled):
-                self._wakeup.wait()
-            self._cancel_token.check()
-            fresh, closing = list(self._queue), self._closing
-            self._unfinished += fresh
-            self._queue.clear()
-        for task in fresh:  # without the lock: it may wait for the device that computes the bucket
-            self.executor.add(task)
-        self._cancel_token.check()  # what was computed since is not to be sent: see ``DeviceStream``
-        return self.executor.busy or not closing
+        self.cancel_token.cancel(lost if isinstance(lost, PeerLost) else PeerLost(f"{type(lost).__name__}: {lost}"))
+        return self.cancel_token.error()
 
     def _fail(self, error: BaseException) -> None:
-        with self._wakeup:
-            self._error = error
+        """Settle, then tell every handle."""
+        with self._changed:
+            self._failing = True
+            executors = list(self._executors)
+        try:
+            with self._on_device():
+                for executor in executors:
+                    executor.settle()
+        except BaseException as fault:  # noqa: BLE001  as above
+            error = fault
+        error = _afresh(error)
+        with self._changed:
+            self._error, self._alive = error, False
             tasks = [*self._unfinished, *self._queue]
             self._unfinished.clear()
             self._queue.clear()
-        for task in tasks:
-            if not task.handle.done():
-                task.handle.finish(error)
+            self._changed.notify_all()
+        for its in tasks:
+            if not its.task.handle.done():
+                its.task.handle.finish(error)

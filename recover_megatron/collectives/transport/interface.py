@@ -1,4 +1,4 @@
-"""The interface between the ring and whatever carries its messages, and the order of both against what computes.
+"""The interface between the ring and whatever carries its messages.
 
 A transport joins one member to its two neighbours of one epoch: it sends to the successor and receives from the
 predecessor, each in order.  It is made for one epoch and cancelled away with it; nothing of it is used again.
@@ -17,88 +17,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-
-class Order:
-    """What a transport and a native backend are asked for, so that nothing is read or used too early.
-
-    As it is: a device that has carried out an operation when the call returns, which is the CPU.
-    """
-
-    def submitted(self) -> object:
-        """Called in the caller's thread when it hands over a bucket: what ``begin`` must wait for."""
-        return None
-
-    def begin(self, token: object) -> None:
-        """Called before that bucket is first read: block until it has been computed.
-
-        The caller looks at the switch afterwards, and before anything of the bucket is sent.
-        """
-        del token
-
-    def scope(self) -> AbstractContextManager[object]:
-        """The context in which tensor operations run."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """Called when a collective is over: block until its last tensor operation has been carried out."""
-        return None
-
-
-class DeviceStream(Order):
-    """The ring's stream on a device that works asynchronously, and its order against the stream that computes.
-
-        compute   ---- gradients ---- event ------------------------------- waits on the host ---- the optimizer
-                                        |                                            ^
-        the host                        '--> synchronize, the switch                 |
-                                                  |                                  |
-        ring's stream                             '--> additions and copies --> synchronize
-
-    The event is recorded in the thread that hands a bucket over, on the stream that is current there.  It is the host
-    that waits for it, and then looks at the switch, before anything is sent: when a mate dies, the groups inside the
-    replica are aborted, and gradients are computed from the garbage that their kernels leave.  The switch is thrown
-    before that, so a gradient that was seen computed before the switch is one.  A collective is told to be over only
-    when the host has seen its last operation done, so the bucket may then be used on any stream.
-
-    The progress thread is a new thread, in which CUDA's current device is the first one: only what runs in ``scope``,
-    and tensors made with a device that has an index, are on the right one.  The stream has the highest priority: what
-    it does is little, and all members wait for it.
-
-    ``device``: with its index, else ValueError.  ``cuda``: ``torch.cuda``, or a double.
-    """
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        if device.type == "cuda" and device.index is None:
-            raise ValueError(f"{device} could be another one in each thread: name its number")
-        self._device = device
-        self._cuda = cuda
-        self._stream = cuda.Stream(device, priority=-1)
-
-    def submitted(self) -> object:
-        event = self._cuda.Event(blocking=True)  # who waits gives the processor away, and the GIL
-        event.record(self._cuda.current_stream(self._device))
-        return event
-
-    def begin(self, token: Any) -> None:
-        token.synchronize()
-
-    def scope(self) -> AbstractContextManager[object]:
-        scope: AbstractContextManager[object] = self._cuda.stream(self._stream)
-        return scope
-
-    def finish(self) -> None:
-        self._stream.synchronize()
-
-    def _event(self) -> Any:
-        """What the stream has been given by now."""
-        event = self._cuda.Event()
-        event.record(self._stream)
-        return event
+from recover_megatron.collectives.device import DeviceStream, Order
+from recover_megatron.collectives.epoch import CancelToken
 
 
 class Pending(Protocol):
@@ -239,8 +165,8 @@ class StagedTransport(Transport):
     same copies are made without a stream, so the tests of the ring run this code too.
     """
 
-    def __init__(self, inner: Transport, device: torch.device) -> None:
-        self._order = DeviceStream(device) if device.type == "cuda" else Order()
+    def __init__(self, inner: Transport, device: torch.device, cancel_token: CancelToken) -> None:
+        self._order = DeviceStream(device, cancel_token) if device.type == "cuda" else Order()
         self._inner = inner
         self.lookahead = inner.lookahead
         self._host = Scratch(torch.device("cpu"), pinned=device.type == "cuda")
@@ -285,6 +211,9 @@ class StagedTransport(Transport):
 
     def submitted(self) -> object:
         return self._order.submitted()
+
+    def begun(self, token: object) -> bool:
+        return self._order.begun(token)
 
     def begin(self, token: object) -> None:
         self._order.begin(token)
