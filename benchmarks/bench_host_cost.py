@@ -1,13 +1,14 @@
-"""What an iteration costs the host: Python time per bucket, with a transport that does nothing.
+"""What an iteration costs the host: Python time per bucket, with an NCCL that does nothing.
 
     python benchmarks/bench_host_cost.py [--members 8] [--buckets 40] [--iterations 50] [--most 100] [--json FILE]
 
-A device's data-parallel sums cost its host only the planning, ordering and marking, and that is under the interpreter's
-lock, which backward needs as well.  Here one member of a group hands in all buckets of an iteration and waits for them,
-over a backend whose operations are over as soon as they are asked for; the processor time of the whole process counts
-(both threads).  The quickest iteration is told: the others paid for what the machine did beside them.
+A device's data-parallel sums cost its host the planning, ordering, launching and marking, and that is under the
+interpreter's lock, which backward needs as well.  Here one member of a group hands in all buckets of an iteration and
+waits for them, by the code for NCCL, over communicators and events that are over as soon as they are asked for (so
+without NCCL's own time, and that of nccl4py); the processor time of the whole process counts (both threads).  The
+quickest iteration is told: the others paid for what the machine did beside them.
 
-    native     reduce_scatter and all_gather of the backend, each bucket as a whole
+    native     reduce_scatter and all_gather of NCCL's, each bucket as a whole
     ring       one segment per chunk, as on a device; its sums are part of it (on a device: the launches of kernels)
 
 Exits with 1 when the native collectives or the ring take more than ``--most`` microseconds per bucket.
@@ -20,8 +21,9 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -31,10 +33,13 @@ from benchmarks.bench_ring import WholeRun
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket
-from recover_megatron.collectives.native import Message, NativeBackend, NativeGroup, Operation
+from recover_megatron.collectives.native import NativeGroup
+from recover_megatron.collectives.nccl.communicator import Communicator
+from recover_megatron.collectives.nccl.groups import NcclNative, NcclTransport
+from recover_megatron.collectives.nccl.library import SUCCESS, Library
+from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.ring.progress import ProgressThread
-from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 MOST = 100.0
 """Microseconds per bucket."""
@@ -42,73 +47,61 @@ NUMEL = 8 * 1024
 """Elements of a bucket: so few that moving them costs next to nothing."""
 
 
-@dataclass(frozen=True)
-class Over:
-    """Whatever it was, it is over."""
+class IdleHandle:
+    """A communicator of NCCL's that has done whatever it is asked for."""
 
-    tensor: torch.Tensor
-    done: bool = True
+    is_valid = True
 
+    def get_async_error(self) -> int:
+        return SUCCESS
 
-NOTHING = Over(torch.empty(0))
-
-
-class IdleBackend(NativeBackend):
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        return NOTHING
-
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        return NOTHING
-
-    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        return NOTHING
-
-    def wait(self, operation: Operation) -> None:
+    def nothing(self, *args: object, **kwargs: object) -> None:
         return None
 
-    def settle(self) -> None:
+    reduce_scatter = allgather = send = recv = abort = nothing
+
+
+class IdlePoint:
+    """A stream, or an event in it, that everything is over on."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
         return None
 
-    def close(self) -> None:
+    def query(self) -> bool:
+        return True
+
+    def nothing(self, *args: object) -> None:
         return None
 
+    record = wait_event = nothing
 
-class IdleTransport(Transport):
-    """All arrivals of one length are the same zeros."""
 
-    scratch_peak = 0
-
-    def __init__(self) -> None:
-        self._arrivals: dict[int, Over] = {}
-
-    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        return NOTHING
-
-    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
-        if numel not in self._arrivals:
-            self._arrivals[numel] = Over(torch.zeros(numel, dtype=dtype))
-        return self._arrivals[numel]
-
-    def release(self, arrival: Arrival) -> None:
-        return None
-
-    def wait(self, pending: Pending) -> None:
-        return None
-
-    def abort(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
+def idle_library() -> Library:
+    cuda = SimpleNamespace(
+        Stream=IdlePoint, Event=IdlePoint, current_stream=lambda device: None,
+        stream=lambda stream: nullcontext(), device=lambda device: nullcontext(),
+    )  # fmt: skip
+    return Library(SimpleNamespace(NcclRedOp=SimpleNamespace(SUM=0)), cuda, (2, 29, 7), ())
 
 
 def groups(members: int) -> dict[str, Group]:
-    epoch = WholeRun(range(members), 0)
-    one_segment = Tuning(segment_bytes=16 << 20, least_bytes=16 << 20)
+    epoch, library, device, keeper = WholeRun(range(members), 0), idle_library(), torch.device("cpu"), Keeper()
+
+    def communicator(token: CancelToken, size: int) -> Communicator:
+        its = Communicator(library, IdleHandle(), "idle", token, rank=0, size=size)
+        assert its.advance()
+        return its
+
+    first, second = CancelToken(1), CancelToken(1)
+    native = NcclNative(library, communicator(first, members), first, keeper, device)
+    edges = communicator(second, 2), communicator(second, 2)
     return {
-        "native": NativeGroup(epoch, ProgressThread(CancelToken(1), "native"), IdleBackend()),
-        "ring": RingGroup(epoch, ProgressThread(CancelToken(1), "ring"), IdleTransport(), tuning=one_segment),
-    }
+        "native": NativeGroup(epoch, ProgressThread(first, "native"), native),
+        "ring": RingGroup(
+            epoch, ProgressThread(second, "ring"), NcclTransport(library, edges, second, keeper, device),
+            tuning=Tuning.over_nccl(),
+        ),
+    }  # fmt: skip
 
 
 def per_bucket(group: Group, buckets: Sequence[Bucket], iterations: int) -> float:
