@@ -283,7 +283,7 @@ BESIDE = "a state begins to come while others compute"
 
 
 def late_states() -> None:
-    """Have a state come only when somebody of its epoch computes, with open rings; say BESIDE then.
+    """Have a state come only when somebody of its column computes, with open rings; say BESIDE then.
 
     Where the epoch ends before that the state comes unsaid.
     """
@@ -291,18 +291,20 @@ def late_states() -> None:
 
     folder, receive, compute = log_folder(), StateExchange._receive, Step._compute
 
+    def computes(mine: Assignment) -> Path:
+        return folder / f"computes-{mine.decision.epoch}-{mine.position}"
+
     def late_receive(self: StateExchange, decision: Decision) -> int:
-        computes, epoch_groups = folder / f"computes-{decision.epoch}", self._assignment.epoch_groups
-        while not computes.exists() and not epoch_groups.over:
+        mine = self._assignment
+        while not computes(mine).exists() and not mine.epoch_groups.over:
             time.sleep(0.01)
-        if not epoch_groups.over:
+        if not mine.epoch_groups.over:
             print(BESIDE, flush=True)
         return receive(self, decision)
 
     def noted_compute(self: Step) -> Any:
-        epoch_groups = self._assignment.epoch_groups
-        if not epoch_groups.over:
-            (folder / f"computes-{epoch_groups.number}").touch()
+        if not self._assignment.epoch_groups.over:
+            computes(self._assignment).touch()
         return compute(self)
 
     StateExchange._receive = late_receive  # type: ignore[method-assign]
