@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -46,14 +46,19 @@ def carrier(transport_kind: TransportKind | None, device: torch.device) -> Trans
     return transport_kind or ("nccl" if device.type == "cuda" else "tcp")
 
 
+def on_device(transport_kind: TransportKind | None, device: torch.device) -> AbstractContextManager[object]:
+    """For a thread that calls CUDA or NCCL: its current device is number 0 before, whichever the process works with."""
+    if carrier(transport_kind, device) == "nccl":
+        cuda: AbstractContextManager[object] = libraries.load().cuda.device(device)
+        return cuda
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def progress_thread(
     cancel_token: CancelToken, device: torch.device, name: str, transport_kind: TransportKind | None = None
 ) -> ProgressThread:
-    """The thread of one group, or of all groups of ``device`` in an epoch; a GPU is the current device in it."""
-    if carrier(transport_kind, device) == "nccl":
-        return ProgressThread(cancel_token, name, partial(libraries.load().cuda.device, device))
-    on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
-    return ProgressThread(cancel_token, name, on_device)
+    """The thread of one group, or of all groups of ``device`` in an epoch."""
+    return ProgressThread(cancel_token, name, partial(on_device, transport_kind, device))
 
 
 def open_group(
@@ -99,20 +104,21 @@ def open_group(
     tuning = tuning or (Tuning.over_nccl() if transport_kind == "nccl" else Tuning())
     transport: Transport
     try:
-        if transport_kind == "nccl":
-            keeper = communicators if communicators is not None else Keeper(keeps=False)
-            nccl = NcclOpener(rank, size, store, cancel_token, keeper, ring, device, timeout)
-            if collective == "native":
-                return NativeGroup(epoch, progress, nccl.native(), device=device)
-            transport = nccl.ring()
-        else:
-            transport = TcpTransport(
-                rank, epoch.members, store, cancel_token, secret=secret, ring=ring,
-                slots=_slots(tuning, transport_kind), host=host, timeout=timeout, ring_listener=ring_listener,
-            )  # fmt: skip
-            if device.type == "cuda":
-                transport = StagedTransport(transport, device, cancel_token)
-        return RingGroup(epoch, progress, transport, device=device, tuning=tuning, hook=hook)
+        with on_device(transport_kind, device):
+            if transport_kind == "nccl":
+                keeper = communicators if communicators is not None else Keeper(keeps=False)
+                nccl = NcclOpener(rank, size, store, cancel_token, keeper, ring, device, timeout)
+                if collective == "native":
+                    return NativeGroup(epoch, progress, nccl.native(), device=device)
+                transport = nccl.ring()
+            else:
+                transport = TcpTransport(
+                    rank, epoch.members, store, cancel_token, secret=secret, ring=ring,
+                    slots=_slots(tuning, transport_kind), host=host, timeout=timeout, ring_listener=ring_listener,
+                )  # fmt: skip
+                if device.type == "cuda":
+                    transport = StagedTransport(transport, device, cancel_token)
+            return RingGroup(epoch, progress, transport, device=device, tuning=tuning, hook=hook)
     except PeerLost as lost:  # a member that is lost meanwhile ends the epoch here
         cancel_token.cancel(lost)
         raise EpochRevoked(cancel_token.epoch, str(lost)) from lost

@@ -38,6 +38,8 @@ from recover_megatron.instep.state_receiver import Receiver, Shared, Source
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 
+OPENER = "opening rings"
+
 
 @dataclass(frozen=True)
 class CommunicationConfig:
@@ -68,15 +70,9 @@ class CommunicationConfig:
         return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{key}", patience))
 
     @property
-    def side_by_side(self) -> bool:
-        """Whether several rings may be opened at a time, each in a thread."""
-        return self.device.type == "cpu"
-
-    @property
-    def mesh(self) -> bool:
-        """Whether the members of a ring all connect to all, or meet in one place."""
-        ring = self.collective == "ring" and self.transport_kind in (None, "tcp", "tcp-inline")
-        return not ring or (self.transport_kind is None and self.device.type == "cuda")
+    def over_nccl(self) -> bool:
+        """Whether gradients travel over NCCL; else over connections, whatever the device is."""
+        return carrier(self.transport_kind, self.device) == "nccl"
 
 
 @dataclass(frozen=True)
@@ -103,6 +99,7 @@ class EpochGroups:
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
+    _openers: list[threading.Thread] = field(default_factory=list, init=False)
     _controls: dict[tuple[str, tuple[Slot, ...]], TreeBackend] = field(default_factory=dict, init=False)
     _states: Counter[tuple[str, bool]] = field(default_factory=Counter, init=False)
     _progress: ProgressThread | None = field(init=False)
@@ -111,7 +108,7 @@ class EpochGroups:
     def __post_init__(self) -> None:
         self._cancel_token = CancelToken(self.number)
         config, self._progress = self._comm_config, None
-        if carrier(config.transport_kind, config.device) == "nccl":
+        if config.over_nccl:
             cancel_token = CancelToken(self.number)
             self.on_end(cancel_token.cancel)
             name = f"sums of epoch {self.number}"
@@ -152,58 +149,59 @@ class EpochGroups:
             return self._stores[slot]
 
     def open_rings(self, columns: Sequence[Sequence[Slot]]) -> None:
-        """Begin to open the rings of several columns side by side; ``ring`` gives each, when it is open.
+        """Begin to open the rings of several columns, each in a thread; ``ring`` gives each, when it is open.
 
-        Those of GPUs are left to ``ring``: all members must open the communicators of a device in one order.
+        Over NCCL one after the other, in the order in which they are asked for, here or by ``ring``: it must be the
+        same at all members, or two would wait for each other.
         """
-        if self._comm_config.side_by_side:
-            for members in columns:
-                self._ring(tuple(members), aside=True)
+        for members in columns:
+            self._opening(tuple(members))
 
     def ring(self, members: Sequence[Slot]) -> Group:
         """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
-        return self._ring(tuple(members), aside=False).result()
+        return self._opening(tuple(members)).result()
 
-    def _ring(self, members: tuple[Slot, ...], *, aside: bool) -> Future[Group]:
+    def _opening(self, members: tuple[Slot, ...]) -> Future[Group]:
         with self._lock:
-            if members in self._rings:
-                return self._rings[members]
-            ring: Future[Group] = Future()
-            self._rings[members] = ring
-        if aside:
-            threading.Thread(target=self._open, args=(members, ring), name="opening a ring", daemon=True).start()
-        else:
-            self._open(members, ring)
-        return ring
+            if members not in self._rings:
+                ring = self._rings[members] = Future()
+                before = list(self._openers) if self._comm_config.over_nccl else []
+                opener = threading.Thread(target=self._open, args=(members, ring, before), name=OPENER, daemon=True)
+                self._openers.append(opener)
+                opener.start()
+            return self._rings[members]
 
-    def _open(self, members: tuple[Slot, ...], ring: Future[Group]) -> None:
+    def _open(self, members: tuple[Slot, ...], ring: Future[Group], before: Sequence[threading.Thread]) -> None:
+        for opener in before:
+            opener.join()
         try:
-            ring.set_result(self._open_ring("ring", members))
+            ring.set_result(self._open_ring(members))
         except BaseException as error:  # noqa: BLE001  whatever it is, who asks for the ring is told
             with self._lock:
                 self._rings.pop(members, None)  # an error that is kept keeps its frames, and with them connections
             ring.set_exception(error)
 
-    def _open_ring(self, name: str, members: tuple[Slot, ...]) -> Group:
+    def _open_ring(self, members: tuple[Slot, ...]) -> Group:
         comm_config = self._comm_config
         with self.lost_ends_it():
+            self.check()  # an opening before may have told that the epoch is over
             return open_group(
                 _Column(self.number, members, self._me, self._cancel_token),
                 self._meeting_place(members),
-                name=name_of(name, members),
+                name=name_of("ring", members),
                 secret=comm_config.secret,
                 collective=comm_config.collective,
                 transport_kind=comm_config.transport_kind,
                 device=comm_config.device,
                 host=comm_config.host,
-                hook=comm_config.hook if name == "ring" else None,
+                hook=comm_config.hook,
                 communicators=comm_config.communicators,
                 progress=self._progress,
             )
 
     def _meeting_place(self, members: Sequence[Slot]) -> KeyValue:
         comm_config = self._comm_config
-        if comm_config.mesh or not all(slot in self._peer_stores for slot in members):
+        if comm_config.over_nccl or not all(slot in self._peer_stores for slot in members):
             return self._store(members)  # that of the lowest, whom all of them need anyway
         return Neighbours(comm_config.peer_store, members, self._client_of, self.number)
 
@@ -286,10 +284,11 @@ class EpochGroups:
 
     def close(self) -> None:
         """Give everything back; afterwards the buckets are the caller's.  Ends the epoch here if it has not ended."""
-        self.end("closed")
-        for ring in list(self._rings.values()):
-            if not ring.exception():  # which waits for one that is being opened: the end ends that, too
-                ring.result().close()
+        self.end("closed")  # which ends what is being opened, too
+        for opener in self._openers:
+            opener.join()
+        for ring in self._rings.values():
+            ring.result().close()
         for control in self._controls.values():
             control.close()
         self._rings.clear()

@@ -43,7 +43,6 @@ from recover_megatron.instep.faults import (
     is_own,
     signature,
 )
-from recover_megatron.instep.gradients import alive
 from recover_megatron.instep.recovery import Blame, Recovery
 from recover_megatron.instep.spare import UntakenPlaces
 from recover_megatron.instep.traffic import Mode
@@ -155,7 +154,7 @@ class Rejoin:
         progress.mark("regroup", waiting=True)
         self._groups.traffic.recovery = recovery
         # Now, beside the groups and the state: the others open theirs before they compute, and need this worker for it.
-        mine.epoch_groups.open_rings([alive(column, mine.live) for column in self._parts.buckets.rings])
+        self._parts.open_rings()
         self._groups.regroup(mine, recovery.comm_config)
         progress.inject("regroup", first)
         grouped = time.perf_counter()

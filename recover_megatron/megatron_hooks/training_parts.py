@@ -22,6 +22,7 @@ from megatron.training import get_args
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.device import drained
+from recover_megatron.instep.gradients import alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.instep.traffic import Mode
@@ -177,12 +178,18 @@ class TrainingParts:
         recovery.boundary.meet_if_wanted(self._before_meeting)
         if recovery.assignment.decision.holders:
             self.complete()
+            self.open_rings()  # beside the states that come, of others and perhaps of this worker
         self.places.at_boundary()
         self._settle()
         if self.sharded is not None and recovery.boundary.verifying and not recovery.boundary.joining_next:
             self.sharded.verify()
             self._settle()
         self.memory.at_boundary()
+
+    def open_rings(self) -> None:
+        """Begin to open the rings of the present epoch, in the order in which a step asks for them."""
+        mine = self._recovery.assignment
+        mine.epoch_groups.open_rings([alive(column, mine.live) for column in self.buckets.rings])
 
     def _before_meeting(self) -> None:
         self._services.finish_saves()  # by those who began it

@@ -27,6 +27,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.rendezvous import Boundary, Rendezvous, Sections
 from recover_megatron.instep.snapshot_parts import Copy
 from recover_megatron.instep.snapshots import SnapshotStore
+from recover_megatron.instep.step import Step
 from recover_megatron.membership.client import Client
 from recover_megatron.membership.session import Session, is_newcomer, worker_id
 from recover_megatron.membership.wire import find_secret
@@ -276,6 +277,38 @@ def slow(pauses: str) -> None:
 def trying() -> None:
     """Have workers try broken roads for long: an outage that a test ends is over before, on any machine."""
     edges.REACH_SECONDS = edges.AGAIN_SECONDS = patiently(30)
+
+
+BESIDE = "a state begins to come while others compute"
+
+
+def late_states() -> None:
+    """Have a state come only when somebody of its column computes, with open rings; say BESIDE then.
+
+    Where the epoch ends before that the state comes unsaid.
+    """
+    from recover_megatron.megatron_hooks.state_exchange import StateExchange  # when the script has chosen the device
+
+    folder, receive, compute = log_folder(), StateExchange._receive, Step._compute
+
+    def computes(mine: Assignment) -> Path:
+        return folder / f"computes-{mine.decision.epoch}-{mine.position}"
+
+    def late_receive(self: StateExchange, decision: Decision) -> int:
+        mine = self._assignment
+        while not computes(mine).exists() and not mine.epoch_groups.over:
+            time.sleep(0.01)
+        if not mine.epoch_groups.over:
+            print(BESIDE, flush=True)
+        return receive(self, decision)
+
+    def noted_compute(self: Step) -> Any:
+        if not self._assignment.epoch_groups.over:
+            computes(self._assignment).touch()
+        return compute(self)
+
+    StateExchange._receive = late_receive  # type: ignore[method-assign]
+    Step._compute = noted_compute  # type: ignore[method-assign]
 
 
 def late() -> None:

@@ -1,8 +1,12 @@
-"""Operations over replicas: known, or the end of the run with their place; on copies; and their groups."""
+"""Operations over replicas: known, or the end of the run with their place; on copies; their groups, and the rings."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +16,20 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
 
-from recover_megatron.instep.epoch_groups import CommunicationConfig
+from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.nccl import library as libraries
+from recover_megatron.instep import epoch_groups
+from recover_megatron.instep.epoch_groups import OPENER, CommunicationConfig, EpochGroups
 from recover_megatron.instep.faults import UnknownOperation
-from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.process_group import EpochGroup, register_new
 from recover_megatron.instep.rendezvous import Kept
 from recover_megatron.instep.traffic import Caller, Mode, Staged, Traffic
 from recover_megatron.megatron_hooks.groups import is_known
 from recover_megatron.network.peer_store import PeerStoreServer
+from tests.doubles.nccl import library as nccl_double
+from tests.doubles.nccl import streams
+from tests.harness.waiting import DEADLINE
 
 REPLICAS = (0, 1, 2)
 
@@ -213,3 +223,77 @@ def test_a_section_that_is_run_again_finds_its_tensors_as_the_first_one_did() ->
     kept.forget()  # the section is over
     kept.restore()
     assert first.tolist() == [2.0, 2.0]
+
+
+# ---- the rings of an epoch over NCCL (its double)
+
+COLUMNS = (Slot(0), Slot(1)), (Slot(1), Slot(0))
+
+
+class Two:
+    """Both members of both columns; ``noted``: what member 0 begins to open, on which device, and what it has open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.noted: list[tuple[str, tuple[Slot, ...]]] = []
+        self.began = threading.Event()
+        self._open_group = epoch_groups.open_group
+        self._current = threading.local()
+        double = nccl_double()
+        cuda = SimpleNamespace(**vars(streams) | {"device": self._device})
+        monkeypatch.setattr(libraries, "load", lambda: replace(double, cuda=cuda))
+        monkeypatch.setattr(epoch_groups, "open_group", self._opened)
+        servers = [PeerStoreServer("127.0.0.1", b"secret") for _ in range(2)]
+        configs = [
+            CommunicationConfig(server, b"secret", torch.device("cpu"), collective="native", transport_kind="nccl")
+            for server in servers
+        ]
+        addresses = {Slot(at): server.address for at, server in enumerate(servers)}
+        self.first, self.second = (EpochGroups(1, Slot(at), config, addresses) for at, config in enumerate(configs))
+
+    @contextmanager
+    def _device(self, device: torch.device) -> Iterator[None]:
+        self._current.device = device
+        yield
+        self._current.device = None
+
+    def _opened(self, column: Any, *args: Any, **settings: Any) -> Any:
+        if column.me != 0:
+            return self._open_group(column, *args, **settings)
+        self.noted.append((f"on {self._current.device}", column.members))
+        self.began.set()
+        group = self._open_group(column, *args, **settings)
+        self.noted.append(("open", column.members))
+        return group
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+    both = Two(monkeypatch)
+    yield both
+    both.first.close()
+    both.second.close()
+
+
+def test_rings_open_while_a_member_does_something_else_one_after_the_other_on_its_device(two: Two) -> None:
+    """Also one that is asked for meanwhile: both members have one order."""
+    two.first.open_rings(COLUMNS[:1])
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(two.first.ring, COLUMNS[1])
+        found = [two.second.ring(column) for column in COLUMNS]
+        assert [asked.result(DEADLINE).size, *(ring.size for ring in found)] == [2, 2, 2]
+    assert two.noted == [(what, column) for column in COLUMNS for what in ("on cpu", "open")]
+
+
+def test_the_end_of_the_epoch_ends_what_is_being_opened_and_nothing_more_is(two: Two) -> None:
+    def opening() -> bool:
+        return OPENER in {thread.name for thread in threading.enumerate()}
+
+    two.first.open_rings(COLUMNS)
+    assert opening()
+    assert two.began.wait(DEADLINE)
+    two.first.end("the other one has died")
+    two.first.close()
+    assert not opening()
+    assert two.noted == [("on cpu", COLUMNS[0])]
+    with pytest.raises(EpochRevoked, match="has died"):
+        two.first.ring(COLUMNS[1])

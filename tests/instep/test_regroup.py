@@ -18,6 +18,7 @@ import pytest
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import some
 from tests.instep.conftest import Runs
+from tests.instep.pacing import BESIDE
 from tests.instep.runs import (
     CLIPPED,
     CONTEXT_LAYOUTS,
@@ -92,9 +93,13 @@ def test_who_is_there_twice_builds_the_model_of_the_position_that_is_missing(run
 
 @pytest.mark.parametrize("newcomers", ["restart", "spare"])
 def test_a_newcomer_brings_the_run_back_to_full_strength(runs: Runs, newcomers: str) -> None:
+    """Neither it nor its mate stops the others, whose rings are open before a state has come; nor ends their epoch."""
     spare = newcomers == "spare"
     case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, spares=int(spare), restarts=int(not spare))
-    result = equal(runs, case, when="5-:3", replicas=3)
+    case = case.altered("pacing.late_states")
+    result = equal(runs, case if spare else case.over_nccl("native"), when="5-:3", replicas=3)
+    assert result.said.count(BESIDE) == 2, result.told()
+    assert [epoch for epoch, plan in result.plans.items() if plan["fresh"]] == [result.steps[-1].epoch]
     assert next(workers for workers in result.grid.values() if TP2.grid.world in workers)[1] == TP2.grid.world
 
 
@@ -197,7 +202,8 @@ def test_what_users_combine_is_put_together_as_well(runs: Runs, feature: str) ->
 
 def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(runs: Runs) -> None:
     case = Case(TP2, flags=("--recover-verify-interval", "4")).altered("faulty.corrupt", "parameter", 3, 3)
-    result = equal(runs, case)
+    result = equal(runs, case.altered("pacing.late_states"))
+    assert result.said.count(BESIDE) == 1, result.told()
     assert [plan["mended"] for plan in result.plans.values() if plan["mended"]] == [[3]]
     assert "differs from that of its column" in result.log(3)
 

@@ -266,5 +266,4 @@ class NcclOpener:
         )  # fmt: skip
 
     def _open(self, *openings: Opening) -> list[Communicator]:
-        with self._library.cuda.device(self._device):
-            return open_all(openings, self._cancel_token, self._timeout)
+        return open_all(openings, self._cancel_token, self._timeout)
