@@ -252,14 +252,14 @@ class Two:
 
     @contextmanager
     def _device(self, device: torch.device) -> Iterator[None]:
-        self._current.device = device
+        if column := getattr(self._current, "column", None):
+            self.noted.append((f"on {device}", column))
         yield
-        self._current.device = None
 
     def _opened(self, column: Any, *args: Any, **settings: Any) -> Any:
         if column.me != 0:
             return self._open_group(column, *args, **settings)
-        self.noted.append((f"on {self._current.device}", column.members))
+        self._current.column = column.members
         self.began.set()
         group = self._open_group(column, *args, **settings)
         self.noted.append(("open", column.members))
