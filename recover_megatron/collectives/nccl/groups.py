@@ -41,16 +41,13 @@ from recover_megatron.collectives.transport.interface import Arrival, DeviceStre
 
 
 class NcclNative(DeviceStream, NativeBackend):
-    """``its``: None where the member is alone.  ``keeper``: takes the communicator when ``epoch`` is over."""
+    """``its``: None where the member is alone.  ``keeper``: takes the communicator when the epoch is over."""
 
-    def __init__(
-        self, library: Library, its: Communicator | None, keeper: Keeper, epoch: int, device: torch.device
-    ) -> None:
+    def __init__(self, library: Library, its: Communicator | None, keeper: Keeper, device: torch.device) -> None:
         super().__init__(device, library.cuda)
         self._library = library
         self._its = its
         self._keeper = keeper
-        self._epoch = epoch
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
         total = self._library.core.NcclRedOp.SUM
@@ -85,7 +82,7 @@ class NcclNative(DeviceStream, NativeBackend):
 
     def close(self) -> None:
         if self._its is not None:
-            self._keeper.give(self._its, self._epoch)
+            self._keeper.give(self._its)
             self._its = None
 
     def _launch(self, call: Callable[[Any], None], *tensors: torch.Tensor) -> Operation:
@@ -226,7 +223,7 @@ class NcclTransport(DeviceStream, Transport):
     def close(self) -> None:
         for edge in self._edges:
             edge.clear()
-            self._keeper.give(edge.its, self._cancel_token.epoch)
+            self._keeper.give(edge.its)
         self._edges = ()
 
 
@@ -248,7 +245,7 @@ class NcclOpener:
 
     def native(self) -> NcclNative:
         its = None if self._size == 1 else self._open(self._opening("all", self._rank, self._size))[0]
-        return NcclNative(self._library, its, self._keeper, self._cancel_token.epoch, self._device)
+        return NcclNative(self._library, its, self._keeper, self._device)
 
     def ring(self) -> NcclTransport:
         """Edge r leads from member r, rank 0 in it, to its successor, rank 1."""
