@@ -79,7 +79,7 @@ class IdlePoint:
 def idle_library() -> Library:
     cuda = SimpleNamespace(
         Stream=IdlePoint, Event=IdlePoint, current_stream=lambda device: None,
-        stream=lambda stream: nullcontext(), device=lambda device: nullcontext(),
+        stream=lambda stream: nullcontext(), current_device=lambda: 0,
     )  # fmt: skip
     return Library(SimpleNamespace(NcclRedOp=SimpleNamespace(SUM=0)), cuda, (2, 29, 7), ())
 

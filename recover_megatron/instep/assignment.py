@@ -116,6 +116,18 @@ class Assignment:
         if self._epoch_groups is not None:
             self._epoch_groups.end(reason)
 
+    def close(self) -> None:
+        """In the main thread, out of the training: close the present groups, if there are any; nothing is kept.
+
+        Returns when nothing of the epoch touches a tensor any more: it may wait for the device.
+        """
+        self._close_groups()
+        self._comm_config.communicators.close()
+
+    def _close_groups(self) -> None:
+        if self._epoch_groups is not None:
+            self._epoch_groups.close()
+
     def committed(self, number: int) -> bool:
         """Whether a decision was over when the present epoch was made: all of the epoch say the same.
 
@@ -204,11 +216,15 @@ class Assignment:
         place = decision.place(self.me)
         assert place is not None
         self.shares.begin(decision)
+        before = self.standing if self.started else None
+        self._close_groups()
         with self.lock:
             self.stand(*place)
             self.taken_up = decision
             peer_stores = decision.peer_stores_by_slot(self.grid)
             self._epoch_groups = EpochGroups(decision.epoch, self.slot, self._comm_config, peer_stores)
+        if self.standing != before:  # every column has other members: no communicator can be kept
+            self._comm_config.communicators.close()
         self._end_if_over(decision)
 
     def wait_for_step(self, decision: Decision | None) -> None:
@@ -217,6 +233,7 @@ class Assignment:
 
     def look_on(self, decision: Decision) -> EpochGroups:
         """A spare's groups in an epoch in which it keeps another worker's state: it stands in a slot of nobody."""
+        self._close_groups()
         with self.lock:
             peer_stores = decision.peer_stores_by_slot(self.grid)
             self._epoch_groups = EpochGroups(decision.epoch, Slot(-1 - self.me), self._comm_config, peer_stores)

@@ -21,7 +21,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost, await_key
 from recover_megatron.collectives.gloo.groups import GlooGroups
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, MakeGroup, SwappableGroup
+from recover_megatron.collectives.nccl.library import abort_beside
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.collectives.torch_nccl import connect, make_group
 from recover_megatron.instep.epoch_groups import EpochGroups
@@ -91,19 +91,23 @@ class Leaving:
     main thread that computes is waited for (as long as `spare` does).  Seconds are counted in looks, not by the clock:
     a process that was stopped meanwhile has not used them.
 
-    ``groups``: what is to be aborted, process groups of torch's.  ``where``, ``end`` and ``look`` (seconds between two
-    looks): for tests.
+    ``groups``: what is to be aborted, process groups of torch's over NCCL, on ``device``.  ``cuda``, ``where``, ``end``
+    and ``look`` (seconds between two looks): for tests.
     """
 
     def __init__(
         self,
         groups: Sequence[Any],
+        device: torch.device,
         *,
+        cuda: Any = torch.cuda,
         where: Callable[[], Calls] = calls_under_way,
         end: Callable[[str], None] = end_process,
         look: float = _LOOK,
     ) -> None:
         self._groups = list(groups)
+        self._device = device
+        self._cuda = cuda
         self._where = where
         self._end = end
         self._look = look
@@ -127,8 +131,7 @@ class Leaving:
 
     def _run(self) -> None:
         for group in self._groups:
-            abort = partial(self._abort, group)
-            threading.Thread(target=abort, name="aborting a communicator of NCCL's", daemon=True).start()
+            abort_beside("aborting a communicator of NCCL's", self._cuda, self._device, group.abort, self._aborted)
         self._groups.clear()
         looks = round(LEAVE_SECONDS / _LOOK)
         for _ in range(looks):
@@ -149,15 +152,11 @@ class Leaving:
         with self._changed:
             return self._changed.wait_for(done, self._look)
 
-    def _abort(self, group: Any) -> None:
-        failed = ""
-        try:
-            group.abort()
-        except BaseException as error:  # noqa: BLE001  whatever it is: what the communicator does now is not known
-            failed = f"an abort failed: {type(error).__name__}: {error}"[:500]
+    def _aborted(self, error: BaseException | None) -> None:
         with self._changed:
             self._aborting -= 1
-            self._failed = self._failed or failed
+            if error is not None:  # whatever it is: what the communicator does now is not known
+                self._failed = self._failed or f"an abort failed: {type(error).__name__}: {error}"[:500]
             self._changed.notify_all()
 
 
@@ -179,17 +178,19 @@ class ModelParallelGroups:
     """Notes the groups of one worker's replica as they are made, and ends them all.
 
     ``ports``: connections from or to these are the rendezvous store's, which other workers need, or to a coordinator,
-    by which this one goes on, and are left alone.
-    ``make_nccl``: makes a group over NCCL; ``leaving``: gets this worker out of some.
+    by which this one goes on, and are left alone.  ``device``: of the groups over NCCL.
+    ``make_nccl``: makes one; ``leaving``: gets this worker out of some.
     """
 
     def __init__(
         self,
         ports: Collection[int],
+        device: torch.device,
         make_nccl: MakeGroup = make_group,
-        leaving: Callable[[Sequence[dist.ProcessGroup]], Leaving] = Leaving,
+        leaving: Callable[[Sequence[dist.ProcessGroup], torch.device], Leaving] = Leaving,
     ) -> None:
         self._ports = frozenset(ports)
+        self._device = device
         self._make_nccl = make_nccl
         self._leaving_of = leaving
         self._leaving: Leaving | None = None
@@ -254,7 +255,7 @@ class ModelParallelGroups:
             sockets, self._sockets = self._sockets, []
             nccl, self._nccl = self._nccl, []
             cancel_token = self._cancel_token
-            leaving = self._leaving = self._leaving_of(nccl)
+            leaving = self._leaving = self._leaving_of(nccl, self._device)
         for sock in sockets:
             with contextlib.suppress(OSError):  # the other end was faster
                 sock.shutdown(socket.SHUT_RDWR)
@@ -269,9 +270,7 @@ class ModelParallelGroups:
         if leaving is not None:
             leaving.left()
 
-    def rebuild(
-        self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str, device: torch.device
-    ) -> None:
+    def rebuild(self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str) -> None:
         """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.
 
         They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked``, ``PeerLost``
@@ -288,7 +287,7 @@ class ModelParallelGroups:
         made = threading.Event()
         epoch_groups.on_end(lambda reason: None if made.is_set() else cancel_token.cancel(reason))
         try:
-            self._renew(f"inside/{epoch_groups.number}/{replica}", cancel_token, store, host, device)
+            self._renew(f"inside/{epoch_groups.number}/{replica}", cancel_token, store, host)
         except dist.DistError as error:
             cancel_token.check()
             raise PeerLost(f"a group inside the replica could not be opened: {error}") from error
@@ -296,9 +295,7 @@ class ModelParallelGroups:
         if epoch_groups.over:
             raise EpochRevoked(epoch_groups.number, "the epoch ended while the groups of a replica were made")
 
-    def _renew(
-        self, prefix: str, cancel_token: CancelToken, store: dist.Store, host: str, device: torch.device
-    ) -> None:
+    def _renew(self, prefix: str, cancel_token: CancelToken, store: dist.Store, host: str) -> None:
         groups = [group for group in self._groups if len(group.positions) > 1 or group.placeholder]
         named = {group.own_name: group.positions for group in groups if group.backend != "nccl"}
         backends: dict[str, Any] = {}
@@ -311,7 +308,7 @@ class ModelParallelGroups:
         if any(group.backend == "nccl" for group in groups):
             self._meet(groups, prefix, cancel_token, store)
         for group in groups:
-            group.renew(store, prefix, self.guard, device, backends.get(group.own_name), self._make_inside)
+            group.renew(store, prefix, self.guard, self._device, backends.get(group.own_name), self._make_inside)
         if before is not None:
             before.close()
 

@@ -91,20 +91,23 @@ class Groups:
     """The groups of this worker.  ``install`` before Megatron makes any.
 
     ``slot``: where it stands at launch, or for which it builds its model ``alone``.  ``ports``: of the rendezvous store
-    and the coordinators, to which this worker may still be connecting while Megatron makes its groups.  ``most``: how
-    many replicas the run may grow to.
+    and the coordinators, to which this worker may still be connecting while Megatron makes its groups.  ``device``: the
+    worker's.  ``most``: how many replicas the run may grow to.
     """
 
-    def __init__(self, slot: Slot, ports: Collection[int], *, alone: bool = False, most: int = 0) -> None:
+    def __init__(
+        self, slot: Slot, ports: Collection[int], device: torch.device, *, alone: bool = False, most: int = 0
+    ) -> None:
         self._most = most
         self._ports = ports
+        self._device = device
         self.recovery: Recovery | None = None
         """None as long as the training has not begun: then evaluations, checkpoints and the like are Megatron's own."""
         self._begin(slot, alone=alone)
 
     def _begin(self, slot: Slot, *, alone: bool) -> None:
         self.traffic, self.alone = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known), alone
-        self.inside = ModelParallelGroups(self._ports)
+        self.inside = ModelParallelGroups(self._ports, self._device)
         self._grid: LaunchGrid | None = None
         self.model: Sequence[torch.nn.Module] = ()
         """What is trained, once there is one: parts of it keep global ranks."""
@@ -253,13 +256,22 @@ class Groups:
         # The groups outlive the epoch, so their peer store is one that lives as long as the replica.
         peer_store = mine.decision.peer_stores[mine.decision.grid[mine.replica][0]]
         store = PeerStoreClient(peer_store, comm_config.secret)
-        self.inside.rebuild(mine.epoch_groups, mine.replica, store, comm_config.host, comm_config.device)
+        self.inside.rebuild(mine.epoch_groups, mine.replica, store, comm_config.host)
         default.mates = (self._mates, slots)
         moved = dict(zip(self.grid.replicas[self._replica], slots, strict=True))
         for group in self._own:
             stands_in(group, [slots[position] for position in group.positions])
         self._lists = {name: _moved(value, moved) for name, value in self._lists.items()}
         self._replica = mine.replica
+
+    def left(self) -> None:
+        """In the main thread, out of the training: it uses no group of these, or of an epoch, until it has a place.
+
+        The epoch's are closed first, while whoever watches over its way out still does: that may wait for the device.
+        """
+        if self.recovery is not None:
+            self.recovery.assignment.close()
+        self.inside.left()
 
     def planned(self, decision: Decision) -> None:
         """Take up the ranks of a new plan."""

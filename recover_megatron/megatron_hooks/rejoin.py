@@ -115,7 +115,7 @@ class Rejoin:
             "the others, end it, and bring another with recover-run --join"
         )
         self._recovery.session.note(why)
-        self._groups.inside.left()
+        self._groups.left()
         self._recovery.orphan.wait(position=None, ready=False)
         raise AssertionError("a worker that is put aside was given a place")
 
@@ -123,7 +123,7 @@ class Rejoin:
         """Wait for the plan that has a place for this worker.  Raises a CUDA error where its device is broken."""
         state, sharded = self._parts.state, self._parts.sharded
         check_device(self._recovery.comm_config.device)
-        self._groups.inside.left()
+        self._groups.left()
         state.tidy()
         if sharded is not None:  # what others have updated meanwhile is of no use
             sharded.forget()

@@ -133,10 +133,8 @@ def test_every_member_is_interrupted_soon_after_a_death(crew: Crew, transport: d
 def nccls(draw: st.DrawFn) -> dict:
     """How NCCL's double behaves."""
     return {
-        "version": draw(st.sampled_from([[2, 27, 7], [2, 29, 7]])),
         "polls": draw(st.sampled_from([0, 2, 10])),
         "errors": draw(st.sampled_from(list(map(int, Errors)))),
-        "sticky": draw(st.booleans()),
     }
 
 

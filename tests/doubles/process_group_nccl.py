@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.doubles.nccl.streams import current_device
+
 ABORTED = "NCCL communicator was aborted on rank {rank}."
 
 
@@ -76,6 +78,8 @@ class ProcessGroupNcclDouble:
         self._under_way: list[WorkDouble] = []
         self.aborted = self.connected = False
         self.aborts = 0
+        self.aborted_on = -1
+        """The device that was current in the thread that aborted it."""
         self.launching = threading.Event()
         """Set while a call is in a group launch, for tests to wait for."""
 
@@ -150,5 +154,6 @@ class ProcessGroupNcclDouble:
     def abort(self) -> None:
         """ProcessGroupNCCL::abort: NCCLComm::abort takes mutex_, so it waits for a call that has it."""
         self.aborts += 1
+        self.aborted_on = current_device()
         with self._communicator:
             self.aborted = True

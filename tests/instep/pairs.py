@@ -55,7 +55,7 @@ def scattered(rank: int, source: random.Random) -> Callable[[], object]:
 
 def member(rank: int, folder: Path, kind: Callable[..., Callable[[], object]], seed: int) -> None:
     """Communicate without a pause until a thread ends the groups; exit 0 when it is told by an error of theirs."""
-    inside = ModelParallelGroups(())
+    inside = ModelParallelGroups((), torch.device("cpu"))
     store = dist.FileStore(str(folder / f"store-{seed}"), 2)
     inside.make(lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=2))
     default = dist.distributed_c10d._get_default_group()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from recover_megatron.collectives.torch_nccl import abortable_options, environme
 from recover_megatron.instep import model_parallel_groups
 from recover_megatron.instep.faults import EXIT_OWN_FAULT
 from recover_megatron.instep.model_parallel_groups import Calls, Leaving, ModelParallelGroups
+from tests.doubles.nccl import streams
 from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
@@ -28,6 +30,8 @@ from tests.harness.waiting import DEADLINE
 
 LOOKS = round(model_parallel_groups.LEAVE_SECONDS / model_parallel_groups._LOOK)
 COMPUTING = Calls()
+DEVICE = torch.device("cuda", 3)
+leave = partial(Leaving, device=DEVICE, cuda=streams)
 
 
 class Ended:
@@ -73,7 +77,7 @@ def leaving_group(group: ProcessGroupNcclDouble, ended: Ended, main: MainThread)
         out._look = 0.0001
         return main()
 
-    out = Leaving([group], end=ended, where=where)
+    out = leave([group], end=ended, where=where)
     return out
 
 
@@ -88,18 +92,19 @@ def test_all_groups_are_aborted_at_once_and_a_main_thread_that_comes_out_ends_no
         groups[0].hold_communicator().release()
 
     groups[1].abort = abort  # type: ignore[method-assign]
-    out = Leaving(groups, end=ended, where=MainThread(COMPUTING))
+    out = leave(groups, end=ended, where=MainThread(COMPUTING))
     out.begin()
     out.left()
     out._thread.join()
     assert [group.aborted for group in groups] == [True] * 3
+    assert {group.aborted_on for group in groups} == {DEVICE.index}, "or else a context is made on the first device"
     assert ended.reasons == []
 
 
 def test_an_abort_that_does_not_return_ends_the_worker() -> None:
     groups, ended = doubles(2), Ended()
     groups[0].hold_communicator().acquire()  # by a call that waits for a dead member to connect
-    Leaving(groups, end=ended, look=patient(0.05)).begin()  # the other abort returns before it has looked so often
+    leave(groups, end=ended, look=patient(0.05)).begin()  # the other abort returns before it has looked so often
     assert ended.reason() == "1 of its communicators are still being aborted"
     groups[0].hold_communicator().release()
 
@@ -111,7 +116,7 @@ def test_an_abort_that_fails_ends_the_worker() -> None:
         raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp")
 
     group.abort = abort  # type: ignore[method-assign]
-    Leaving([group], end=ended).begin()
+    leave([group], end=ended).begin()
     assert "NCCL timeout" in ended.reason()
 
 
@@ -141,6 +146,8 @@ def test_a_main_thread_that_goes_on_is_waited_for(where: str) -> None:
 
 STUCK = """
 import threading
+import torch
+from tests.doubles.nccl import streams
 from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
 from recover_megatron.instep import model_parallel_groups
 model_parallel_groups.LEAVE_SECONDS = 0.5
@@ -151,7 +158,7 @@ group = ProcessGroupNcclDouble(fabric, 0, 2, "tp", {})
 def mate_dies():
     group.launching.wait()
     fabric.kill(1)
-    model_parallel_groups.Leaving([group]).begin()
+    model_parallel_groups.Leaving([group], torch.device("cpu"), cuda=streams).begin()
 threading.Thread(target=mate_dies, daemon=True).start()
 group.allreduce([])
 """
@@ -180,7 +187,7 @@ class Inside:
         self.ended = Ended()
         self.mate_is_there = True
         self.leavings: list[Leaving] = []
-        self.groups = ModelParallelGroups((), self._make, self._leaving)
+        self.groups = ModelParallelGroups((), DEVICE, self._make, self._leaving)
         self.options = object()
         alone: Any = dist.ProcessGroup(0, 1)
         self.tensor = SwappableGroup(alone, [0, 1], 0, "tp-0-1#0", "nccl", placeholder=True, options=self.options)
@@ -191,15 +198,15 @@ class Inside:
         self.made.append(ProcessGroupNcclDouble(self.fabric, rank, size, name, self.environ))
         return self.made[-1]
 
-    def _leaving(self, groups: Any) -> Leaving:
-        self.leavings.append(Leaving(groups, end=self.ended))
+    def _leaving(self, groups: Any, device: torch.device) -> Leaving:
+        self.leavings.append(Leaving(groups, device, cuda=streams, end=self.ended))
         return self.leavings[-1]
 
     def rebuild(self, *, over: bool = False) -> None:
         epoch: Any = SimpleNamespace(number=3, over=over, on_end=lambda call: None)
         store: Any = Known({"inside/3/0/here/0": "1"} | ({"inside/3/0/here/1": "1"} if self.mate_is_there else {}))
         store.close = lambda: None
-        self.groups.rebuild(epoch, 0, store, "127.0.0.1", torch.device("cpu"))
+        self.groups.rebuild(epoch, 0, store, "127.0.0.1")
 
 
 def test_groups_that_are_made_anew_keep_their_options_and_are_aborted_once_when_the_replica_breaks() -> None:
@@ -242,7 +249,7 @@ def test_while_a_mate_has_not_come_no_group_is_opened_and_the_end_of_the_epoch_e
     store: Any = Known({"inside/3/0/here/0": "1"})
     store.close = lambda: None
     with pytest.raises(EpochRevoked):
-        inside.groups.rebuild(epoch, 0, store, "127.0.0.1", torch.device("cpu"))
+        inside.groups.rebuild(epoch, 0, store, "127.0.0.1")
     assert inside.made == []
     assert len(ends) == 1
 

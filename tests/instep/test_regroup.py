@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.membership.records import EXIT_STATE_LOST
+from tests.doubles.nccl.core import Errors
 from tests.drawn import some
 from tests.instep.conftest import Runs
 from tests.instep.pacing import BESIDE
@@ -230,19 +231,14 @@ def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoi
 
 
 PAIRS = Layout("tp2-dp2", 2, tensor=2)
-NCCLS = {
-    "2.29, errors at once": {"version": [2, 29, 7], "errors": 0},
-    "2.29, errors never": {"version": [2, 29, 7], "errors": 2},
-    "2.27, errors late": {"version": [2, 27, 7], "errors": 1},
-}
-OVER_NCCL = [(collective, nccl) for collective in ("native", "ring") for nccl in NCCLS]
+OVER_NCCL = [(collective, errors.name) for collective in ("native", "ring") for errors in Errors]
 
 
-@pytest.mark.parametrize(("collective", "nccl"), some("over NCCL", OVER_NCCL, 1))
-def test_two_deaths_and_two_newcomers_leave_the_training_equal(runs: Runs, collective: str, nccl: str) -> None:
+@pytest.mark.parametrize(("collective", "errors"), some("over NCCL", OVER_NCCL, 1))
+def test_two_deaths_and_two_newcomers_leave_the_training_equal(runs: Runs, collective: str, errors: str) -> None:
     """Of each replica one worker dies; what is left makes a whole one, and newcomers the second one."""
     case = Case(PAIRS, (Strike(0, 1, 3, "backward"), Strike(1, 0, 8, "forward")), 30, restarts=2)
-    case = replace(case.over_nccl(collective, **NCCLS[nccl], seed=1), model=CLIPPED)
+    case = replace(case.over_nccl(collective, errors=Errors[errors], seed=1), model=CLIPPED)
     result = runs.check(case)
     assert result.replicas[0] == result.replicas[-1] == 2, result.replicas
     calls = [line for log in result.ended.logs for line in log.read_text().splitlines() if "NCCL's double:" in line]

@@ -85,7 +85,7 @@ class NcclNative(DeviceStream, NativeBackend):
 
     def close(self) -> None:
         if self._its is not None:
-            self._keeper.give(self._its, self._cancel_token.epoch)
+            self._keeper.give(self._its)
             self._its = None
 
     def _launch(self, call: Callable[[Any], None], *tensors: torch.Tensor) -> Operation:
@@ -225,7 +225,7 @@ class NcclTransport(DeviceStream, Transport):
     def close(self) -> None:
         for edge in self._edges:
             edge.clear()
-            self._keeper.give(edge.its, self._cancel_token.epoch)
+            self._keeper.give(edge.its)
         self._edges = ()
 
 

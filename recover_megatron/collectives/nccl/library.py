@@ -1,14 +1,12 @@
-"""The NCCL library that torch has loaded, NCCL's Python bindings (nccl4py) for it, and what this version can do.
+"""The NCCL library that torch has loaded, NCCL's Python bindings (nccl4py) for it, and where its aborts run.
 
-    2.27   the oldest that is taken: ncclCommShrink
-    2.29   ncclCommRevoke, ncclCommGrow           before: abort in place of revoke, init in place of grow
-
-(Headers of 2.27.7 and 2.29.7; the versions in which the calls appeared are those of NCCL's release notes.)  Everything
-else in this package gets a ``Library`` as an argument, so that a double can stand in for NCCL and CUDA.
+Everything else in this package gets a ``Library`` as an argument, so that a double can stand in for NCCL and CUDA.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -19,7 +17,7 @@ import torch
 from recover_megatron.errors import UserError
 
 OLDEST = (2, 27, 0)
-_REVOKE_AND_GROW = (2, 29, 2)
+"""Aborts hang in several versions before it (docs/gpu.md)."""
 SUCCESS, IN_PROGRESS = 0, 7
 """ncclResult_t (nccl.h); every other value is an error."""
 
@@ -32,11 +30,6 @@ class Library:
     cuda: Any
     version: tuple[int, ...]
     errors: tuple[type[Exception], ...]
-
-    @property
-    def revokes_and_grows(self) -> bool:
-        """Whether it has ncclCommRevoke and ncclCommGrow."""
-        return self.version >= _REVOKE_AND_GROW
 
     def config(self, max_ctas: int | None = None) -> Any:
         """Of a communicator: no call of NCCL's blocks longer than it takes to hand something over.
@@ -53,12 +46,42 @@ class Library:
         return self.core.UniqueId.from_bytes(bytes.fromhex(text))
 
 
+def _raised(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def abort_beside(
+    name: str,
+    cuda: Any,
+    device: torch.device | int,
+    abort: Callable[[], None],
+    over: Callable[[BaseException | None], None] = _raised,
+) -> None:
+    """Call ``abort`` in a thread of its own, since it may wait for the device; ``over`` gets what it has raised, if so.
+
+    ``cuda``: ``torch.cuda``, or a double.  The thread's current device is ``device``: an abort restores the one that it
+    has found, which makes a context of some 400 MB there, and a new thread finds the first GPU, whoever uses that.
+    """
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            with cuda.device(device):
+                abort()
+        except BaseException as raised:  # noqa: BLE001  the thread's boundary: told to ``over``
+            error = raised
+        over(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
 def checked(library: Library) -> Library:
     """``library`` itself; ``UserError`` if it is too old."""
     if library.version < OLDEST:
         found, oldest = (".".join(map(str, version)) for version in (library.version, OLDEST))
         raise UserError(
-            f"--recover: torch has loaded NCCL {found}; {oldest} or later is needed (communicators that can be shrunk)."
+            f"--recover: torch has loaded NCCL {found}; {oldest} or later is needed (in older ones aborts hang)."
             " Take a newer torch"
         )
     return library

@@ -116,9 +116,11 @@ class FaultTolerance:
         self._me = worker_id()
         self._newcomer = is_newcomer()
         ports = {int(os.environ["MASTER_PORT"]), *(port for _, port in parse_addresses(config.coordinator))}
-        self._groups = Groups(Slot(int(os.environ["RANK"])), ports, alone=self._newcomer, most=config.max_replicas)
-        self._records = Records(config.log_dir)
         self._device = _device()
+        self._groups = Groups(
+            Slot(int(os.environ["RANK"])), ports, self._device, alone=self._newcomer, most=config.max_replicas
+        )
+        self._records = Records(config.log_dir)
         self._training = TrainingHooks(
             loop,
             self._groups,
@@ -276,7 +278,7 @@ class FaultTolerance:
             recovery.orphan.replica_failed(error)
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = None
-        self._groups.inside.left()
+        self._groups.left()
         log.info(f"worker {self._me} has no place any more ({reason[:120]}); it waits as a spare")
         try:
             # The training is over for it: it has no position to come back to.

@@ -18,11 +18,8 @@ from recover_megatron.errors import UserError
 from tests.doubles.nccl import library as double
 from tests.doubles.nccl.core import Errors
 from tests.doubles.nccl.net import net
-from tests.doubles.nccl.streams import Illegal, Stream
+from tests.doubles.nccl.streams import Illegal, Stream, current_device, device, set_device
 from tests.harness.waiting import eventually
-
-NEW, OLD = (2, 29, 7), (2, 27, 7)
-versions = pytest.mark.parametrize("version", [NEW, OLD], ids=["2.29", "2.27"])
 
 
 def all_gather(communicator: Communicator, stream: Stream, output: torch.Tensor, source: torch.Tensor) -> Any:
@@ -78,8 +75,9 @@ class Member:
 
 
 def members(library: Library, size: int = 2) -> list[Member]:
+    """On the current device."""
     unique_id = library.core.get_unique_id()
-    with ThreadPoolExecutor(size) as pool:
+    with ThreadPoolExecutor(size, initializer=set_device, initargs=[current_device()]) as pool:
         found = list(pool.map(lambda rank: Member(library, rank, size, unique_id).open(), range(size)))
         list(pool.map(Member.gathered, found))  # the first operation connects them
     return found
@@ -95,17 +93,16 @@ def test_an_operation_that_was_waited_for_is_whole_however_long_calls_are_in_pro
     assert [member.communicator.operations for member in both] == [6, 6]
 
 
-@versions
-def test_a_revocation_ends_an_operation_that_nobody_answers(version: tuple[int, ...]) -> None:
+def test_a_revocation_ends_an_operation_that_nobody_answers() -> None:
     """The kernel completes all the same, with garbage: its event tells nothing."""
-    member, _ = members(double(version))
+    member, _ = members(double())
     output = torch.zeros(2)
     operation = member.all_gather(output, torch.ones(1))
     assert not operation.done
     member.is_ended_in(lambda: member.communicator.wait(operation))
-    eventually(lambda: operation.done, "the revoked operation is over")
+    eventually(lambda: operation.done, "the aborted operation is over")
     assert not torch.equal(output, torch.ones(2))
-    assert member.communicator.state is (State.REVOKED if version == NEW else State.CLOSED)
+    assert member.communicator.state is State.CLOSED
     with pytest.raises(EpochRevoked):
         member.communicator.believe()
 
@@ -133,27 +130,27 @@ def test_an_error_that_nccl_reports_is_a_lost_peer_and_nothing_is_believed(
     with pytest.raises(PeerLost, match="error 6"):
         both[0].communicator.wait(both[0].all_gather(output, torch.ones(1)))
     both[0].communicator.settle()
-    assert both[0].communicator.state in (State.REVOKED, State.CLOSED)
+    assert both[0].communicator.state is State.CLOSED
     assert both[0].communicator.operations == 1
 
 
-def test_an_error_that_stays_after_the_revocation_ends_the_communicator() -> None:
-    member, _ = members(double(sticky=True))
-    member.all_gather(torch.zeros(2), torch.ones(1))
+def test_an_error_that_is_told_before_anything_was_launched_ends_the_communicator() -> None:
+    """Kept, it would end every further epoch."""
+    member, _ = members(double())
     member.communicator.handle._error = 6
+    with pytest.raises(PeerLost, match="error 6"):
+        member.all_gather(torch.zeros(2), torch.ones(1))
     member.communicator.settle()
     assert member.communicator.state is State.CLOSED
 
 
-@versions
-def test_a_first_operation_that_the_others_never_join_is_ended_by_the_switch(version: tuple[int, ...]) -> None:
-    """It stays in progress, in which nothing but an abort is sure to be allowed."""
-    library, unique_id = double(version), double().core.get_unique_id()
+def test_a_first_operation_that_the_others_never_join_is_ended_by_the_switch() -> None:
+    """It stays in progress, in which nothing but an abort is allowed."""
+    library, unique_id = double(), double().core.get_unique_id()
     with ThreadPoolExecutor(2) as pool:
         member, _ = pool.map(lambda rank: Member(library, rank, 2, unique_id).open(), range(2))
     member.is_ended_in(lambda: member.all_gather(torch.zeros(2), torch.ones(1)))
     assert member.communicator.state is State.CLOSED
-    assert "revoke" not in library.core.calls
 
 
 def test_an_opening_whose_other_member_never_comes_is_ended_by_the_switch() -> None:
@@ -169,7 +166,8 @@ def test_an_opening_whose_other_member_never_comes_is_ended_by_the_switch() -> N
 
 def test_another_thread_aborts_when_the_owner_is_stuck_in_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tested, "STUCK", 0.05)
-    member, _ = members(double())
+    with device(1):
+        member, _ = members(double())
     handle, entered = member.communicator.handle, threading.Event()
 
     def stuck(*_: Any, **__: Any) -> None:
@@ -179,10 +177,10 @@ def test_another_thread_aborts_when_the_owner_is_stuck_in_nccl(monkeypatch: pyte
 
     monkeypatch.setattr(handle, "allgather", stuck)
     threading.Thread(target=lambda: (entered.wait(), member.token.cancel("a test ends the epoch"))).start()
-    with pytest.raises(EpochRevoked):
+    with device(1), pytest.raises(EpochRevoked):
         member.all_gather(torch.zeros(2), torch.ones(1))
-    member.communicator.settle()
     assert member.communicator.state is State.CLOSED
+    assert member.library.core.strays == [], "the guard is a new thread, whose device is the first one"
 
 
 def guards() -> list[threading.Thread]:
@@ -197,7 +195,7 @@ def test_nobody_aborts_a_communicator_whose_owner_is_busy_elsewhere(monkeypatch:
     member.communicator.settle()
     member.communicator.release()
     eventually(lambda: not guards(), "the guard has ended")
-    assert member.communicator.idle
+    assert member.communicator.state is State.READY
     assert "abort" not in member.library.core.calls
     member.communicator.adopt(CancelToken(2))
     assert member.communicator.advance()
@@ -210,12 +208,13 @@ def test_the_double_knows_illegal_calls() -> None:
     with pytest.raises(Illegal, match="in progress"):
         handle.allgather(torch.ones(1), torch.ones(2), stream=member.stream)
     handle._polls = 0
-    member.all_gather(torch.zeros(2), torch.ones(1))
-    with pytest.raises(Illegal, match="outstanding"):
-        handle.shrink([1])
+    with device(1):
+        handle.abort()
+    assert member.library.core.strays == ["abort: the current device was 1, not 0"]
+    assert len(member.library.core.live) == 1, "the other member's"
 
 
 def test_an_old_nccl_is_refused_with_what_to_do() -> None:
     with pytest.raises(UserError, match=r"NCCL 2\.26\.5; 2\.27\.0 or later"):
         checked(double((2, 26, 5)))
-    assert checked(double(OLD)).revokes_and_grows is False
+    assert checked(double((2, 27, 7)))

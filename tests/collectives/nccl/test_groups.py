@@ -23,6 +23,7 @@ from recover_megatron.collectives.ring.executor import Tuning
 from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 from tests.doubles.nccl.core import Errors
+from tests.harness.waiting import eventually
 
 Collective = Literal["ring", "native"]
 collectives = pytest.mark.parametrize("collective", ["ring", "native"])
@@ -106,16 +107,12 @@ def check(survivors: list[Member], sizes: list[int], size: int) -> None:
 
 
 @collectives
-@pytest.mark.parametrize("version", [(2, 27, 7), (2, 29, 7)], ids=["2.27", "2.29"])
-def test_a_member_that_leaves_is_survived(
-    monkeypatch: pytest.MonkeyPatch, collective: Collective, version: tuple[int, ...]
-) -> None:
-    library = nccl_double(version, errors=Errors.NEVER)
+def test_a_member_that_leaves_is_survived(monkeypatch: pytest.MonkeyPatch, collective: Collective) -> None:
+    library = nccl_double(errors=Errors.NEVER)
     monkeypatch.setattr(libraries, "load", lambda: library)
     sizes = [100, 33, 7]
     check(two_epochs(sizes, {1: 1}, 4, collective), sizes, 4)
-    shrunk = collective == "native" and version == (2, 29, 7)
-    assert ("shrink" in library.core.calls) == shrunk, library.core.calls
+    eventually(lambda: not library.core.live, "every communicator is aborted")
 
 
 @settings(max_examples=12)
@@ -126,7 +123,6 @@ def test_any_members_may_leave_before_any_bucket(data: st.DataObject) -> None:
     who = data.draw(st.lists(st.integers(0, size - 1), unique=True, min_size=1, max_size=size - 1))
     leaving = {me: data.draw(st.integers(0, len(sizes))) for me in who}
     library = nccl_double(
-        data.draw(st.sampled_from([(2, 27, 7), (2, 29, 7)])),
         polls=data.draw(st.integers(0, 5)),
         errors=Errors.NEVER,
         seed=data.draw(st.integers(0, 100)),
@@ -144,4 +140,3 @@ def test_an_orderly_change_opens_nothing(monkeypatch: pytest.MonkeyPatch, collec
     check(two_epochs([50], {}, 3, collective), [50], 3)
     opened = 3 if collective == "native" else 6
     assert library.core.calls.count("init") == opened, "each member its communicators, once"
-    assert "revoke" not in library.core.calls

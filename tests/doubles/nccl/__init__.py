@@ -21,4 +21,4 @@ from tests.doubles.nccl.core import Core, NcclError, NcclInvalid
 def library(version: Sequence[int] = (2, 29, 7), **settings: Any) -> Library:
     """``settings``: those of ``Core``."""
     version = tuple(version)
-    return Library(Core(version, **settings), streams, version, (NcclError, NcclInvalid))
+    return Library(Core(**settings), streams, version, (NcclError, NcclInvalid))

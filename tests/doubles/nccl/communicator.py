@@ -15,10 +15,8 @@ import torch
 
 from tests.doubles.nccl.core import (
     IN_PROGRESS,
-    INVALID_USAGE,
     REMOTE_ERROR,
     SUCCESS,
-    CommShrinkFlag,
     Core,
     Errors,
     NcclError,
@@ -27,7 +25,7 @@ from tests.doubles.nccl.core import (
 )
 from tests.doubles.nccl.net import net
 from tests.doubles.nccl.operations import AllGather, Collective, Part, Receive, ReduceScatter, Send
-from tests.doubles.nccl.streams import Illegal, Stream
+from tests.doubles.nccl.streams import Illegal, Stream, current_device
 
 
 class Communicator:
@@ -41,8 +39,8 @@ class Communicator:
         self.key = ""
         self.addresses: list[str] = []
         self.ended = False
-        """Its kernels stop: revoked or aborted."""
-        self._revoked = False
+        """Its kernels stop: aborted."""
+        self.device = current_device()
         self._error = SUCCESS
         self._late: int | None = None
         """Queries until an error that has happened is told."""
@@ -50,13 +48,10 @@ class Communicator:
         self._pending: tuple[list[Any], Stream] | None = None
         """The launch that is in progress: it is enqueued at the end of that."""
         self._job: threading.Thread | None = None
-        self._under_way = 0
         self._lock = threading.Lock()
         self.counts: dict[str, int] = {}
         """Of collectives, and of messages per pair: NCCL matches by order (guide, "Point-to-point")."""
         self._connected: set[int] = set()
-        self._children = 0
-        self._unused_id = False
 
     # ---- how it comes to be
 
@@ -68,118 +63,31 @@ class Communicator:
         cls.core.calls.append("init")
         if net().address == unique_id.root and rank == 0:
             _in_thread(lambda: _root(unique_id, nranks))
-        return cls()._met_at_root(unique_id, rank)
+        found = cls()
+        found.is_valid = True
+        cls.core.live.add(found)
+        found._polls = cls.core.draw()
+        found._job = _in_thread(lambda: found._meet_at_root(unique_id, rank))
+        return found
 
-    def _met_at_root(self, unique_id: UniqueId, rank: int) -> Communicator:
+    def _meet_at_root(self, unique_id: UniqueId, rank: int) -> None:
         """Of the others it is told by who made the id, when all have come.
 
         NCCL does it in a thread of its own; the communicator is in progress meanwhile, and a little longer.
         """
-        me, text, root = net(), unique_id.text, unique_id.root
+        text, root = unique_id.text, unique_id.root
+        net().deliver(root, f"{text}|{rank}", net().address.encode())
+        table = net().take(f"{text}|{rank}|table", lambda: self.ended or self._sees_death([root]))
+        if table is not None:
+            self.addresses = json.loads(table)
+            self.key, self.rank, self.nranks = text, rank, len(self.addresses)
 
-        def meet() -> bool:
-            me.deliver(root, f"{text}|{rank}", me.address.encode())
-            table = me.take(f"{text}|{rank}|table", lambda: self.ended or self._sees_death([root]))
-            if table is not None:
-                self.become(text, rank, json.loads(table))
-            return table is not None
-
-        self.is_valid = True
-        self._polls = self.core.draw()
-        self._job = _in_thread(meet)
-        return self
-
-    def shrink(self, exclude_ranks: Sequence[int] = (), config: Any = None, flag: int = CommShrinkFlag.DEFAULT) -> Any:
-        """Guide, "Shrinking a communicator": all but the excluded must call; ranks are renumbered in order.
-
-        Without ABORT nothing may be outstanding; with it, that is stopped first, and nothing is shared.
-        """
-        self._management("shrink", flag == CommShrinkFlag.ABORT)
-        if self.rank in exclude_ranks:
-            raise Illegal("an excluded rank must not call shrink")
-        if not exclude_ranks:
-            raise NcclError(INVALID_USAGE)
-        if flag == CommShrinkFlag.ABORT:
-            self._end()
-        self._children += 1
-        staying = [rank for rank in range(self.nranks) if rank not in exclude_ranks]
-        name = f"{self.key}/s{self._children}-{sorted(exclude_ranks)}"
-        child = type(self)()
-
-        def meet() -> bool:
-            there = self._meet(name, staying, child)
-            if there:
-                child.become(name, staying.index(self.rank), [self.addresses[rank] for rank in staying])
-            return there
-
-        self._parent_of(child, meet)
-        return child
-
-    def get_unique_id(self) -> UniqueId:
-        """Header, ncclCommGetUniqueId: not while an earlier one is unconsumed."""
-        self._management("get_unique_id", False)
-        if self._unused_id:
-            raise Illegal("an id for growing is made while another one is unused")
-        self._unused_id = True
-        return self.core.get_unique_id()
-
-    def grow(self, nranks: int, unique_id: UniqueId | None = None, rank: int | None = None, config: Any = None) -> Any:
-        """Header, ncclCommGrow: existing ranks keep theirs, new ones are numbered behind them; all must call."""
-        del config
-        if rank is not None:
-            if self.is_valid or unique_id is None:
-                raise Illegal("a new rank grows a null communicator, with the id")
-            if self.core.version < (2, 29, 2):
-                raise NcclError(INVALID_USAGE)
-            self.core.calls.append("grow")
-            return type(self)()._met_at_root(unique_id, rank)
-        self._management("grow", False)
-        child = type(self)()
-        number, self._children = self._children, self._children + 1
-
-        def extend() -> bool:
-            if not self._meet(f"{self.key}/g{number}", list(range(self.nranks)), child):
-                return False
-            if unique_id is not None:
-                table = _gather(unique_id, range(self.nranks, nranks), lambda: child.ended or self.ended)
-                if table is None:
-                    return False
-                everybody = [*self.addresses, *(table[new] for new in range(self.nranks, nranks))]
-                text = json.dumps([unique_id.text, everybody]).encode()
-                for old in range(self.nranks):
-                    net().deliver(self.addresses[old], f"{self.key}/g{number}|{old}|grown", text)
-                for new in range(self.nranks, nranks):
-                    net().deliver(everybody[new], f"{unique_id.text}|{new}|table", json.dumps(everybody).encode())
-            grown = net().take(f"{self.key}/g{number}|{self.rank}|grown", lambda: child.ended or self.ended)
-            if grown is not None:
-                name, everybody = json.loads(grown)
-                child.become(name, self.rank, everybody)
-                self._unused_id = False
-            return grown is not None
-
-        self._parent_of(child, extend)
-        return child
-
-    def become(self, key: str, rank: int, addresses: list[str]) -> None:
-        self.key, self.rank, self.nranks, self.addresses = key, rank, len(addresses), addresses
-
-    def _meet(self, name: str, ranks: Sequence[int], child: Communicator) -> bool:
+    def _meet(self, name: str, ranks: Sequence[int]) -> bool:
         for rank in ranks:
             net().deliver(self.addresses[rank], f"{name}|{rank}|{self.rank}")
         others = [self.addresses[rank] for rank in ranks]
-        ended = lambda: child.ended or not self.is_valid or self._sees_death(others)  # noqa: E731
+        ended = lambda: self.ended or self._sees_death(others)  # noqa: E731
         return all(net().take(f"{name}|{self.rank}|{rank}", ended) is not None for rank in ranks)
-
-    def _parent_of(self, child: Communicator, work: Callable[[], bool]) -> None:
-        """The child's pointer is null while the parent is in progress (nccl4py, ``_children_in_progress``)."""
-
-        def whole() -> None:
-            if work() and not child.ended:
-                child._polls = self.core.draw()
-                child.is_valid = True
-
-        self._polls = self.core.draw()
-        self._job = _in_thread(whole)
 
     # ---- states
 
@@ -191,23 +99,25 @@ class Communicator:
                 self._late -= 1
                 if self._late <= 0:
                     self._error = REMOTE_ERROR
-            if self._error != SUCCESS and (self.core.sticky or not self._revoked):
+            if self._error != SUCCESS:
                 return self._error
             if self._job is not None and self._job.is_alive():
                 return IN_PROGRESS
             if self._job is not None and not self.key:
-                return self._error or IN_PROGRESS  # it met nobody
+                return IN_PROGRESS  # it met nobody
             if self._polls > 0:
                 self._polls -= 1
                 return IN_PROGRESS
-            if self._revoked and self._under_way:
-                return IN_PROGRESS  # header, ncclCommRevoke: until it is quiescent
             pending, self._pending, self._job = self._pending, None, None
         if pending is not None:
             parts, stream = pending
             stream.in_progress -= 1
             stream.submit(lambda: self._run(parts))
         return SUCCESS
+
+    def _on_its_device(self, what: str) -> None:
+        if (current := current_device()) != self.device:
+            self.core.strays.append(f"{what}: the current device was {current}, not {self.device}")
 
     def _valid(self) -> None:
         if not self.is_valid:
@@ -220,39 +130,16 @@ class Communicator:
             if self._polls > 0 or self._pending is not None or self._job is not None:
                 raise Illegal(f"{what} while the communicator is in progress")
 
-    def _management(self, what: str, stops: bool) -> None:
-        """``stops``: it stops what is outstanding by itself."""
-        self.core.calls.append(what)
-        self._not_in_progress(what)
-        if what in ("grow", "get_unique_id") and self.core.version < (2, 29, 2):
-            raise NcclError(INVALID_USAGE)
-        if self._under_way and not stops:
-            raise Illegal(f"{what} with outstanding operations")
-        if self._revoked and what in ("grow", "get_unique_id"):
-            raise NcclError(INVALID_USAGE)  # header, ncclCommRevoke: destroy, split, shrink
-
-    def revoke(self, flags: int = 0) -> None:
-        """Header, ncclCommRevoke: stops everything in flight, in progress until quiescent; needs nobody else."""
-        assert flags == 0
-        self._not_in_progress("revoke")
-        self.core.calls.append("revoke")
-        if self.core.version < (2, 29, 2):
-            raise NcclError(INVALID_USAGE)
-        with self._lock:
-            self._revoked, self._polls = True, self.core.draw()
-        self._end()
-
     def abort(self) -> None:
         """Header, ncclCommAbort: at any time, from any thread; kernels stop, the pointer is null afterwards."""
         self.core.calls.append("abort")
-        self._end()
+        self._on_its_device("abort")
+        self.core.live.discard(self)
         self.is_valid = False
-
-    def _end(self) -> None:
         with self._lock:
             if self._pending is not None:  # it is not enqueued any more
                 self._pending[1].in_progress -= 1
-                self._pending, self._under_way = None, self._under_way - 1
+                self._pending = None
             self.ended = True
         net().poke()
 
@@ -285,11 +172,11 @@ class Communicator:
     def launch(self, parts: list[Any], stream: Stream) -> None:
         """In progress for a while; only then is it in the stream (guide, "Nonblocking Group Operation")."""
         self._not_in_progress("an operation")
-        if self._revoked or self._error:
-            raise NcclError(self._error or INVALID_USAGE)
+        self._on_its_device("an operation")
+        if self._error:
+            raise NcclError(self._error)
         numbered = [part.numbered(self) for part in parts]
         with self._lock:
-            self._under_way += 1
             stream.in_progress += 1
             polls = self._polls = self.core.draw()
             self._pending = numbered, stream
@@ -302,15 +189,15 @@ class Communicator:
     def _connect(self, peers: Sequence[int]) -> None:
         """Ranks connect when they first talk to each other (guide, NCCL_RUNTIME_CONNECT): until then the call is in
         progress, and no rank goes on before the others have called it."""
-        if self._meet(f"{self.key}|connect", peers, self):
+        if self._meet(f"{self.key}|connect", peers):
             self._connected.update(peers)
         else:
             while not self.ended and self._error == SUCCESS:  # in progress for good
                 time.sleep(0.001)
 
     def _run(self, parts: list[Any]) -> None:
-        """A kernel: its output is garbage until it is complete, and stays so when it is stopped (guide, ncclCommAbort
-        and ncclCommRevoke).  It ends in any case, so whoever waits for the stream does not see a difference."""
+        """A kernel: its output is garbage until it is complete, and stays so when it is stopped (guide,
+        ncclCommAbort).  It ends in any case, so whoever waits for the stream does not see a difference."""
         for part in parts:
             part.spoil()
         for part in parts:
@@ -318,8 +205,6 @@ class Communicator:
         for part in sorted(parts, key=lambda part: isinstance(part, Send)):  # all go on at the same time
             if not part.finish(self):
                 break
-        with self._lock:
-            self._under_way -= 1
 
     def arrived(self, key: str, peers: Sequence[int]) -> bytes | None:
         """For operations: what a peer sent; None: this end was stopped."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.doubles.nccl.net import net
 
-SUCCESS, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 5, 6, 7
+SUCCESS, REMOTE_ERROR, IN_PROGRESS = 0, 6, 7
 """ncclResult_t in nccl.h."""
 
 
@@ -28,13 +28,6 @@ class NcclError(Exception):
 
 class NcclInvalid(Exception):
     """What nccl4py itself refuses: a null communicator, buffers that do not fit."""
-
-
-class CommShrinkFlag(IntEnum):
-    """NCCL_SHRINK_DEFAULT and NCCL_SHRINK_ABORT in nccl.h."""
-
-    DEFAULT = 0
-    ABORT = 1
 
 
 class NcclRedOp(IntEnum):
@@ -78,36 +71,28 @@ class Errors(IntEnum):
 
 
 class Core:
-    """``version``: what it lacks is not there.  ``polls``: every call is in progress for at most so many queries.
+    """``polls``: every call is in progress for at most so many queries.  ``errors``: see ``Errors``.
 
-    ``errors``: see ``Errors``.  ``sticky``: an error stays when the communicator is revoked (no document says which).
     The numbers are drawn from ``seed``.
     """
 
-    CommShrinkFlag, NcclRedOp, NCCLConfig, UniqueId, NcclInvalid = (
-        CommShrinkFlag, NcclRedOp, NCCLConfig, UniqueId, NcclInvalid,
-    )  # fmt: skip
+    NcclRedOp, NCCLConfig, UniqueId, NcclInvalid = NcclRedOp, NCCLConfig, UniqueId, NcclInvalid
 
-    def __init__(
-        self,
-        version: tuple[int, ...] = (2, 29, 7),
-        *,
-        polls: int = 3,
-        errors: Errors = Errors.AT_ONCE,
-        sticky: bool = False,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, *, polls: int = 3, errors: Errors = Errors.AT_ONCE, seed: int = 0) -> None:
         from tests.doubles.nccl.communicator import Communicator
 
-        self.version = version
         self.errors = errors
-        self.sticky = sticky
         self._polls = polls
         self._draws = random.Random(seed)
         self._drawing = threading.Lock()
         self._grouped = threading.local()
         self.calls: list[str] = []
-        """Names of the management calls made: init, shrink, grow, revoke, abort."""
+        """Names of the management calls made: init, abort."""
+        self.live: set[Any] = set()
+        """Communicators that were made and not aborted yet: nccl4py has no finaliser, so each must be."""
+        self.strays: list[str] = []
+        """Calls of a thread whose current device was not that of the communicator: each makes a context there, since
+        NCCL gives back the device that it found by cudaSetDevice (group.cc; CUDA 12: that makes the context)."""
         self.Communicator: type[Any] = type("Communicator", (Communicator,), {"core": self})
 
     def get_unique_id(self) -> UniqueId:

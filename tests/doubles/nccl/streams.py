@@ -22,7 +22,7 @@ class Stream:
     """A thread carries out what is enqueued, as long as there is something."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        del device
+        self.device = _number(device)
         self.priority = priority
         self.in_progress = 0
         """Calls of NCCL's on this stream that are in progress."""
@@ -102,16 +102,36 @@ def current_stream(device: Any = None) -> Stream:
 
 @contextmanager
 def stream(chosen: Stream) -> Iterator[None]:
+    """With it its device becomes the current one (torch.cuda.StreamContext)."""
     before = current_stream()
     _current.stream = chosen
     try:
-        yield
+        with device(chosen.device):
+            yield
     finally:
         _current.stream = before
 
 
+def _number(device: Any) -> int:
+    """A device of the host may have one, too; without one it is the current one."""
+    found = device if isinstance(device, int) else getattr(device, "index", None)
+    return current_device() if found is None else found
+
+
+def current_device() -> int:
+    """That of the calling thread; of a new one the first (CUDA programming guide, "Device Selection")."""
+    return getattr(_current, "device", 0)
+
+
+def set_device(chosen: Any) -> None:
+    _current.device = _number(chosen)
+
+
 @contextmanager
 def device(chosen: Any) -> Iterator[None]:
-    """The current device: there is one."""
-    del chosen
-    yield
+    before = current_device()
+    set_device(chosen)
+    try:
+        yield
+    finally:
+        set_device(before)
