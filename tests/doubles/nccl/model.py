@@ -26,7 +26,8 @@ class TensorParallel:
         self._stream = library.cuda.Stream(device)
         self._source, self._output = torch.zeros(1), torch.zeros(size)
         self._communicator = library.core.Communicator.init(size, rank, unique_id, library.config())
-        self._succeeds()
+        with suppress(*library.errors):
+            self._succeeds()
 
     def launch(self) -> None:
         cuda = self._library.cuda
