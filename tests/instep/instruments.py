@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -22,8 +23,9 @@ from recover_megatron.collectives.nccl.library import Library
 from tests.doubles.nccl.model import TensorParallel
 from tests.instep.faulty import kill_me
 
-MOST_SECONDS = 0.002
+MOST_SECONDS = 0.003
 """Of a kernel of the model's."""
+MOST_AHEAD = 4
 
 
 def other_flag(worker: str, flag: str, value: str) -> None:
@@ -136,7 +138,8 @@ def _late_device(double: Callable[[], Library]) -> None:
     """Have a device with one hardware queue compute what the host does, later.
 
     Each all-reduce inside the replica is launched on the device, too, by the group's own communicator, behind a kernel
-    that takes up to ``MOST_SECONDS``: so the host has gone on when the buckets that it hands in are computed.  (The
+    that takes up to ``MOST_SECONDS``.  The host runs ahead of the device by up to ``MOST_AHEAD`` of them, some more and
+    some less: so it has gone on when the buckets that it hands in are computed, not as far at every worker.  (The
     numbers are gloo's, as ever.)  When the replica's groups are ended these communicators are aborted; a group that is
     made anew gets another one.
     """
@@ -147,6 +150,7 @@ def _late_device(double: Callable[[], Library]) -> None:
     library, device, draws = double(), torch.device("cpu"), random.Random(os.environ["RANK"])
     bind, end = SwappableGroup.bind, ModelParallelGroups.end
     communicators: list[TensorParallel] = []
+    launched: deque[Any] = deque(maxlen=MOST_AHEAD)
 
     def opened(group: SwappableGroup) -> TensorParallel:
         unique_id = torch.frombuffer(bytearray(bytes(library.core.get_unique_id())), dtype=torch.uint8)
@@ -164,6 +168,9 @@ def _late_device(double: Callable[[], Library]) -> None:
                 on_device, seconds = opening(), draws.uniform(0, MOST_SECONDS)
                 library.cuda.current_stream(device).submit(partial(time.sleep, seconds))
                 on_device.launch()
+                launched.append(library.cuda.Event())
+                launched[-1].record()
+                launched[draws.randrange(len(launched))].synchronize()
                 return allreduce(*args)
 
             self.__dict__["allreduce"] = launching
