@@ -75,8 +75,10 @@ def together(
     members = [10 * rank for rank in range(size)]
 
     def member(rank: int) -> Any:
-        epoch = PlainEpoch(1, members, members[rank])
-        group = group_factory.open_group(epoch, shared, name="column", secret=SECRET, timeout=DEADLINE, **options)
+        epoch, device = PlainEpoch(1, members, members[rank]), torch.device("cpu", rank)
+        group = group_factory.open_group(
+            epoch, shared, name="column", secret=SECRET, timeout=DEADLINE, device=device, **options
+        )
         try:
             return work(group)
         except BaseException:

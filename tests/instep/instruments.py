@@ -6,7 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recover_megatron.collectives.nccl.library import Library
+from tests.doubles.nccl.model import TensorParallel
 from tests.instep.faulty import kill_me
+
+MOST_SECONDS = 0.003
+"""Of a kernel of the model's."""
+MOST_AHEAD = 4
 
 
 def other_flag(worker: str, flag: str, value: str) -> None:
@@ -95,7 +106,7 @@ def with_wandb() -> None:
 
 
 def over_nccl(settings: str) -> None:
-    """Have gradients travel over NCCL's double, on the CPU.
+    """Have gradients travel over NCCL's double, on the CPU, beside kernels of the model's (``_late_device``).
 
     ``settings``: a JSON object, what ``tests.doubles.nccl.library`` takes, and which collective ("native" or "ring").
     A worker's log tells which calls of NCCL's made and ended its communicators.
@@ -120,6 +131,57 @@ def over_nccl(settings: str) -> None:
     libraries.load = lambda: its_double  # type: ignore[assignment]
     fault_tolerance.CommunicationConfig = config  # type: ignore[assignment,misc]
     its_double.core.calls = Told()
+    _late_device(nccl_double)
+
+
+def _late_device(double: Callable[[], Library]) -> None:
+    """Have a device with one hardware queue compute what the host does, later.
+
+    Each all-reduce inside the replica is launched on the device, too, by the group's own communicator, behind a kernel
+    that takes up to ``MOST_SECONDS``.  The host runs ahead of the device by up to ``MOST_AHEAD`` of them, some more and
+    some less: so it has gone on when the buckets that it hands in are computed, not as far at every worker.  (The
+    numbers are gloo's, as ever.)  When the replica's groups are ended these communicators are aborted; a group that is
+    made anew gets another one.
+    """
+    from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
+    from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
+
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    library, device, draws = double(), torch.device("cpu"), random.Random(os.environ["RANK"])
+    bind, end = SwappableGroup.bind, ModelParallelGroups.end
+    communicators: list[TensorParallel] = []
+    launched: deque[Any] = deque(maxlen=MOST_AHEAD)
+
+    def opened(group: SwappableGroup) -> TensorParallel:
+        unique_id = torch.frombuffer(bytearray(bytes(library.core.get_unique_id())), dtype=torch.uint8)
+        group.broadcast([unique_id], dist.BroadcastOptions()).wait()
+        agreed = library.core.UniqueId.from_bytes(bytes(unique_id.tolist()))
+        communicators.append(TensorParallel(library, agreed, group.rank(), group.size(), device))
+        return communicators[-1]
+
+    def binding(self: SwappableGroup, inner: Any) -> None:
+        bind(self, inner)
+        if len(self.positions) > 1 and "allreduce" in self.__dict__:
+            allreduce, opening = self.__dict__["allreduce"], cache(partial(opened, self))
+
+            def launching(*args: Any) -> Any:
+                on_device, seconds = opening(), draws.uniform(0, MOST_SECONDS)
+                library.cuda.current_stream(device).submit(partial(time.sleep, seconds))
+                on_device.launch()
+                launched.append(library.cuda.Event())
+                launched[-1].record()
+                launched[draws.randrange(len(launched))].synchronize()
+                return allreduce(*args)
+
+            self.__dict__["allreduce"] = launching
+
+    def ending(self: ModelParallelGroups) -> None:
+        end(self)
+        while communicators:
+            communicators.pop().abort()
+
+    SwappableGroup.bind = binding  # type: ignore[method-assign]
+    ModelParallelGroups.end = ending  # type: ignore[method-assign]
 
 
 def reaching(where: str) -> None:

@@ -230,7 +230,7 @@ def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoi
         assert f"iteration {saved} in {checkpoints}" in said, said
 
 
-PAIRS = Layout("tp2-dp2", 2, tensor=2)
+PAIRS = Layout("tp2-dp2", 2, tensor=2, flags="--overlap-grad-reduce --ddp-bucket-size 2000")
 OVER_NCCL = [(collective, errors.name) for collective in ("native", "ring") for errors in Errors]
 
 

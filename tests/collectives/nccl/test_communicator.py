@@ -51,7 +51,7 @@ class Member:
         self.token = CancelToken(1)
         handle = library.core.Communicator.init(size, rank, unique_id, library.config())
         self.communicator = Communicator(library, handle, "first", self.token, rank=rank, size=size)
-        self.stream = Stream()
+        self.stream = Stream(torch.device("cpu", rank))
         OPENED.append(self.communicator)
 
     def open(self) -> Member:

@@ -48,6 +48,7 @@ class Member:
         return open_group(
             self.epoch, store, name="column", secret=SECRET, timeout=DEADLINE, transport_kind="nccl",
             collective=collective, tuning=Tuning(64, 16, 2), communicators=self.keeper,
+            device=torch.device("cpu", self.me),
         )  # fmt: skip
 
     def first(self, group: Group) -> None:

@@ -45,7 +45,7 @@ class Worker:
         self.library = library
         self.name = name
         self.keeper = Keeper()
-        self.stream = Stream()
+        self.stream = Stream(torch.device("cpu", name))
         self.communicator: Communicator | None = None
 
     def open(self, epoch: int, members: list[Worker], store: Any, token: CancelToken) -> Communicator:
