@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.instep import epoch_groups
 from recover_megatron.instep.epoch_groups import OPENER, CommunicationConfig, EpochGroups
@@ -28,7 +27,6 @@ from recover_megatron.instep.traffic import Caller, Mode, Staged, Traffic
 from recover_megatron.megatron_hooks.groups import is_known
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.doubles.nccl import library as nccl_double
-from tests.doubles.nccl import streams
 from tests.harness.waiting import DEADLINE
 
 REPLICAS = (0, 1, 2)
@@ -231,35 +229,27 @@ COLUMNS = (Slot(0), Slot(1)), (Slot(1), Slot(0))
 
 
 class Two:
-    """Both members of both columns; ``noted``: what member 0 begins to open, on which device, and what it has open."""
+    """Both members of both columns, with a device each; ``noted``: what member 0 begins to open, and has open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noted: list[tuple[str, tuple[Slot, ...]]] = []
         self.began = threading.Event()
         self._open_group = epoch_groups.open_group
-        self._current = threading.local()
-        double = nccl_double()
-        cuda = SimpleNamespace(**vars(streams) | {"device": self._device})
-        monkeypatch.setattr(libraries, "load", lambda: replace(double, cuda=cuda))
+        self.double = nccl_double()
+        monkeypatch.setattr(libraries, "load", lambda: self.double)
         monkeypatch.setattr(epoch_groups, "open_group", self._opened)
         servers = [PeerStoreServer("127.0.0.1", b"secret") for _ in range(2)]
         configs = [
-            CommunicationConfig(server, b"secret", torch.device("cpu"), collective="native", transport_kind="nccl")
-            for server in servers
+            CommunicationConfig(server, b"secret", torch.device("cpu", at), collective="native", transport_kind="nccl")
+            for at, server in enumerate(servers)
         ]
         addresses = {Slot(at): server.address for at, server in enumerate(servers)}
         self.first, self.second = (EpochGroups(1, Slot(at), config, addresses) for at, config in enumerate(configs))
 
-    @contextmanager
-    def _device(self, device: torch.device) -> Iterator[None]:
-        if column := getattr(self._current, "column", None):
-            self.noted.append((f"on {device}", column))
-        yield
-
     def _opened(self, column: Any, *args: Any, **settings: Any) -> Any:
         if column.me != 0:
             return self._open_group(column, *args, **settings)
-        self._current.column = column.members
+        self.noted.append(("begins", column.members))
         self.began.set()
         group = self._open_group(column, *args, **settings)
         self.noted.append(("open", column.members))
@@ -281,7 +271,26 @@ def test_rings_open_while_a_member_does_something_else_one_after_the_other_on_it
         asked = pool.submit(two.first.ring, COLUMNS[1])
         found = [two.second.ring(column) for column in COLUMNS]
         assert [asked.result(DEADLINE).size, *(ring.size for ring in found)] == [2, 2, 2]
-    assert two.noted == [(what, column) for column in COLUMNS for what in ("on cpu", "open")]
+    assert two.noted == [(what, column) for column in COLUMNS for what in ("begins", "open")]
+
+
+def test_columns_of_a_device_are_summed_one_after_the_other(two: Two) -> None:
+    """In one thread (see tests/collectives/test_progress.py), which works on that device."""
+    with ThreadPoolExecutor() as pool:
+        opened = pool.submit(lambda: [two.first.ring(column) for column in COLUMNS])
+        rings = [two.second.ring(column) for column in COLUMNS], opened.result(DEADLINE)
+    for first, second in rings:
+        assert first._progress is second._progress
+    buckets = [[Bucket(torch.ones(8)) for _ in COLUMNS] for _ in rings]
+    sums = [
+        ring.all_reduce(bucket)
+        for its, of in zip(rings, buckets, strict=True)
+        for ring, bucket in zip(its, of, strict=True)
+    ]
+    for handle in sums:
+        handle.wait(DEADLINE)
+    assert [bucket.flat.tolist() for of in buckets for bucket in of] == [[2.0] * 8] * 4
+    assert not two.double.core.strays
 
 
 def test_the_end_of_the_epoch_ends_what_is_being_opened_and_nothing_more_is(two: Two) -> None:
@@ -294,6 +303,6 @@ def test_the_end_of_the_epoch_ends_what_is_being_opened_and_nothing_more_is(two:
     two.first.end("the other one has died")
     two.first.close()
     assert not opening()
-    assert two.noted == [("on cpu", COLUMNS[0])]
+    assert two.noted == [("begins", COLUMNS[0])]
     with pytest.raises(EpochRevoked, match="has died"):
         two.first.ring(COLUMNS[1])
