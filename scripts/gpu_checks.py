@@ -69,10 +69,8 @@ def run(check: Callable[[Place], str], place: Place) -> tuple[str, str]:
         return "ok", check(place)
     except NotRun as why:
         return str(why), ""
-    except Failed as failure:
-        return f"FAILED: {failure}", ""
-    except Exception as error:  # noqa: BLE001  whatever a check did not foresee is its failure, and not that of the others
-        return f"FAILED: {type(error).__name__}: {error}", ""
+    except Exception as error:  # noqa: BLE001  what a check did not foresee is its failure, and not that of the others
+        return f"FAILED: {'' if isinstance(error, Failed) else f'{type(error).__name__}: '}{error}", ""
 
 
 def _row(*cells: str) -> None:

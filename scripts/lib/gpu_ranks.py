@@ -14,6 +14,7 @@ ledger names.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
 import os
 import queue
 import random
@@ -225,80 +226,76 @@ def run_rank(me: int, port: int, pipe: Connection, environment: dict[str, str], 
     Rank(me, port, pipe, device).serve()
 
 
-class Process:
-    """A rank, as its parent sees it.  ``Failed`` names it where it does not answer as it must."""
-
-    def __init__(self, me: int, port: int, environment: dict[str, str], place: Place) -> None:
-        self.me, self._place = me, place
-        self._pipe, its = multiprocessing.Pipe()
-        spawn = multiprocessing.get_context("spawn")
-        self._process = spawn.Process(target=run_rank, args=(me, port, its, environment, place), daemon=True)
-        self._process.start()
-        its.close()
-
-    def ask(self, what: str, **values: Any) -> None:
-        """Give a command; that one has ended is told by its answer."""
-        with suppress(BrokenPipeError):
-            self._pipe.send((what, values))
-
-    def answer(self, what: str, patience: float = PATIENCE) -> Values:
-        """The next thing that it tells."""
-        if not self._pipe.poll(max(0.0, self._place.until(patience) - time.monotonic())):
-            raise Failed(f"rank {self.me} did not answer in time: {what}")
-        try:
-            values: Values = self._pipe.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise Failed(f"rank {self.me} has ended by itself: {what}") from error
-        return values
-
-    def result(self, what: str, raised: str | None = None, patience: float = PATIENCE) -> Values:
-        """The answer to a command, behind what was told on the way to it, which ended as it should."""
-        while "told" not in (values := self.answer(what, patience)):
-            pass
-        if values.get("raised") != raised:
-            raise Failed(f"rank {self.me}, {what}: {values.get('raised', 'was carried out, to the end')}")
-        return values
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-
 class Ranks:
-    """The members of an epoch after the other, and ``spares`` that start meanwhile; ``close`` kills them."""
+    """The processes, and the members of one epoch after the other; ``spares`` start meanwhile; ``close`` kills all.
+
+    ``Failed`` names the rank that does not answer as it must, and what it was asked.
+    """
 
     def __init__(self, place: Place, collective: str = "native", spares: int = 0, **environment: str) -> None:
-        self._collective, self._spares = collective, spares
+        self._place, self._collective, self._spares, self._environment = place, collective, spares, environment
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        self._start = lambda me: Process(me, self._store.port, environment, place)
-        self._started: list[Process] = []
+        self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._ready = 0
         self._epochs: dict[int, list[int]] = {}
-        self.members: list[Process] = []
+        self.members: list[int] = []
 
-    def close(self) -> None:
-        for process in self._started:
-            process.kill()
-
-    def ready(self, count: int) -> list[Process]:
+    def ready(self, count: int) -> list[int]:
         """The next ``count`` ranks, which have the device by now."""
         first, self._ready = self._ready, self._ready + count
-        self._started += map(self._start, range(len(self._started), self._ready + self._spares))
-        for process in self._started[first : self._ready]:
-            process.result("start", patience=STARTING)
-        return self._started[first : self._ready]
+        for me in range(len(self._started), self._ready + self._spares):
+            mine, its = multiprocessing.Pipe()
+            told = me, self._store.port, its, self._environment, self._place
+            process = multiprocessing.get_context("spawn").Process(target=run_rank, args=told, daemon=True)
+            process.start()
+            its.close()
+            self._started.append((process, mine))
+        for me in range(first, self._ready):
+            self.result(me, "start", patience=STARTING)
+        return list(range(first, self._ready))
 
-    def open(self, members: list[Process]) -> list[Values]:
-        """The next epoch; each opens its group."""
-        number, self.members = len(self._epochs) + 1, members
-        self._epochs[number] = [process.me for process in members]
-        return self.all("open", number=number, epochs=self._epochs, collective=self._collective)
+    def kill(self, me: int) -> None:
+        self._started[me][0].kill()
+        self._started[me][0].join()
+
+    def close(self) -> None:
+        for me in range(len(self._started)):
+            self.kill(me)
+
+    def ask(self, me: int, what: str, **values: Any) -> None:
+        """Give a command; that one has ended is told by its answer."""
+        with suppress(BrokenPipeError):
+            self._started[me][1].send((what, values))
+
+    def answer(self, me: int, what: str, patience: float = PATIENCE) -> Values:
+        """The next thing that it tells."""
+        pipe = self._started[me][1]
+        if not pipe.poll(max(0.0, self._place.until(patience) - time.monotonic())):
+            raise Failed(f"rank {me} did not answer in time: {what}")
+        try:
+            values: Values = pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise Failed(f"rank {me} has ended by itself: {what}") from error
+        return values
+
+    def result(self, me: int, what: str, raised: str | None = None, patience: float = PATIENCE) -> Values:
+        """The answer to a command, behind what was told on the way to it, which ended as it should."""
+        while "told" not in (values := self.answer(me, what, patience)):
+            pass
+        if values.get("raised") != raised:
+            raise Failed(f"rank {me}, {what}: {values.get('raised', 'was carried out, to the end')}")
+        return values
 
     def all(self, what: str, **values: Any) -> list[Values]:
         """Every member carries it out."""
-        for process in self.members:
-            process.ask(what, **values)
-        return [process.result(what) for process in self.members]
+        for me in self.members:
+            self.ask(me, what, **values)
+        return [self.result(me, what) for me in self.members]
+
+    def open(self, members: list[int]) -> list[Values]:
+        """The next epoch; each opens its group."""
+        self.members = self._epochs[len(self._epochs) + 1] = members
+        return self.all("open", number=len(self._epochs), epochs=self._epochs, collective=self._collective)
 
 
 # ---- the checks --------------------------------------------------------------------------------------------------
@@ -341,18 +338,18 @@ def kills(collective: str, place: Place) -> str:
         ranks.open(ranks.ready(4))
         while len(recovered) < MOST and (not recovered or time.monotonic() < until):
             until = until or time.monotonic() + COUNTING
-            for process in ranks.members:
-                process.ask("sum", rounds=1_000_000)
-            for process in ranks.members * choose.randrange(1, 4):
-                if "round" not in (values := process.answer("sums begin")):
-                    raise Failed(f"rank {process.me} has ended its sums by itself: {values}")
+            for me in ranks.members:
+                ranks.ask(me, "sum", rounds=1_000_000)
+            for me in ranks.members * choose.randrange(1, 4):
+                if "round" not in (values := ranks.answer(me, "sums begin")):
+                    raise Failed(f"rank {me} has ended its sums by itself: {values}")
             victim = choose.choice(ranks.members)
             time.sleep(choose.random() * 0.05)  # anywhere within a sum
-            victim.kill()
-            survivors = [process for process in ranks.members if process is not victim]
-            for process in survivors:
-                process.ask("revoke")
-            raised += [process.result("sums beside a death", "EpochRevoked")["after"] for process in survivors]
+            ranks.kill(victim)
+            survivors = [me for me in ranks.members if me != victim]
+            for me in survivors:
+                ranks.ask(me, "revoke")
+            raised += [ranks.result(me, "sums beside a death", "EpochRevoked")["after"] for me in survivors]
             newcomers, started = ranks.ready(1), time.monotonic()
             rounds = [values["round"] for values in ranks.open([*survivors, *newcomers])]
             ranks.all("recover", round=max(rounds))

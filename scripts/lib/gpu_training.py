@@ -25,24 +25,14 @@ from pathlib import Path
 
 from recover_megatron.report.run_dir import compare
 from recover_megatron.run_log.steps import StepRecord, read_steps, violations
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, STOCK
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = str(ROOT / "pretrain_gpt_recover.py")
-STOCK = str(ROOT / "tests" / "megatron_hooks" / "reference_gpt.py")
-"""A plain script on Megatron's interface, which knows nothing of recover_megatron."""
 ROUNDING = 1e-4
 """Relative difference of a loss, above which the order of additions explains nothing."""
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
 """For those who are hosts of their own to NCCL, which then takes several on one GPU; beside NCCL_HOSTID."""
-TINY = shlex.split(  # with what Megatron needs where neither Transformer Engine nor apex is
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
-    "--micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --make-vocab-size-divisible-by 1 "
-    "--hidden-dropout 0 --attention-dropout 0 --train-iters 6 --log-interval 1 --eval-interval 1000000 --eval-iters 0 "
-    "--split 99,1,0 --num-workers 0 --transformer-impl local --no-gradient-accumulation-fusion "
-    "--no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
-    "--attention-softmax-in-fp32"
-)
+TINY = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, *"--micro-batch-size 1 --global-batch-size 12 --train-iters 6".split()]
 BUSY = shlex.split(  # enough to keep a GPU behind its host
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
     "--ddp-bucket-size 1250000"
