@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,8 +69,9 @@ class Rank:
         self._ids += 1
         return self._make_id()
 
-    def open(self, collective: str) -> Values:
+    def open(self, collective: Literal["ring", "native"]) -> Values:
         """Open the group of the epoch, with the communicators of the last one where they can be kept."""
+        assert self._epoch is not None
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -78,7 +79,7 @@ class Rank:
         self._group = open_group(
             self._epoch, self._store, name="checks", secret=SECRET, device=self._device, timeout=PATIENCE,
             collective=collective, transport_kind="nccl", communicators=self._keeper,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
         return {"seconds": time.monotonic() - started, "ids": self._ids, "round": self._round}
 
     def sum(self, rounds: int) -> Values:

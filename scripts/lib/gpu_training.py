@@ -29,7 +29,7 @@ from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, S
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = 1e-4
-"""Relative difference of a loss, above which the order of additions explains nothing."""
+"""Relative difference of a loss or a norm, above which the order of additions explains nothing."""
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
 """For those who are hosts of their own to NCCL, which then takes several on one GPU; beside NCCL_HOSTID."""
 TINY = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, *"--micro-batch-size 1 --global-batch-size 12 --train-iters 6".split()]
@@ -177,9 +177,10 @@ def difference(run: Training, reference: Training) -> str:
     if wrong := [*violations(mine), *violations(its)]:
         raise Failed(f"{run.name}: {wrong[0]}")
     compared = compare(mine, its)
-    if compared.unlike or not compared.worst_loss or compared.worst_loss.relative > ROUNDING:
-        raise Failed(f"losses differ: {compared.unlike or compared.worst_loss}")
-    return f"losses of {compared.iterations} iterations differ by {compared.worst_loss.relative:.0e}"
+    worst = max([each.relative for each in (compared.worst_loss, compared.worst_grad_norm) if each], default=1.0)
+    if compared.unlike or worst > ROUNDING:
+        raise Failed(f"losses or gradients differ by {worst:.1e}: {compared.unlike}")
+    return f"losses and gradients of {compared.iterations} iterations differ by {worst:.0e}"
 
 
 # ---- the checks --------------------------------------------------------------------------------------------------
