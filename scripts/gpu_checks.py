@@ -1,6 +1,7 @@
-"""The part of gpu_checks.sh that runs inside Python.  See gpu_checks.sh, and lib/gpu_check_list.py for the checks.
+"""The part of gpu_checks.sh that runs inside Python: the table of checks.
 
-DIR/results.json    what each check has come to, written when it is over: --resume runs the others
+Every check is made of processes of its own, with a deadline: one that hangs or crashes is a row, and the others are
+run all the same.  DIR/results.json has what each has come to: --resume runs the others.
 """
 
 from __future__ import annotations
@@ -8,22 +9,23 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib.gpu_check_list import CHECKS, NotRun, Place
-from lib.gpu_training import Failed
+import torch
+from lib.gpu_ranks import kills, one_queue, two
+from lib.gpu_training import Failed, NotRun, Place, deaths, nvidia_smi, overlap, parity
 
 from recover_megatron import __version__
+from recover_megatron.collectives.nccl.library import load
 from recover_megatron.hostdevice import CudaBroken, driver_device_count
 
 SECONDS = 580.0
@@ -33,22 +35,32 @@ NOTHING_RUN = 3
 """Exit status when no check could be run."""
 
 
-class Results:
-    """What the checks have come to, kept in a file for the next call."""
+TP2, SHARDED = "--tensor-model-parallel-size 2", "--use-distributed-optimizer"
 
-    def __init__(self, file: Path, resume: bool) -> None:
-        self._file = file
-        self._rows: dict[str, list[str]] = json.loads(file.read_text()) if resume and file.exists() else {}
 
-    def passed(self, name: str) -> list[str] | None:
-        """[result, seconds, number] of a check that has passed in an earlier call."""
-        row = self._rows.get(name)
-        return row if row and row[0] == "ok" else None
+def packages(place: Place) -> str:
+    """What the checks run on is there."""
+    place.needs("megatron.training", "nccl")
+    if place.rehearse:
+        raise NotRun("not run: rehearsal")
+    version = ".".join(map(str, load().version))
+    return f"nccl4py with NCCL {version}, torch {torch.__version__} for NCCL {torch.cuda.nccl.version()}"
 
-    def put(self, name: str, row: list[str]) -> None:
-        """Keep it."""
-        self._rows[name] = row
-        self._file.write_text(json.dumps(self._rows, indent=1))
+
+CHECKS: list[tuple[str, Callable[[Place], str]]] = [
+    ("queue: what waits for an unfinished sum", one_queue),
+    ("overlap: TP beside sums, a death, a rejoin", overlap),
+    ("packages", packages),
+    ("2 ranks over NCCL, communicators kept", two),
+    ("killed in sums, native", partial(kills, "native")),
+    ("killed in sums, ring", partial(kills, "ring")),
+    ("DP 4, 2 killed", partial(deaths, "dp4", "", "1@3:backward#2,3@5:reduce-scatter", (1, 3), 2, 4)),
+    ("TP 2, 2 killed", partial(deaths, "tp2", TP2, "1@3:backward#2,2@5:backward", (1, 2), 1, 4)),
+    ("distributed optimizer, 1 killed", partial(deaths, "sharded", SHARDED, "1@3:backward#2", (1,), 3, 4)),
+    ("a worker's device breaks", partial(deaths, "broken", "", "1@3:forward:device", (1,), 1, 2)),
+    ("stock parity and iteration time, 1 worker", parity),
+]
+"""In the order in which they tell most."""
 
 
 def run(check: Callable[[Place], str], place: Place) -> tuple[str, str]:
@@ -59,93 +71,66 @@ def run(check: Callable[[Place], str], place: Place) -> tuple[str, str]:
         return "ok", check(place)
     except NotRun as why:
         return str(why), ""
-    except Failed as failure:
-        return f"FAILED: {failure}", ""
-    except Exception as error:  # noqa: BLE001  whatever a check did not foresee is its failure, and not that of the others
-        return f"FAILED: {type(error).__name__}: {error}", ""
+    except Exception as error:  # noqa: BLE001  what a check did not foresee is its failure, and not that of the others
+        return f"FAILED: {'' if isinstance(error, Failed) else f'{type(error).__name__}: '}{error}", ""
 
 
 def _row(*cells: str) -> None:
     print("| " + " | ".join(" ".join(cell.split()).replace("|", "/") for cell in cells) + " |", flush=True)
 
 
-def _smi(query: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
+def why_not() -> tuple[str, int, int]:
+    """(why the checks cannot be run, exit status, GPUs); ("", 0, n): they can."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _memory_gib() -> float:
-    text = _smi("memory.total")
-    return float(text) / 1024 if text.replace(".", "").isdigit() else 0.0
-
-
-def _machine() -> str:
-    import torch
-
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.backends.cuda.is_built() else "none"
-    gpu = _smi("name,driver_version,memory.total") or "GPU not named: no nvidia-smi"
-    versions = f"torch {torch.__version__}, NCCL {nccl}, Python {platform.python_version()}"
-    return f"{datetime.date.today()}, {gpu}, {versions}, {os.cpu_count()} cores"
-
-
-def why_not() -> tuple[str, int]:
-    """(why the checks cannot be run, exit status); ("", 0): they can."""
-    try:
-        devices = driver_device_count()
+        gpus = driver_device_count()
     except CudaBroken as broken:
-        return f"not run: the CUDA driver does not work: {broken}", 1
-    if not devices:
-        return NO_DEVICE, 0
-    import torch
-
-    return ("", 0) if torch.backends.cuda.is_built() else ("not run: this torch was built without CUDA", 1)
+        return f"not run: the CUDA driver does not work: {broken}", 1, 0
+    if gpus and not torch.backends.cuda.is_built():
+        return "not run: this torch was built without CUDA", 1, gpus
+    return "" if gpus else NO_DEVICE, 0, gpus
 
 
 def main() -> int:
     """Run the checks and print the table; the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends on the way out
     options = _options()
-    reason, status = ("", 0) if options.rehearse else why_not()
-    if not reason:
-        print(
-            "rehearsal on the host device: nothing here is about a GPU" if options.rehearse else _machine(), end="\n\n"
-        )
+    reason, status, gpus = ("", 0, 1) if options.rehearse else why_not()
+    if options.rehearse:
+        print("rehearsal on the host device: nothing here is about a GPU\n")
+    elif not reason:
+        gpu = nvidia_smi("--query-gpu=name,driver_version,memory.total") or "not named: no nvidia-smi"
+        print(f"{datetime.date.today()}, {gpu}, torch {torch.__version__}, Python {sys.version}\n")
     _row("check", "result", "seconds", "number")
     print("|---|---|--:|---|", flush=True)
     tried = False
     with ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-checks-")))
         folder.mkdir(parents=True, exist_ok=True)
-        place = Place(folder.resolve(), options.rehearse, time.monotonic() + options.seconds, _memory_gib())
-        results = Results(folder / "results.json", options.resume)
+        place = Place(folder.resolve(), options.rehearse, time.monotonic() + options.seconds, gpus)
+        file = folder / "results.json"
+        rows: dict[str, list[str]] = json.loads(file.read_text()) if options.resume and file.exists() else {}
         for name, check in CHECKS:
             if options.only.lower() not in name.lower():
                 continue
-            row = results.passed(name)
-            if row is None:
+            if rows.get(name, ["not run"])[0] != "ok":
                 started = time.monotonic()
                 result, number = (reason, "") if reason else run(check, place)
-                spent = "" if result.startswith("not ") else f"{time.monotonic() - started:.0f}"
-                row = [result, spent, number]
-                results.put(name, row)
-            _row(name, *row)
-            tried = tried or not row[0].startswith("not ")
-            status = status or int(row[0].startswith("FAILED"))
+                rows[name] = [result, "" if result.startswith("not ") else f"{time.monotonic() - started:.0f}", number]
+                file.write_text(json.dumps(rows, indent=1))
+            _row(name, *rows[name])
+            tried = tried or not rows[name][0].startswith("not ")
+            status = status or int(rows[name][0].startswith("FAILED"))
     return status if tried or status else NOTHING_RUN
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu_checks.sh", description="Check recover_megatron on one NVIDIA GPU.")
+    parser = argparse.ArgumentParser(prog="gpu_checks.sh", description="Check recover_megatron on NVIDIA GPUs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
     parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the checks that have this in their name")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all checks of this call (%(default)g)")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="without a GPU, on the host device: tries the checks, tells of no GPU"
-    )
+    parser.add_argument("--rehearse", action="store_true", help="on the host device: tries the checks, tells of no GPU")
     options = parser.parse_args()
     if options.resume and options.keep is None:
         parser.error("--resume needs --keep DIR, the folder of the call before")

@@ -1,341 +1,364 @@
 """Several ranks on one GPU: NCCL takes them for hosts of their own, and they die, are revoked and are replaced.
 
+    the parent, which is the membership  --("open" | "sum" | ..., its arguments)-->  pipe  a rank: a process of its own
+                                         <--a dict; "told" in it: the answer-------
+
 NCCL refuses two ranks of one host on one device; a host is what NCCL_HOSTID says, so each process has its own, and
-they talk over sockets of the loopback interface.  That is the transport that reports errors soonest; P2P and NVLink,
-which report none, need several GPUs.
+they talk over sockets of the loopback interface.  P2P and NVLink, which report no errors, need several GPUs.
 
-    python scripts/lib/gpu_ranks.py WHAT      prints a line: what was counted and measured; RECOVER_REHEARSE=1: on CPU
-
-The parent is the membership: it ends epochs and says who is in the next one.
+The gradient of worker w in round r is ``pattern * (w + 1) + r``, of small whole numbers, so every sum is exact: an
+element of a bucket is right only if it is the worker's own gradient or the sum over the members of the epoch that its
+ledger names.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
+import multiprocessing.process
 import os
 import queue
 import random
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from multiprocessing.connection import Connection
+from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+import torch
 import torch.distributed as dist
+from lib.gpu_training import ALONE, Failed, Place
 
-REHEARSE = os.environ.get("RECOVER_REHEARSE") == "1"
-TELL = float(os.environ.get("RECOVER_CHECK_SECONDS", "60"))
-"""Seconds that a check which counts goes on; it is over before when it has counted to MOST."""
-MOST = 200
-PATIENCE = 60.0
-"""Seconds in which a rank must answer; a hang is a failure that names the rank and what it was asked."""
-STARTING = 180.0
-"""Seconds in which it must have imported torch and made its CUDA context, beside others that do the same."""
-SPARES = 1 if REHEARSE else 6
-"""Ranks that have begun to start before they are needed, where some are killed."""
-MIB = 1 << 20
+from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.group_factory import cancel_token_of, open_group
+from recover_megatron.collectives.ledger import Bucket
+from recover_megatron.collectives.nccl import library as libraries
+from recover_megatron.collectives.nccl.groups import NcclOpener
+from recover_megatron.collectives.nccl.renewal import Keeper
+from tests.collectives.together import SECRET, PlainEpoch
+
+ELEMENTS, BUCKETS, PATTERN = 1 << 20, 4, 97
+PATIENCE, STARTING, FIRES = 60.0, 180.0, 3.0
+"""Seconds in which a rank answers, in which it has the device, and in which a kernel that waits for nothing ends."""
+COUNTING, MOST = 20.0, 100
+"""Seconds for which deaths are counted, and how many at most."""
 Values = dict[str, Any]
 
 
-class RankFailed(SystemExit):
-    """What a rank answered, or did not, that must not be; the text ends this process with status 1."""
+class Rank:
+    """What a rank holds: the group of its epoch, and what outlives it.  Public methods are what the parent asks for."""
 
+    def __init__(self, me: int, port: int, pipe: Connection, device: torch.device) -> None:
+        self._me, self._pipe, self._device = me, pipe, device
+        self._store = dist.TCPStore("127.0.0.1", port, None, False)
+        self._cuda = libraries.load().cuda
+        self._keeper = Keeper()
+        self._epoch: PlainEpoch | None = None
+        self._revoked_at = 0.0
+        self._group: Group | None = None
+        self._buckets = [Bucket(torch.zeros(ELEMENTS, device=device)) for _ in range(BUCKETS)]
+        self._pattern = torch.arange(ELEMENTS, device=device).remainder_(PATTERN).to(torch.float32)
+        self._round = self._ids = 0
+        self._members_of: dict[int, list[int]] = {}
+        core = libraries.load().core
+        self._make_id, core.get_unique_id = core.get_unique_id, self._count_id
 
-class Process:
-    """One rank."""
+    def _count_id(self) -> Any:
+        self._ids += 1
+        return self._make_id()
 
-    def __init__(self, me: int, port: int) -> None:
-        self.me = me
-        alone = {"NCCL_HOSTID": f"rank{me}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
-        command = [sys.executable, str(Path(__file__).with_name("gpu_rank.py")), str(me), str(port)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | alone, text=True, bufsize=1
-        )
-        self._told: queue.SimpleQueue[Values | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+    def open(self, collective: Literal["ring", "native"]) -> Values:
+        """Open the group of the epoch, with the communicators of the last one where they can be kept."""
+        assert self._epoch is not None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        started = time.monotonic()
+        self._group = open_group(
+            self._epoch, self._store, name="checks", secret=SECRET, device=self._device, timeout=PATIENCE,
+            collective=collective, transport_kind="nccl", communicators=self._keeper,
+        )  # fmt: skip
+        return {"seconds": time.monotonic() - started, "ids": self._ids, "round": self._round}
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                self._told.put(json.loads(line))
-        self._told.put(None)
+    def sum(self, rounds: int) -> Values:
+        """Sum the buckets, again and again; the parent is told before each round."""
+        fastest = PATIENCE
+        for _ in range(rounds):
+            self._fill(self._round + 1)
+            self._pipe.send({"round": self._round})
+            started = time.monotonic()
+            self._sum()
+            fastest = min(fastest, time.monotonic() - started)
+        return {"rate": sum(bucket.flat.nbytes for bucket in self._buckets) / fastest / 1e9}
 
-    def ask(self, do: str, **values: Any) -> None:
-        """Send a command."""
-        assert self._process.stdin is not None
+    def recover(self, round: int) -> Values:
+        """After ``open``: finish the round that was interrupted; a worker that was not in it brings its own part."""
+        if self._round != round:
+            self._fill(round)
+        assert self._group is not None
+        self._group.pull(self._buckets)
+        self._sum()
+        return {}
+
+    def queue(self) -> Values:
+        """Both members open two communicators and use them once; then member 1 calls nothing more: ``one_queue``."""
+        tried = {}
+        for name in ("one", "two"):
+            epoch = PlainEpoch(1, [0, 1], self._me)
+            place = self._me, 2, self._store, cancel_token_of(epoch), Keeper(), name, self._device, PATIENCE
+            backend = NcclOpener(*place).native()
+            whole, part = (torch.zeros(ELEMENTS // parts, device=self._device) for parts in (1, 2))
+            with backend.scope():
+                backend.wait(backend.reduce_scatter(part, whole))
+                backend.wait(backend.all_gather(whole, part))
+            tried[name] = epoch, backend, whole, part
+        told: Values = {}
+        for name, (epoch, backend, whole, part) in tried.items() if self._me == 0 else ():
+            stalled, fired = self._cuda.Event(), self._cuda.Event()
+            with backend.scope():
+                backend.reduce_scatter(part, whole)
+                if name == "two":
+                    backend.all_gather(whole, part)
+                stalled.record()
+            self._pattern.add_(0)  # a kernel that is loaded already: loading one may wait for the device
+            fired.record(self._cuda.current_stream(self._device))
+            until = time.monotonic() + FIRES
+            while not fired.query() and time.monotonic() < until:
+                time.sleep(0.001)
+            told[name] = fired.query()
+            if stalled.query():
+                raise RuntimeError("a reduce-scatter was over that one of its members had not come to")
+            if name == "two":
+                told["heard"] = self._heard(stalled)
+            epoch.revoke("nobody comes")
+            backend.settle()
+            backend.close()
+        return told
+
+    def _heard(self, stalled: Any) -> float:
+        """Seconds until a revocation reaches the sum of a bucket that is computed behind what does not end."""
+        assert self._group is not None
+        assert self._epoch is not None
+        self._cuda.current_stream(self._device).wait_event(stalled)
+        self._buckets[0].ledger.clear()
+        handle = self._group.all_reduce(self._buckets[0])
+        time.sleep(0.1)  # the group's thread waits for the bucket by now; nothing tells
+        revoked = time.monotonic()
+        self._epoch.revoke("while a bucket is computed")
         try:
-            self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise RankFailed(f"rank {self.me} has ended by itself, status {self._process.wait()}") from None
+            handle.wait(10.0)
+        except EpochRevoked:
+            return time.monotonic() - revoked
+        except TimeoutError:
+            raise RuntimeError("no revocation reaches who waits for a bucket: a death in backward is lost") from None
+        raise RuntimeError("a bucket was summed that had not been computed")
 
-    def answer(self, what: str, patience: float = PATIENCE) -> Values:
-        """The next line of it."""
-        try:
-            values = self._told.get(timeout=patience)
-        except queue.Empty:
-            raise RankFailed(f"rank {self.me} did not answer within {patience:g} s: {what}") from None
-        if values is None:
-            raise RankFailed(f"rank {self.me} has ended by itself, status {self._process.wait()}: {what}")
-        return values
+    def _fill(self, round: int) -> None:
+        self._round = round
+        for bucket in self._buckets:
+            bucket.ledger.clear()
+            torch.mul(self._pattern, self._me + 1, out=bucket.flat)
+            bucket.flat.add_(round)
 
-    def result(self, what: str, patience: float = PATIENCE) -> Values:
-        """The answer to a command, behind the lines that are on the way to it."""
-        while "told" not in (values := self.answer(what, patience)):
-            pass
-        return values
+    def _sum(self) -> None:
+        assert self._group is not None
+        for handle in [self._group.all_reduce(bucket) for bucket in self._buckets]:
+            handle.wait(PATIENCE)
+        self._check(complete=True)
 
-    def good(self, what: str, patience: float = PATIENCE) -> Values:
-        """As ``result``; raises RankFailed unless the command was carried out."""
-        values = self.result(what, patience)
-        if "failed" in values or "raised" in values:
-            raise RankFailed(f"rank {self.me}, {what}: {values.get('failed') or values['raised']}")
-        return values
+    def _check(self, complete: bool = False) -> None:
+        """Raises RuntimeError unless every element is this worker's gradient or the sum that its ledger names."""
+        for bucket in self._buckets:
+            if complete and not bucket.ledger.complete:
+                raise RuntimeError("a bucket is not complete after its sum")
+            parts = [(span, [self._me]) for span in bucket.ledger.local]
+            parts += [(span, self._members_of[span.epoch]) for span in bucket.ledger.reduced]
+            for span, members in parts:
+                expected = self._pattern[span.start : span.stop] * sum(worker + 1 for worker in members)
+                expected += self._round * len(members)
+                if wrong := int((bucket.flat[span.start : span.stop] != expected).sum()):
+                    raise RuntimeError(f"{wrong} elements are wrong in {span}, members {members}")
 
-    def kill(self) -> None:
-        """SIGKILL, and its end."""
-        self._process.kill()
-        self._process.wait()
+    def serve(self) -> None:
+        """Obey ``revoke`` at once, in the thread that reads, and all else here, one after the other, until killed."""
+        commands: queue.SimpleQueue[tuple[str, Values]] = queue.SimpleQueue()
+
+        def read() -> None:
+            while True:
+                what, values = self._pipe.recv()
+                if what == "revoke":
+                    assert self._epoch is not None
+                    self._revoked_at = time.monotonic()
+                    self._epoch.revoke("the parent revokes")
+                    continue
+                if what == "open":
+                    number, self._members_of = values.pop("number"), values.pop("epochs")
+                    self._epoch = PlainEpoch(number, self._members_of[number], self._me)
+                commands.put((what, values))
+
+        threading.Thread(target=read, daemon=True).start()
+        self._pipe.send({"told": "start"})
+        while True:
+            what, values = commands.get()
+            try:
+                answer = getattr(self, what)(**values)
+            except EpochRevoked:
+                answer = {"raised": "EpochRevoked", "after": time.monotonic() - self._revoked_at}
+                self._check()
+            except (RuntimeError, TimeoutError, OSError) as error:
+                answer = {"raised": f"{type(error).__name__}: {str(error)[:200]}"}
+            self._pipe.send({"told": what, **answer})
+
+
+def run_rank(me: int, port: int, pipe: Connection, environment: dict[str, str], place: Place) -> None:
+    """The process of a rank; what it says on its standard error is in the folder."""
+    os.dup2(os.open(place.folder / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.environ |= ALONE | {"NCCL_HOSTID": f"rank{me}"} | environment
+    device = torch.device("cpu") if place.rehearse else torch.device("cuda", 0)
+    if place.rehearse:
+        from tests.doubles.nccl import library as nccl_double
+
+        double = nccl_double()
+        libraries.load = lambda: double  # type: ignore[assignment]
+    else:
+        torch.cuda.set_device(device)
+    Rank(me, port, pipe, device).serve()
 
 
 class Ranks:
-    """All of them, some waiting for their first epoch; a context."""
+    """The processes, and the members of one epoch after the other; ``spares`` start meanwhile; ``close`` kills all.
 
-    def __init__(
-        self, collective: str, *, elements: int = MIB, buckets: int = 4, segment_bytes: int = 0, spares: int = 0
-    ) -> None:
-        self.shape = {"buckets": buckets, "elements": elements}
-        self._way = {"collective": collective, "segment_bytes": segment_bytes}
+    ``Failed`` names the rank that does not answer as it must, and what it was asked.
+    """
+
+    def __init__(self, place: Place, collective: str = "native", spares: int = 0, **environment: str) -> None:
+        self._place, self._collective, self._spares, self._environment = place, collective, spares, environment
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        self._started: list[Process] = []
-        self._spares = spares
-        self._waiting: list[Process] = []
+        self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._ready = 0
         self._epochs: dict[int, list[int]] = {}
-        self.members: list[Process] = []
+        self.members: list[int] = []
 
-    def __enter__(self) -> Ranks:
-        return self
+    def ready(self, count: int) -> list[int]:
+        """The next ``count`` ranks, which have the device by now."""
+        first, self._ready = self._ready, self._ready + count
+        for me in range(len(self._started), self._ready + self._spares):
+            mine, its = multiprocessing.Pipe()
+            told = me, self._store.port, its, self._environment, self._place
+            process = multiprocessing.get_context("spawn").Process(target=run_rank, args=told, daemon=True)
+            process.start()
+            its.close()
+            self._started.append((process, mine))
+        for me in range(first, self._ready):
+            self.result(me, "start", patience=STARTING)
+        return list(range(first, self._ready))
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._started:
-            process.kill()
+    def kill(self, me: int) -> None:
+        self._started[me][0].kill()
+        self._started[me][0].join()
 
-    def ready(self, count: int) -> list[Process]:
-        """``count`` ranks that have the device; the next ones have begun."""
-        first = len(self._started)
-        more = count + self._spares - len(self._waiting)
-        self._started += [Process(me, self._store.port) for me in range(first, first + more)]
-        self._waiting += self._started[first:]
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        for process in taken:
-            process.good("start", STARTING)
-        return taken
+    def close(self) -> None:
+        for me in range(len(self._started)):
+            self.kill(me)
 
-    def open(self, members: Sequence[Process]) -> list[Values]:
-        """The next epoch; each opens its group."""
-        self.begin(members)
-        return [process.good("open") for process in self.members]
+    def ask(self, me: int, what: str, **values: Any) -> None:
+        """Give a command; that one has ended is told by its answer."""
+        with suppress(BrokenPipeError):
+            self._started[me][1].send((what, values))
 
-    def begin(self, members: Sequence[Process]) -> None:
-        """As ``open`` without waiting."""
-        self.members = sorted(members, key=lambda process: process.me)
-        number = len(self._epochs) + 1
-        self._epochs[number] = [process.me for process in self.members]
-        for process in self.members:
-            process.ask("open", number=number, epochs=self._epochs, **self._way)
+    def answer(self, me: int, what: str, patience: float = PATIENCE) -> Values:
+        """The next thing that it tells."""
+        pipe = self._started[me][1]
+        if not pipe.poll(max(0.0, self._place.until(patience) - time.monotonic())):
+            raise Failed(f"rank {me} did not answer in time: {what}")
+        try:
+            values: Values = pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise Failed(f"rank {me} has ended by itself: {what}") from error
+        return values
 
-    def all(self, do: str, **values: Any) -> list[Values]:
+    def result(self, me: int, what: str, raised: str | None = None, patience: float = PATIENCE) -> Values:
+        """The answer to a command, behind what was told on the way to it, which ended as it should."""
+        while "told" not in (values := self.answer(me, what, patience)):
+            pass
+        if values.get("raised") != raised:
+            raise Failed(f"rank {me}, {what}: {values.get('raised', 'was carried out, to the end')}")
+        return values
+
+    def all(self, what: str, **values: Any) -> list[Values]:
         """Every member carries it out."""
-        for process in self.members:
-            process.ask(do, **values)
-        return [process.good(do) for process in self.members]
+        for me in self.members:
+            self.ask(me, what, **values)
+        return [self.result(me, what) for me in self.members]
 
-    def kill(self, victim: Process) -> list[Process]:
-        """The members that are left."""
-        victim.kill()
-        return [process for process in self.members if process is not victim]
-
-    def revoke(self, survivors: Sequence[Process], what: str) -> list[float]:
-        """End the epoch; every survivor must raise EpochRevoked with nothing but its gradients and exact sums.
-
-        Returns the seconds after which each did.
-        """
-        for process in survivors:
-            process.ask("revoke")
-        told = [process.result(what) for process in survivors]
-        for process, values in zip(survivors, told, strict=True):
-            if values.get("raised") != "EpochRevoked":
-                raise RankFailed(f"rank {process.me}, {what}: {values}, not EpochRevoked")
-        return [max(0.0, values["after"] or 0.0) for values in told]
-
-    def recover(self, members: Sequence[Process]) -> float:
-        """The next epoch finishes the interrupted round; the seconds of the slowest, opening included."""
-        started = time.monotonic()
-        self.open(members)
-        states = [values["round"] for values in self.all("state")]
-        self.all("recover", **self.shape, round=max(states))
-        return time.monotonic() - started
+    def open(self, members: list[int]) -> list[Values]:
+        """The next epoch; each opens its group."""
+        self.members = self._epochs[len(self._epochs) + 1] = members
+        return self.all("open", number=len(self._epochs), epochs=self._epochs, collective=self._collective)
 
 
 # ---- the checks --------------------------------------------------------------------------------------------------
 
 
-def two(collective: str) -> str:
-    """Two ranks, any result at all."""
-    with Ranks(collective) as ranks:
+def one_queue(place: Place) -> str:
+    """Which kernels wait for a sum that does not end, with one hardware queue?  Is a revocation heard meanwhile?"""
+    with closing(Ranks(place, CUDA_DEVICE_MAX_CONNECTIONS="1")) as ranks:
+        ranks.open(ranks.ready(2))
+        ranks.all("sum", rounds=1)
+        told = ranks.all("queue")[0]
+    if not told["one"]:
+        raise Failed("a kernel waits even for one unfinished sum: tensor parallelism beside sums may hang here")
+    if told["heard"] > place.soon:
+        raise Failed(f"a revocation was heard after {told['heard']:.1f} s by who waits for a bucket to be computed")
+    meaning = "one hardware queue: kernels pass one unfinished sum of ours, and wait where two are behind each other"
+    if told["two"]:
+        meaning = "kernels pass one unfinished sum of ours, and two behind each other: these queues are independent"
+    return f"{meaning}; a revocation reaches who waits for a bucket in {1e3 * told['heard']:.0f} ms"
+
+
+def two(place: Place) -> str:
+    """Two ranks: exact sums, and the communicator of one epoch serves the next."""
+    with closing(Ranks(place)) as ranks:
         opened = ranks.open(ranks.ready(2))
-        summed = ranks.all("sum", **ranks.shape, rounds=20)
-        rate = summed[0]["bytes"] / summed[0]["seconds"] / 1e9
-        return f"opened in {max(values['seconds'] for values in opened):.2f} s, {rate:.2f} GB/s"
+        summed = ranks.all("sum", rounds=20)
+        kept = ranks.open(ranks.members)
+        ranks.all("sum", rounds=1)
+    if (made := max(values["ids"] for values in kept)) != 1:
+        raise Failed(f"{made} communicators were made where the first one could be kept")
+    first, next_ = (1e3 * max(values["seconds"] for values in each) for each in (opened, kept))
+    return f"{summed[0]['rate']:.2f} GB/s; opened in {first:.0f} ms, kept in {next_:.0f} ms"
 
 
-def kills(collective: str, delay: float = 0.0, most: int = MOST) -> str:
+def kills(collective: str, place: Place) -> str:
     """Killed in the middle of sums, again and again, each replaced: never a wrong element."""
     choose = random.Random(2026)
-    raised: list[float] = []
-    recovered: list[float] = []
-    with Ranks(collective, spares=SPARES) as ranks:
+    raised, recovered, until = list[float](), list[float](), 0.0
+    with closing(Ranks(place, collective, spares=1 if place.rehearse else 6)) as ranks:
         ranks.open(ranks.ready(4))
-        before = ranks.all("state")
-        for _ in _until_counted(raised, most):
-            _start_sums(ranks, choose)
-            victim = choose.choice(ranks.members[1:])  # the first one stays, so that growth shows in it
+        while len(recovered) < MOST and (not recovered or time.monotonic() < until):
+            until = until or time.monotonic() + COUNTING
+            for me in ranks.members:
+                ranks.ask(me, "sum", rounds=1_000_000)
+            for me in ranks.members * choose.randrange(1, 4):
+                if "round" not in (values := ranks.answer(me, "sums begin")):
+                    raise Failed(f"rank {me} has ended its sums by itself: {values}")
+            victim = choose.choice(ranks.members)
             time.sleep(choose.random() * 0.05)  # anywhere within a sum
-            survivors = ranks.kill(victim)
-            time.sleep(delay)  # the news is late: until then nobody may believe what NCCL makes of the death
-            raised += ranks.revoke(survivors, "sums beside a death")
-            recovered.append(ranks.recover([*survivors, *ranks.ready(1)]))
-        after = ranks.all("state")
-        grown = {key: after[0][key] - before[0][key] for key in ("threads", "descriptors")}
-        if max(grown.values()) > len(recovered) and len(recovered) >= 20:
-            raise RankFailed(f"the first rank has grown by {grown} over {len(recovered)} deaths")
-        return (
-            f"{len(recovered)} killed; to EpochRevoked {_spread(raised)}; to the next whole sum {_spread(recovered)}; "
-            f"grown by {grown['threads']} threads, {grown['descriptors']} descriptors"
-        )
-
-
-def revocations(collective: str) -> str:
-    """Nobody dies, and the epoch ends at full speed: nothing but EpochRevoked, within a second."""
-    choose = random.Random(2027)
-    raised: list[float] = []
-    recovered: list[float] = []
-    with Ranks(collective) as ranks:
-        ranks.open(ranks.ready(3))
-        for _ in _until_counted(recovered):
-            _start_sums(ranks, choose)
-            time.sleep(choose.random() * 0.02)
-            raised += ranks.revoke(ranks.members, "revoked at full speed")
-            recovered.append(ranks.recover(ranks.members))
-    if max(raised) > 1.0:
-        raise RankFailed(f"{max(raised):.1f} s until EpochRevoked was raised")
-    return f"{len(recovered)} revocations; to EpochRevoked {_spread(raised)}"
-
-
-def deaths_while_opening(collective: str) -> str:
-    """A member dies between the meeting and the first message."""
-    choose = random.Random(2028)
-    waited: list[float] = []
-    with Ranks(collective, spares=SPARES) as ranks:
-        opening = max(values["seconds"] for values in ranks.open(ranks.ready(3)))
-        ranks.all("sum", **ranks.shape, rounds=1)
-        for _ in _until_counted(waited):
-            ranks.begin(ranks.members)
-            time.sleep(choose.random() * opening)
-            survivors = ranks.kill(choose.choice(ranks.members))
-            started = time.monotonic()
-            for process in survivors:
-                process.ask("revoke")
-            for process in survivors:
-                values = process.result("opening beside a death")
-                if "failed" in values:
-                    raise RankFailed(f"rank {process.me} while opening: {values['failed']}")
-            waited.append(time.monotonic() - started)
-            ranks.recover([*survivors, *ranks.ready(1)])
-    return f"{len(waited)} killed; the others free after {_spread(waited)}"
-
-
-def segments(collective: str) -> str:
-    """The ring's cost of a segment, and its rate for longer ones, alone and beside matrix products."""
-    parts = []
-    for size, beside in ((4 << 10, False), (512 << 10, False), (4 * MIB, False), (32 * MIB, False), (32 * MIB, True)):
-        elements = (MIB if size < MIB else 32 * MIB) // (16 if REHEARSE else 1)
-        with Ranks(collective, elements=elements, buckets=2, segment_bytes=size) as ranks:
-            ranks.open(ranks.ready(2))
-            if beside:
-                ranks.all("busy", seconds=20)
-            values = ranks.all("sum", **ranks.shape, rounds=3)[0]
-            name = f"{size >> 10} KiB" + (" beside matrix products" if beside else "")
-            parts.append(f"{name} {values['bytes'] / values['seconds'] / 1e9:.2f} GB/s")
-    return ", ".join(parts)
-
-
-def peak_memory(collective: str) -> str:
-    """Thirty buckets back to back: scratch is bounded."""
-    with Ranks(collective, elements=MIB // 16 if REHEARSE else 16 * MIB, buckets=30) as ranks:
-        ranks.open(ranks.ready(2))
-        ranks.all("sum", **ranks.shape, rounds=1)
-        values = ranks.all("peak", **ranks.shape)[0]
-        if REHEARSE:
-            return "no device memory in a rehearsal"
-        ratio = values["peak"] / values["bucket"]
-        if collective == "native" and ratio > 4.0:  # pack, output, gathered: of two buckets under way, chunks apart
-            raise RankFailed(f"scratch of {ratio:.1f} buckets")
-        return f"scratch of {ratio:.2f} buckets"
-
-
-def full_memory(collective: str) -> str:
-    """Finished sums are set aside although the device is full."""
-    with Ranks(collective, elements=(1 if REHEARSE else 64) * MIB) as ranks:
-        ranks.open(ranks.ready(2))
-        ranks.all("sum", **ranks.shape, rounds=1)
-        first = ranks.members[0]
-        first.ask("fill_memory", share=0.9999)
-        return f"{first.good('fill_memory')['filled'] / (1 << 30):.1f} GiB taken before"
-
-
-def _start_sums(ranks: Ranks, choose: random.Random) -> None:
-    """Have every member sum without end, and wait until some rounds have begun."""
-    for process in ranks.members:
-        process.ask("sum", **ranks.shape, rounds=1_000_000)
-    for _ in range(choose.randrange(1, 4)):
-        for process in ranks.members:
-            if "round" not in process.answer("sums begin"):
-                raise RankFailed(f"rank {process.me} has ended its sums by itself")
-
-
-def _until_counted(counted: Sequence[float], most: int = MOST) -> Iterator[None]:
-    """Goes on until ``most`` are counted, for ``TELL`` seconds; once at least."""
-    until = time.monotonic() + TELL
-    while len(counted) < most and (time.monotonic() < until or not counted):
-        yield
+            ranks.kill(victim)
+            survivors = [me for me in ranks.members if me != victim]
+            for me in survivors:
+                ranks.ask(me, "revoke")
+            raised += [ranks.result(me, "sums beside a death", "EpochRevoked")["after"] for me in survivors]
+            newcomers, started = ranks.ready(1), time.monotonic()
+            rounds = [values["round"] for values in ranks.open([*survivors, *newcomers])]
+            ranks.all("recover", round=max(rounds))
+            recovered.append(time.monotonic() - started)
+    if max(raised) > place.soon:
+        raise Failed(f"{max(raised):.1f} s from the revocation until a rank was out of its sums")
+    return f"{len(recovered)} killed; to EpochRevoked {_spread(raised)}; to the next whole sum {_spread(recovered)}"
 
 
 def _spread(seconds: Sequence[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.0f} ms (at most {1e3 * max(seconds):.0f})"
-
-
-CHECKS: dict[str, Callable[[], str]] = {}
-for _way in ("native", "ring"):
-    CHECKS |= {
-        f"two-{_way}": partial(two, _way),
-        f"kills-{_way}": partial(kills, _way),
-        f"late-{_way}": partial(kills, _way, delay=5.0, most=3),
-        f"revoked-{_way}": partial(revocations, _way),
-        f"opening-{_way}": partial(deaths_while_opening, _way),
-    }
-CHECKS |= {
-    "segments": partial(segments, "ring"),
-    "peak": partial(peak_memory, "native"),
-    "full": partial(full_memory, "native"),
-}
-
-if __name__ == "__main__":
-    print(CHECKS[sys.argv[1]](), flush=True)

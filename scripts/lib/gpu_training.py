@@ -1,171 +1,264 @@
-"""The trainings of gpu_checks: small GPTs that share one GPU, started as a user starts them, and what they left.
+"""The trainings of gpu_checks: small GPTs that share what GPUs there are, started as a user starts them.
 
-A worker takes the GPU that its local rank names, so workers that share one each have a launcher of their own: as many
-"nodes" as workers, all on this machine.
+A worker takes the GPU that its local rank names, so workers that share one each have a launcher of their own: several
+"nodes", all on this machine.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import secrets
 import shlex
 import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from recover_megatron.report.run_dir import compare
-from recover_megatron.run_log.steps import read_steps, violations
+from recover_megatron.run_log.steps import StepRecord, read_steps, violations
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, STOCK
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = str(ROOT / "pretrain_gpt_recover.py")
-STOCK = str(ROOT / "tests" / "megatron_hooks" / "reference_gpt.py")
-"""A plain script on Megatron's interface, which knows nothing of recover_megatron."""
 ROUNDING = 1e-4
-"""Relative difference of a loss, above which the order of additions explains nothing."""
-TAIL_LINES = 20
-
-TINY = shlex.split(
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
-    "--micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --make-vocab-size-divisible-by 1 "
-    "--hidden-dropout 0 --attention-dropout 0 --train-iters 6 --log-interval 1 --eval-interval 1000 --eval-iters 0 "
-    "--split 99,1,0 --num-workers 0"
+"""Relative difference of a loss or a norm, above which the order of additions explains nothing."""
+ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
+"""For those who are hosts of their own to NCCL, which then takes several on one GPU; beside NCCL_HOSTID."""
+TINY = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, *"--micro-batch-size 1 --global-batch-size 12 --train-iters 6".split()]
+BUSY = shlex.split(  # enough to keep a GPU behind its host
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
+    "--ddp-bucket-size 1250000"
 )
-WITHOUT_KERNELS = shlex.split(
-    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--no-bias-gelu-fusion --no-bias-dropout-fusion --attention-softmax-in-fp32"
+SMALLER = shlex.split("--num-layers 2 --global-batch-size 6 --ddp-bucket-size 30000")
+OVERLAP = """--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --lr 1e-5 --min-lr 1e-6 --train-iters 1000000 --exit-duration-in-mins 30"""
+"""Ended when all was seen.  Rounding stays small."""
+LARGE = shlex.split(
+    "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-4 --min-lr 1e-5 --bf16"
 )
-"""What Megatron needs where neither Transformer Engine nor apex is."""
 
 
 class Failed(Exception):
     """A check has failed; the message is for the table."""
 
 
-@dataclass
-class Training:
-    """One training: where its logs are, and its launchers.  ``dead``: workers that are killed on purpose."""
+class NotRun(Exception):
+    """A check cannot be run here; the message is for the table.  No failure."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the checks run.  ``rehearse``: on the host device, to try the checks; says nothing about a GPU."""
 
     folder: Path
-    argv: Sequence[str]
-    workers: int = 1
+    rehearse: bool
+    deadline: float
+    gpus: int = 1
+
+    @property
+    def soon(self) -> float:
+        """Seconds in which a revocation is heard by everybody."""
+        return 10.0 if self.rehearse else 1.0
+
+    def until(self, seconds: float) -> float:
+        """The deadline of one check."""
+        return min(self.deadline, time.monotonic() + seconds * (8 if self.rehearse else 1))
+
+    def needs(self, *packages: str) -> None:
+        for package in packages:
+            if (package != "nccl" or not self.rehearse) and importlib.util.find_spec(package) is None:
+                raise NotRun(f"not run: {package} is not installed")
+
+
+@dataclass
+class Training:
+    """``nodes`` launchers with ``each`` workers.  ``inject``: who dies; ``dead``: the nodes whose launchers may fail.
+
+    ``plain``: without --recover.
+    """
+
+    place: Place
+    name: str
+    flags: Sequence[str]
+    nodes: int = 1
+    each: int = 1
+    inject: str = ""
     dead: Sequence[int] = ()
-    environment: dict[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    script: str = OURS
+    plain: bool = False
     _launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start all launchers, each with one worker."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        device, backend = ("cpu", "gloo") if self.place.rehearse else ("cuda", "nccl")
+        argv = [self.script, *self.flags, "--distributed-backend", backend]
+        argv += ["--recover-device", device] if self.script == OURS else []
+        argv += [] if self.plain else ["--recover", "--recover-log-dir", str(self.folder / "recover")]
+        argv += ["--recover-inject", self.inject] if self.inject else []
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        shared = {"PYTHONPATH": path, "RECOVER_SECRET": secrets.token_hex(16)}
-        several = ["--nnodes", str(self.workers), "--master-port", str(free_port())] if self.workers > 1 else []
-        for node in range(self.workers):
-            # Each worker is a host of its own to NCCL, which then takes several on one GPU.
-            host = {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
-            place = [*several, "--node-rank", str(node)] if several else []
-            command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", "1", *place]
-            command += ["--log-dir", str(self.folder / f"node-{node}"), *self.argv]
-            with open(self.folder / f"launcher-{node}.log", "wb") as log:
-                launcher = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=self.folder,
-                    env=os.environ | shared | self.environment | (host if several else {}),
-                    start_new_session=True,
-                )
-            self._launchers.append(launcher)
+        environment = os.environ | {"PYTHONPATH": path, "RECOVER_SECRET": secrets.token_hex(16)}
+        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if "--tensor-model-parallel-size" in self.flags else {}
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            several = ["--nnodes", str(self.nodes), "--master-port", str(sock.getsockname()[1])]
+        for node in range(self.nodes):
+            command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(self.each)]
+            command += ["--log-dir", str(self.folder / f"node-{node}")]
+            command += [*several, "--node-rank", str(node)] if self.nodes > 1 else []
+            command += ["--max-restarts", str(self.restarts)] if self.restarts else []
+            env = environment | (ALONE | {"NCCL_HOSTID": f"node{node}"} if self.nodes > 1 else {})
+            with open(self._log(node), "wb") as log:
+                its = subprocess.Popen([*command, *argv], stdout=log, stderr=log, cwd=self.folder, env=env)
+            self._launchers.append(its)
 
     def finish(self, deadline: float) -> None:
         """Wait for the end; raises Failed unless it comes in time and all who were not killed ended well."""
         for node, launcher in enumerate(self._launchers):
-            try:
-                code = launcher.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise Failed(f"{self.folder.name} was not over in time: {self._why_it_ended(node)}") from None
-            if code and node not in self.dead:
-                raise Failed(f"{self.folder.name}: worker {node} ended with {code}: {self._why_it_ended(node)}")
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(max(0.1, deadline - time.monotonic()))
+            if (code := launcher.poll()) is None or (code and node not in self.dead):
+                ended = "was not over in time" if code is None else f"ended with {code}"
+                raise Failed(f"{self.name}: node {node} {ended}: {self.said(node)}")
 
     def stop(self) -> None:
-        """End whatever still runs; the launchers end their workers."""
-        for launcher in self._launchers:
-            if launcher.poll() is None:
-                launcher.terminate()
-        for launcher in self._launchers:
-            try:
-                launcher.wait(30)
-            except subprocess.TimeoutExpired:
-                launcher.kill()  # its workers end with it
-                launcher.wait()
-
-    def _why_it_ended(self, node: int) -> str:
-        lines = (self.folder / f"launcher-{node}.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        print(f"--- {self.folder / f'launcher-{node}.log'}", *lines, sep="\n", file=sys.stderr)
-        return lines[-1].strip()[-160:] if lines else "nothing was said"
+        """End whatever still runs; the launchers end their workers, and those end with a launcher that is killed."""
+        for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            for launcher in self._launchers:
+                end(launcher)
+            for launcher in self._launchers:
+                with suppress(subprocess.TimeoutExpired):
+                    launcher.wait(30)
 
     # ---- what it left
 
     @property
-    def steps_file(self) -> Path:
-        return self.folder / "recover" / "steps.jsonl"
+    def folder(self) -> Path:
+        return self.place.folder / self.name
 
-    def logged_losses(self) -> list[float]:
-        """As Megatron's log has them, with seven digits."""
-        text = (self.folder / "launcher-0.log").read_text(errors="replace")
-        return [float(loss) for loss in re.findall(r"lm loss: ([-+.\dE]+)", text)]
+    def _log(self, node: int = 0) -> Path:
+        return self.folder / f"launcher-{node}.log"
+
+    def said(self, node: int = 0) -> str:
+        """The last line of a launcher."""
+        return (self._log(node).read_text(errors="replace").strip().splitlines() or ["nothing was said"])[-1][-160:]
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        file = self.folder / "recover" / "steps.jsonl"
+        return list(read_steps(file)) if file.exists() else []
+
+    def logged(self, what: str) -> list[float]:
+        """Numbers of Megatron's log, one for each iteration."""
+        return list(map(float, re.findall(rf"{what}: ([-+.\dE]+)", self._log().read_text(errors="replace"))))
 
 
-def together(trainings: Sequence[Training], deadline: float) -> None:
-    """Run them at the same time."""
-    with ExitStack() as running:
+@contextmanager
+def running(*trainings: Training) -> Iterator[None]:
+    """At the same time, no longer than the context."""
+    with ExitStack() as ends:
         for training in trainings:
-            running.callback(training.stop)
+            ends.callback(training.stop)
             training.start()
-        for training in trainings:
-            training.finish(deadline)
+        yield
 
 
-def worst_difference(run: Training, reference: Training, replicas: int | None = None) -> float:
-    """Of the losses of two trainings with --recover; raises Failed where more than rounding differs.
-
-    ``replicas``: how many ``run`` has at its end; None: each worker that lives is one.
-    """
-    left = run.workers - len(run.dead) if replicas is None else replicas
-    mine, its = (list(read_steps(training.steps_file)) for training in (run, reference))
-    for name, steps in ((run.folder.name, mine), (reference.folder.name, its)):
-        if wrong := violations(steps):
-            raise Failed(f"{name}: {wrong[0]}")
-    if mine and mine[-1].replicas != left:
-        raise Failed(f"{run.folder.name}: the last iteration had {mine[-1].replicas} replicas: the kills were no kills")
+def difference(run: Training, reference: Training) -> str:
+    """Of the losses, for the table; raises Failed where more than rounding differs, or a microbatch is amiss."""
+    mine, its = run.steps, reference.steps
+    if wrong := [*violations(mine), *violations(its)]:
+        raise Failed(f"{run.name}: {wrong[0]}")
     compared = compare(mine, its)
-    if compared.unlike or compared.iterations != len(its):
-        raise Failed(compared.unlike[0] if compared.unlike else f"{compared.iterations} of {len(its)} iterations")
-    return _small(compared.worst_loss.relative if compared.worst_loss else 0.0)
+    worst = max([each.relative for each in (compared.worst_loss, compared.worst_grad_norm) if each], default=1.0)
+    if compared.unlike or worst > ROUNDING:
+        raise Failed(f"losses or gradients differ by {worst:.1e}: {compared.unlike}")
+    return f"losses and gradients of {compared.iterations} iterations differ by {worst:.0e}"
 
 
-def worst_logged_difference(run: Training, reference: Training) -> float:
-    """The same from Megatron's logs."""
-    mine, its = run.logged_losses(), reference.logged_losses()
+# ---- the checks --------------------------------------------------------------------------------------------------
+
+
+def deaths(name: str, flags: str, inject: str, dead: Sequence[int], replicas: int, nodes: int, place: Place) -> str:
+    """Workers on one GPU, a host each to NCCL: some die within steps, ``replicas`` are whole at the end, or again."""
+    place.needs("megatron.training", "nccl")
+    if place.rehearse and inject.endswith(":device"):
+        raise NotRun("not run: rehearsal")
+    both = [*TINY, *shlex.split(flags)]
+    reference = Training(place, name, both, nodes)
+    killed = Training(place, f"{name}-killed", both, nodes, inject=inject, dead=dead)
+    deadline = place.until(90)
+    with running(reference, killed):
+        reference.finish(deadline)
+        killed.finish(deadline)
+    if len(killed.steps) != len(reference.steps) or killed.steps[-1].replicas != replicas:
+        raise Failed(f"{len(killed.steps)} iterations, the last one of {killed.steps[-1:]}: not as the kills have it")
+    return difference(killed, reference)
+
+
+def overlap(place: Place) -> str:
+    """What everybody uses on Hopper: sums beside tensor parallelism, one hardware queue; a death and a rejoin."""
+    place.needs("megatron.training", "nccl")
+    nodes, each = (4, 1) if place.gpus < 2 else (2, 2) if place.gpus < 4 else (1, 4 if place.gpus < 8 else 8)
+    flags = [*TINY, *(SMALLER if place.rehearse else BUSY)]
+    flags += ["--tensor-model-parallel-size", str(nodes * each // 2), *shlex.split(OVERLAP)]
+    # Where each worker is a node of its own, a replica cannot but be on several.
+    flags += ["--recover-allow-cross-node-tp"] if nodes > 1 else []
+    death = 10 if place.rehearse else 30
+    calm = Training(place, "overlap", flags, nodes, each)
+    killed = Training(place, "overlap-killed", flags, nodes, each, f"1@{death}:backward#2", restarts=1)
+    deadline = place.until(100)
+    with running(calm, killed):
+        while True:
+            done, lost = len(calm.steps), killed.steps
+            whole = len(list(takewhile(lambda step: step.replicas == 2, lost)))
+            back = [step.iteration for step in lost[whole:] if step.replicas == 2]
+            if len(back) >= 10 and done >= back[9]:
+                break
+            if time.monotonic() > deadline:
+                when = f"a death in {death}, {len(back)} of them after the rejoin"
+                raise Failed(f"{done} iterations, {len(lost)} with {when}: {calm.said()}; {killed.said()}")
+            time.sleep(0.5)
+        calm.stop()
+        using = list(Counter(nvidia_smi("--query-compute-apps=gpu_uuid").splitlines()).values())
+    if place.gpus > 1 and max(using, default=0) > nodes * each // min(place.gpus, each):
+        raise Failed(f"a GPU is used by others than its workers: processes of each GPU: {using}")
+    alone = "one GPU: LOCAL_RANK is always 0, stray contexts cannot be seen; " if place.gpus < 2 else ""
+    meaning = "sums beside TP stop neither by themselves nor at a death"
+    return f"{meaning}; {difference(killed, calm)}; {alone}processes of each GPU: {using or 'not told'}"
+
+
+def nvidia_smi(query: str) -> str:
+    """Its answer; empty where there is none."""
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def parity(place: Place) -> str:
+    """A plain script on Megatron, then ours with --recover: one worker, NCCL, the same losses; and the time."""
+    place.needs("megatron.training", "nccl")
+    flags = [*TINY, *([] if place.rehearse else LARGE), "--train-iters", "30"]
+    # The plain script finds no host device.
+    script = [] if place.rehearse else ["--rerun-mode", "disabled"]
+    stock = Training(place, "stock", [*flags, *script], script=OURS if place.rehearse else STOCK, plain=True)
+    ours = Training(place, "with-recover", flags)
+    for training in (stock, ours):
+        with running(training):
+            training.finish(place.until(60))
+    mine, its = ours.logged("lm loss"), stock.logged("lm loss")
     if not its or len(mine) != len(its):
         raise Failed(f"{len(mine)} and {len(its)} logged losses")
-    return _small(max(abs(a - b) / abs(b) for a, b in zip(mine, its, strict=True)))
-
-
-def _small(difference: float) -> float:
-    if not difference <= ROUNDING:
-        raise Failed(f"losses differ by {difference:.1e}")
-    return difference
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens at now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    if (worst := max(abs(a - b) / abs(b) for a, b in zip(mine, its, strict=True))) > ROUNDING:
+        raise Failed(f"losses differ by {worst:.1e}")
+    took = [statistics.median(run.logged(r"elapsed time per iteration \(ms\)")[10:]) for run in (ours, stock)]
+    return f"losses differ by {worst:.0e}; {took[0]:.1f} ms an iteration, {took[1]:.1f} without --recover"

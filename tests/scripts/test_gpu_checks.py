@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from gpu_checks import CHECKS, NO_DEVICE, NotRun, Place, Results, run
-from lib.gpu_training import Failed
+from gpu_checks import CHECKS, NO_DEVICE, run
+from lib.gpu_training import Failed, NotRun, Place
 
 from recover_megatron.hostdevice import driver_device_count
 from tests.drawn import some
@@ -58,15 +59,15 @@ def test_a_check_for_which_no_time_is_left_has_failed(tmp_path: Path) -> None:
 
 
 def test_what_has_passed_is_not_run_again_when_the_checks_are_resumed(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    first = Results(file, resume=False)
-    first.put("good", ["ok", "3", "2 GB/s"])
-    first.put("bad", ["FAILED: no time was left for it", "0", ""])
-    first.put("absent", ["not run: nccl is not installed", "", ""])
-    again = Results(file, resume=True)
-    assert again.passed("good") == ["ok", "3", "2 GB/s"]
-    assert again.passed("bad") is again.passed("absent") is again.passed("never seen") is None
-    assert Results(file, resume=False).passed("good") is None
+    (first, _), *others = CHECKS
+    before = {name: ["ok", "3", "2 GB/s"] for name, _ in others}
+    (tmp_path / "results.json").write_text(json.dumps(before | {first: ["FAILED: hung", "60", ""]}))
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [SCRIPT, "--keep", tmp_path, "--resume"], env=hidden, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert rows(done.stdout) == [[first, NO_DEVICE, "", ""], *([name, *row] for name, row in before.items())]
 
 
 def test_resuming_needs_the_folder_of_the_call_before() -> None:
@@ -76,23 +77,30 @@ def test_resuming_needs_the_folder_of_the_call_before() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", some("ranks", ["revoked at full speed, ring", "killed in sums, native"], 1))
-def test_ranks_that_die_or_are_revoked_have_right_sums_in_a_rehearsal(tmp_path: Path, check: str) -> None:
+@pytest.mark.parametrize(
+    "check", ["queue:", "2 ranks", *some("ranks", ["killed in sums, native", "killed in sums, ring"], 1)]
+)
+def test_ranks_that_stall_die_or_are_revoked_have_right_sums_in_a_rehearsal(tmp_path: Path, check: str) -> None:
     """The same processes and the same checks of every element as on a GPU, over sockets."""
-    done = subprocess.run(
-        [SCRIPT, "--rehearse", "--only", check, "--keep", tmp_path], capture_output=True, text=True, check=False
-    )
-    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
-    assert rows(done.stdout)[0][1] == "ok"
+    rehearsed(tmp_path, check)
 
 
 @pytest.mark.slow
-def test_the_ring_of_the_checks_adds_up_right(tmp_path: Path) -> None:
-    checks = dict(CHECKS)
-    result, number = run(checks["ring over tcp, 3 members, CUDA tensors"], place(tmp_path))
-    assert result == "ok"
-    assert number.endswith("GB/s")
+@pytest.mark.parametrize(
+    "check", some("trainings", [name for name, _ in CHECKS if name[:2] in ("ov", "DP", "TP", "di")], 1)
+)
+def test_trainings_with_deaths_are_those_without_in_a_rehearsal(tmp_path: Path, check: str) -> None:
+    rehearsed(tmp_path, check, "--seconds", "3000")
+
+
+def rehearsed(folder: Path, check: str, *options: str) -> None:
+    done = subprocess.run(
+        [SCRIPT, "--rehearse", "--only", check, "--keep", folder, *options],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    logs = "".join(log.read_text() for log in folder.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert rows(done.stdout)[0][1] == "ok", done.stdout
 
 
 @pytest.mark.gpu
