@@ -36,6 +36,8 @@ LINES_VARIABLE = "RECOVER_LOG_LINES"
 """Of a process whose stderr is its launcher's: the form of lines (``logger.LineFormat``), and the node."""
 ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
 """How often the start has been made before, for the launcher itself."""
+NCCL2_VARIABLE = "TORCH_DIST_USE_NCCL2"
+"""torch's own: 0: its "nccl" is ProcessGroupNCCL; otherwise, from torch 2.15 on, ProcessGroupNCCL2."""
 
 
 class Rule(Enum):
@@ -110,6 +112,13 @@ TABLE = (
         Rule.DEFAULT,
         "torch's watchdog would end or block a worker that recovery brings back; on GPUs only, by the worker, which "
         "warns of a value that stands against it",
+    ),
+    Variable(
+        (NCCL2_VARIABLE,),
+        Rule.DEFAULT,
+        "groups made after a death are torch's ProcessGroupNCCL, and those of the start must be of the same kind; on "
+        "GPUs, where torch has ProcessGroupNCCL2, another value is refused",
+        "0",
     ),
     Variable(
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),

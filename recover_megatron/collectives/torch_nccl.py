@@ -1,4 +1,4 @@
-"""torch's groups over NCCL: the environment that they need, and how one is made.
+"""torch's groups over NCCL: their kind, the environment that they need, and how one is made.
 
 NOT RUN: written to NCCL's and torch's documented behaviour, never executed on a GPU.
 
@@ -21,6 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from recover_megatron.logger import get_logger
+from recover_megatron.variables import NCCL2_VARIABLE
+
+log = get_logger(__name__)
 
 _NO_TIMEOUT = timedelta(days=7)
 _LONGEST_LAUNCH = 25
@@ -53,6 +59,35 @@ def set_environment(hang_timeout: float = 60.0, environ: MutableMapping[str, str
     if not _below(environ[_DUMP], _LONGEST_DUMP_MS + 1):
         against.append(_DUMP)
     return [f"{name}={environ[name]} instead of {wanted[name]}" for name in against]
+
+
+def keep_one_kind(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Have torch's "nccl" be ProcessGroupNCCL, of which ``make_backend`` makes groups; why it cannot be, if so.
+
+    torch 2.14 and later have ProcessGroupNCCL2, too, an option of 2.14 and the default of 2.15.  What the name means is
+    settled by TORCH_DIST_USE_NCCL2 when it is first used: if not before, then here.
+    """
+    if not hasattr(c10d, "ProcessGroupNCCL2"):
+        return []
+    value = environ[NCCL2_VARIABLE] = environ.get(NCCL2_VARIABLE) or "0"
+    if value != "0":
+        return [
+            f"{NCCL2_VARIABLE}={value}: --recover makes groups of torch's ProcessGroupNCCL after a death, and those of "
+            "the start would be of another kind: unset it, or leave --recover out"
+        ]
+    dist.BackendConfig(dist.Backend("nccl"))
+    if dist.Backend._plugins["NCCL"].creator_fn is c10d._create_nccl_process_group:
+        if environ.get("RANK", "0") == "0":
+            log.info(
+                f"torch {torch.__version__}: groups over NCCL are ProcessGroupNCCL, not ProcessGroupNCCL2 "
+                f"({NCCL2_VARIABLE}=0): of their kind are those that --recover makes after a death"
+            )
+        return []
+    return [
+        f"--recover needs {NCCL2_VARIABLE}=0 before torch's first group over NCCL is made, and this process has used "
+        "the name already (torch has made it ProcessGroupNCCL2): set it where the workers are started, as recover-run "
+        "does, or take a torch before 2.15"
+    ]
 
 
 def _below(text: str, limit: float) -> bool:

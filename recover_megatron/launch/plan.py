@@ -35,6 +35,7 @@ from recover_megatron.variables import (
     LAUNCH_ID_VARIABLE,
     LINES_VARIABLE,
     LOG_DIR_VARIABLE,
+    NCCL2_VARIABLE,
     NODE_NAME_VARIABLE,
     REPLACED_VARIABLE,
     SPARE_VARIABLE,
@@ -197,6 +198,8 @@ def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
         environment[LOG_DIR_VARIABLE] = str(plan.log_dir)
     if sets_omp_threads(plan, inherited):
         environment["OMP_NUM_THREADS"] = "1"
+    if plan.control_plane:  # here, too, and not by the worker alone: its script may make groups before it asks us
+        environment[NCCL2_VARIABLE] = environment.get(NCCL2_VARIABLE) or "0"
     return environment
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
+from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.flags import (
     Condition,
     Rule,
@@ -168,6 +169,21 @@ def cannot_recover(args: argparse.Namespace, config: RecoverConfig) -> list[str]
         found.append("--recover cannot be combined with --distributed-backend gloo on GPUs: gradients travel over NCCL "
                      "there: leave the flag out, or train on the CPU with --recover-device cpu")  # fmt: skip
     return [*found, *_groups_of_microbatches(args)]
+
+
+def cannot_use_nccl() -> list[str]:
+    """Why neither gradients nor the groups inside a replica can go over NCCL; empty on the host device."""
+    if hostdevice.is_active():
+        return []
+    from recover_megatron.collectives import torch_nccl
+    from recover_megatron.collectives.nccl import library
+
+    found = torch_nccl.keep_one_kind()
+    try:
+        library.load()
+    except UserError as error:
+        found += error.reasons
+    return found
 
 
 def cannot_grow(args: argparse.Namespace, config: RecoverConfig, replicas: int, lanes: int) -> list[str]:

@@ -1,4 +1,5 @@
-"""A double of torch's process group over NCCL, for CPU: what it does when a member dies, not what it computes.
+"""Doubles of torch's process group over NCCL, for CPU: what it does when a member dies, not what it computes; and of
+how torch chooses its kind.
 
     group.allreduce(...)   LAUNCHING --the members are there--> Work, over
                               |  '--one is dead---------------> Work that nothing ends but an abort
@@ -10,8 +11,10 @@ torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and NCCLUtils.cpp, .hpp.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -157,3 +160,29 @@ class ProcessGroupNcclDouble:
         self.aborted_on = current_device()
         with self._communicator:
             self.aborted = True
+
+
+class TwoKinds:
+    """Of torch.distributed and its distributed_c10d, as far as they choose what "nccl" is, in torch 2.14 or 2.15.
+
+    distributed_c10d.py of 2.14.1 and 2.15.0: Backend._ensure_backend_registered, _register_builtin_nccl_backend.
+    """
+
+    ProcessGroupNCCL2 = object
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+        self.Backend = type("Backend", (str,), {"_plugins": {}})
+
+    @staticmethod
+    def _create_nccl_process_group() -> None: ...
+
+    @staticmethod
+    def _create_nccl2_process_group() -> None: ...
+
+    def BackendConfig(self, name: str) -> None:
+        """The name is used: the first time what it means is settled for good."""
+        value = os.environ.get("TORCH_DIST_USE_NCCL2")
+        second = value == "1" if self._version == "2.14" else value != "0"
+        creator = self._create_nccl2_process_group if second else self._create_nccl_process_group
+        self.Backend._plugins.setdefault(name.upper(), SimpleNamespace(creator_fn=creator))

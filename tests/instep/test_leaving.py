@@ -16,14 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recover_megatron.collectives import torch_nccl
 from recover_megatron.collectives.epoch import EpochRevoked, Known, PeerLost
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
-from recover_megatron.collectives.torch_nccl import abortable_options, environment, set_environment
+from recover_megatron.collectives.torch_nccl import abortable_options, environment, keep_one_kind, set_environment
 from recover_megatron.instep import model_parallel_groups
 from recover_megatron.instep.faults import EXIT_OWN_FAULT
 from recover_megatron.instep.model_parallel_groups import Calls, Leaving, ModelParallelGroups
+from recover_megatron.variables import NCCL2_VARIABLE
 from tests.doubles.nccl import streams
-from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
+from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble, TwoKinds
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
@@ -313,6 +315,60 @@ def test_a_users_own_values_stand_and_those_against_recovery_are_named() -> None
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=one instead of 1",
     ]
     assert environ == before
+
+
+@pytest.fixture(params=["2.14", "2.15", "installed"])
+def torch_of_two_kinds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The version of a torch that has ProcessGroupNCCL2, and has not used the name "nccl" yet."""
+    version: str = request.param
+    if version != "installed":
+        double = TwoKinds(version)
+        monkeypatch.setattr(torch_nccl, "dist", double)
+        monkeypatch.setattr(torch_nccl, "c10d", double)
+    elif not hasattr(torch_nccl.c10d, "ProcessGroupNCCL2"):
+        pytest.skip(f"torch {torch.__version__} has one kind of group over NCCL")
+    else:
+        monkeypatch.setattr(dist.Backend, "_plugins", {})
+        version = ".".join(torch.__version__.split(".")[:2])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop(NCCL2_VARIABLE, None)
+    return version
+
+
+@pytest.mark.parametrize("given", [None, "", "0"])
+def test_groups_of_the_start_are_of_the_kind_that_is_made_after_a_death(
+    torch_of_two_kinds: str, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch_nccl.log, "info", said.append)
+    os.environ.update({} if given is None else {NCCL2_VARIABLE: given}, RANK="0")
+    assert keep_one_kind(os.environ) == []
+    torch_nccl.dist.BackendConfig("nccl")  # of a group that is made later
+    creator = torch_nccl.dist.Backend._plugins["NCCL"].creator_fn
+    assert creator == torch_nccl.c10d._create_nccl_process_group
+    (line,) = said
+    assert "are ProcessGroupNCCL, not ProcessGroupNCCL2 (TORCH_DIST_USE_NCCL2=0)" in line
+
+
+def test_who_asks_for_the_other_kind_is_refused_and_nothing_is_settled(torch_of_two_kinds: str) -> None:
+    os.environ[NCCL2_VARIABLE] = "1"
+    (reason,) = keep_one_kind(os.environ)
+    assert reason.startswith("TORCH_DIST_USE_NCCL2=1: ")
+    assert "unset it" in reason
+    assert "NCCL" not in torch_nccl.dist.Backend._plugins
+
+
+def test_a_name_that_means_the_other_kind_already_is_refused(torch_of_two_kinds: str) -> None:
+    torch_nccl.dist.BackendConfig("nccl")
+    reasons = [reason.partition(" before")[0] for reason in keep_one_kind(os.environ)]
+    assert reasons == ([] if torch_of_two_kinds == "2.14" else ["--recover needs TORCH_DIST_USE_NCCL2=0"])
+
+
+def test_torch_of_one_kind_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch_nccl.c10d, "ProcessGroupNCCL2", raising=False)
+    environ = {NCCL2_VARIABLE: "1"}
+    assert keep_one_kind(environ) == []
+    assert environ == {NCCL2_VARIABLE: "1"}
 
 
 @pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="this torch was built without NCCL")

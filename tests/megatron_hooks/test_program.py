@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from megatron.training.utils import common_utils
 
 from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
+from recover_megatron.collectives import torch_nccl
+from recover_megatron.collectives.nccl import library
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.integrate import Loop, Seam
 from recover_megatron.megatron_hooks import refused
@@ -463,6 +466,29 @@ def test_gradients_travel_by_the_ring_on_the_cpu_and_over_nccl_on_gpus(
     found = cannot_recover(args, RecoverConfig(enabled=True, collective=collective))
     assert len(found) == len(told)
     assert all(flag in reason for flag, reason in zip(told, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("here", "said"), [(None, "No package metadata was found for nccl4py"), ("0.5.0", "0.5.0 is too old")]
+)
+def test_what_nccl_lacks_is_told_with_the_flags_and_on_gpus_alone(
+    monkeypatch: pytest.MonkeyPatch, here: str | None, said: str
+) -> None:
+    def version(package: str) -> str:
+        if here is None:
+            raise PackageNotFoundError(package)
+        return here
+
+    monkeypatch.setattr(library, "version", version)
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    monkeypatch.setattr(torch_nccl, "keep_one_kind", lambda: ["of another kind"])
+    args = parsed(True, "--distributed-backend", "gloo")
+    monkeypatch.setattr(hostdevice, "is_active", lambda: False)
+    reasons = flags.problems(args, RecoverConfig(enabled=True))
+    for one in ("--distributed-backend gloo", "of another kind", said, "pip install 'nccl4py>=0.6,<0.7'"):
+        assert any(one in reason for reason in reasons), one
+    monkeypatch.setattr(hostdevice, "is_active", lambda: True)
+    assert refused.cannot_use_nccl() == []
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "dist_muon", "lion"])

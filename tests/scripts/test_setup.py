@@ -124,7 +124,7 @@ def test_pip_is_told_the_pins_and_the_checkout_with_its_spaces(checkout: Checkou
     checkout.run()
     call = (checkout.fake / "calls").read_text().splitlines()[-1]
     assert f"--editable {checkout.root}[dev]" in call
-    assert "torch==2.13.0" in (checkout.root / ".venv" / ".setup-pins").read_text().splitlines()
+    assert "torch==2.15.0" in (checkout.root / ".venv" / ".setup-pins").read_text().splitlines()
 
 
 def test_a_failed_installation_is_told_with_pips_words_and_done_afresh_next_time(checkout: Checkout) -> None:

@@ -5,11 +5,13 @@ Everything else in this package gets a ``Library`` as an argument, so that a dou
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from recover_megatron.errors import UserError
 
 OLDEST = (2, 27, 0)
 """Aborts hang in several versions before it (docs/gpu.md)."""
+_OLDEST_BINDINGS = (0, 6)
 SUCCESS, IN_PROGRESS = 0, 7
 """ncclResult_t (nccl.h); every other value is an error."""
 
@@ -89,13 +92,15 @@ def checked(library: Library) -> Library:
 
 @cache
 def load() -> Library:
-    """The library of this process.  ``UserError`` where nccl4py is missing, or NCCL is, or is too old."""
+    """The library of this process.  ``UserError`` where nccl4py or NCCL is missing, or one of them is too old."""
     # torch was imported above, with the libnccl that it brings: nccl4py takes the one that is loaded already.
     try:
+        if tuple(map(int, re.findall(r"\d+", here := version("nccl4py"))))[:2] < _OLDEST_BINDINGS:
+            raise ImportError(f"{here} is too old")
         core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
     except ImportError as error:
         raise UserError(
-            f"--recover: gradients travel over NCCL by NCCL's Python bindings, which cannot be imported ({error}):"
+            f"--recover: gradients travel over NCCL by NCCL's Python bindings, nccl4py, which cannot be used ({error}):"
             " pip install 'nccl4py>=0.6,<0.7', or recover-megatron[gpu]"
         ) from error
     found = core.get_version().libnccl

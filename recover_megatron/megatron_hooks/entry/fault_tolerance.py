@@ -35,7 +35,6 @@ from recover_megatron import hostdevice, script_flags, variables
 from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.spec import InjectedExit, InjectedFault, Injector, parse_spec
 from recover_megatron.collectives import torch_nccl
-from recover_megatron.collectives.nccl.library import load as load_nccl
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.epoch_groups import CommunicationConfig
@@ -308,15 +307,12 @@ class FaultTolerance:
         slot = None if self._newcomer else Slot(int(os.environ["RANK"]))
         args, grid = args or get_args(), grid or self._groups.grid
         secret, host = find_secret(os.environ).key("ring"), _my_address()
-        nccl = self._device.type == "cuda"
-        if nccl:
-            load_nccl()  # what is missing is told before the model is built
         comm_config = CommunicationConfig(
             peer_store=PeerStoreServer(host, secret),
             secret=secret,
             device=self._device,
             host=host,
-            collective="native" if nccl and config.collective != "ring" else "ring",
+            collective="native" if self._device.type == "cuda" and config.collective != "ring" else "ring",
             hook=None if self._faults is None else self._faults.in_ring,
         )
         node = os.environ.get(NODE_NAME_VARIABLE) or os.environ.get(NODE_VARIABLE) or socket.gethostname()

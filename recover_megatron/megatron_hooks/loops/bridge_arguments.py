@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.megatron_hooks.refused import SETTLED, cannot_recover, cannot_shard
+from recover_megatron.megatron_hooks.refused import SETTLED, cannot_recover, cannot_shard, cannot_use_nccl
 from recover_megatron.megatron_hooks.trackers import LOGIT_FLAGS
 
 SECTIONS = (
@@ -165,4 +165,4 @@ def problems(config: Any, recover: RecoverConfig) -> list[str]:
     sizes = {name: _value(config.model, name) or 1 for name in SIZES}
     found += [f"model.{name} = {size}: it was not tried with this loop" for name, size in sizes.items() if size > 1]
     found = [f"--recover with Megatron-Bridge cannot take {reason}" for reason in found]
-    return found + cannot_recover(arguments, recover) + cannot_shard(arguments, recover)
+    return found + cannot_recover(arguments, recover) + cannot_shard(arguments, recover) + cannot_use_nccl()
