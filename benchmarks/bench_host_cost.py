@@ -1,15 +1,15 @@
-"""What an iteration costs the host: Python time per bucket, with an NCCL that does nothing.
+"""What an iteration costs the host: Python time per bucket, with nothing to wait for.
 
     python benchmarks/bench_host_cost.py [--members 8] [--buckets 40] [--iterations 50] [--most 100] [--json FILE]
 
 A device's data-parallel sums cost its host the planning, ordering, launching and marking, and that is under the
 interpreter's lock, which backward needs as well.  Here one member of a group hands in all buckets of an iteration and
-waits for them, by the code for NCCL, over communicators and events that are over as soon as they are asked for (so
-without NCCL's own time, and that of nccl4py); the processor time of the whole process counts (both threads).  The
-quickest iteration is told: the others paid for what the machine did beside them.
+waits for them; the processor time of the whole process counts (both threads).  The quickest iteration is told: the
+others paid for what the machine did beside them.
 
-    native     reduce_scatter and all_gather of NCCL's, each bucket as a whole
-    ring       one segment per chunk, as on a device; its sums are part of it (on a device: the launches of kernels)
+    native     reduce_scatter and all_gather, each bucket as a whole, by the code for NCCL, over a communicator and
+               events that are over as soon as they are asked for (without NCCL's own time, and that of nccl4py)
+    ring       one segment per chunk, over a transport that does nothing; its sums are part of it
 
 Exits with 1 when the native collectives or the ring take more than ``--most`` microseconds per bucket.
 """
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,16 +36,57 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.native import NativeGroup
 from recover_megatron.collectives.nccl.communicator import Communicator
-from recover_megatron.collectives.nccl.groups import NcclNative, NcclTransport
+from recover_megatron.collectives.nccl.groups import NcclNative
 from recover_megatron.collectives.nccl.library import SUCCESS, Library
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.ring.progress import ProgressThread
+from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 MOST = 100.0
 """Microseconds per bucket."""
 NUMEL = 8 * 1024
 """Elements of a bucket: so few that moving them costs next to nothing."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """Whatever it was, it is over."""
+
+    tensor: torch.Tensor
+    done: bool = True
+
+
+NOTHING = Over(torch.empty(0))
+
+
+class IdleTransport(Transport):
+    """All arrivals of one length are the same zeros."""
+
+    scratch_peak = 0
+
+    def __init__(self) -> None:
+        self._arrivals: dict[int, Over] = {}
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        return NOTHING
+
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        if numel not in self._arrivals:
+            self._arrivals[numel] = Over(torch.zeros(numel, dtype=dtype))
+        return self._arrivals[numel]
+
+    def release(self, arrival: Arrival) -> None:
+        return None
+
+    def wait(self, pending: Pending) -> None:
+        return None
+
+    def abort(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 class IdleHandle:
@@ -85,23 +127,15 @@ def idle_library() -> Library:
 
 
 def groups(members: int) -> dict[str, Group]:
-    epoch, library, device, keeper = WholeRun(range(members), 0), idle_library(), torch.device("cpu"), Keeper()
-
-    def communicator(token: CancelToken, size: int) -> Communicator:
-        its = Communicator(library, IdleHandle(), "idle", token, rank=0, size=size)
-        assert its.advance()
-        return its
-
-    first, second = CancelToken(1), CancelToken(1)
-    native = NcclNative(library, communicator(first, members), first, keeper, device)
-    edges = communicator(second, 2), communicator(second, 2)
+    epoch, library, token = WholeRun(range(members), 0), idle_library(), CancelToken(1)
+    communicator = Communicator(library, IdleHandle(), "idle", token, rank=0, size=members)
+    assert communicator.advance()
+    native = NcclNative(library, communicator, token, Keeper(), torch.device("cpu"))
+    one_segment = Tuning(segment_bytes=16 << 20, least_bytes=16 << 20)
     return {
-        "native": NativeGroup(epoch, ProgressThread(first, "native"), native),
-        "ring": RingGroup(
-            epoch, ProgressThread(second, "ring"), NcclTransport(library, edges, second, keeper, device),
-            tuning=Tuning.over_nccl(),
-        ),
-    }  # fmt: skip
+        "native": NativeGroup(epoch, ProgressThread(token, "native"), native),
+        "ring": RingGroup(epoch, ProgressThread(CancelToken(1), "ring"), IdleTransport(), tuning=one_segment),
+    }
 
 
 def per_bucket(group: Group, buckets: Sequence[Bucket], iterations: int) -> float:

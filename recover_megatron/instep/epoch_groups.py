@@ -19,14 +19,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, KeyValue, PeerLost
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.group_factory import TransportKind, carrier, open_group, progress_thread
+from recover_megatron.collectives.group_factory import Collective, TransportKind, open_group, progress_thread
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.ring.executor import Hook
@@ -51,9 +51,8 @@ class CommunicationConfig:
     device: torch.device
     host: str = "127.0.0.1"
     """The address at which the other workers reach this one."""
-    collective: Literal["ring", "native"] = "ring"
-    transport_kind: TransportKind | None = None
-    """None: that of the device."""
+    collective: Collective = "ring"
+    transport_kind: TransportKind = "tcp"
     hook: Hook | None = None
     """For tests and fault injection: see ``collectives.ring.executor``."""
     communicators: Keeper = field(default_factory=Keeper)
@@ -72,7 +71,7 @@ class CommunicationConfig:
     @property
     def over_nccl(self) -> bool:
         """Whether gradients travel over NCCL; else over connections, whatever the device is."""
-        return carrier(self.transport_kind, self.device) == "nccl"
+        return self.collective == "native"
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class EpochGroups:
             cancel_token = CancelToken(self.number)
             self.on_end(cancel_token.cancel)
             name = f"sums of epoch {self.number}"
-            self._progress = progress_thread(cancel_token, config.device, name, config.transport_kind)
+            self._progress = progress_thread(cancel_token, config.device, name, config.collective)
 
     @property
     def over(self) -> bool:

@@ -21,6 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,11 +59,19 @@ Calls = frozenset[tuple[int, int]]
 def calls_under_way() -> Calls:
     """The calls of groups, and for the device, in which the main thread is, or one that runs its backward pass."""
     main = threading.main_thread().ident
+    frames = {thread: _waiting(frame) for thread, frame in sys._current_frames().items()}
     return frozenset(
         (id(frame), frame.f_lasti)
-        for thread, frame in sys._current_frames().items()
+        for thread, frame in frames.items()
         if any(part in frame.f_code.co_filename for part in (_CALLS if thread == main else _CALLS[:1]))
     )
+
+
+def _waiting(frame: FrameType) -> FrameType:
+    """The frame itself; of a thread that waits for another one, that of who lets it wait."""
+    while frame.f_globals.get("__name__") == "threading" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def end_process(reason: str) -> None:

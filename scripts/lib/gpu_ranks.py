@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import cancel_token_of, open_group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
-from recover_megatron.collectives.nccl.groups import NcclOpener
+from recover_megatron.collectives.nccl.groups import open_native
 from recover_megatron.collectives.nccl.renewal import Keeper
 from tests.collectives.together import SECRET, PlainEpoch
 
@@ -69,7 +69,7 @@ class Rank:
         self._ids += 1
         return self._make_id()
 
-    def open(self, collective: Literal["ring", "native"]) -> Values:
+    def open(self) -> Values:
         """Open the group of the epoch, with the communicators of the last one where they can be kept."""
         assert self._epoch is not None
         if self._group is not None:
@@ -78,7 +78,7 @@ class Rank:
         started = time.monotonic()
         self._group = open_group(
             self._epoch, self._store, name="checks", secret=SECRET, device=self._device, timeout=PATIENCE,
-            collective=collective, transport_kind="nccl", communicators=self._keeper,
+            collective="native", communicators=self._keeper,
         )  # fmt: skip
         return {"seconds": time.monotonic() - started, "ids": self._ids, "round": self._round}
 
@@ -107,8 +107,8 @@ class Rank:
         tried = {}
         for name in ("one", "two"):
             epoch = PlainEpoch(1, [0, 1], self._me)
-            place = self._me, 2, self._store, cancel_token_of(epoch), Keeper(), name, self._device, PATIENCE
-            backend = NcclOpener(*place).native()
+            token, keeper = cancel_token_of(epoch), Keeper()
+            backend = open_native(self._me, 2, self._store, token, keeper, name, self._device, PATIENCE)
             whole, part = (torch.zeros(ELEMENTS // parts, device=self._device) for parts in (1, 2))
             with backend.scope():
                 backend.wait(backend.reduce_scatter(part, whole))
@@ -233,8 +233,8 @@ class Ranks:
     ``Failed`` names the rank that does not answer as it must, and what it was asked.
     """
 
-    def __init__(self, place: Place, collective: str = "native", spares: int = 0, **environment: str) -> None:
-        self._place, self._collective, self._spares, self._environment = place, collective, spares, environment
+    def __init__(self, place: Place, spares: int = 0, **environment: str) -> None:
+        self._place, self._spares, self._environment = place, spares, environment
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._ready = 0
@@ -296,7 +296,7 @@ class Ranks:
     def open(self, members: list[int]) -> list[Values]:
         """The next epoch; each opens its group."""
         self.members = self._epochs[len(self._epochs) + 1] = members
-        return self.all("open", number=len(self._epochs), epochs=self._epochs, collective=self._collective)
+        return self.all("open", number=len(self._epochs), epochs=self._epochs)
 
 
 # ---- the checks --------------------------------------------------------------------------------------------------
@@ -331,11 +331,11 @@ def two(place: Place) -> str:
     return f"{summed[0]['rate']:.2f} GB/s; opened in {first:.0f} ms, kept in {next_:.0f} ms"
 
 
-def kills(collective: str, place: Place) -> str:
+def kills(place: Place) -> str:
     """Killed in the middle of sums, again and again, each replaced: never a wrong element."""
     choose = random.Random(2026)
     raised, recovered, until = list[float](), list[float](), 0.0
-    with closing(Ranks(place, collective, spares=1 if place.rehearse else 6)) as ranks:
+    with closing(Ranks(place, spares=1 if place.rehearse else 6)) as ranks:
         ranks.open(ranks.ready(4))
         while len(recovered) < MOST and (not recovered or time.monotonic() < until):
             until = until or time.monotonic() + COUNTING

@@ -70,7 +70,7 @@ class Scenario:
     dtype: str = "float32"
     integers: bool = True
     shadows: int = 0
-    transport_kind: str | None = "tcp"
+    transport_kind: str = "tcp"
     collective: str = "ring"
     hanging: bool = False
     """Whether tcp hangs on a dead neighbour."""
@@ -218,7 +218,7 @@ class Worker:
                 numel, size = bucket.ledger.numel, scenario.workers
                 bucket.ledger.mark(Span(me * numel // size, (me + 1) * numel // size), 1)
         self.communicators = Keeper()
-        if scenario.transport_kind == "nccl":
+        if scenario.collective == "native":
             over_the_double(scenario)
         if scenario.hanging:
             group_factory.TcpTransport = HangingTransport  # type: ignore[misc]

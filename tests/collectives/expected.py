@@ -43,7 +43,7 @@ def check(scenario: Scenario, outcome: Outcome) -> None:
         check_completeness(scenario, outcome, number, ledgers)
     for result in outcome.results:
         # The double's own, one way to each member and back.
-        left_behind = 1 + 2 * scenario.workers if scenario.transport_kind == "nccl" else 0
+        left_behind = 1 + 2 * scenario.workers if scenario.collective == "native" else 0
         before, after = result.descriptors
         assert after <= before + 1 + left_behind, f"descriptors leaked: {result.descriptors}"
 

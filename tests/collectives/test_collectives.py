@@ -32,11 +32,10 @@ WAYS = {
     "shared-memory": {"transport_kind": "tcp", "tuning": SMALL},
     "tcp": {"transport_kind": "tcp-inline", "tuning": SMALL},
     "staged": {"transport_kind": "tcp", "tuning": SMALL, "staged": True},
-    "nccl-native": {"collective": "native", "transport_kind": "nccl"},
-    "nccl": {"transport_kind": "nccl", "tuning": SMALL},
+    "nccl": {"collective": "native"},
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-_RINGS = ["shared-memory", "tcp", "staged", "nccl"]
+_RINGS = ["shared-memory", "tcp", "staged"]
 rings = pytest.mark.parametrize("way", [WAYS[name] for name in _RINGS], ids=_RINGS)
 
 
@@ -470,12 +469,7 @@ def test_a_revocation_ends_the_opening_of_a_group(store: Any, open_it: Any) -> N
     assert [str(error) for error in ends] == ["epoch 1 was revoked: worker 2 died"]
 
 
-def test_tcp_has_no_native_collectives(store: Any) -> None:
-    with pytest.raises(ValueError, match="native collectives are NCCL's, not those of tcp"):
-        open_group(PlainEpoch(1, [1], 1), store, name="c", secret=b"s", collective="native")
-
-
-def test_nccl_carries_a_ring_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_carries_a_column_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         pytest.skip("NO GPU HERE: the NCCL transport was not run, neither now nor ever before on this machine")
     monkeypatch.undo()
@@ -488,5 +482,4 @@ def test_nccl_carries_a_ring_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bucket.ledger.complete
         group.pull([bucket])
 
-    for collective in ("ring", "native"):
-        together(1, work, dist.PrefixStore(collective, store), device=device, collective=collective)
+    together(1, work, store, device=device, collective="native")

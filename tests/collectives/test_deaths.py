@@ -20,7 +20,6 @@ TRANSPORTS = {
     "shared-memory": {"transport_kind": "tcp"},
     "tcp": {"transport_kind": "tcp-inline"},
     "hanging": {"transport_kind": "tcp", "hanging": True},
-    "nccl": {"transport_kind": "nccl"},
 }
 transports = pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 operations = pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
@@ -173,11 +172,9 @@ def test_any_sequence_of_deaths_at_length(crew: Crew, scenario: Scenario) -> Non
 
 @st.composite
 def scenarios_over_nccl(draw: st.DrawFn) -> Scenario:
-    scenario = dataclasses.replace(draw(scenarios()), transport_kind="nccl", hanging=False)
-    if draw(st.booleans()):
-        return scenario
+    scenario = draw(scenarios())
     faults = [dataclasses.replace(fault, at=fault.at % 8) for fault in scenario.faults]  # it has few boundaries
-    return dataclasses.replace(scenario, collective="native", faults=faults)
+    return dataclasses.replace(scenario, collective="native", hanging=False, faults=faults)
 
 
 @settings(max_examples=20)
@@ -189,7 +186,7 @@ def test_any_sequence_of_deaths_over_nccls_double(crew: Crew, scenario: Scenario
 @operations
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_native_collectives_survive_a_death_as_well(crew: Crew, op: str, how: str) -> None:
-    whole = Scenario(3, [100, 41], op=op, collective="native", transport_kind="nccl")
+    whole = Scenario(3, [100, 41], op=op, collective="native")
     survive(crew, whole)
     for at in (0, 2):
         survive(crew, whole, Fault(1, at, how))

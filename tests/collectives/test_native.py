@@ -236,7 +236,7 @@ def test_a_shadows_chunk_goes_to_its_holder_alone(monkeypatch: pytest.MonkeyPatc
 
     double = nccl_double()
     monkeypatch.setattr(library, "load", lambda: double)
-    together(4, over_nccl, collective="native", transport_kind="nccl")
+    together(4, over_nccl, collective="native")
 
 
 def test_an_operation_is_enqueued_when_the_one_before_is_over_however_many_buckets_are_handed_in() -> None:

@@ -208,19 +208,6 @@ def test_segments_are_cut_at_multiples_and_none_is_too_long(chunk: list[Span], t
         assert part.start in starts or (len(before) % cut == 0 and before.stop == part.start)
 
 
-def test_on_a_device_segments_have_16_to_32_mib_and_whole_lines() -> None:
-    tuning, element = Tuning.over_nccl(), 2
-    for mib in (1, 20, 40, 100, 1000):
-        chunks = [[Span(0, (mib << 20) // element + 3)]]
-        most, least = tuning.segment_bytes // element, tuning.least_bytes // element
-        cut = tuning.cut_bytes // element
-        length = segment_length(chunks, most, least, tuning.depth, cut)
-        assert length * element % 128 == 0
-        assert length * element <= 32 << 20
-        assert length * element >= 16 << 20 or mib < 16
-        assert all(part.start * element % 128 == 0 for part in segments(chunks[0], length, cut))
-
-
 @given(spans(), st.integers(1, 7), st.sampled_from([1, 1, 4, 32]))
 def test_even_chunks_share_every_element_out_once(spans: list[Span], size: int, cut: int) -> None:
     chunks = even_chunks(spans, size, cut)

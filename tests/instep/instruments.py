@@ -108,7 +108,7 @@ def with_wandb() -> None:
 def over_nccl(settings: str) -> None:
     """Have gradients travel over NCCL's double, on the CPU, beside kernels of the model's (``_late_device``).
 
-    ``settings``: a JSON object, what ``tests.doubles.nccl.library`` takes, and which collective ("native" or "ring").
+    ``settings``: a JSON object, what ``tests.doubles.nccl.library`` takes.
     A worker's log tells which calls of NCCL's made and ended its communicators.
     """
     from recover_megatron.collectives.nccl import library as libraries
@@ -116,9 +116,7 @@ def over_nccl(settings: str) -> None:
     from recover_megatron.megatron_hooks.entry import fault_tolerance
     from tests.doubles.nccl import library as nccl_double
 
-    its = json.loads(settings)
-    collective = its.pop("collective")
-    its_double = nccl_double(**its)
+    its_double = nccl_double(**json.loads(settings))
 
     class Told(list[str]):
         def append(self, call: str) -> None:
@@ -126,7 +124,7 @@ def over_nccl(settings: str) -> None:
             super().append(call)
 
     def config(**settings: Any) -> CommunicationConfig:
-        return CommunicationConfig(**settings | {"transport_kind": "nccl", "collective": collective})
+        return CommunicationConfig(**settings | {"collective": "native"})
 
     libraries.load = lambda: its_double  # type: ignore[assignment]
     fault_tolerance.CommunicationConfig = config  # type: ignore[assignment,misc]

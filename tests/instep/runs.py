@@ -200,9 +200,9 @@ class Case:
         when = ";".join(f"worker-{worker}.log:injected fault {worker}@" for worker in workers)
         return self.altered("pacing.awaiting", f"{iteration}:{when}")
 
-    def over_nccl(self, collective: str, **double: Any) -> Case:
-        """The same, whose gradients travel over NCCL's double (``double``: its settings) by "native" or "ring"."""
-        return self.altered("instruments.over_nccl", json.dumps(double | {"collective": collective}))
+    def over_nccl(self, **double: Any) -> Case:
+        """The same, whose gradients travel over NCCL's double (``double``: its settings)."""
+        return self.altered("instruments.over_nccl", json.dumps(double))
 
     def __str__(self) -> str:
         inject = ",".join(strike.spec(self.layout) for strike in self.strikes)

@@ -240,7 +240,7 @@ class Two:
         monkeypatch.setattr(epoch_groups, "open_group", self._opened)
         servers = [PeerStoreServer("127.0.0.1", b"secret") for _ in range(2)]
         configs = [
-            CommunicationConfig(server, b"secret", torch.device("cpu", at), collective="native", transport_kind="nccl")
+            CommunicationConfig(server, b"secret", torch.device("cpu", at), collective="native")
             for at, server in enumerate(servers)
         ]
         addresses = {Slot(at): server.address for at, server in enumerate(servers)}

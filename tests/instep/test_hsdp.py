@@ -60,7 +60,7 @@ WITH_FLAGS = {
         hsdp.with_flags(hsdp.TWO, "meta", "--init-model-with-meta-device"), DEATH, 30, restarts=1
     ),
     "biases of routers": Case(hsdp.BIASES, (Strike(1, 2, 3, "reduce-scatter"),), 7),
-    "native collective": Case(hsdp.TWO, DEATH).over_nccl("native"),
+    "native collective": Case(hsdp.TWO, DEATH).over_nccl(),
 }
 
 
@@ -190,7 +190,7 @@ OUTER_ROWS = [
     Case(hsdp.OUTER_THREE, (Strike(0, 1, 2, "backward"), Strike(2, 1, 4, "param-gather"))),
     Case(hsdp.OUTER_THREE, (Strike(0, 1, 3, "forward"), Strike(2, 0, 4, "repartition")), flags=TWO_SHADOWS),
     Case(hsdp.OUTER_THREE, (Strike(1, 1, 3, "update", visit=2), Strike(2, 0, 3, "update")), flags=TWO_SHADOWS),
-    Case(hsdp.OUTER_TWO, DEATH).over_nccl("native"),
+    Case(hsdp.OUTER_TWO, DEATH).over_nccl(),
     Case(hsdp.OUTER_TWO, (Strike(1, 1, 3, "param-gather"),), flags=("--recover-shadow-device", "cpu")),
 ]
 

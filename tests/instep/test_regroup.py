@@ -98,7 +98,7 @@ def test_a_newcomer_brings_the_run_back_to_full_strength(runs: Runs, newcomers: 
     spare = newcomers == "spare"
     case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, spares=int(spare), restarts=int(not spare))
     case = case.altered("pacing.late_states")
-    result = equal(runs, case if spare else case.over_nccl("native"), when="5-:3", replicas=3)
+    result = equal(runs, case if spare else case.over_nccl(), when="5-:3", replicas=3)
     assert result.said.count(BESIDE) == 2, result.told()
     assert [epoch for epoch, plan in result.plans.items() if plan["fresh"]] == [result.steps[-1].epoch]
     assert next(workers for workers in result.grid.values() if TP2.grid.world in workers)[1] == TP2.grid.world
@@ -231,14 +231,13 @@ def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoi
 
 
 PAIRS = Layout("tp2-dp2", 2, tensor=2, flags="--overlap-grad-reduce --ddp-bucket-size 2000")
-OVER_NCCL = [(collective, errors.name) for collective in ("native", "ring") for errors in Errors]
 
 
-@pytest.mark.parametrize(("collective", "errors"), some("over NCCL", OVER_NCCL, 1))
-def test_two_deaths_and_two_newcomers_leave_the_training_equal(runs: Runs, collective: str, errors: str) -> None:
+@pytest.mark.parametrize("errors", some("over NCCL", list(Errors), 1))
+def test_two_deaths_and_two_newcomers_leave_the_training_equal(runs: Runs, errors: Errors) -> None:
     """Of each replica one worker dies; what is left makes a whole one, and newcomers the second one."""
     case = Case(PAIRS, (Strike(0, 1, 3, "backward"), Strike(1, 0, 8, "forward")), 30, restarts=2)
-    case = replace(case.over_nccl(collective, errors=Errors[errors], seed=1), model=CLIPPED)
+    case = replace(case.over_nccl(errors=errors, seed=1), model=CLIPPED)
     result = runs.check(case)
     assert result.replicas[0] == result.replicas[-1] == 2, result.replicas
     calls = [line for log in result.ended.logs for line in log.read_text().splitlines() if "NCCL's double:" in line]

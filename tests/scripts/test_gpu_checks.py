@@ -77,9 +77,7 @@ def test_resuming_needs_the_folder_of_the_call_before() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check", ["queue:", "2 ranks", *some("ranks", ["killed in sums, native", "killed in sums, ring"], 1)]
-)
+@pytest.mark.parametrize("check", ["queue:", "2 ranks", "killed in sums"])
 def test_ranks_that_stall_die_or_are_revoked_have_right_sums_in_a_rehearsal(tmp_path: Path, check: str) -> None:
     """The same processes and the same checks of every element as on a GPU, over sockets."""
     rehearsed(tmp_path, check)

@@ -31,17 +31,17 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
+from recover_megatron.collectives.device import pauses
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 from recover_megatron.collectives.nccl.library import IN_PROGRESS, SUCCESS, Library, abort_beside
 
 STUCK = 1.0
 GUARD = "guard of a communicator"
-_SPINS, _PAUSE, _LONGEST_PAUSE = 20, 0.00002, 0.0005
 
 
 class State(enum.Enum):
@@ -118,32 +118,12 @@ class Communicator:
 
         Returns when NCCL has enqueued it, which is before it has been carried out.
         """
-        self.begin(call)
-        for _ in pauses():
-            if self.begun:
-                break
-        return self.launched(event(), *tensors)
-
-    def begin(self, call: Callable[[Any], None]) -> None:
-        """The first part of ``launch``, which does not block: who has several communicators must not wait in one.
-
-        (The first operation connects the members, and is in progress until the others have called it, too.)
-        """
         self._token.check()
         self._become(State.IN_USE)  # before NCCL is asked: one that reports an error must not be kept
         self._check()
-        with self._inside():
-            call(self.handle)
-
-    @property
-    def begun(self) -> bool:
-        """Whether what ``begin`` called is in the stream; asked until it is."""
-        self._token.check()
-        return self._succeeded()
-
-    def launched(self, event: Any, *tensors: Any) -> Operation:
-        """The last part: ``event`` was recorded after ``begun``."""
-        operation = Operation(event, tensors)
+        self._ask(call)
+        self._check()  # the first operation connects the members, and is in progress until the others have called it
+        operation = Operation(event(), tensors)
         self._under_way.append(operation)
         return operation
 
@@ -153,9 +133,9 @@ class Communicator:
         Raises ``EpochRevoked`` when the switch is cancelled, ``PeerLost`` when NCCL reports an error.
         """
         for _ in pauses():
-            self._check()
             if operation.done:
                 break
+            self._check()
         self.believe()
 
     def believe(self) -> None:
@@ -182,18 +162,16 @@ class Communicator:
 
     def _succeeded(self) -> bool:
         """NCCL's word on its state: success, or in progress; ``PeerLost`` if it is an error."""
-        with self._inside():
-            result = int(self.handle.get_async_error())
+        result = int(self._ask(_state))
         if result not in (SUCCESS, IN_PROGRESS):
             raise PeerLost(f"NCCL reports error {result} of its communicator")
         return result == SUCCESS
 
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Around every call of NCCL's: the guard sees how long it takes, and its errors are ``PeerLost``."""
+    def _ask[R](self, call: Callable[[Any], R]) -> R:
+        """Every call of NCCL's: the guard sees how long it takes, and its errors are ``PeerLost``."""
         self._entered = time.monotonic()
         try:
-            yield
+            return call(self.handle)
         except self.library.errors as error:
             self._token.check()  # whatever it says after the switch, it is the switch
             raise PeerLost(f"NCCL: {error}") from error
@@ -242,12 +220,4 @@ class Communicator:
             time.sleep(STUCK / 20)
 
 
-def pauses() -> Iterator[None]:
-    """Turns of a loop that waits: some at once, then with growing pauses, in which other threads have the GIL."""
-    for _ in range(_SPINS):
-        yield
-    pause = _PAUSE
-    while True:
-        time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE)
-        yield
+_state = methodcaller("get_async_error")

@@ -34,12 +34,9 @@ class Library:
     version: tuple[int, ...]
     errors: tuple[type[Exception], ...]
 
-    def config(self, max_ctas: int | None = None) -> Any:
-        """Of a communicator: no call of NCCL's blocks longer than it takes to hand something over.
-
-        ``max_ctas``: thread blocks of an operation at most, beside the GEMMs of the backward pass; None: NCCL's choice.
-        """
-        return self.core.NCCLConfig(blocking=False, max_ctas=max_ctas)
+    def config(self) -> Any:
+        """Of a communicator: no call of NCCL's blocks longer than it takes to hand something over."""
+        return self.core.NCCLConfig(blocking=False)
 
     def unique_id(self) -> str:
         """As text, for the rendezvous."""

@@ -69,10 +69,7 @@ class Keeper:
 
 @dataclass(eq=False)
 class Opening:
-    """One communicator on its way; several are opened at the same time with ``open_all``.
-
-    ``prefix``: the same at all members, and used for no other.  ``max_ctas``: as for ``Library.config``.
-    """
+    """One communicator on its way.  ``prefix``: the same at all members, and used for no other."""
 
     library: Library
     keeper: Keeper
@@ -81,7 +78,6 @@ class Opening:
     prefix: str
     rank: int
     size: int
-    max_ctas: int | None = None
     communicator: Communicator | None = field(default=None, init=False)
     _kept: dict[str, Communicator] = field(default_factory=dict, init=False)
 
@@ -124,7 +120,7 @@ class Opening:
         return json.loads(self.store.get(key))
 
     def _init(self, identity: str, unique_id: str) -> Communicator:
-        config, read = self.library.config(self.max_ctas), self.library.read_unique_id(unique_id)
+        config, read = self.library.config(), self.library.read_unique_id(unique_id)
         try:
             handle = self.library.core.Communicator.init(self.size, self.rank, read, config)
         except self.library.errors as error:
@@ -132,21 +128,18 @@ class Opening:
         return Communicator(self.library, handle, identity, self.cancel_token, rank=self.rank, size=self.size)
 
 
-def open_all(openings: Sequence[Opening], cancel_token: CancelToken, timeout: float) -> list[Communicator]:
-    """All of them at the same time: no order of theirs can make two members wait for each other.
-
-    Raises ``EpochRevoked``, ``PeerLost``, and ``TimeoutError`` after ``timeout`` seconds; then all are given up.
-    """
-    deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+def opened(opening: Opening, timeout: float) -> Communicator:
+    """Raises ``EpochRevoked``, ``PeerLost``, and ``TimeoutError`` after ``timeout`` seconds; then it is given up."""
+    deadline, pause, cancel_token = time.monotonic() + timeout, _FIRST_PAUSE, opening.cancel_token
     try:
-        while waiting := [opening for opening in openings if not opening.advance()]:
+        while not opening.advance():
             if cancel_token.wait(pause):
                 raise cancel_token.error()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{waiting[0].prefix}: not all members have opened it within {timeout:g} s")
+                raise TimeoutError(f"{opening.prefix}: not all members have opened it within {timeout:g} s")
             pause = min(1.5 * pause, _LONGEST_PAUSE)
     except BaseException:
-        for opening in openings:
-            opening.fail()
+        opening.fail()
         raise
-    return [opening.communicator for opening in openings if opening.communicator is not None]
+    assert opening.communicator is not None
+    return opening.communicator

@@ -290,14 +290,6 @@ class Tuning:
     cut_bytes: int = 1
     """Cuts are at multiples of it, where the spans begin at such."""
 
-    @classmethod
-    def over_nccl(cls) -> Tuning:
-        """Every segment costs the host two calls and a launch, and NCCL is fast with whole lines of 128 bytes.
-
-        By estimate: not measured, no GPU was there.
-        """
-        return cls(segment_bytes=32 << 20, least_bytes=16 << 20, cut_bytes=128)
-
     @property
     def slots(self) -> int:
         """Segments that one member has room for: all partial sums that it may hold, and one that arrives."""

@@ -6,7 +6,7 @@ Real deaths of real processes are in tests/collectives/test_deaths.py; here a me
 from __future__ import annotations
 
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +19,10 @@ from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.ring.executor import Tuning
 from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 from tests.doubles.nccl.core import Errors
 from tests.harness.waiting import eventually
-
-Collective = Literal["ring", "native"]
-collectives = pytest.mark.parametrize("collective", ["ring", "native"])
 
 
 def gradient(worker: int, bucket: int, numel: int) -> torch.Tensor:
@@ -43,12 +39,11 @@ class Member:
         self.keeper = Keeper()
         self.epoch = PlainEpoch(0, [], me)
 
-    def open(self, number: int, members: list[int], store: Any, collective: Collective) -> Group:
+    def open(self, number: int, members: list[int], store: Any) -> Group:
         self.epoch = PlainEpoch(number, members, self.me)
         return open_group(
-            self.epoch, store, name="column", secret=SECRET, timeout=DEADLINE, transport_kind="nccl",
-            collective=collective, tuning=Tuning(64, 16, 2), communicators=self.keeper,
-            device=torch.device("cpu", self.me),
+            self.epoch, store, name="column", secret=SECRET, timeout=DEADLINE,
+            collective="native", communicators=self.keeper, device=torch.device("cpu", self.me),
         )  # fmt: skip
 
     def first(self, group: Group) -> None:
@@ -71,14 +66,14 @@ class Member:
         group.close()
 
 
-def two_epochs(sizes: list[int], leaving: dict[int, int], size: int, collective: Collective) -> list[Member]:
+def two_epochs(sizes: list[int], leaving: dict[int, int], size: int) -> list[Member]:
     """The survivors, after an epoch in which some leave, and one of those who are left."""
     everybody = list(range(size))
     members = [Member(me, sizes, leaving.get(me)) for me in everybody]
     survivors = [member for member in members if member.leaves is None]
     with ThreadPoolExecutor(size) as pool:
         first, second = Dictionary(), Dictionary()
-        groups = list(pool.map(lambda it: it.open(1, everybody, first, collective), members))
+        groups = list(pool.map(lambda it: it.open(1, everybody, first), members))
         ends = [pool.submit(member.first, group) for member, group in zip(members, groups, strict=True)]
         if leaving:  # the first one to leave ends the epoch, for who leaves later, too
             wait([ends[me] for me in leaving], DEADLINE, FIRST_COMPLETED)
@@ -87,7 +82,7 @@ def two_epochs(sizes: list[int], leaving: dict[int, int], size: int, collective:
         for end in ends:
             end.result(DEADLINE)
         left = [member.me for member in survivors]
-        groups = list(pool.map(lambda it: it.open(2, left, second, collective), survivors))
+        groups = list(pool.map(lambda it: it.open(2, left, second), survivors))
         list(pool.map(Member.again, survivors, groups))
     for member in members:
         member.keeper.close()
@@ -107,12 +102,11 @@ def check(survivors: list[Member], sizes: list[int], size: int) -> None:
                 assert torch.equal(bucket.flat[span.start : span.stop], wanted[span.start : span.stop])
 
 
-@collectives
-def test_a_member_that_leaves_is_survived(monkeypatch: pytest.MonkeyPatch, collective: Collective) -> None:
+def test_a_member_that_leaves_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     library = nccl_double(errors=Errors.NEVER)
     monkeypatch.setattr(libraries, "load", lambda: library)
     sizes = [100, 33, 7]
-    check(two_epochs(sizes, {1: 1}, 4, collective), sizes, 4)
+    check(two_epochs(sizes, {1: 1}, 4), sizes, 4)
     eventually(lambda: not library.core.live, "every communicator is aborted")
 
 
@@ -130,14 +124,12 @@ def test_any_members_may_leave_before_any_bucket(data: st.DataObject) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libraries, "load", lambda: library)
-        survivors = two_epochs(sizes, leaving, size, data.draw(st.sampled_from(["ring", "native"])))
+        survivors = two_epochs(sizes, leaving, size)
     check(survivors, sizes, size)
 
 
-@collectives
-def test_an_orderly_change_opens_nothing(monkeypatch: pytest.MonkeyPatch, collective: Collective) -> None:
+def test_an_orderly_change_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     library = nccl_double()
     monkeypatch.setattr(libraries, "load", lambda: library)
-    check(two_epochs([50], {}, 3, collective), [50], 3)
-    opened = 3 if collective == "native" else 6
-    assert library.core.calls.count("init") == opened, "each member its communicators, once"
+    check(two_epochs([50], {}, 3), [50], 3)
+    assert library.core.calls.count("init") == 3, "each member its communicator, once"

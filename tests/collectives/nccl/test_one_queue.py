@@ -35,7 +35,7 @@ class Worker:
         self.compute = streams.current_stream(self.device)
         self.epoch = PlainEpoch(1, members, number)
         self.group = open_group(
-            self.epoch, store, name=f"column {number % 2}", secret=SECRET, timeout=DEADLINE, transport_kind="nccl",
+            self.epoch, store, name=f"column {number % 2}", secret=SECRET, timeout=DEADLINE,
             collective="native", device=self.device,
         )  # fmt: skip
         self.gate = threading.Event()

@@ -12,7 +12,7 @@ import torch
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked
 from recover_megatron.collectives.nccl.communicator import Communicator
 from recover_megatron.collectives.nccl.library import Library
-from recover_megatron.collectives.nccl.renewal import Keeper, Opening, decide, open_all
+from recover_megatron.collectives.nccl.renewal import Keeper, Opening, decide, opened
 from tests.collectives.nccl.test_communicator import all_gather
 from tests.collectives.together import DEADLINE, Dictionary
 from tests.doubles.nccl import library as double
@@ -51,7 +51,7 @@ class Worker:
     def open(self, epoch: int, members: list[Worker], store: Any, token: CancelToken) -> Communicator:
         rank = members.index(self)
         opening = Opening(self.library, self.keeper, store, token, prefix=f"c/{epoch}", rank=rank, size=len(members))
-        (self.communicator,) = open_all([opening], token, DEADLINE)
+        self.communicator = opened(opening, DEADLINE)
         return self.communicator
 
     def gathered(self, members: list[Worker]) -> list[float]:
@@ -152,8 +152,8 @@ def test_an_opening_that_nobody_joins_is_ended_by_the_switch_and_by_its_timeout(
     worker = Worker(library, 0)
     opening = Opening(library, worker.keeper, Dictionary(), token, prefix="c", rank=0, size=2)
     with pytest.raises(TimeoutError, match="not all members have opened it"):
-        open_all([opening], token, 0.01)
+        opened(opening, 0.01)
     token.cancel("a test ends the epoch")
     again = Opening(library, worker.keeper, Dictionary(), token, prefix="c", rank=0, size=2)
     with pytest.raises(EpochRevoked):
-        open_all([again], token, DEADLINE)
+        opened(again, DEADLINE)
