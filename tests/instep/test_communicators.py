@@ -93,15 +93,17 @@ def test_a_main_thread_that_waits_for_a_column_to_close_is_in_one_call() -> None
     """So it is ended after a while (``Leaving``)."""
     over, seen = threading.Event(), []
     executor: Any = SimpleNamespace(busy=True, add=lambda task: None, advance=over.wait, close=lambda: None)
-    column = ProgressThread(executor, CancelToken(1), "a column whose device is stuck")
-    column.submit(Task())
+    column, task = ProgressThread(CancelToken(1), "a column whose device is stuck"), Task()
+    column.serve(executor)
+    column.submit(executor, task)
 
     def look() -> None:
         eventually(lambda: calls_under_way() & calls_under_way(), "the main thread waits")
         seen.append(True)
+        task.handle.finish()
         executor.busy = False
         over.set()
 
     threading.Thread(target=look, daemon=True).start()
-    column.close()
+    column.close(executor)
     assert seen
