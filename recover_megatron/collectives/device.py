@@ -147,16 +147,18 @@ class DeviceStream(Order):
     The progress thread is a new thread, in which CUDA's current device is the first one: it runs in ``on_device``.  The
     stream has the highest priority: what it does is little, and all members wait for it.
 
-    ``device``: with its index, else ValueError.  ``cuda``: ``torch.cuda``, or a double.
+    ``device``: with its index, else ValueError.  ``cuda``: ``torch.cuda``, or a double.  ``stream``: default: a new.
     """
 
-    def __init__(self, device: torch.device, cancel_token: CancelToken, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self, device: torch.device, cancel_token: CancelToken, cuda: Any = torch.cuda, stream: Any = None
+    ) -> None:
         if device.type == "cuda" and device.index is None:
             raise ValueError(f"{device} could be another one in each thread: name its number")
         self._device = device
         self._cancel_token = cancel_token
         self._cuda = cuda
-        self._stream = cuda.Stream(device, priority=-1)
+        self._stream = stream or cuda.Stream(device, priority=-1)
 
     def submitted(self) -> object:
         event = self._cuda.Event()

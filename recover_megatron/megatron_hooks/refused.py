@@ -171,7 +171,7 @@ def cannot_recover(args: argparse.Namespace, config: RecoverConfig) -> list[str]
     return [*found, *_groups_of_microbatches(args)]
 
 
-def cannot_use_nccl() -> list[str]:
+def cannot_use_nccl(config: RecoverConfig) -> list[str]:
     """Why neither gradients nor the groups inside a replica can go over NCCL; empty on the host device."""
     if hostdevice.is_active():
         return []
@@ -180,16 +180,15 @@ def cannot_use_nccl() -> list[str]:
 
     found = torch_nccl.keep_one_kind()
     try:
-        library.load()
+        if config.collective != "ring":
+            library.load()
     except UserError as error:
         found += error.reasons
     return found
 
 
 def cannot_grow(args: argparse.Namespace, config: RecoverConfig, replicas: int, lanes: int) -> list[str]:
-    """What is refused with --recover-max-replicas, for a launch of ``replicas`` that each hold ``lanes`` data-parallel
-    ranks; empty without it.
-    """
+    """What --recover-max-replicas refuses of a launch of ``replicas``, each of ``lanes`` data-parallel ranks."""
     if not config.max_replicas:
         return []
     flag, found = f"--recover-max-replicas {config.max_replicas}", []
@@ -414,8 +413,7 @@ SETTLED = (
             {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
             "the schedule of the one was not examined, and by the other gradients come after the sum"),
     Settled("--overlap-param-gather-with-optimizer-step", is_set("overlap_param_gather_with_optimizer_step"),
-            {"overlap_param_gather_with_optimizer_step": False},
-            "the update is one step, all or nothing"),
+            {"overlap_param_gather_with_optimizer_step": False}, "the update is one step, all or nothing"),
     Settled("--use-sharp, --use-nccl-ub", is_set("use_sharp", "nccl_ub"),
             {"use_sharp": False, "nccl_ub": False, "fsdp_manual_registration": False},
             "the gradients do not go through Megatron's data-parallel groups, which both are for"),

@@ -488,7 +488,7 @@ def test_what_nccl_lacks_is_told_with_the_flags_and_on_gpus_alone(
     for one in ("--distributed-backend gloo", "of another kind", said, "pip install 'nccl4py>=0.6,<0.7'"):
         assert any(one in reason for reason in reasons), one
     monkeypatch.setattr(hostdevice, "is_active", lambda: True)
-    assert refused.cannot_use_nccl() == []
+    assert refused.cannot_use_nccl(RecoverConfig()) == []
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "dist_muon", "lion"])

@@ -33,7 +33,7 @@ class NcclNative(DeviceStream, NativeBackend):
         keeper: Keeper,
         device: torch.device,
     ) -> None:
-        super().__init__(device, cancel_token, library.cuda)
+        super().__init__(device, cancel_token, library.cuda, keeper.stream)
         self._library = library
         self._its = its
         self._keeper = keeper
@@ -91,5 +91,6 @@ def open_native(
 ) -> NcclNative:
     """``prefix``: of the group's keys in the store.  ``timeout``: seconds in which all members must have come."""
     library = libraries.load()
+    keeper.stream = keeper.stream or library.cuda.Stream(device, priority=-1)
     its = None if size == 1 else opened(Opening(library, keeper, store, cancel_token, prefix, rank, size), timeout)
     return NcclNative(library, its, cancel_token, keeper, device)

@@ -41,6 +41,8 @@ class Keeper:
     def __init__(self, *, keeps: bool = True) -> None:
         self._keeps = keeps
         self._held: list[Communicator] = []
+        self.stream: Any = None
+        """Of all columns, in every epoch: torch's pool would soon give one that others have, too."""
         self._lock = threading.Lock()
 
     def give(self, communicator: Communicator) -> None:

@@ -144,7 +144,7 @@ def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         found += not_settled(args)
         found += [*cannot_recover(args, config), *cannot_shard(args, config), *cannot_shard_model(args, config, world)]
-        found += [*hostdevice.never_summed(args), *cannot_use_nccl(), *_log_dir(config.log_dir)]
+        found += [*hostdevice.never_summed(args), *cannot_use_nccl(config), *_log_dir(config.log_dir)]
     elif config.inject is not None:
         found.append("--recover-inject needs --recover: without it nothing is injected, and no death is survived")
     return found

@@ -165,4 +165,4 @@ def problems(config: Any, recover: RecoverConfig) -> list[str]:
     sizes = {name: _value(config.model, name) or 1 for name in SIZES}
     found += [f"model.{name} = {size}: it was not tried with this loop" for name, size in sizes.items() if size > 1]
     found = [f"--recover with Megatron-Bridge cannot take {reason}" for reason in found]
-    return found + cannot_recover(arguments, recover) + cannot_shard(arguments, recover) + cannot_use_nccl()
+    return found + cannot_recover(arguments, recover) + cannot_shard(arguments, recover) + cannot_use_nccl(recover)

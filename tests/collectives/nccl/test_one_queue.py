@@ -5,6 +5,7 @@ Ranks are threads with a device each: two replicas of two, which also have colle
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 from tests.doubles.nccl import streams
 from tests.doubles.nccl.model import TensorParallel
+from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 
 STUCK = patient(5)
@@ -160,3 +162,12 @@ def test_a_revocation_reaches_who_waits_for_a_bucket_that_is_never_computed(
     for handle in handles:
         with pytest.raises(EpochRevoked):
             handle.wait(patient(1))
+
+
+def test_one_place_of_the_product_waits_for_a_device() -> None:
+    waiting = {
+        path.name
+        for path in (REPOSITORY / "recover_megatron").rglob("*.py")
+        if re.search(r"\.synchronize\(", path.read_text())
+    }
+    assert not waiting, "a wait of CUDA's hears of no revocation: collectives.device.until"
