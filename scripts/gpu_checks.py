@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from lib.gpu_ranks import kills, one_queue, two
 from lib.gpu_training import Failed, NotRun, Place, deaths, nvidia_smi, overlap, parity
 
 from recover_megatron import __version__
-from recover_megatron.collectives.nccl.library import load
 from recover_megatron.hostdevice import CudaBroken, driver_device_count
 
 SECONDS = 580.0
@@ -33,31 +31,17 @@ SECONDS = 580.0
 NO_DEVICE = "not run: no CUDA device"
 NOTHING_RUN = 3
 """Exit status when no check could be run."""
-
-
 TP2, SHARDED = "--tensor-model-parallel-size 2", "--use-distributed-optimizer"
-
-
-def packages(place: Place) -> str:
-    """What the checks run on is there."""
-    place.needs("megatron.training", "nccl")
-    if place.rehearse:
-        raise NotRun("not run: rehearsal")
-    version = ".".join(map(str, load().version))
-    return f"nccl4py with NCCL {version}, torch {torch.__version__} for NCCL {torch.cuda.nccl.version()}"
-
-
 CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("queue: what waits for an unfinished sum", one_queue),
     ("overlap: TP beside sums, a death, a rejoin", overlap),
-    ("packages", packages),
     ("2 ranks over NCCL, communicators kept", two),
     ("killed in sums", kills),
     ("DP 4, 2 killed", partial(deaths, "dp4", "", "1@3:backward#2,3@5:reduce-scatter", (1, 3), 2, 4)),
     ("TP 2, 2 killed", partial(deaths, "tp2", TP2, "1@3:backward#2,2@5:backward", (1, 2), 1, 4)),
     ("distributed optimizer, 1 killed", partial(deaths, "sharded", SHARDED, "1@3:backward#2", (1,), 3, 4)),
     ("a worker's device breaks", partial(deaths, "broken", "", "1@3:forward:device", (1,), 1, 2)),
-    ("stock parity and iteration time, 1 worker", parity),
+    ("parity and iteration time, 1 worker", parity),
 ]
 """In the order in which they tell most."""
 
@@ -102,8 +86,8 @@ def main() -> int:
     _row("check", "result", "seconds", "number")
     print("|---|---|--:|---|", flush=True)
     tried = False
-    with ExitStack() as stack:
-        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-checks-")))
+    with tempfile.TemporaryDirectory(prefix="gpu-checks-") as temporary:
+        folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         place = Place(folder.resolve(), options.rehearse, time.monotonic() + options.seconds, gpus)
         file = folder / "results.json"
@@ -111,7 +95,7 @@ def main() -> int:
         for name, check in CHECKS:
             if options.only.lower() not in name.lower():
                 continue
-            if rows.get(name, ["not run"])[0] != "ok":
+            if rows.get(name, [""])[0] != "ok":
                 started = time.monotonic()
                 result, number = (reason, "") if reason else run(check, place)
                 rows[name] = [result, "" if result.startswith("not ") else f"{time.monotonic() - started:.0f}", number]
