@@ -1,8 +1,5 @@
-"""The part of gpu_checks.sh that runs inside Python: the table of checks.
-
-Every check is made of processes of its own, with a deadline: one that hangs or crashes is a row, and the others are
-run all the same.  DIR/results.json has what each has come to: --resume runs the others.
-"""
+"""The part of gpu_checks.sh that runs inside Python.  Every check has processes of its own and a deadline: one that
+hangs or crashes is a row, and the others are run all the same.  DIR/results.json has what each has come to."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ from lib.gpu_training import Failed, NotRun, Place, deaths, nvidia_smi, overlap,
 from recover_megatron import __version__
 from recover_megatron.hostdevice import CudaBroken, driver_device_count
 
-SECONDS = 580.0
-"""For all checks of one call: under ten minutes."""
 NO_DEVICE = "not run: no CUDA device"
-NOTHING_RUN = 3
-"""Exit status when no check could be run."""
 TP2, SHARDED = "--tensor-model-parallel-size 2", "--use-distributed-optimizer"
 CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("queue: what waits for an unfinished sum", one_queue),
@@ -103,7 +96,7 @@ def main() -> int:
             _row(name, *rows[name])
             tried = tried or not rows[name][0].startswith("not ")
             status = status or int(rows[name][0].startswith("FAILED"))
-    return status if tried or status else NOTHING_RUN
+    return status if tried or status else 3
 
 
 def _options() -> argparse.Namespace:
@@ -112,7 +105,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
     parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the checks that have this in their name")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all checks of this call (%(default)g)")
+    parser.add_argument("--seconds", type=float, default=580.0, help="for all checks of this call (%(default)g)")
     parser.add_argument("--rehearse", action="store_true", help="on the host device: tries the checks, tells of no GPU")
     options = parser.parse_args()
     if options.resume and options.keep is None:

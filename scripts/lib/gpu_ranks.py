@@ -36,6 +36,7 @@ from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.groups import open_native
 from recover_megatron.collectives.nccl.renewal import Keeper
 from tests.collectives.together import SECRET, PlainEpoch
+from tests.doubles.nccl import library as nccl_double
 
 ELEMENTS, BUCKETS, PATTERN = 1 << 20, 4, 97
 PATIENCE, STARTING, FIRES, COUNTING = 60.0, 180.0, 3.0, 20.0
@@ -94,8 +95,8 @@ class Rank:
     def queue(self) -> Values:
         """Both members use a communicator; then member 0 alone enqueues one operation, and another one behind it."""
         epoch = PlainEpoch(1, [0, 1], self._me)
-        place = self._store, cancel_token_of(epoch), Keeper(), "queue", self._device, PATIENCE
-        backend = open_native(self._me, 2, *place)
+        token = cancel_token_of(epoch)
+        backend = open_native(self._me, 2, self._store, token, Keeper(), "queue", self._device, PATIENCE)
         whole, part = (torch.zeros(ELEMENTS // parts, device=self._device) for parts in (1, 2))
         operations = {
             "one": lambda: backend.reduce_scatter(part, whole),
@@ -105,9 +106,7 @@ class Rank:
             for enqueue in operations.values():
                 backend.wait(enqueue())
         told: Values = {}
-        if self._me:
-            return told
-        for name, enqueue in operations.items():
+        for name, enqueue in operations.items() if self._me == 0 else ():
             stalled, fired = self._cuda.Event(), self._cuda.Event()
             with backend.scope():
                 enqueue()
@@ -120,10 +119,11 @@ class Rank:
             told[name] = fired.query()
             if stalled.query():
                 raise RuntimeError("an operation was over that one of its members had not come to")
-        told["heard"] = self._heard(stalled)
-        epoch.revoke("nobody comes")
-        backend.settle()
-        backend.close()
+        if told:
+            told["heard"] = self._heard(stalled)
+            epoch.revoke("nobody comes")
+            backend.settle()
+            backend.close()
         return told
 
     def _heard(self, stalled: Any) -> float:
@@ -159,9 +159,8 @@ class Rank:
         for bucket in self._buckets:
             if complete and not bucket.ledger.complete:
                 raise RuntimeError("a bucket is not complete after its sum")
-            parts = [(span, [self._me]) for span in bucket.ledger.local]
-            parts += [(span, self._members_of[span.epoch]) for span in bucket.ledger.reduced]
-            for span, members in parts:
+            local = [(span, [self._me]) for span in bucket.ledger.local]
+            for span, members in [*local, *((span, self._members_of[span.epoch]) for span in bucket.ledger.reduced)]:
                 expected = self._pattern[span.start : span.stop] * sum(worker + 1 for worker in members)
                 expected += self._round * len(members)
                 if wrong := int((bucket.flat[span.start : span.stop] != expected).sum()):
@@ -202,15 +201,12 @@ def run_rank(me: int, port: int, pipe: Connection, environment: dict[str, str], 
     """The process of a rank; what it says on its standard error is in the folder."""
     os.dup2(os.open(place.folder / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.environ |= ALONE | {"NCCL_HOSTID": f"rank{me}"} | environment
-    device = torch.device("cpu") if place.rehearse else torch.device("cuda", 0)
     if place.rehearse:
-        from tests.doubles.nccl import library as nccl_double
-
         double = nccl_double()
         libraries.load = lambda: double  # type: ignore[assignment]
     else:
-        torch.cuda.set_device(device)
-    Rank(me, port, pipe, device).serve()
+        torch.cuda.set_device(0)
+    Rank(me, port, pipe, torch.device("cpu" if place.rehearse else "cuda", 0)).serve()
 
 
 class Ranks:
@@ -258,8 +254,7 @@ class Ranks:
         if not pipe.poll(max(0.0, self._place.until(patience) - time.monotonic())):
             raise Failed(f"rank {me} did not answer in time: {what}")
         with suppress(EOFError, ConnectionResetError):
-            values: Values = pipe.recv()
-            return values
+            return dict(pipe.recv())
         raise Failed(f"rank {me} has ended by itself: {what}")
 
     def result(self, me: int, what: str, raised: str | None = None, patience: float = PATIENCE) -> Values:
@@ -280,9 +275,6 @@ class Ranks:
         """The next epoch; each opens its group."""
         self.members = self._epochs[len(self._epochs) + 1] = members
         return self.all("open", number=len(self._epochs), epochs=self._epochs)
-
-
-# ---- the checks --------------------------------------------------------------------------------------------------
 
 
 def one_queue(place: Place) -> str:
@@ -330,8 +322,7 @@ def kills(place: Place) -> str:
             victim = choose.choice(ranks.members)
             time.sleep(choose.random() * 0.05)  # anywhere within a sum
             ranks.kill(victim)
-            survivors = [me for me in ranks.members if me != victim]
-            for me in survivors:
+            for me in (survivors := [me for me in ranks.members if me != victim]):
                 ranks.ask(me, "revoke")
             raised += [ranks.result(me, "sums beside a death", "EpochRevoked")["after"] for me in survivors]
             newcomers, started = ranks.ready(1), time.monotonic()

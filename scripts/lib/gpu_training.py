@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class Failed(Exception):
 
 
 class NotRun(Exception):
-    """A check cannot be run here; the message is for the table.  No failure."""
+    """A check cannot be run here, which is no failure; the message is for the table."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,8 @@ class Training:
             several = ["--nnodes", str(self.nodes), "--master-port", str(sock.getsockname()[1])]
         for node in range(self.nodes):
             command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(self.each)]
-            command += ["--log-dir", str(self.folder / f"node-{node}")]
+            command += ["--log-dir", str(self.folder / f"node-{node}"), "--max-restarts", str(self.restarts)]
             command += [*several, "--node-rank", str(node)] if self.nodes > 1 else []
-            command += ["--max-restarts", str(self.restarts)] if self.restarts else []
             env = environment | (ALONE | {"NCCL_HOSTID": f"node{node}"} if self.nodes > 1 else {})
             with open(self._log(node), "wb") as log:
                 its = subprocess.Popen([*command, *argv], stdout=log, stderr=log, cwd=self.folder, env=env)
@@ -177,9 +176,8 @@ def deaths(name: str, flags: str, inject: str, dead: Sequence[int], replicas: in
     place.needs("megatron.training", "nccl")
     if place.rehearse and inject.endswith(":device"):
         raise NotRun("not run: rehearsal")
-    both = [*TINY, *shlex.split(flags)]
-    reference = Training(place, name, both, nodes)
-    killed = Training(place, f"{name}-killed", both, nodes, inject=inject, dead=dead)
+    reference = Training(place, name, [*TINY, *shlex.split(flags)], nodes)
+    killed = replace(reference, name=f"{name}-killed", inject=inject, dead=dead, _launchers=[])
     deadline = place.until(90)
     with running(reference, killed):
         reference.finish(deadline)
@@ -195,7 +193,6 @@ def overlap(place: Place) -> str:
     nodes, each = (4, 1) if place.gpus < 2 else (2, 2) if place.gpus < 4 else (1, 4 if place.gpus < 8 else 8)
     flags = [*TINY, *shlex.split(f"{SMALLER if place.rehearse else BUSY} {OVERLAP}")]
     flags += ["--tensor-model-parallel-size", str(nodes * each // 2)]
-    # Where each worker is a node of its own, a replica cannot but be on several.
     flags += ["--recover-allow-cross-node-tp"] if nodes > 1 else []
     death = 10 if place.rehearse else 30
     calm = Training(place, "overlap", flags, nodes, each)

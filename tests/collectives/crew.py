@@ -205,7 +205,7 @@ class Worker:
         )  # fmt: skip
 
     def between(self) -> None:
-        """A native group has no boundaries of messages: those between its buckets count, in the training's thread."""
+        """A native group has no boundaries of messages: those between its buckets count."""
         if self.scenario.collective == "native":
             self.boundary()
 
@@ -259,11 +259,7 @@ class Worker:
                 assert bucket.ledger.reduced == ledger, "a ledger changed after EpochRevoked"
             self.say(joined=order["number"], holds=self.holds)
             return
-        self.end_of(order, group)
-
-    def end_of(self, order: dict[str, Any], group: Group) -> None:
-        """Wait for what comes next with the group still open, as a worker waits for the commit."""
-        following = self.orders.get()
+        following = self.orders.get()  # with the group still open, as a worker waits for the commit
         group.close()
         self.orders.put(following)
 
@@ -296,20 +292,14 @@ class Membership:
         self.folder = folder
         self.controls: dict[int, socket.socket] = {}
         self.heard: dict[int, bytes] = {}
-        self.pids: dict[int, int] = {}
+        self.pids, self.handles = dict[int, int](), dict[int, int]()
         self.children: list[int] = []
-        self.handles: dict[int, int] = {}
-        self.live: set[int] = set()
+        self.live, self.joined, self.done = set[int](), set[int](), set[int]()
         self.holds: dict[int, list[int]] = {}
-        self.joined: set[int] = set()
-        self.done: set[int] = set()
         self.orphaned: list[int] = []
         self.epoch = 0
         self.formed = True
-        self.epochs: dict[int, list[int]] = {}
-        self.ended: set[int] = set()
-        self.results: list[Result] = []
-        self.problems: list[str] = []
+        self.outcome = Outcome([], {}, set(), [])
 
     def fork(self, me: int) -> None:
         ours, theirs = socket.socketpair()
@@ -344,7 +334,7 @@ class Membership:
         self.live = set(self.pids)
         self.open_epoch()
         deadline = time.monotonic() + self.scenario.timeout
-        while len(self.results) < len(self.live) and not self.problems:
+        while len(self.outcome.results) < len(self.live) and not self.outcome.problems:
             alive = self.live & self.handles.keys()
             sources = [*(self.controls[w] for w in alive), *(self.handles[w] for w in alive)]
             ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
@@ -358,13 +348,13 @@ class Membership:
                     self.buried(worker)
             self.proceed()
         self.clean_up()
-        return Outcome(self.results, self.epochs, self.ended, self.problems)
+        return self.outcome
 
     def open_epoch(self) -> None:
         self.epoch += 1
         self.formed = True
         members = sorted(self.live)
-        self.epochs[self.epoch] = members
+        self.outcome.epochs[self.epoch] = members
         self.joined, self.done = set(), set()
         for worker in members:
             self.order(worker, order="epoch", number=self.epoch, members=members, orphaned=self.orphaned)
@@ -378,7 +368,7 @@ class Membership:
         for line in lines:
             message = json.loads(line)
             if "result" in message:
-                self.results.append(pickle.loads(bytes.fromhex(message["result"])))  # noqa: S301
+                self.outcome.results.append(pickle.loads(bytes.fromhex(message["result"])))  # noqa: S301
             elif "child" in message:
                 self.children.append(message["child"])
             elif "holds" in message:
@@ -391,15 +381,15 @@ class Membership:
     def buried(self, worker: int) -> None:
         """Its process has ended."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pids.pop(worker), 0)[1])
-        if code == 0 and any(result.worker == worker for result in self.results):
+        if code == 0 and any(result.worker == worker for result in self.outcome.results):
             os.close(self.handles.pop(worker))
             return
         if code != -signal.SIGKILL:
-            self.problems.append(f"worker {worker} ended with {code}:\n{self.log(worker)}")
+            self.outcome.problems.append(f"worker {worker} ended with {code}:\n{self.log(worker)}")
         self.lost(worker)
 
     def lost(self, worker: int) -> None:
-        self.ended.add(worker)
+        self.outcome.ended.add(worker)
         self.live.discard(worker)
         self.formed = False
         if self.scenario.announce:
@@ -426,7 +416,7 @@ class Membership:
             os.kill(self.pids[worker], signal.SIGUSR1)
         time.sleep(0.5)  # for their stacks; the scenario has failed anyway
         where = f"epoch {self.epoch}, live {self.live}, joined {self.joined}, done {self.done}"
-        self.problems += [f"not finished in time: {where}", *(f"{w}: {self.log(w)}" for w in sorted(self.live))]
+        self.outcome.problems += [f"not finished in time: {where}", *(f"{w}: {self.log(w)}" for w in sorted(self.live))]
 
     def log(self, worker: int) -> str:
         return Path(f"{self.folder}/{worker}.log").read_text()[-6000:]

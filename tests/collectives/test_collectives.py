@@ -34,8 +34,6 @@ WAYS = {
     "nccl": {"collective": "native"},
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-_RINGS = ["shared-memory", "tcp", "staged"]
-rings = pytest.mark.parametrize("way", [WAYS[name] for name in _RINGS], ids=_RINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +116,7 @@ def test_reduce_scatter_leaves_the_rest_of_the_bucket_untouched(store: Any, way:
     together(size, work, store, **way)
 
 
-@rings
+@ways
 def test_reduce_scatter_to_given_shards_with_shadows(store: Any, way: dict) -> None:
     """Unequal shards, an empty one, one in two parts, not in the order of the ranks; two successors get each."""
     shards = [[Span(50, 110)], [Span(0, 20), Span(30, 50)], [], [Span(20, 30), Span(110, 120)]]
@@ -374,7 +372,7 @@ def test_gradients_must_be_floating_point_parameters_need_not(store: Any) -> Non
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
     segment=st.sampled_from([16, 100, 1024, 1 << 16]),
     depth=st.integers(1, 4),
-    way=st.sampled_from(_RINGS),
+    way=st.sampled_from(["shared-memory", "tcp", "staged"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_any_ring_adds_in_the_documented_order_bit_for_bit(

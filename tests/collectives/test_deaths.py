@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 RINGS = {"shared-memory": {"transport_kind": "tcp"}, "tcp": {"transport_kind": "tcp-inline"}}
 WAYS = RINGS | {"nccl": {"collective": "native"}}
+rings = pytest.mark.parametrize("way", RINGS.values(), ids=RINGS)
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 operations = pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 
@@ -31,8 +32,7 @@ def crew() -> Iterator[Crew]:
 
 def survive(crew: Crew, scenario: Scenario, *faults: Fault) -> Outcome:
     """Carry it out, with these faults where any are named, and check what the survivors end with."""
-    if faults:
-        scenario = dataclasses.replace(scenario, faults=list(faults))
+    scenario = dataclasses.replace(scenario, faults=list(faults) or scenario.faults)
     outcome = crew.run(scenario)
     check(scenario, outcome)
     return outcome
@@ -40,8 +40,7 @@ def survive(crew: Crew, scenario: Scenario, *faults: Fault) -> Outcome:
 
 def boundaries(crew: Crew, scenario: Scenario, worker: int) -> int:
     """How many boundaries ``worker`` passes."""
-    outcome = survive(crew, scenario)
-    return next(result.boundaries for result in outcome.results if result.worker == worker)
+    return next(result.boundaries for result in survive(crew, scenario).results if result.worker == worker)
 
 
 def at_boundaries(crew: Crew, op: str, rerun: bool, first: int, step: int) -> None:
@@ -76,7 +75,7 @@ def test_a_death_or_a_stop_with_every_kind_of_group(crew: Crew, way: dict, op: s
         survive(crew, scenario, Fault(2, at, "stop"))
 
 
-@pytest.mark.parametrize("way", RINGS.values(), ids=RINGS)
+@rings
 def test_all_but_one_die_one_after_the_other(crew: Crew, way: dict) -> None:
     outcome = survive(crew, Scenario(4, [400, 33], **way), Fault(0, 12), Fault(3, 40), Fault(1, 90))
     assert [result.worker for result in outcome.results] == [2]
@@ -102,7 +101,7 @@ def test_members_that_hear_of_nothing_from_the_membership_are_interrupted_too(cr
         assert all(result.revoked for result in outcome.results)
 
 
-@pytest.mark.parametrize("way", RINGS.values(), ids=RINGS)
+@rings
 def test_a_dead_workers_forked_child_does_not_hide_its_death(crew: Crew, way: dict) -> None:
     """Loaders of data are forked from a worker and outlive it; here nobody but the connections tells of the death."""
     survive(crew, Scenario(3, [500], children=True, announce=False, **way), Fault(1, 20))

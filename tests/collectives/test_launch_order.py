@@ -17,21 +17,19 @@ device" and "Implicit synchronization"; NCCL user guide, "Using multiple NCCL co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
 
-DEVICES = {"A": (1, 1), "B": (1, 2), "A'": (2, 1), "B'": (2, 2)}
-"""Replica and column."""
+DEVICES = {"A": (1, 1), "B": (1, 2), "A'": (2, 1), "B'": (2, 2)}  # replica and column
 GEMMS, TP, DENSE, EXPERTS = STREAMS = range(4)
 """Streams: the model's, that of its collectives, and one for each column's sums."""
 SHARED = {GEMMS: slice(2), TP: slice(1), DENSE: slice(1, 2), EXPERTS: slice(1, 2)}
 MEMBERS = {
     (at, stream): [other for other, its in enumerate(DEVICES.values()) if its[shared] == place[shared]]
-    for at, place in enumerate(DEVICES.values())
-    for stream, shared in SHARED.items()
+    for (at, place), (stream, shared) in product(enumerate(DEVICES.values()), SHARED.items())
 }
 """The devices on which a kernel of a stream must have started before it can end on one."""
 
@@ -89,9 +87,9 @@ class Search:
             launched = [count + sum(queue.count(stream) for queue in queues) for stream, count in enumerate(started)]
             found, alone = [], True
             for thread in self.threads[at]:
-                step = next((step for step in thread if step.number >= launched[step.stream]), None)
-                if step is None:
+                if not (left := [step for step in thread if step.number >= launched[step.stream]]):
                     continue
+                step = left[0]
                 if missing := [its for its in step.seen if over[its[0]] <= its[1]]:
                     alone = alone and any(launched[stream] <= number for stream, number in missing)
                     continue
@@ -126,13 +124,11 @@ class Search:
         frozen = [tuple(map(tuple, its)) for its in queues]
         return tuple(zip(frozen, map(tuple, started), map(tuple, over), strict=True))
 
-    def _left(self, state: State) -> list[str]:
-        told = []
+    def _left(self, state: State) -> Iterator[str]:
         for name, kernels, (queues, started, over) in zip(DEVICES, self.kernels, state, strict=True):
             runs = [kernels[stream, over[stream]].name for stream in STREAMS if started[stream] > over[stream]]
             heads = [kernels[queue[0], started[queue[0]]].name for queue in queues if queue]
-            told.append(f"{name} runs {runs}; at the heads of its queues: {heads}")
-        return told
+            yield f"{name} runs {runs}; at the heads of its queues: {heads}"
 
 
 def model(buckets: int) -> Thread:

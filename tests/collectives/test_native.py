@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -30,11 +31,10 @@ PER_BUCKET = 2
 
 
 class Watched(NcclNative):
-    """``did``: what the member did.  It believes ``limit`` operations, no member more than ``least`` + 1: then all
-    that are not through are revoked, at the same time, and their scratch is garbage, as NCCL may leave it."""
+    """``did``: what the member did.  ``limits``: by rank, how many operations it believes (none: all), one more than
+    the least at most; there it is revoked, all at the same time, and its scratch is garbage, as NCCL may leave it."""
 
     limits: Sequence[int] = ()
-    """By rank; none: all are believed."""
     stopped: threading.Barrier
 
     def __init__(self, *its: Any) -> None:
@@ -74,17 +74,11 @@ class Watched(NcclNative):
 def members(size: int, work: Any, limits: Sequence[int] = ()) -> list[Any]:
     """What ``work`` returns at each member of a group with ``Watched`` backends."""
     double = nccl_double()
-    settings = {"limits": limits, "stopped": threading.Barrier(size)}
+    backend = type("Its", (Watched,), {"limits": limits, "stopped": threading.Barrier(size)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "load", lambda: double)
-        patch.setattr(groups, "NcclNative", type("Watched", (Watched,), settings))
+        patch.setattr(groups, "NcclNative", backend)
         return together(size, work, collective="native")
-
-
-def watched(group: Any) -> Watched:
-    found = group._backend
-    assert isinstance(found, Watched)
-    return found
 
 
 def gradient(rank: int, numel: int) -> torch.Tensor:
@@ -136,9 +130,9 @@ def test_each_member_gets_its_own_shard_and_those_that_it_shadows(
 
 
 def test_a_shadows_chunk_goes_to_its_holder_alone() -> None:
-    def work(group: Group) -> list[tuple[str, Any]]:
+    def work(group: Any) -> list[tuple[str, Any]]:
         group.reduce_scatter(Bucket(gradient(group.rank, 64)), shadows=(1, 2)).wait(DEADLINE)
-        return watched(group).did
+        return list(group._backend.did)
 
     for rank, (first, _, second, _) in enumerate(members(4, work)):
         assert first[0] == "reduce_scatter"
@@ -146,8 +140,8 @@ def test_a_shadows_chunk_goes_to_its_holder_alone() -> None:
 
 
 def test_an_operation_is_enqueued_when_the_one_before_is_over_however_many_buckets_are_handed_in() -> None:
-    def work(group: Group) -> None:
-        its = watched(group)
+    def work(group: Any) -> None:
+        its = group._backend
         its.may_go_on.clear()
         buckets = [Bucket(gradient(group.rank, 100)) for _ in range(3)]
         handles = [group.all_reduce(bucket) for bucket in buckets]
@@ -178,10 +172,10 @@ def test_scratch_is_at_most_one_bucket_however_many_are_handed_in(size: int) -> 
 
 
 def test_buckets_that_lie_as_the_backend_wants_them_are_not_copied_before() -> None:
-    def work(group: Group) -> None:
+    def work(group: Any) -> None:
         flat = gradient(group.rank, 4 * 32)
         group.all_reduce(Bucket(flat)).wait(DEADLINE)
-        (_, source), _, (_, output), _ = watched(group).did
+        (_, source), _, (_, output), _ = group._backend.did
         assert source == flat.data_ptr() != output
 
     members(4, work)
@@ -217,7 +211,7 @@ def cut_off(limits: list[int], numels: list[int], operation: str) -> None:
     buckets = [[Bucket(gradient(rank, numel)) for numel in numels] for rank in range(size)]
     shards = {numel: shards_of([numel // 3, 2 * numel // 3], numel) for numel in numels}
 
-    def begin(group: Group) -> None:
+    def begin(group: Any) -> None:
         mine = buckets[group.rank]
         if operation == "all_reduce":
             handles = [group.all_reduce(bucket) for bucket in mine]
@@ -225,19 +219,17 @@ def cut_off(limits: list[int], numels: list[int], operation: str) -> None:
             handles = [group.reduce_scatter(bucket, shards[bucket.ledger.numel], shadows=(1,)) for bucket in mine]
         ended = []
         for handle in handles:
-            try:
+            with suppress(EpochRevoked):
                 handle.wait(DEADLINE)
-                ended.append(True)
-            except EpochRevoked:
-                ended.append(False)
-        if all(ended):  # nobody else's end may come before it
-            watched(group).stopped.wait(DEADLINE)
-        for bucket, its in zip(mine, ended, strict=True):
+                ended.append(handle)
+        if len(ended) == len(handles):  # nobody else's end may come before it
+            group._backend.stopped.wait(DEADLINE)
+        for bucket, its in zip(mine, handles, strict=True):
             numel = bucket.ledger.numel
             whole = [Span(0, numel)] if operation == "all_reduce" else owned(shards[numel], group.rank, 1)
-            assert elements(bucket.ledger.reduced) == (elements(whole) if its else [])
+            assert elements(bucket.ledger.reduced) == (elements(whole) if its in ended else [])
             check(bucket, group.rank, size)
-        assert sum(ended) == limits[group.rank] // PER_BUCKET
+        assert len(ended) == limits[group.rank] // PER_BUCKET
 
     def resume(group: Group) -> None:
         group.pull(buckets[group.rank])
