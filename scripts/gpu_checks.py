@@ -1,8 +1,5 @@
-"""The part of gpu_checks.sh that runs inside Python: the table of checks.
-
-Every check is made of processes of its own, with a deadline: one that hangs or crashes is a row, and the others are
-run all the same.  DIR/results.json has what each has come to: --resume runs the others.
-"""
+"""The part of gpu_checks.sh that runs inside Python.  Every check has processes of its own and a deadline: one that
+hangs or crashes is a row, and the others are run all the same.  DIR/results.json has what each has come to."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -25,39 +21,20 @@ from lib.gpu_ranks import kills, one_queue, two
 from lib.gpu_training import Failed, NotRun, Place, deaths, nvidia_smi, overlap, parity
 
 from recover_megatron import __version__
-from recover_megatron.collectives.nccl.library import load
 from recover_megatron.hostdevice import CudaBroken, driver_device_count
 
-SECONDS = 580.0
-"""For all checks of one call: under ten minutes."""
 NO_DEVICE = "not run: no CUDA device"
-NOTHING_RUN = 3
-"""Exit status when no check could be run."""
-
-
 TP2, SHARDED = "--tensor-model-parallel-size 2", "--use-distributed-optimizer"
-
-
-def packages(place: Place) -> str:
-    """What the checks run on is there."""
-    place.needs("megatron.training", "nccl")
-    if place.rehearse:
-        raise NotRun("not run: rehearsal")
-    version = ".".join(map(str, load().version))
-    return f"nccl4py with NCCL {version}, torch {torch.__version__} for NCCL {torch.cuda.nccl.version()}"
-
-
 CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("queue: what waits for an unfinished sum", one_queue),
     ("overlap: TP beside sums, a death, a rejoin", overlap),
-    ("packages", packages),
     ("2 ranks over NCCL, communicators kept", two),
     ("killed in sums", kills),
     ("DP 4, 2 killed", partial(deaths, "dp4", "", "1@3:backward#2,3@5:reduce-scatter", (1, 3), 2, 4)),
     ("TP 2, 2 killed", partial(deaths, "tp2", TP2, "1@3:backward#2,2@5:backward", (1, 2), 1, 4)),
     ("distributed optimizer, 1 killed", partial(deaths, "sharded", SHARDED, "1@3:backward#2", (1,), 3, 4)),
     ("a worker's device breaks", partial(deaths, "broken", "", "1@3:forward:device", (1,), 1, 2)),
-    ("stock parity and iteration time, 1 worker", parity),
+    ("parity and iteration time, 1 worker", parity),
 ]
 """In the order in which they tell most."""
 
@@ -102,8 +79,8 @@ def main() -> int:
     _row("check", "result", "seconds", "number")
     print("|---|---|--:|---|", flush=True)
     tried = False
-    with ExitStack() as stack:
-        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-checks-")))
+    with tempfile.TemporaryDirectory(prefix="gpu-checks-") as temporary:
+        folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         place = Place(folder.resolve(), options.rehearse, time.monotonic() + options.seconds, gpus)
         file = folder / "results.json"
@@ -111,7 +88,7 @@ def main() -> int:
         for name, check in CHECKS:
             if options.only.lower() not in name.lower():
                 continue
-            if rows.get(name, ["not run"])[0] != "ok":
+            if rows.get(name, [""])[0] != "ok":
                 started = time.monotonic()
                 result, number = (reason, "") if reason else run(check, place)
                 rows[name] = [result, "" if result.startswith("not ") else f"{time.monotonic() - started:.0f}", number]
@@ -119,7 +96,7 @@ def main() -> int:
             _row(name, *rows[name])
             tried = tried or not rows[name][0].startswith("not ")
             status = status or int(rows[name][0].startswith("FAILED"))
-    return status if tried or status else NOTHING_RUN
+    return status if tried or status else 3
 
 
 def _options() -> argparse.Namespace:
@@ -128,7 +105,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
     parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the checks that have this in their name")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all checks of this call (%(default)g)")
+    parser.add_argument("--seconds", type=float, default=580.0, help="for all checks of this call (%(default)g)")
     parser.add_argument("--rehearse", action="store_true", help="on the host device: tries the checks, tells of no GPU")
     options = parser.parse_args()
     if options.resume and options.keep is None:

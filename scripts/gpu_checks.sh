@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
 # Check recover_megatron on one NVIDIA GPU, in under 10 minutes, and print a table: check | result | seconds | number.
 #
-#   scripts/gpu_checks.sh                      all checks
-#   scripts/gpu_checks.sh --keep DIR           logs, runs and results stay in DIR: send them with the table (docs/gpu.md)
-#   scripts/gpu_checks.sh --keep DIR --resume  only the checks that have not passed in DIR yet
-#   scripts/gpu_checks.sh --help               the options
+#   scripts/gpu_checks.sh [--keep DIR [--resume]] | --help
 #
+# DIR: logs, runs and results, to be sent with the table; --resume: only the checks that have not passed there yet.
 # Exit status: 0 all that could be run passed, 1 one failed, 3 nothing could be run (no GPU).
-#
-# RECOVER_GPU_PYTHON=PYTHON: with this Python and its torch instead of .venv, and no network: as in a vendor's image.
-# What it lacks comes from RECOVER_GPU_PACKAGES=DIR, which scripts/gpu_pack.sh has filled where there is a network.
+# RECOVER_GPU_PYTHON=PYTHON: with this Python and its torch instead of .venv; what it lacks comes from
+# RECOVER_GPU_PACKAGES=DIR (docs/gpu.md: without a network).
 set -euo pipefail
 scripts=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname -- "$scripts")

@@ -3,16 +3,14 @@
     the parent, which is the membership  --("open" | "sum" | ..., its arguments)-->  pipe  a rank: a process of its own
                                          <--a dict; "told" in it: the answer-------
 
-NCCL refuses two ranks of one host on one device; a host is what NCCL_HOSTID says, so each process has its own, and
-they talk over sockets of the loopback interface.  P2P and NVLink, which report no errors, need several GPUs.
-
-The gradient of worker w in round r is ``pattern * (w + 1) + r``, of small whole numbers, so every sum is exact: an
-element of a bucket is right only if it is the worker's own gradient or the sum over the members of the epoch that its
-ledger names.
+NCCL refuses two ranks of one host on one device; each process has an NCCL_HOSTID of its own, and they talk over
+sockets of the loopback interface.  The gradient of worker w in round r is ``pattern * (w + 1) + r``, of small whole
+numbers: every sum is exact.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import multiprocessing.process
 import os
@@ -22,7 +20,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,12 +36,11 @@ from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.groups import open_native
 from recover_megatron.collectives.nccl.renewal import Keeper
 from tests.collectives.together import SECRET, PlainEpoch
+from tests.doubles.nccl import library as nccl_double
 
 ELEMENTS, BUCKETS, PATTERN = 1 << 20, 4, 97
-PATIENCE, STARTING, FIRES = 60.0, 180.0, 3.0
-"""Seconds in which a rank answers, in which it has the device, and in which a kernel that waits for nothing ends."""
-COUNTING, MOST = 20.0, 100
-"""Seconds for which deaths are counted, and how many at most."""
+PATIENCE, STARTING, FIRES, COUNTING = 60.0, 180.0, 3.0, 20.0
+"""Seconds in which a rank answers, has the device, a kernel that waits for nothing ends; for which deaths go on."""
 Values = dict[str, Any]
 
 
@@ -55,32 +52,26 @@ class Rank:
         self._store = dist.TCPStore("127.0.0.1", port, None, False)
         self._cuda = libraries.load().cuda
         self._keeper = Keeper()
-        self._epoch: PlainEpoch | None = None
-        self._revoked_at = 0.0
-        self._group: Group | None = None
+        self._epoch = PlainEpoch(0, [me], me)
+        self._revoked_at = math.inf
+        self._group: Group
+        self._opened = ExitStack()
         self._buckets = [Bucket(torch.zeros(ELEMENTS, device=device)) for _ in range(BUCKETS)]
         self._pattern = torch.arange(ELEMENTS, device=device).remainder_(PATTERN).to(torch.float32)
-        self._round = self._ids = 0
+        self._round = 0
         self._members_of: dict[int, list[int]] = {}
-        core = libraries.load().core
-        self._make_id, core.get_unique_id = core.get_unique_id, self._count_id
-
-    def _count_id(self) -> Any:
-        self._ids += 1
-        return self._make_id()
 
     def open(self) -> Values:
         """Open the group of the epoch, with the communicators of the last one where they can be kept."""
-        assert self._epoch is not None
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._opened.close()
         started = time.monotonic()
-        self._group = open_group(
+        group: Any = open_group(
             self._epoch, self._store, name="checks", secret=SECRET, device=self._device, timeout=PATIENCE,
             collective="native", communicators=self._keeper,
         )  # fmt: skip
-        return {"seconds": time.monotonic() - started, "ids": self._ids, "round": self._round}
+        self._group = self._opened.enter_context(closing(group))
+        communicator = group._backend._its.identity
+        return {"seconds": time.monotonic() - started, "communicator": communicator, "round": self._round}
 
     def sum(self, rounds: int) -> Values:
         """Sum the buckets, again and again; the parent is told before each round."""
@@ -94,33 +85,31 @@ class Rank:
         return {"rate": sum(bucket.flat.nbytes for bucket in self._buckets) / fastest / 1e9}
 
     def recover(self, round: int) -> Values:
-        """After ``open``: finish the round that was interrupted; a worker that was not in it brings its own part."""
+        """Finish the round that was interrupted; a worker that was not in it brings its own part."""
         if self._round != round:
             self._fill(round)
-        assert self._group is not None
         self._group.pull(self._buckets)
         self._sum()
         return {}
 
     def queue(self) -> Values:
-        """Both members open two communicators and use them once; then member 1 calls nothing more: ``one_queue``."""
-        tried = {}
-        for name in ("one", "two"):
-            epoch = PlainEpoch(1, [0, 1], self._me)
-            token, keeper = cancel_token_of(epoch), Keeper()
-            backend = open_native(self._me, 2, self._store, token, keeper, name, self._device, PATIENCE)
-            whole, part = (torch.zeros(ELEMENTS // parts, device=self._device) for parts in (1, 2))
-            with backend.scope():
-                backend.wait(backend.reduce_scatter(part, whole))
-                backend.wait(backend.all_gather(whole, part))
-            tried[name] = epoch, backend, whole, part
+        """Both members use a communicator; then member 0 alone enqueues one operation, and another one behind it."""
+        epoch = PlainEpoch(1, [0, 1], self._me)
+        token = cancel_token_of(epoch)
+        backend = open_native(self._me, 2, self._store, token, Keeper(), "queue", self._device, PATIENCE)
+        whole, part = (torch.zeros(ELEMENTS // parts, device=self._device) for parts in (1, 2))
+        operations = {
+            "one": lambda: backend.reduce_scatter(part, whole),
+            "two": lambda: backend.all_gather(whole, part),
+        }
+        with backend.scope():
+            for enqueue in operations.values():
+                backend.wait(enqueue())
         told: Values = {}
-        for name, (epoch, backend, whole, part) in tried.items() if self._me == 0 else ():
+        for name, enqueue in operations.items() if self._me == 0 else ():
             stalled, fired = self._cuda.Event(), self._cuda.Event()
             with backend.scope():
-                backend.reduce_scatter(part, whole)
-                if name == "two":
-                    backend.all_gather(whole, part)
+                enqueue()
                 stalled.record()
             self._pattern.add_(0)  # a kernel that is loaded already: loading one may wait for the device
             fired.record(self._cuda.current_stream(self._device))
@@ -129,9 +118,9 @@ class Rank:
                 time.sleep(0.001)
             told[name] = fired.query()
             if stalled.query():
-                raise RuntimeError("a reduce-scatter was over that one of its members had not come to")
-            if name == "two":
-                told["heard"] = self._heard(stalled)
+                raise RuntimeError("an operation was over that one of its members had not come to")
+        if told:
+            told["heard"] = self._heard(stalled)
             epoch.revoke("nobody comes")
             backend.settle()
             backend.close()
@@ -139,8 +128,6 @@ class Rank:
 
     def _heard(self, stalled: Any) -> float:
         """Seconds until a revocation reaches the sum of a bucket that is computed behind what does not end."""
-        assert self._group is not None
-        assert self._epoch is not None
         self._cuda.current_stream(self._device).wait_event(stalled)
         self._buckets[0].ledger.clear()
         handle = self._group.all_reduce(self._buckets[0])
@@ -163,39 +150,36 @@ class Rank:
             bucket.flat.add_(round)
 
     def _sum(self) -> None:
-        assert self._group is not None
         for handle in [self._group.all_reduce(bucket) for bucket in self._buckets]:
             handle.wait(PATIENCE)
         self._check(complete=True)
 
     def _check(self, complete: bool = False) -> None:
-        """Raises RuntimeError unless every element is this worker's gradient or the sum that its ledger names."""
+        """RuntimeError unless every element is this worker's gradient, or the sum over the epoch in the ledger."""
         for bucket in self._buckets:
             if complete and not bucket.ledger.complete:
                 raise RuntimeError("a bucket is not complete after its sum")
-            parts = [(span, [self._me]) for span in bucket.ledger.local]
-            parts += [(span, self._members_of[span.epoch]) for span in bucket.ledger.reduced]
-            for span, members in parts:
+            local = [(span, [self._me]) for span in bucket.ledger.local]
+            for span, members in [*local, *((span, self._members_of[span.epoch]) for span in bucket.ledger.reduced)]:
                 expected = self._pattern[span.start : span.stop] * sum(worker + 1 for worker in members)
                 expected += self._round * len(members)
                 if wrong := int((bucket.flat[span.start : span.stop] != expected).sum()):
                     raise RuntimeError(f"{wrong} elements are wrong in {span}, members {members}")
 
     def serve(self) -> None:
-        """Obey ``revoke`` at once, in the thread that reads, and all else here, one after the other, until killed."""
+        """Obey until killed: ``revoke`` at once, in the thread that reads, all else one after the other."""
         commands: queue.SimpleQueue[tuple[str, Values]] = queue.SimpleQueue()
 
         def read() -> None:
             while True:
                 what, values = self._pipe.recv()
                 if what == "revoke":
-                    assert self._epoch is not None
                     self._revoked_at = time.monotonic()
                     self._epoch.revoke("the parent revokes")
                     continue
                 if what == "open":
                     number, self._members_of = values.pop("number"), values.pop("epochs")
-                    self._epoch = PlainEpoch(number, self._members_of[number], self._me)
+                    self._epoch, self._revoked_at = PlainEpoch(number, self._members_of[number], self._me), math.inf
                 commands.put((what, values))
 
         threading.Thread(target=read, daemon=True).start()
@@ -205,7 +189,8 @@ class Rank:
             try:
                 answer = getattr(self, what)(**values)
             except EpochRevoked:
-                answer = {"raised": "EpochRevoked", "after": time.monotonic() - self._revoked_at}
+                after = max(0.0, time.monotonic() - self._revoked_at)  # NCCL may have told of the death before
+                answer = {"raised": "EpochRevoked", "after": after}
                 self._check()
             except (RuntimeError, TimeoutError, OSError) as error:
                 answer = {"raised": f"{type(error).__name__}: {str(error)[:200]}"}
@@ -216,24 +201,19 @@ def run_rank(me: int, port: int, pipe: Connection, environment: dict[str, str], 
     """The process of a rank; what it says on its standard error is in the folder."""
     os.dup2(os.open(place.folder / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.environ |= ALONE | {"NCCL_HOSTID": f"rank{me}"} | environment
-    device = torch.device("cpu") if place.rehearse else torch.device("cuda", 0)
     if place.rehearse:
-        from tests.doubles.nccl import library as nccl_double
-
         double = nccl_double()
         libraries.load = lambda: double  # type: ignore[assignment]
     else:
-        torch.cuda.set_device(device)
-    Rank(me, port, pipe, device).serve()
+        torch.cuda.set_device(0)
+    Rank(me, port, pipe, torch.device("cpu" if place.rehearse else "cuda", 0)).serve()
 
 
 class Ranks:
-    """The processes, and the members of one epoch after the other; ``spares`` start meanwhile; ``close`` kills all.
-
-    ``Failed`` names the rank that does not answer as it must, and what it was asked.
-    """
+    """The processes, and the members of one epoch after the other; ``spares`` start meanwhile; ``close`` kills all."""
 
     def __init__(self, place: Place, spares: int = 0, **environment: str) -> None:
+        place.needs("nccl")
         self._place, self._spares, self._environment = place, spares, environment
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
@@ -273,11 +253,9 @@ class Ranks:
         pipe = self._started[me][1]
         if not pipe.poll(max(0.0, self._place.until(patience) - time.monotonic())):
             raise Failed(f"rank {me} did not answer in time: {what}")
-        try:
-            values: Values = pipe.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise Failed(f"rank {me} has ended by itself: {what}") from error
-        return values
+        with suppress(EOFError, ConnectionResetError):
+            return dict(pipe.recv())
+        raise Failed(f"rank {me} has ended by itself: {what}")
 
     def result(self, me: int, what: str, raised: str | None = None, patience: float = PATIENCE) -> Values:
         """The answer to a command, behind what was told on the way to it, which ended as it should."""
@@ -299,9 +277,6 @@ class Ranks:
         return self.all("open", number=len(self._epochs), epochs=self._epochs)
 
 
-# ---- the checks --------------------------------------------------------------------------------------------------
-
-
 def one_queue(place: Place) -> str:
     """Which kernels wait for a sum that does not end, with one hardware queue?  Is a revocation heard meanwhile?"""
     with closing(Ranks(place, CUDA_DEVICE_MAX_CONNECTIONS="1")) as ranks:
@@ -312,10 +287,9 @@ def one_queue(place: Place) -> str:
         raise Failed("a kernel waits even for one unfinished sum: tensor parallelism beside sums may hang here")
     if told["heard"] > place.soon:
         raise Failed(f"a revocation was heard after {told['heard']:.1f} s by who waits for a bucket to be computed")
-    meaning = "one hardware queue: kernels pass one unfinished sum of ours, and wait where two are behind each other"
-    if told["two"]:
-        meaning = "kernels pass one unfinished sum of ours, and two behind each other: these queues are independent"
-    return f"{meaning}; a revocation reaches who waits for a bucket in {1e3 * told['heard']:.0f} ms"
+    behind = "two behind each other: these queues are independent" if told["two"] else "wait where two are queued"
+    heard = f"a revocation reaches who waits for a bucket in {1e3 * told['heard']:.0f} ms"
+    return f"kernels pass one unfinished sum of ours, and {behind}; {heard}"
 
 
 def two(place: Place) -> str:
@@ -325,10 +299,11 @@ def two(place: Place) -> str:
         summed = ranks.all("sum", rounds=20)
         kept = ranks.open(ranks.members)
         ranks.all("sum", rounds=1)
-    if (made := max(values["ids"] for values in kept)) != 1:
-        raise Failed(f"{made} communicators were made where the first one could be kept")
+    if {values["communicator"] for values in kept} != {opened[0]["communicator"]}:
+        raise Failed("another communicator was made where the first one could be kept")
     first, next_ = (1e3 * max(values["seconds"] for values in each) for each in (opened, kept))
-    return f"{summed[0]['rate']:.2f} GB/s; opened in {first:.0f} ms, kept in {next_:.0f} ms"
+    version = "its double" if place.rehearse else ".".join(map(str, libraries.load().version))
+    return f"NCCL {version}; {summed[0]['rate']:.2f} GB/s; opened in {first:.0f} ms, kept in {next_:.0f} ms"
 
 
 def kills(place: Place) -> str:
@@ -337,7 +312,7 @@ def kills(place: Place) -> str:
     raised, recovered, until = list[float](), list[float](), 0.0
     with closing(Ranks(place, spares=1 if place.rehearse else 6)) as ranks:
         ranks.open(ranks.ready(4))
-        while len(recovered) < MOST and (not recovered or time.monotonic() < until):
+        while len(recovered) < 100 and (not recovered or time.monotonic() < until):
             until = until or time.monotonic() + COUNTING
             for me in ranks.members:
                 ranks.ask(me, "sum", rounds=1_000_000)
@@ -347,8 +322,7 @@ def kills(place: Place) -> str:
             victim = choose.choice(ranks.members)
             time.sleep(choose.random() * 0.05)  # anywhere within a sum
             ranks.kill(victim)
-            survivors = [me for me in ranks.members if me != victim]
-            for me in survivors:
+            for me in (survivors := [me for me in ranks.members if me != victim]):
                 ranks.ask(me, "revoke")
             raised += [ranks.result(me, "sums beside a death", "EpochRevoked")["after"] for me in survivors]
             newcomers, started = ranks.ready(1), time.monotonic()

@@ -19,13 +19,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
 from recover_megatron.report.run_dir import compare
 from recover_megatron.run_log.steps import StepRecord, read_steps, violations
-from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, STOCK
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = 1e-4
@@ -33,18 +33,14 @@ ROUNDING = 1e-4
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
 """For those who are hosts of their own to NCCL, which then takes several on one GPU; beside NCCL_HOSTID."""
 TINY = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, *"--micro-batch-size 1 --global-batch-size 12 --train-iters 6".split()]
-BUSY = shlex.split(  # enough to keep a GPU behind its host
-    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
-    "--ddp-bucket-size 1250000"
-)
-SMALLER = shlex.split("--num-layers 2 --global-batch-size 6 --ddp-bucket-size 30000")
+BUSY = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512
+    --ddp-bucket-size 1250000"""
+"""Enough to keep a GPU behind its host."""
+SMALLER = "--num-layers 2 --global-batch-size 6 --ddp-bucket-size 30000"
 OVERLAP = """--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --lr 1e-5 --min-lr 1e-6 --train-iters 1000000 --exit-duration-in-mins 30"""
 """Ended when all was seen.  Rounding stays small."""
-LARGE = shlex.split(
-    "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
-    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-4 --min-lr 1e-5 --bf16"
-)
+LARGE = f"{BUSY} --num-layers 12 --hidden-size 1024 --lr 1e-4 --min-lr 1e-5 --bf16"
 
 
 class Failed(Exception):
@@ -52,12 +48,12 @@ class Failed(Exception):
 
 
 class NotRun(Exception):
-    """A check cannot be run here; the message is for the table.  No failure."""
+    """A check cannot be run here, which is no failure; the message is for the table."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run.  ``rehearse``: on the host device, to try the checks; says nothing about a GPU."""
+    """Where the checks run.  ``rehearse``: on the host device."""
 
     folder: Path
     rehearse: bool
@@ -81,10 +77,7 @@ class Place:
 
 @dataclass
 class Training:
-    """``nodes`` launchers with ``each`` workers.  ``inject``: who dies; ``dead``: the nodes whose launchers may fail.
-
-    ``plain``: without --recover.
-    """
+    """``nodes`` launchers with ``each`` workers.  ``inject``: who dies; ``dead``: nodes whose launchers may fail."""
 
     place: Place
     name: str
@@ -94,16 +87,14 @@ class Training:
     inject: str = ""
     dead: Sequence[int] = ()
     restarts: int = 0
-    script: str = OURS
-    plain: bool = False
+    recover: bool = True
     _launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         device, backend = ("cpu", "gloo") if self.place.rehearse else ("cuda", "nccl")
-        argv = [self.script, *self.flags, "--distributed-backend", backend]
-        argv += ["--recover-device", device] if self.script == OURS else []
-        argv += [] if self.plain else ["--recover", "--recover-log-dir", str(self.folder / "recover")]
+        argv = [OURS, *self.flags, "--distributed-backend", backend, "--recover-device", device]
+        argv += ["--recover", "--recover-log-dir", str(self.folder / "recover")] if self.recover else []
         argv += ["--recover-inject", self.inject] if self.inject else []
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "RECOVER_SECRET": secrets.token_hex(16)}
@@ -112,9 +103,8 @@ class Training:
             several = ["--nnodes", str(self.nodes), "--master-port", str(sock.getsockname()[1])]
         for node in range(self.nodes):
             command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(self.each)]
-            command += ["--log-dir", str(self.folder / f"node-{node}")]
+            command += ["--log-dir", str(self.folder / f"node-{node}"), "--max-restarts", str(self.restarts)]
             command += [*several, "--node-rank", str(node)] if self.nodes > 1 else []
-            command += ["--max-restarts", str(self.restarts)] if self.restarts else []
             env = environment | (ALONE | {"NCCL_HOSTID": f"node{node}"} if self.nodes > 1 else {})
             with open(self._log(node), "wb") as log:
                 its = subprocess.Popen([*command, *argv], stdout=log, stderr=log, cwd=self.folder, env=env)
@@ -137,8 +127,6 @@ class Training:
             for launcher in self._launchers:
                 with suppress(subprocess.TimeoutExpired):
                     launcher.wait(30)
-
-    # ---- what it left
 
     @property
     def folder(self) -> Path:
@@ -183,17 +171,13 @@ def difference(run: Training, reference: Training) -> str:
     return f"losses and gradients of {compared.iterations} iterations differ by {worst:.0e}"
 
 
-# ---- the checks --------------------------------------------------------------------------------------------------
-
-
 def deaths(name: str, flags: str, inject: str, dead: Sequence[int], replicas: int, nodes: int, place: Place) -> str:
     """Workers on one GPU, a host each to NCCL: some die within steps, ``replicas`` are whole at the end, or again."""
     place.needs("megatron.training", "nccl")
     if place.rehearse and inject.endswith(":device"):
         raise NotRun("not run: rehearsal")
-    both = [*TINY, *shlex.split(flags)]
-    reference = Training(place, name, both, nodes)
-    killed = Training(place, f"{name}-killed", both, nodes, inject=inject, dead=dead)
+    reference = Training(place, name, [*TINY, *shlex.split(flags)], nodes)
+    killed = replace(reference, name=f"{name}-killed", inject=inject, dead=dead, _launchers=[])
     deadline = place.until(90)
     with running(reference, killed):
         reference.finish(deadline)
@@ -207,9 +191,8 @@ def overlap(place: Place) -> str:
     """What everybody uses on Hopper: sums beside tensor parallelism, one hardware queue; a death and a rejoin."""
     place.needs("megatron.training", "nccl")
     nodes, each = (4, 1) if place.gpus < 2 else (2, 2) if place.gpus < 4 else (1, 4 if place.gpus < 8 else 8)
-    flags = [*TINY, *(SMALLER if place.rehearse else BUSY)]
-    flags += ["--tensor-model-parallel-size", str(nodes * each // 2), *shlex.split(OVERLAP)]
-    # Where each worker is a node of its own, a replica cannot but be on several.
+    flags = [*TINY, *shlex.split(f"{SMALLER if place.rehearse else BUSY} {OVERLAP}")]
+    flags += ["--tensor-model-parallel-size", str(nodes * each // 2)]
     flags += ["--recover-allow-cross-node-tp"] if nodes > 1 else []
     death = 10 if place.rehearse else 30
     calm = Training(place, "overlap", flags, nodes, each)
@@ -230,9 +213,8 @@ def overlap(place: Place) -> str:
         using = list(Counter(nvidia_smi("--query-compute-apps=gpu_uuid").splitlines()).values())
     if place.gpus > 1 and max(using, default=0) > nodes * each // min(place.gpus, each):
         raise Failed(f"a GPU is used by others than its workers: processes of each GPU: {using}")
-    alone = "one GPU: LOCAL_RANK is always 0, stray contexts cannot be seen; " if place.gpus < 2 else ""
     meaning = "sums beside TP stop neither by themselves nor at a death"
-    return f"{meaning}; {difference(killed, calm)}; {alone}processes of each GPU: {using or 'not told'}"
+    return f"{meaning}; {difference(killed, calm)}; processes of each GPU: {using or 'not told'}"
 
 
 def nvidia_smi(query: str) -> str:
@@ -245,20 +227,16 @@ def nvidia_smi(query: str) -> str:
 
 
 def parity(place: Place) -> str:
-    """A plain script on Megatron, then ours with --recover: one worker, NCCL, the same losses; and the time."""
+    """One worker, without --recover and with it: the same losses; and the time."""
     place.needs("megatron.training", "nccl")
-    flags = [*TINY, *([] if place.rehearse else LARGE), "--train-iters", "30"]
-    # The plain script finds no host device.
-    script = [] if place.rehearse else ["--rerun-mode", "disabled"]
-    stock = Training(place, "stock", [*flags, *script], script=OURS if place.rehearse else STOCK, plain=True)
-    ours = Training(place, "with-recover", flags)
-    for training in (stock, ours):
+    flags = [*TINY, *shlex.split("" if place.rehearse else LARGE), "--train-iters", "30"]
+    losses, took = [], []
+    for name, recover in (("without-recover", False), ("with-recover", True)):
+        training = Training(place, name, flags, recover=recover)
         with running(training):
             training.finish(place.until(60))
-    mine, its = ours.logged("lm loss"), stock.logged("lm loss")
-    if not its or len(mine) != len(its):
-        raise Failed(f"{len(mine)} and {len(its)} logged losses")
-    if (worst := max(abs(a - b) / abs(b) for a, b in zip(mine, its, strict=True))) > ROUNDING:
-        raise Failed(f"losses differ by {worst:.1e}")
-    took = [statistics.median(run.logged(r"elapsed time per iteration \(ms\)")[10:]) for run in (ours, stock)]
-    return f"losses differ by {worst:.0e}; {took[0]:.1f} ms an iteration, {took[1]:.1f} without --recover"
+        losses.append(training.logged("lm loss"))
+        took.append(statistics.median(training.logged(r"elapsed time per iteration \(ms\)")[10:]))
+    if not losses[0] or (worst := max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))) > ROUNDING:
+        raise Failed(f"losses without and with --recover: {losses}")
+    return f"losses differ by {worst:.0e}; {took[0]:.1f} ms an iteration, {took[1]:.1f} with --recover"

@@ -35,16 +35,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.ring.executor import RingGroup, Tuning
+from recover_megatron.collectives.ring.executor import Tuning
 from recover_megatron.collectives.ring.progress import Handle
-from recover_megatron.collectives.transport.interface import Arrival, Pending
-from recover_megatron.collectives.transport.tcp import TcpTransport
 from tests.collectives.together import PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 from tests.harness.patience import patient
@@ -68,12 +66,9 @@ class Scenario:
     sizes: list[int]
     op: str = "all_reduce"
     dtype: str = "float32"
-    integers: bool = True
     shadows: int = 0
     transport_kind: str = "tcp"
     collective: str = "ring"
-    hanging: bool = False
-    """Whether tcp hangs on a dead neighbour."""
     nccl: dict[str, Any] = field(default_factory=dict)
     """What NCCL's double is made with."""
     segment_bytes: int = 256
@@ -101,9 +96,8 @@ class Result:
     """Whose gradients its own contribution contains."""
     boundaries: int
     """How many boundaries it passed."""
-    revoked: dict[int, float]
-    """When it raised EpochRevoked, by epoch (seconds of the monotonic clock)."""
-    scratch: int
+    revoked: set[int]
+    """The epochs in which it raised EpochRevoked."""
     descriptors: tuple[int, int]
     """Open descriptors before its first group and after its last."""
 
@@ -113,24 +107,15 @@ class Outcome:
     results: list[Result]
     epochs: dict[int, list[int]]
     """Members of each epoch that was opened."""
-    ended: dict[int, float]
-    """When the membership noticed each worker's end."""
+    ended: set[int]
+    """The workers whose end the membership noticed."""
     problems: list[str]
 
 
 def gradient(worker: int, bucket: int, numel: int, scenario: Scenario) -> torch.Tensor:
-    """A worker's gradient: small integers (every sum is exact in every type), or random numbers."""
+    """A worker's gradient: small integers, so every sum is exact in every type."""
     generator = torch.Generator().manual_seed(1000003 * scenario.seed + 1009 * bucket + worker)
-    dtype = getattr(torch, scenario.dtype)
-    if scenario.integers:
-        return torch.randint(-8, 8, (numel,), generator=generator).to(dtype)
-    return torch.randn(numel, generator=generator).to(dtype)
-
-
-def over_the_double(scenario: Scenario) -> None:
-    """Have this process find NCCL's double in place of NCCL."""
-    made = nccl_double(**scenario.nccl, seed=scenario.seed)
-    libraries.load = lambda: made
+    return torch.randint(-8, 8, (numel,), generator=generator).to(getattr(torch, scenario.dtype))
 
 
 class Crew:
@@ -165,41 +150,6 @@ class Crew:
 # ---- a worker ----------------------------------------------------------------------------------------------------
 
 
-class _Never:
-    """A message to or from a dead neighbour."""
-
-    done = False
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-class HangingTransport(TcpTransport):
-    """Hangs on a dead neighbour instead of telling of it, as NCCL does, until it is aborted."""
-
-    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        try:
-            return super().send(tensor, tag)
-        except PeerLost:
-            return _Never(tensor)
-
-    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
-        try:
-            return super().recv(numel, dtype, tag)
-        except PeerLost:
-            return _Never(torch.empty(numel, dtype=dtype))
-
-    def wait(self, pending: Pending) -> None:
-        try:
-            if not isinstance(pending, _Never):
-                super().wait(pending)
-                return
-        except PeerLost:
-            pass
-        self._cancel_token.wait()
-        raise self._cancel_token.error()
-
-
 class Worker:
     def __init__(self, me: int, scenario: Scenario, control: socket.socket, store: str) -> None:
         self.me = me
@@ -207,9 +157,8 @@ class Worker:
         self.control = control
         self.store = dist.FileStore(store, -1)
         self.boundaries = 0
-        self.scratch = 0
         self.holds = [me]
-        self.revoked: dict[int, float] = {}
+        self.revoked: set[int] = set()
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
         self.epoch = PlainEpoch(0, [], me)
         self.buckets = [Bucket(gradient(me, at, size, scenario)) for at, size in enumerate(scenario.sizes)]
@@ -219,9 +168,8 @@ class Worker:
                 bucket.ledger.mark(Span(me * numel // size, (me + 1) * numel // size), 1)
         self.communicators = Keeper()
         if scenario.collective == "native":
-            over_the_double(scenario)
-        if scenario.hanging:
-            group_factory.TcpTransport = HangingTransport  # type: ignore[misc]
+            made = nccl_double(**scenario.nccl, seed=scenario.seed)
+            libraries.load = lambda: made
         self.descriptors = len(os.listdir("/proc/self/fd"))
 
     def say(self, **message: Any) -> None:
@@ -238,8 +186,7 @@ class Worker:
                     self.epoch = PlainEpoch(order["number"], order["members"], self.me)
                 self.orders.put(order)
 
-    def boundary(self, name: str, hop: int) -> None:
-        del name, hop
+    def boundary(self, *_: object) -> None:
         self.boundaries += 1
         self.suffer(self.boundaries)
 
@@ -251,16 +198,16 @@ class Worker:
 
     def open(self) -> Group:
         s = self.scenario
-        return group_factory.open_group(
+        return open_group(
             self.epoch, self.store, name="column", secret=b"the crew's secret", timeout=s.timeout,
             transport_kind=s.transport_kind, collective=s.collective, hook=self.boundary,
             tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth), communicators=self.communicators,
         )  # fmt: skip
 
     def between(self) -> None:
-        """A native group has no boundaries of messages: those between its buckets count, in the training's thread."""
+        """A native group has no boundaries of messages: those between its buckets count."""
         if self.scenario.collective == "native":
-            self.boundary("bucket", 0)
+            self.boundary()
 
     def start(self, group: Group, bucket: Bucket) -> Handle:
         self.between()
@@ -302,7 +249,7 @@ class Worker:
                     self.between()
             self.say(done=order["number"], holds=self.holds)
         except EpochRevoked:
-            self.revoked[order["number"]] = time.monotonic()
+            self.revoked.add(order["number"])
             before = [bucket.flat.clone() for bucket in self.buckets]
             ledgers = [bucket.ledger.reduced for bucket in self.buckets]
             if group is not None:
@@ -312,13 +259,7 @@ class Worker:
                 assert bucket.ledger.reduced == ledger, "a ledger changed after EpochRevoked"
             self.say(joined=order["number"], holds=self.holds)
             return
-        self.end_of(order, group)
-
-    def end_of(self, order: dict[str, Any], group: Group) -> None:
-        """Wait for what comes next with the group still open, as a worker waits for the commit."""
-        following = self.orders.get()
-        if isinstance(group, RingGroup):
-            self.scratch = max(self.scratch, group.scratch_peak)
+        following = self.orders.get()  # with the group still open, as a worker waits for the commit
         group.close()
         self.orders.put(following)
 
@@ -335,7 +276,7 @@ class Worker:
         result = Result(
             self.me, [bucket.flat for bucket in self.buckets],
             [[(s.start, s.stop, s.epoch) for s in bucket.ledger.reduced] for bucket in self.buckets], self.holds,
-            self.boundaries, self.revoked, self.scratch, (self.descriptors, len(os.listdir("/proc/self/fd"))),
+            self.boundaries, self.revoked, (self.descriptors, len(os.listdir("/proc/self/fd"))),
         )  # fmt: skip
         self.say(result=pickle.dumps(result).hex())
 
@@ -351,20 +292,14 @@ class Membership:
         self.folder = folder
         self.controls: dict[int, socket.socket] = {}
         self.heard: dict[int, bytes] = {}
-        self.pids: dict[int, int] = {}
+        self.pids, self.handles = dict[int, int](), dict[int, int]()
         self.children: list[int] = []
-        self.handles: dict[int, int] = {}
-        self.live: set[int] = set()
+        self.live, self.joined, self.done = set[int](), set[int](), set[int]()
         self.holds: dict[int, list[int]] = {}
-        self.joined: set[int] = set()
-        self.done: set[int] = set()
         self.orphaned: list[int] = []
         self.epoch = 0
         self.formed = True
-        self.epochs: dict[int, list[int]] = {}
-        self.ended: dict[int, float] = {}
-        self.results: list[Result] = []
-        self.problems: list[str] = []
+        self.outcome = Outcome([], {}, set(), [])
 
     def fork(self, me: int) -> None:
         ours, theirs = socket.socketpair()
@@ -399,7 +334,7 @@ class Membership:
         self.live = set(self.pids)
         self.open_epoch()
         deadline = time.monotonic() + self.scenario.timeout
-        while len(self.results) < len(self.live) and not self.problems:
+        while len(self.outcome.results) < len(self.live) and not self.outcome.problems:
             alive = self.live & self.handles.keys()
             sources = [*(self.controls[w] for w in alive), *(self.handles[w] for w in alive)]
             ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
@@ -413,13 +348,13 @@ class Membership:
                     self.buried(worker)
             self.proceed()
         self.clean_up()
-        return Outcome(self.results, self.epochs, self.ended, self.problems)
+        return self.outcome
 
     def open_epoch(self) -> None:
         self.epoch += 1
         self.formed = True
         members = sorted(self.live)
-        self.epochs[self.epoch] = members
+        self.outcome.epochs[self.epoch] = members
         self.joined, self.done = set(), set()
         for worker in members:
             self.order(worker, order="epoch", number=self.epoch, members=members, orphaned=self.orphaned)
@@ -433,14 +368,11 @@ class Membership:
         for line in lines:
             message = json.loads(line)
             if "result" in message:
-                self.results.append(pickle.loads(bytes.fromhex(message["result"])))  # noqa: S301
-            elif "joined" in message:
-                self.joined.add(worker)
-                self.holds[worker] = message["holds"]
+                self.outcome.results.append(pickle.loads(bytes.fromhex(message["result"])))  # noqa: S301
             elif "child" in message:
                 self.children.append(message["child"])
-            elif "done" in message:
-                self.done.add(worker)
+            elif "holds" in message:
+                (self.done if "done" in message else self.joined).add(worker)
                 self.holds[worker] = message["holds"]
             elif message.get("fault") == "stop":
                 os.waitid(os.P_PIDFD, self.handles[worker], os.WSTOPPED)
@@ -449,15 +381,15 @@ class Membership:
     def buried(self, worker: int) -> None:
         """Its process has ended."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pids.pop(worker), 0)[1])
-        if code == 0 and any(result.worker == worker for result in self.results):
+        if code == 0 and any(result.worker == worker for result in self.outcome.results):
             os.close(self.handles.pop(worker))
             return
         if code != -signal.SIGKILL:
-            self.problems.append(f"worker {worker} ended with {code}:\n{self.log(worker)}")
+            self.outcome.problems.append(f"worker {worker} ended with {code}:\n{self.log(worker)}")
         self.lost(worker)
 
     def lost(self, worker: int) -> None:
-        self.ended[worker] = time.monotonic()
+        self.outcome.ended.add(worker)
         self.live.discard(worker)
         self.formed = False
         if self.scenario.announce:
@@ -484,7 +416,7 @@ class Membership:
             os.kill(self.pids[worker], signal.SIGUSR1)
         time.sleep(0.5)  # for their stacks; the scenario has failed anyway
         where = f"epoch {self.epoch}, live {self.live}, joined {self.joined}, done {self.done}"
-        self.problems += [f"not finished in time: {where}", *(f"{w}: {self.log(w)}" for w in sorted(self.live))]
+        self.outcome.problems += [f"not finished in time: {where}", *(f"{w}: {self.log(w)}" for w in sorted(self.live))]
 
     def log(self, worker: int) -> str:
         return Path(f"{self.folder}/{worker}.log").read_text()[-6000:]

@@ -36,7 +36,8 @@ def check(scenario: Scenario, outcome: Outcome) -> None:
     dead = {fault.worker for fault in scenario.faults} & set(outcome.ended)
     assert {result.worker for result in outcome.results} == set(range(scenario.workers)) - dead
     for number in range(len(scenario.sizes)):
-        ledgers = {result.worker: ledger_of(result, number, scenario) for result in outcome.results}
+        numel = scenario.sizes[number]
+        ledgers = {it.worker: Ledger(numel, (Reduced(*span) for span in it.reduced[number])) for it in outcome.results}
         for result in outcome.results:
             check_bucket(scenario, outcome, result, number, ledgers[result.worker])
         check_agreement(outcome, number)
@@ -46,10 +47,6 @@ def check(scenario: Scenario, outcome: Outcome) -> None:
         left_behind = 1 + 2 * scenario.workers if scenario.collective == "native" else 0
         before, after = result.descriptors
         assert after <= before + 1 + left_behind, f"descriptors leaked: {result.descriptors}"
-
-
-def ledger_of(result: Result, number: int, scenario: Scenario) -> Ledger:
-    return Ledger(scenario.sizes[number], (Reduced(*span) for span in result.reduced[number]))
 
 
 def check_bucket(scenario: Scenario, outcome: Outcome, result: Result, number: int, ledger: Ledger) -> None:

@@ -21,7 +21,6 @@ from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span
 from recover_megatron.collectives.nccl import library
 from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.ring.schedule import even_chunks
-from recover_megatron.collectives.transport.tcp import TcpTransport
 from tests.collectives.expected import in_order_of_the_ring
 from tests.collectives.together import DEADLINE, PlainEpoch, together
 from tests.doubles.nccl import library as nccl_double
@@ -35,8 +34,6 @@ WAYS = {
     "nccl": {"collective": "native"},
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-_RINGS = ["shared-memory", "tcp", "staged"]
-rings = pytest.mark.parametrize("way", [WAYS[name] for name in _RINGS], ids=_RINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -81,22 +78,6 @@ def test_all_reduce_sums_buckets_of_every_size(store: Any, way: dict, size: int)
             assert torch.equal(result, sum(integers(rank, numel) for rank in range(size)))
 
 
-@pytest.mark.parametrize("size", [2, 5])
-def test_a_ring_that_never_has_two_receives_under_way_goes_on(
-    size: int, monkeypatch: pytest.MonkeyPatch, store: Any
-) -> None:
-    """As over NCCL with one hardware queue; and with cuts at multiples of 128 bytes."""
-    monkeypatch.setattr(TcpTransport, "lookahead", 0)
-    tuning = Tuning(segment_bytes=256, least_bytes=128, cut_bytes=128)
-
-    def work(group: Group) -> list[torch.Tensor]:
-        return all_reduce(group, *(Bucket(integers(group.rank, numel)) for numel in (0, 5, 1001, 1024)))
-
-    for results in together(size, work, store, tuning=tuning):
-        for result in results:
-            assert torch.equal(result, sum(integers(rank, result.numel()) for rank in range(size)))
-
-
 @pytest.mark.parametrize("transport_kind", ["tcp", "tcp-inline"])
 @pytest.mark.parametrize(("size", "depth", "shadows"), [(5, 2, 0), (6, 2, 1), (9, 4, 0)])
 def test_a_ring_whose_slots_are_full_of_sent_partial_sums_goes_on(
@@ -117,32 +98,6 @@ def test_a_ring_whose_slots_are_full_of_sent_partial_sums_goes_on(
         assert all(torch.equal(shard, wanted[rank]) for shard in shards)
 
 
-@rings
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_order_of_additions_is_the_documented_one_bit_for_bit(store: Any, way: dict, dtype: torch.dtype) -> None:
-    size, numel = 4, 777
-    wanted = in_order_of_the_ring(
-        [randoms(rank, numel, dtype) for rank in range(size)], even_chunks([Span(0, numel)], size)
-    )
-
-    def work(group: Group) -> list[torch.Tensor]:
-        return all_reduce(group, Bucket(randoms(group.rank, numel, dtype)))
-
-    for (result,) in together(size, work, store, **way):
-        assert torch.equal(result.view(torch.uint8), wanted.view(torch.uint8))
-
-
-@ways
-def test_two_runs_are_bitwise_equal_at_all_members(store: Any, way: dict) -> None:
-    def work(group: Group) -> list[list[int]]:
-        runs = [all_reduce(group, Bucket(randoms(group.rank, 5003, torch.float32))) for _ in range(2)]
-        return [flat.view(torch.int32).tolist() for (flat,) in runs]
-
-    first, *others = together(3, work, store, **way)
-    assert first[0] == first[1]
-    assert all(other == first for other in others)
-
-
 @ways
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_reduce_scatter_leaves_the_rest_of_the_bucket_untouched(store: Any, way: dict, size: int) -> None:
@@ -161,7 +116,7 @@ def test_reduce_scatter_leaves_the_rest_of_the_bucket_untouched(store: Any, way:
     together(size, work, store, **way)
 
 
-@rings
+@ways
 def test_reduce_scatter_to_given_shards_with_shadows(store: Any, way: dict) -> None:
     """Unequal shards, an empty one, one in two parts, not in the order of the ranks; two successors get each."""
     shards = [[Span(50, 110)], [Span(0, 20), Span(30, 50)], [], [Span(20, 30), Span(110, 120)]]
@@ -417,16 +372,16 @@ def test_gradients_must_be_floating_point_parameters_need_not(store: Any) -> Non
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
     segment=st.sampled_from([16, 100, 1024, 1 << 16]),
     depth=st.integers(1, 4),
-    transport_kind=st.sampled_from(["tcp", "tcp-inline"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    way=st.sampled_from(["shared-memory", "tcp", "staged"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_any_shape_of_ring_and_bucket(
-    size: int, sizes: list[int], segment: int, depth: int, transport_kind: str, dtype: torch.dtype
+def test_any_ring_adds_in_the_documented_order_bit_for_bit(
+    size: int, sizes: list[int], segment: int, depth: int, way: str, dtype: torch.dtype
 ) -> None:
     def work(group: Group) -> list[torch.Tensor]:
         return all_reduce(group, *(Bucket(randoms(group.rank, numel, dtype, seed=numel)) for numel in sizes))
 
-    results = together(size, work, transport_kind=transport_kind, tuning=Tuning(segment, 16, depth))
+    results = together(size, work, **WAYS[way] | {"tuning": Tuning(segment, 16, depth)})
     for at, numel in enumerate(sizes):
         gradients = [randoms(rank, numel, dtype, seed=numel) for rank in range(size)]
         wanted = in_order_of_the_ring(gradients, even_chunks([Span(0, numel)], size))
@@ -467,19 +422,3 @@ def test_a_revocation_ends_the_opening_of_a_group(store: Any, open_it: Any) -> N
     epoch.revoke("worker 2 died")
     thread.join(DEADLINE)
     assert [str(error) for error in ends] == ["epoch 1 was revoked: worker 2 died"]
-
-
-def test_nccl_carries_a_column_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        pytest.skip("NO GPU HERE: the NCCL transport was not run, neither now nor ever before on this machine")
-    monkeypatch.undo()
-    device = torch.device("cuda", 0)
-    store = dist.HashStore()
-
-    def work(group: Group) -> None:
-        bucket = Bucket(torch.ones(1000, device=device))
-        group.all_reduce(bucket).wait(DEADLINE)
-        assert bucket.ledger.complete
-        group.pull([bucket])
-
-    together(1, work, store, device=device, collective="native")

@@ -41,25 +41,21 @@ for flags, connections in json.load(sys.stdin):
 """
 
 
-def carried_out(commands: str, folder: Path) -> list[tuple[list[str], str | None]]:
-    """(arguments, CUDA_DEVICE_MAX_CONNECTIONS) of each recover-run; nothing else is found, so nothing else is run."""
+def verdicts(commands: str, folder: Path) -> list[tuple[str, str]]:
+    """(name of its log folder, what Megatron says to it) of each recover-run; nothing else is found, nor run."""
     recorder = folder / "recover-run"
     recorder.write_text(RECORDER.format(python=sys.executable, variable=VARIABLE))
     recorder.chmod(0o755)
     environment = {"PATH": str(folder), "TRAIN": " ".join([OURS, *MODEL, *SCHEDULE, *MOCK])}
     done = subprocess.run(["/bin/bash", "-c", commands], env=environment, capture_output=True, text=True, check=False)
-    return [(argv, connections) for argv, connections in map(json.loads, done.stdout.splitlines())]
-
-
-def verdicts(commands: str, folder: Path) -> list[tuple[str, str]]:
-    """(name of its log folder, what Megatron says to it) of each command."""
-    runs = [(argv[argv.index(OURS) + 1 :], connections) for argv, connections in carried_out(commands, folder)]
+    said = map(json.loads, done.stdout.splitlines())
+    runs = [(argv[argv.index(OURS) + 1 :], connections) for argv, connections in said]
     done = subprocess.run(
         [sys.executable, "-c", HOPPER], input=json.dumps(runs), capture_output=True, text=True, check=True,
         cwd=REPOSITORY, timeout=patient(180), env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
-    said = re.findall(r"(?m)^((?:TAKEN|REFUSED).*)$", done.stderr)
-    return list(zip(re.findall(r"/tmp/(\w+) \$TRAIN", commands), said, strict=True))
+    told = re.findall(r"(?m)^((?:TAKEN|REFUSED).*)$", done.stderr)
+    return list(zip(re.findall(r"/tmp/(\w+) \$TRAIN", commands), told, strict=True))
 
 
 @pytest.mark.slow

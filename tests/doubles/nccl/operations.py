@@ -73,39 +73,36 @@ class Collective(Part):
     def cut(self) -> list[bytes]:
         """What each rank gets of the source."""
 
-    def everybody(self, communicator: Any) -> list[bytes] | None:
-        found = []
+    @abstractmethod
+    def write(self, parts: list[bytes]) -> None:
+        """What it makes of that, by rank."""
+
+    def finish(self, communicator: Any) -> bool:
+        found: list[bytes] = []
         for rank in range(communicator.nranks):
             data = communicator.arrived(f"{self.key}|{communicator.rank}|{rank}", [rank])
             if data is None:
-                return None
+                return False
             found.append(data)
-        return found
+        self.write(found)
+        return True
 
 
 class AllGather(Collective):
     def cut(self) -> list[bytes]:
         return [_bytes(self.source)] * self.size
 
-    def finish(self, communicator: Any) -> bool:
-        parts = self.everybody(communicator)
-        if parts is not None:
-            _write(self.tensor, b"".join(parts))
-        return parts is not None
+    def write(self, parts: list[bytes]) -> None:
+        _write(self.tensor, b"".join(parts))
 
 
 class ReduceScatter(Collective):
     def cut(self) -> list[bytes]:
         return [_bytes(part) for part in self.source.view(-1).view(self.size, -1)]
 
-    def finish(self, communicator: Any) -> bool:
-        parts = self.everybody(communicator)
-        if parts is not None:
-            first, *others = (torch.frombuffer(bytearray(part), dtype=self.tensor.dtype) for part in parts)
-            for other in others:
-                first = first + other
-            self.tensor.view(-1).copy_(first)
-        return parts is not None
+    def write(self, parts: list[bytes]) -> None:
+        first, *others = (torch.frombuffer(bytearray(part), dtype=self.tensor.dtype) for part in parts)
+        self.tensor.view(-1).copy_(sum(others, first))
 
 
 class Message(Part):
@@ -115,6 +112,11 @@ class Message(Part):
         super().__init__(tensor)
         self.peer = peer
 
+    def numbered(self, communicator: Any) -> Message:
+        source, target = (communicator.rank, self.peer)[:: 1 if isinstance(self, Send) else -1]
+        self.key = self._number(communicator, f"{source}>{target}")
+        return self
+
     def peers(self, communicator: Any) -> set[int]:
         del communicator
         return {self.peer}
@@ -122,10 +124,6 @@ class Message(Part):
 
 class Send(Message):
     """Over when the other side has it: NCCL may buffer, but need not (guide, "Point-to-point communication")."""
-
-    def numbered(self, communicator: Any) -> Send:
-        self.key = self._number(communicator, f"{communicator.rank}>{self.peer}")
-        return self
 
     def post(self, communicator: Any) -> None:
         communicator.deliver(self.peer, self.key, _bytes(self.tensor))
@@ -135,10 +133,6 @@ class Send(Message):
 
 
 class Receive(Message):
-    def numbered(self, communicator: Any) -> Receive:
-        self.key = self._number(communicator, f"{self.peer}>{communicator.rank}")
-        return self
-
     def spoil(self) -> None:
         self.tensor.view(-1).view(torch.uint8).fill_(0x7F)
 
