@@ -44,6 +44,8 @@ from recover_megatron.collectives.ring.schedule import (
 )
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
+LOOKAHEAD = 1
+"""How many receives are posted ahead of the one that is waited for."""
 _MESSAGES = 32
 """So many messages are handled at most before what was handed in meanwhile is taken on."""
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
@@ -213,14 +215,13 @@ class Ring(Executor[RingTask]):
 
     def _post_receives(self) -> None:
         """Ask for the next messages, as far ahead as is useful and as scratch allows."""
-        ahead = self._transport.lookahead
-        while self._to_ask and len(self._receiving) <= ahead:
+        while self._to_ask and len(self._receiving) <= LOOKAHEAD:
             run = self._to_ask[0]
             receives = run.program.receives
             if run.asked == len(receives):
                 self._to_ask.popleft()
                 continue
-            if self._used > run.program.partials + ahead:
+            if self._used > run.program.partials + LOOKAHEAD:
                 # The successor lags: partial sums pile up.  One more than the schedule holds at once is enough for the
                 # member that lags most, so waiting here can't close a circle.
                 if self._receiving:
@@ -287,8 +288,6 @@ class Tuning:
     """No segment is made shorter than this only to have several under way."""
     depth: int = 2
     """Blocks under way at a time; see ``schedule``."""
-    cut_bytes: int = 1
-    """Cuts are at multiples of it, where the spans begin at such."""
 
     @property
     def slots(self) -> int:
@@ -323,7 +322,6 @@ class RingGroup(Group):
     ) -> None:
         super().__init__(epoch, progress, device)
         self.tuning = tuning or Tuning()
-        self.cut_bytes = self.tuning.cut_bytes
         self._transport = transport
         self._planned: Memo[_Planned] = Memo(
             MOST_MESSAGES, lambda planned: len(planned.program.sends) + len(planned.program.receives)
@@ -335,10 +333,7 @@ class RingGroup(Group):
         """Elements of a segment for ``chunks``."""
         tuning = self.tuning
         most, least = max(1, tuning.segment_bytes // element_size), tuning.least_bytes // element_size
-        return segment_length(chunks, most, least, tuning.depth, self._cut(element_size))
-
-    def _cut(self, element_size: int) -> int:
-        return max(1, self.tuning.cut_bytes // element_size)
+        return segment_length(chunks, most, least, tuning.depth)
 
     def _start(self, collective: BucketCollective) -> Handle:
         its, flat, what = collective, collective.flat, collective.what
@@ -365,7 +360,7 @@ class RingGroup(Group):
         length = self.segment_elements(chunks, dtype.itemsize)
         program = plan(
             self.rank, chunks, length, reduce=reduce, gather_hops=gather_hops,
-            depth=self.tuning.depth, cut=self._cut(dtype.itemsize),
+            depth=self.tuning.depth,
         )  # fmt: skip
         signature = f"{what} {dtype} {reduce} {gather_hops} {length} {frozen(chunks)}"
         return _Planned(program, zlib.crc32(signature.encode()))

@@ -127,25 +127,20 @@ def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
             other += 1
 
 
-def segments(chunk: Sequence[Span], length: int, cut: int = 1) -> list[Span]:
-    """Cut a chunk into segments of at most ``length`` elements, equal ones but for the last of a span.
-
-    ``cut``: segments begin at multiples of so many elements of their span; ``length`` must be one of them.
-    """
+def segments(chunk: Sequence[Span], length: int) -> list[Span]:
+    """Cut a chunk into segments of at most ``length`` elements, equal ones but for the last of a span."""
     fragments = []
     for span in chunk:
-        part = even_part(len(span), -(-len(span) // length), cut) if len(span) else 1
+        part = even_part(len(span), -(-len(span) // length)) if len(span) else 1
         fragments += [Span(at, min(at + part, span.stop)) for at in range(span.start, span.stop, part)]
     return fragments
 
 
-def segment_length(chunks: Chunks, most: int, least: int, depth: int, cut: int = 1) -> int:
+def segment_length(chunks: Chunks, most: int, least: int, depth: int) -> int:
     """Elements of a segment: a chunk is cut into ``depth`` or more, but into none of more than ``most`` elements, and
-    not below ``least`` for the sake of the pipeline alone; a multiple of ``cut``."""
+    not below ``least`` for the sake of the pipeline alone."""
     longest = max((sum(map(len, chunk)) for chunk in chunks), default=0)
-    return max(
-        cut, min(most // cut * cut, even_part(max(least, -(-longest // depth)), 1, cut), even_part(longest, 1, cut))
-    )
+    return max(1, min(most, max(least, -(-longest // depth)), longest))
 
 
 def most_partials(depth: int) -> int:
@@ -153,17 +148,14 @@ def most_partials(depth: int) -> int:
     return -(-depth // 2) + 1
 
 
-def plan(
-    rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int, cut: int = 1
-) -> Program:
+def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int) -> Program:
     """The program of ``rank`` in a ring of ``len(chunks)``.
 
     ``reduce``: begin with the reduce-scatter half.  ``gather_hops``: how many hops finished segments travel on,
-    0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: blocks under way at a time.  ``cut``: as for
-    ``segments``.
+    0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: blocks under way at a time.
     """
     size = len(chunks)
-    parts = [segments(chunk, length, cut) for chunk in chunks]
+    parts = [segments(chunk, length) for chunk in chunks]
     blocks = max(map(len, parts), default=0)
     reduce_hops = size - 1 if reduce else 0
     hops = reduce_hops + gather_hops

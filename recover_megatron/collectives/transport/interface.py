@@ -46,9 +46,6 @@ class Arrival(Pending, Protocol):
 class Transport(Order, ABC):
     """Messages to the successor and from the predecessor; see above."""
 
-    lookahead: int = 1
-    """How many receives are worth posting ahead of the one that is waited for."""
-
     @property
     @abstractmethod
     def scratch_peak(self) -> int:
@@ -168,7 +165,6 @@ class StagedTransport(Transport):
     def __init__(self, inner: Transport, device: torch.device, cancel_token: CancelToken) -> None:
         self._order = DeviceStream(device, cancel_token) if device.type == "cuda" else Order()
         self._inner = inner
-        self.lookahead = inner.lookahead
         self._host = Scratch(torch.device("cpu"), pinned=device.type == "cuda")
         self._scratch = Scratch(device)
         self._sending: deque[_Sending] = deque()
