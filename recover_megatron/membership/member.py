@@ -99,7 +99,7 @@ class Member(Follower):
         return self._report(message, may=self._in_epoch)
 
     def heard(self, epoch: int, term: int) -> list[MemberEffect]:
-        """Tell that nothing of an epoch before rendezvous ``epoch`` is believed here; whoever opens it again is told."""
+        """Tell that nothing of an epoch before rendezvous ``epoch`` is believed here any more."""
         following = self.stage is Stage.FOLLOWING and self.presentation.term == term
         return self._report({"type": "heard", "epoch": epoch, "term": term}, may=following)
 
