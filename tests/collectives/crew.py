@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
@@ -212,6 +212,7 @@ class Worker:
         self.revoked: dict[int, float] = {}
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
         self.epoch = PlainEpoch(0, [], me)
+        self.all_heard = threading.Event()
         self.buckets = [Bucket(gradient(me, at, size, scenario)) for at, size in enumerate(scenario.sizes)]
         if scenario.op == "all_gather":  # after an optimizer's step each worker's shard is final
             for bucket in self.buckets:
@@ -233,8 +234,13 @@ class Worker:
             order = json.loads(line)
             if order["order"] == "revoke":
                 self.epoch.revoke("a worker died")
+                self.say(heard=self.epoch.number)
+            elif order["order"] == "all_heard":
+                self.all_heard.set()
             else:
                 if order["order"] == "epoch":
+                    self.all_heard.set()
+                    self.all_heard = threading.Event()
                     self.epoch = PlainEpoch(order["number"], order["members"], self.me)
                 self.orders.put(order)
 
@@ -250,11 +256,20 @@ class Worker:
                 os.kill(os.getpid(), signal.SIGKILL if fault.how == "kill" else signal.SIGSTOP)
 
     def open(self) -> Group:
-        s = self.scenario
+        s, all_heard, number = self.scenario, self.all_heard, self.epoch.number
+
+        def heard() -> None:
+            self.say(asks=number)
+            all_heard.wait()
+
+        token = CancelToken(number, heard)
+        self.epoch.on_revoke(token.cancel)
+        progress = group_factory.progress_thread(token, torch.device("cpu"), "sums", s.transport_kind)
         return group_factory.open_group(
             self.epoch, self.store, name="column", secret=b"the crew's secret", timeout=s.timeout,
             transport_kind=s.transport_kind, collective=s.collective, hook=self.boundary,
             tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth), communicators=self.communicators,
+            progress=progress,
         )  # fmt: skip
 
     def between(self) -> None:
@@ -358,6 +373,7 @@ class Membership:
         self.holds: dict[int, list[int]] = {}
         self.joined: set[int] = set()
         self.done: set[int] = set()
+        self.hearing: set[int] = set()
         self.orphaned: list[int] = []
         self.epoch = 0
         self.formed = True
@@ -420,7 +436,7 @@ class Membership:
         self.formed = True
         members = sorted(self.live)
         self.epochs[self.epoch] = members
-        self.joined, self.done = set(), set()
+        self.joined, self.done, self.hearing = set(), set(), set()
         for worker in members:
             self.order(worker, order="epoch", number=self.epoch, members=members, orphaned=self.orphaned)
 
@@ -437,6 +453,11 @@ class Membership:
             elif "joined" in message:
                 self.joined.add(worker)
                 self.holds[worker] = message["holds"]
+            elif message.get("heard") == self.epoch:
+                self.hearing.add(worker)
+                self.tell_all_heard()
+            elif message.get("asks") == self.epoch:
+                self.revoke()
             elif "child" in message:
                 self.children.append(message["child"])
             elif "done" in message:
@@ -461,8 +482,17 @@ class Membership:
         self.live.discard(worker)
         self.formed = False
         if self.scenario.announce:
+            self.revoke()
+        self.tell_all_heard()
+
+    def revoke(self) -> None:
+        for survivor in sorted(self.live):
+            self.order(survivor, order="revoke")
+
+    def tell_all_heard(self) -> None:
+        if self.hearing and self.live <= self.hearing:
             for survivor in sorted(self.live):
-                self.order(survivor, order="revoke")
+                self.order(survivor, order="all_heard")
 
     def proceed(self) -> None:
         """Open the next epoch, or end the scenario, when all that live are ready for it."""
