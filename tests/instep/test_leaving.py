@@ -22,6 +22,7 @@ from recover_megatron.collectives.torch_nccl import abortable_options, environme
 from recover_megatron.instep import model_parallel_groups
 from recover_megatron.instep.faults import EXIT_OWN_FAULT
 from recover_megatron.instep.model_parallel_groups import Calls, Leaving, ModelParallelGroups
+from recover_megatron.membership.records import Fenced
 from tests.doubles.nccl import streams
 from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
 from tests.harness import REPOSITORY
@@ -101,6 +102,32 @@ def test_all_groups_are_aborted_at_once_and_a_main_thread_that_comes_out_ends_no
     assert [group.aborted for group in groups] == [True] * 3
     assert {group.aborted_on for group in groups} == {DEVICE.index}, "or else a context is made on the first device"
     assert ended.reasons == []
+
+
+def test_nothing_is_aborted_before_all_have_heard_and_the_time_for_it_begins_then() -> None:
+    """Else a mate's operation would complete, with garbage, before its switch is thrown."""
+    (group,), ended, heard = doubles(1), Ended(), threading.Event()
+    out = leave([group], all_heard=lambda: (heard.wait(), None)[1], end=ended, where=MainThread(COMPUTING), look=0.0001)
+    out.begin()
+    out._thread.join(patient(0.1))  # longer than all looks
+    assert not group.aborted
+    assert ended.reasons == []
+    heard.set()
+    out.left()
+    out._thread.join()
+    assert group.aborted
+
+
+def test_a_worker_that_is_out_of_the_run_aborts_nothing() -> None:
+    (group,), ended = doubles(1), Ended()
+
+    def never() -> None:
+        raise Fenced("a test puts it out")
+
+    out = leave([group], all_heard=never, end=ended, where=MainThread(COMPUTING))
+    out.begin()
+    out._thread.join()
+    assert (group.aborted, ended.reasons) == (False, [])
 
 
 def test_an_abort_that_does_not_return_ends_the_worker() -> None:

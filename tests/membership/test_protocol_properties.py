@@ -14,7 +14,7 @@ from simulation import SETTINGS, PropertyViolated, World
 
 from recover_megatron.membership import leadership
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.epochs import Epochs, Rendezvous
+from recover_megatron.membership.epochs import Epochs, Hearing, Rendezvous
 from recover_megatron.membership.events import State
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.records import Evidence, Formed, Presentation
@@ -408,6 +408,11 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_gather", gather)
 
 
+def hears_itself(patch: pytest.MonkeyPatch) -> None:
+    """Whoever is told of a rendezvous is taken to have heard it."""
+    patch.setattr(Hearing, "missing", frozenset())
+
+
 PARTITIONED = [("partition", 1, 1), *[("run", 3, 0)] * 16]
 """One node reaches all candidates but the second, the other two only the second, for longer than a stall may last."""
 
@@ -435,6 +440,16 @@ TOLD_ONE = [
 ]  # fmt: skip
 """The coordinator dies when one worker has heard of a commit, and that one is the last to come to the next."""
 
+HALF_TOLD = [
+    ("kill", 0, 0),
+    ("upwards", 31, 0),
+    ("downwards", 1, 0),
+    ("upwards", 1, 0),
+    ("downwards", 31, 0),
+    ("run", 3, 0),
+]
+"""A worker dies; one of the others hears that the epoch is over before the other."""
+
 SCENARIOS: dict[str, tuple[Moves, set[int]]] = {
     "partitioned": (PARTITIONED, set()),
     "crashed": (CRASHED, set()),
@@ -443,6 +458,7 @@ SCENARIOS: dict[str, tuple[Moves, set[int]]] = {
     "promoted": (PROMOTED, {1, 2}),
     "joined": (JOINED, set()),
     "told one": (TOLD_ONE, set()),
+    "half told": (HALF_TOLD, set()),
 }
 
 
@@ -460,6 +476,7 @@ def scenario_world(spares: set[int]) -> World:
         (idle_for_good, "promoted"),
         (newcomers_decide, "joined"),
         (tells_nothing, "told one"),
+        (hears_itself, "half told"),
         (hasty, "told one"),
     ],
 )
