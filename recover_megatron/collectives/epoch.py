@@ -90,10 +90,13 @@ class CancelToken:
     """A switch cancelled once: from then on every operation of the group raises ``EpochRevoked``.
 
     ``cancel`` may be called from any thread, also while others wait: it calls the wakers, which end their waits.
+    ``all_heard``: returns when the switches of all members that live are cancelled, and has them be; it raises a
+    ``MembershipError`` where this member is out of the run, and will never know.  Not for the session's thread.
     """
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, all_heard: Callable[[], None] = lambda: None) -> None:
         self.epoch = epoch
+        self.all_heard = all_heard
         self.reason = ""
         self.lost: PeerLost | None = None
         """With whom it failed, where this member noticed that itself and first."""

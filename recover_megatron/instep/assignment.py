@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
@@ -221,8 +222,7 @@ class Assignment:
         with self.lock:
             self.stand(*place)
             self.taken_up = decision
-            peer_stores = decision.peer_stores_by_slot(self.grid)
-            self._epoch_groups = EpochGroups(decision.epoch, self.slot, self._comm_config, peer_stores)
+            self._epoch_groups = self._groups_of(decision, self.slot)
         if self.standing != before:  # every column has other members: no communicator can be kept
             self._comm_config.communicators.close()
         self._end_if_over(decision)
@@ -235,10 +235,20 @@ class Assignment:
         """A spare's groups in an epoch in which it keeps another worker's state: it stands in a slot of nobody."""
         self._close_groups()
         with self.lock:
-            peer_stores = decision.peer_stores_by_slot(self.grid)
-            self._epoch_groups = EpochGroups(decision.epoch, Slot(-1 - self.me), self._comm_config, peer_stores)
+            self._epoch_groups = self._groups_of(decision, Slot(-1 - self.me))
         self._end_if_over(decision)
         return self._epoch_groups
+
+    def all_heard_of(self, epoch: int) -> Callable[[], None]:
+        """What returns when all know that ``epoch`` is over (``CancelToken``); over connections, at once: an operation
+        that fails there does so at all ends."""
+        over_nccl = self._comm_config.over_nccl
+        return partial(self._session.wait_all_heard, epoch) if over_nccl else lambda: None
+
+    def _groups_of(self, decision: Decision, slot: Slot) -> EpochGroups:
+        peer_stores = decision.peer_stores_by_slot(self.grid)
+        all_heard = self.all_heard_of(decision.epoch)
+        return EpochGroups(decision.epoch, slot, self._comm_config, peer_stores, all_heard)
 
     def _end_if_over(self, decision: Decision) -> None:
         if self._session.revoked or self._session.epoch != decision.epoch:

@@ -95,6 +95,8 @@ class EpochGroups:
     _me: Slot
     _comm_config: CommunicationConfig
     _peer_stores: Mapping[Slot, str]
+    all_heard: Callable[[], None] = lambda: None
+    """Waits until all who live know that this epoch is over: see ``CancelToken``; needed for rings over NCCL."""
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
@@ -108,7 +110,7 @@ class EpochGroups:
         self._cancel_token = CancelToken(self.number)
         config, self._progress = self._comm_config, None
         if config.over_nccl:
-            cancel_token = CancelToken(self.number)
+            cancel_token = CancelToken(self.number, self.all_heard)
             self.on_end(cancel_token.cancel)
             name = f"sums of epoch {self.number}"
             self._progress = progress_thread(cancel_token, config.device, name, config.collective)
@@ -121,6 +123,8 @@ class EpochGroups:
     def end(self, reason: str | PeerLost) -> None:
         """Make every operation of this epoch fail, now and later; from any thread.  The first reason stands."""
         self._cancel_token.cancel(reason)
+        if self._progress is not None:  # another thread that ends it may not have come to this switch yet
+            self._progress.cancel_token.cancel(str(reason))
 
     def on_end(self, call: Callable[[str], None]) -> None:
         """Call ``call(reason)`` once, from any thread, when the epoch ends; at once if it has."""

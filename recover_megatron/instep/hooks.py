@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,8 +27,11 @@ class Hooks(Protocol):
     without waiting for other workers.
     """
 
-    def abort_replica(self) -> None:
-        """End all communication inside this worker's replica: what waits in it, here, gets an error."""
+    def abort_replica(self, all_heard: Callable[[], None]) -> None:
+        """End all communication inside this worker's replica: what waits in it, here, gets an error.
+
+        ``all_heard``: returns when anything may be aborted that a mate could believe (``collectives.epoch``).
+        """
 
     def planned(self, decision: Decision) -> None:
         """A new epoch, in which this worker has a place: ranks and roles may have moved.  In the main thread."""

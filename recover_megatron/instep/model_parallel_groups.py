@@ -9,7 +9,8 @@ it is made.  (Where gloo misses that, its operation is left: ``guard``.)  A work
 No operation of NCCL's is asked here whether it has succeeded: ``Work.is_completed`` says yes of one that failed, and
 an aborted kernel leaves garbage.  What is computed from it goes nowhere: the switch of the epoch is thrown before any
 group is aborted, and a bucket goes to the others only if it was computed before the switch
-(`collectives.transport.interface`, ``DeviceStream``).
+(`collectives.device`, ``DeviceStream``).  It is garbage at the mates, too, with whom an aborted kernel was: so their
+switches are thrown before, as well (``CancelToken.all_heard``).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from recover_megatron.collectives.torch_nccl import connect, make_group
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.faults import EXIT_OWN_FAULT
 from recover_megatron.logger import get_logger, write_stderr
+from recover_megatron.membership.records import MembershipError
 from recover_megatron.network.system import watch
 
 log = get_logger(__name__)
@@ -89,18 +91,19 @@ def end_process(reason: str) -> None:
 class Leaving:
     """A thread that gets a worker out of the groups of its broken replica, or ends it.
 
-        begin --> ABORTING --every abort has returned--> AWAITING the main thread --left()--> over
-                     |                                       |
-                     |--one raises                           '--it has been in one call of a group for LEAVE_SECONDS
-                     '--LEAVE_SECONDS are over                      |
-                                  '---------------------------------'--> the process ends, exit code 1
+        begin --> WAITING until all have heard --> ABORTING --every abort has returned--> AWAITING the main thread
+                     '--out of the run: over                   |                               |   '--left()--> over
+                                                               |--one raises                   |
+                                   LEAVE_SECONDS are over for--'  in one call of a group for --'
+                                                               '-------------------------------'--> exit code 1
 
     An abort may wait for a lock that a call of torch's holds, or for a kernel of another communicator of the device
     that is aborted next: so the thread starts all of them at once, each in a thread of its own, and waits for all.  A
     main thread that computes is waited for (as long as `spare` does).  Seconds are counted in looks, not by the clock:
     a process that was stopped meanwhile has not used them.
 
-    ``groups``: what is to be aborted, process groups of torch's over NCCL, on ``device``.  ``cuda``, ``where``, ``end``
+    ``groups``: what is to be aborted, process groups of torch's over NCCL, on ``device``.  ``all_heard``: as for
+    ``CancelToken``; a worker that is out of the run aborts nothing: its process ends.  ``cuda``, ``where``, ``end``
     and ``look`` (seconds between two looks): for tests.
     """
 
@@ -108,6 +111,7 @@ class Leaving:
         self,
         groups: Sequence[Any],
         device: torch.device,
+        all_heard: Callable[[], None] = lambda: None,
         *,
         cuda: Any = torch.cuda,
         where: Callable[[], Calls] = calls_under_way,
@@ -116,6 +120,7 @@ class Leaving:
     ) -> None:
         self._groups = list(groups)
         self._device = device
+        self._all_heard = all_heard
         self._cuda = cuda
         self._where = where
         self._end = end
@@ -139,6 +144,10 @@ class Leaving:
     # ---- its thread
 
     def _run(self) -> None:
+        try:
+            self._all_heard()
+        except MembershipError:
+            return
         for group in self._groups:
             abort_beside("aborting a communicator of NCCL's", self._cuda, self._device, group.abort, self._aborted)
         self._groups.clear()
@@ -196,7 +205,7 @@ class ModelParallelGroups:
         ports: Collection[int],
         device: torch.device,
         make_nccl: MakeGroup = make_group,
-        leaving: Callable[[Sequence[dist.ProcessGroup], torch.device], Leaving] = Leaving,
+        leaving: Callable[[Sequence[dist.ProcessGroup], torch.device, Callable[[], None]], Leaving] = Leaving,
     ) -> None:
         self._ports = frozenset(ports)
         self._device = device
@@ -252,10 +261,11 @@ class ModelParallelGroups:
                 watch(sock)
                 self._sockets.append(sock)
 
-    def end(self) -> None:
+    def end(self, all_heard: Callable[[], None]) -> None:
         """Make every operation of these groups fail, here and, for gloo, at the other ends; from any thread, once.
 
-        The main thread says ``left`` when it is out of them; else this process ends.
+        ``all_heard``: as for ``CancelToken``, of the last epoch in which they were used.  The main thread says ``left``
+        when it is out of them; else this process ends.
         """
         with self._lock:
             if self._ended:
@@ -264,7 +274,7 @@ class ModelParallelGroups:
             sockets, self._sockets = self._sockets, []
             nccl, self._nccl = self._nccl, []
             cancel_token = self._cancel_token
-            leaving = self._leaving = self._leaving_of(nccl, self._device)
+            leaving = self._leaving = self._leaving_of(nccl, self._device, all_heard)
         for sock in sockets:
             with contextlib.suppress(OSError):  # the other end was faster
                 sock.shutdown(socket.SHUT_RDWR)
@@ -279,13 +289,20 @@ class ModelParallelGroups:
         if leaving is not None:
             leaving.left()
 
-    def rebuild(self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str) -> None:
+    def rebuild(
+        self,
+        epoch_groups: EpochGroups,
+        replica: int,
+        store: PeerStoreClient,
+        host: str,
+        all_heard: Callable[[], None],
+    ) -> None:
         """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.
 
-        They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked``, ``PeerLost``
-        and ``TimeoutError``.
+        ``all_heard``: as for ``end``, of those there were.  They outlive the epoch; only while they are made does its
+        end end them.  Raises ``EpochRevoked``, ``PeerLost`` and ``TimeoutError``.
         """
-        self.end()
+        self.end(all_heard)
         self.left()
         if self._store is not None:
             self._store.close()

@@ -109,7 +109,7 @@ class Orphan:
         if self.orphaned:
             return
         self._assignment.end(note)
-        self._hooks.abort_replica()
+        self._hooks.abort_replica(self._assignment.all_heard_of(self._session.epoch))
         self._be_spare(note)
         self._announcements.leave()
 
@@ -187,7 +187,7 @@ class Orphan:
 
     def _out(self) -> None:
         """This worker is out; a main thread that is stuck inside its replica must not keep the process."""
-        self._hooks.abort_replica()
+        self._hooks.abort_replica(self._assignment.all_heard_of(self._session.epoch))
         code = EXIT_FENCED if self._session.fenced else self._exit_code()
         timer = threading.Timer(LINGER_SECONDS, os._exit, [code])
         timer.daemon = True

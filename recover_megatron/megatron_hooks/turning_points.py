@@ -80,9 +80,9 @@ class TurningPoints(Hooks):
     _first_plan: bool
     """Whether it was launched with the run, and has had no plan yet."""
 
-    def abort_replica(self) -> None:
+    def abort_replica(self, all_heard: Callable[[], None]) -> None:
         self._training.step_guard.seal()
-        self._groups.inside.end()
+        self._groups.inside.end(all_heard)
 
     def planned(self, decision: Decision) -> None:
         self._groups.planned(decision)

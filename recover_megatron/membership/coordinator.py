@@ -132,7 +132,7 @@ class Coordinator:
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         """Apply one event. Changes of membership are collected until ``Settle``, which must follow each batch."""
         self._due |= not isinstance(event, Settle) and not (
-            isinstance(event, Received) and event.message["type"] in ("heartbeat", "join", "observe")
+            isinstance(event, Received) and event.message["type"] in ("heartbeat", "heard", "join", "observe")
         )
         try:
             self._apply(event, now)
@@ -216,8 +216,11 @@ class Coordinator:
 
     @property
     def _awaited(self) -> Workers:
-        """The workers that the run waits for now."""
-        return self.epochs.working if self.state is State.STEADY else self.rendezvous.members
+        """The workers that the run waits for now. Of those who wait until all have heard, none is late for that."""
+        if self.state is State.STEADY:
+            return self.epochs.working
+        hearing = self.rendezvous.hearing
+        return self.rendezvous.members & (self.rendezvous.members if hearing.told else hearing.missing)
 
     def _tick(self, now: float) -> None:
         late = now - self.deadline
@@ -232,8 +235,8 @@ class Coordinator:
         if self._is_taking_over:
             self._takeover.lose_silent(now)
             return
-        stuck = self.lateness.put_out(self._awaited, now)
         self.lateness.put_out_aside(now)
+        stuck = self.lateness.put_out(self._awaited, now)
         if self.state is State.STEADY and not self.roster.changes:
             self.lateness.set_aside(self._awaited, now)
         if stuck and self.state is State.STEADY and not self.roster.changes:
@@ -251,6 +254,7 @@ class Coordinator:
 
     def _settle(self, now: float) -> None:
         """Act on all that has changed since the last call."""
+        hearing = self.rendezvous.hearing
         if self.state is State.STANDBY:
             self.roster.changes.clear()
             self._consider_leading(now)
@@ -264,11 +268,13 @@ class Coordinator:
         for _ in range(len(self.roster.workers) + 1):  # each round but the last puts somebody out
             if self.roster.changes and self.state in (State.RENDEZVOUS, State.STEADY):
                 self._open(now)
-            if self.state is State.RENDEZVOUS and (self._due or self.rendezvous.all_joined):
+            if self.state is State.RENDEZVOUS and (self._due or self.rendezvous.all_joined or hearing.due):
                 self._try_to_form(now)
             if not self.roster.changes:
                 break
         self._due = False
+        if self.state in (State.RENDEZVOUS, State.STEADY):
+            hearing.tell(self.rendezvous.opened.epoch, self.leadership.term, self._out, now)
 
     def _consider_leading(self, now: float) -> None:
         if not self._takeover.leads(now):
@@ -315,7 +321,9 @@ class Coordinator:
 
     def _try_to_form(self, now: float) -> None:
         """Fix the plan of the open rendezvous, if all have joined and may go on."""
-        if self.roster.heirs or not self.rendezvous.is_ready(self.lateness.unreached, now):
+        may = not self.roster.heirs and self.rendezvous.may_follow(self.lateness.unreached, now)
+        self.rendezvous.hearing.may = may or not self.roster.with_fate(Fate.OUT)
+        if not may or not self.rendezvous.all_joined:
             return
         self.rendezvous.form(now, self.drains.to_decide(self.rendezvous.members))
         self.state = State.STEADY
@@ -368,6 +376,10 @@ class Coordinator:
                 self.roster.take_back(worker, now)
             case "join":
                 self.rendezvous.join(worker, message, now)
+            case "heard" if message["term"] == self.leadership.term:
+                self.rendezvous.hearing.heard(worker, message["epoch"])
+                if self.rendezvous.hearing.told and self.epochs.formed.epoch:  # all others had, before it came back
+                    self._out.send([session], {"type": "all_heard", **{k: message[k] for k in ("epoch", "term")}})
             case "done" if of_this_epoch:
                 epochs.done(worker, message["iteration"], now)
             case "idle" if of_this_epoch:

@@ -195,6 +195,62 @@ class Epochs:
                 self._roster.workers[member].progress.waiting_since = None
 
 
+class Hearing:
+    """Which workers know that the last epoch is over: until all do, nobody may abort what another one waits for.
+
+    A kernel of NCCL's that is aborted still posts its steps to its peers, empty, whose kernels then complete without an
+    error. Whoever believes that has not been told that the epoch is over: so all who live are told first, the aside,
+    too, who may come back. Those that are put out may not, once the next epoch may be formed without them (``may``).
+    """
+
+    def __init__(self, roster: Roster, epochs: Epochs) -> None:
+        self.told = True
+        """Whether all have heard it, and were told so."""
+        self.may = False
+        """Whether nobody goes on who is not asked here."""
+        self._roster = roster
+        self._epochs = epochs
+        self._after = 0
+        self._missing: set[WorkerId] = set()
+
+    def begin(self) -> None:
+        """A rendezvous is opened: the first one after an epoch, or one more, for which nobody is asked again."""
+        epoch, workers = self._epochs.formed.epoch, self._roster.workers
+        if self._after < epoch:
+            self._after, self.told = epoch, False
+        asked = self._epochs.formed.members | self._roster.with_fate(Fate.ASIDE)
+        self._missing = {number for number in asked if workers[number].heard_of <= epoch}
+        self.may = False
+
+    def heard(self, worker: Member, epoch: int) -> None:
+        """A worker knows that ``epoch`` is to be the next."""
+        worker.heard_of = max(worker.heard_of, epoch)
+        if worker.heard_of > self._after:
+            self._missing.discard(worker.number)
+
+    @property
+    def missing(self) -> Workers:
+        """Those who have not said so yet."""
+        fates = Fate.LIVE, Fate.ASIDE
+        return frozenset(number for number in self._missing if self._roster.workers[number].fate in fates)
+
+    @property
+    def due(self) -> bool:
+        """Whether all have heard it, and nobody was told so yet."""
+        return not self.told and not self.missing
+
+    def tell(self, epoch: int, term: int, out: Outbox, now: float) -> None:
+        """Tell everybody, once, if so. Who has waited for it had no fault in that."""
+        if not self.due or not self.may:
+            return
+        self.told = True
+        workers = self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE)
+        out.send(self._roster.sessions_of(workers), {"type": "all_heard", "epoch": epoch, "term": term})
+        for number in workers:
+            progress = self._roster.workers[number].progress
+            progress.marked = max(progress.marked, now)
+
+
 class Rendezvous:
     """The rendezvous that was opened last: whom it waits for, and whether its plan may be fixed."""
 
@@ -211,6 +267,7 @@ class Rendezvous:
         self._epochs = epochs
         self._leadership = leadership
         self._joined = 0  # members
+        self.hearing = Hearing(roster, epochs)
 
     @property
     def members(self) -> Workers:
@@ -230,6 +287,7 @@ class Rendezvous:
         self.is_open = True
         self.opened_at = now
         self._joined = 0
+        self.hearing.begin()
         for number in members:
             self._roster.workers[number].joined = 0
             self._roster.workers[number].progress.waiting_since = None
@@ -288,8 +346,9 @@ class Rendezvous:
         """Whether every member has joined."""
         return self._joined == len(self.members)
 
-    def is_ready(self, unreached: Container[int], now: float) -> bool:
-        """Whether its plan is to be fixed now. Puts out who does not come; raises RunOver where it can have no plan.
+    def may_follow(self, unreached: Container[int], now: float) -> bool:
+        """Whether its plan may be fixed when all have joined. Puts out who does not come; raises RunOver where it can
+        have no plan.
 
         ``unreached``: workers whose connections have ended and that are still waited for.
         """
@@ -301,7 +360,7 @@ class Rendezvous:
             raise RunOver(EXIT_NO_REPLICA, f"workers {names} did not come within {patience}")
         for worker in late:
             self._roster.exclude(worker, "did not come to the new coordinator", now)
-        return not late and self._may_follow(now) and self.all_joined
+        return not late and self._may_follow(now)
 
     def form(self, now: float, drain: tuple[str, ...]) -> None:
         """Fix its plan; ``drain``: as in ``PlanRequest``. Raises RunOver where there can be none."""
@@ -336,7 +395,9 @@ class Rendezvous:
         may = contest.standing is not Standing.TOO_FEW
         if may and not unheard:
             enough = contest.standing is Standing.ENOUGH
-            return enough or (self.all_joined and self._leadership.has_lease(self.opened, now))
+            if not enough and (self.all_joined or not self.hearing.missing):  # they follow this coordinator's term
+                enough = self._leadership.has_lease(self.opened, now)
+            return enough
         outs = [roster.workers[n] for n in roster.with_fate(Fate.OUT)]
         hope = any(roster.vouched(w, now) for w in outs)
         hopeless = not hope or now > self.patience + 2 * roster.settings.heartbeat_timeout

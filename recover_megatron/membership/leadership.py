@@ -268,7 +268,7 @@ class Leadership:
         return Contest(missing, may, known)
 
     def has_lease(self, opened: Opened, now: float) -> bool:
-        """Whether the lease is granted to the members of ``opened``, who have all joined; asks for it.
+        """Whether the lease is granted to the members of ``opened``, who all follow this term; asks for it.
 
         Raises RunOver where it is refused, or there is no answer for ``stall_timeout``.
         """

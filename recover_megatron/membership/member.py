@@ -42,6 +42,8 @@ class Member(Follower):
         """Whether a coordinator has heard the exception report."""
         self.idle_in = 0
         """The last epoch in which this member has no part; 0: none."""
+        self.all_heard = 0
+        """No live worker believes anything of an epoch before this one any more."""
         self._plea: dict[str, Any] | None = None
         self._exception: dict[str, Any] | None = None
         self._status: tuple[Json] | None = None
@@ -95,6 +97,11 @@ class Member(Follower):
         self.done = max(self.done, iteration)
         message = {"type": "done", "epoch": self.presentation.formed.epoch, "iteration": iteration}
         return self._report(message, may=self._in_epoch)
+
+    def heard(self, epoch: int, term: int) -> list[MemberEffect]:
+        """Tell that nothing of an epoch before rendezvous ``epoch`` is believed here any more."""
+        following = self.stage is Stage.FOLLOWING and self.presentation.term == term
+        return self._report({"type": "heard", "epoch": epoch, "term": term}, may=following)
 
     def idle(self) -> list[MemberEffect]:
         """Have no part in the epoch of ``plan``. It holds for that epoch alone, and every coordinator is told."""
@@ -173,11 +180,13 @@ class Member(Follower):
     def _on(self, message: Mapping[str, Any], now: float) -> None:
         if message["type"] == "noted":
             self.noted = True
+        elif message["type"] == "all_heard" and message["term"] >= self.presentation.term:
+            self.all_heard = max(self.all_heard, message["epoch"])
         super()._on(message, now)
 
     def _revoked(self, message: Mapping[str, Any]) -> None:
         self._present_plan = message.get("present_plan") == self._hello["worker"]
-        self._effects.append(Notify("revoke", {"epoch": message["epoch"], "reason": message["reason"]}))
+        self._effects.append(Notify("revoke", {name: message[name] for name in ("epoch", "term", "reason")}))
         if self._plea is not None:
             self._say(self._plea)
         if self._status is not None and self.presentation.opened is not None:

@@ -61,6 +61,8 @@ class Member:
     """The last epoch in which this worker said that it has no part; it holds for that epoch only. 0: none."""
     joined: int = 0
     """The last rendezvous joined."""
+    heard_of: int = 0
+    """The last rendezvous of which it has said that nothing of an epoch before it is believed there any more."""
     status: Json = None
     formed_epoch: int = 0
     """The last epoch whose plan this worker presented to hold."""

@@ -293,6 +293,20 @@ class Session:
             self._raise_if_out()
             return self._core.revoked
 
+    def wait_all_heard(self, epoch: int) -> None:
+        """Wait until the end of ``epoch`` is known to all of its members that live: their callbacks have returned.
+
+        Members that this coordinator has put out do not count: it may form the next epoch without them by then. Asks
+        for a new epoch if this one goes on. Raises ``Fenced`` or ``CoordinatorLost`` when this worker is out. Not for
+        the session's thread.
+        """
+        with self._client.condition:
+            if self.epoch == epoch and not self._core.revoked:
+                self.ask("operations of this epoch are to be aborted")
+            while 0 < epoch >= self._core.all_heard:
+                self._raise_if_out()
+                self._client.condition.wait()
+
     def wait_lost(self, workers: Collection[int], timeout: float) -> bool:
         """Wait until the run does not count on one of ``workers`` any more (True), at most ``timeout`` seconds.
 
@@ -381,6 +395,7 @@ class Session:
             self._revoked_reason = notice.detail["reason"]
             for callback in self._callbacks:
                 callback(notice.detail["epoch"], notice.detail["reason"])
+            self._say(self._core.heard, notice.detail["epoch"], notice.detail["term"])  # all that believe have stopped
         elif notice.kind == "out":
             for callback in self._callbacks:
                 callback(0, str(self._core.out))

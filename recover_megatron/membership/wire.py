@@ -26,7 +26,7 @@ from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 __all__ = ["WireError"]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_HANDSHAKE = 4 << 10
 """Bytes of one message before the other side has proved that it knows the secret."""
@@ -154,6 +154,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
     "idle": {"epoch": (_EPOCH, True)},
     "complain": {"epoch": (_EPOCH, True), "reason": (_NOTE, True), "peer": (_WORKER, False)},
     "ack": {"epoch": (_EPOCH, True), "term": (_TERM, True)},
+    "heard": {"epoch": (_EPOCH, True), "term": (_TERM, True)},
     "ended": {"worker": (_WORKER, True), "how": (_NAME, True)},
     "candidate": {"address": (_address, True)},
     "stopping": {"signal": (_integer(1, 64), True)},
@@ -190,6 +191,7 @@ TO_MEMBER: Mapping[str, Schema] = {
         "present_plan": (_WORKER, False),
         **_epoch("after_", required=False),
     },
+    "all_heard": {"epoch": (_EPOCH, True), "term": (_TERM, True)},
     "plan": {**_epoch(), "committed": (_ITERATION, True), "data": (_ANY, False)},
     "commit": {"epoch": (_EPOCH, True), "iteration": (_ITERATION, True)},
     "kill": {"worker": (_WORKER, True), "reason": (_NOTE, True), "with": (_runs, False)},

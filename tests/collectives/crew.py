@@ -35,9 +35,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.group_factory import open_group
+from recover_megatron.collectives.group_factory import open_group, progress_thread
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
@@ -161,6 +161,7 @@ class Worker:
         self.revoked: set[int] = set()
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
         self.epoch = PlainEpoch(0, [], me)
+        self.all_heard = threading.Event()
         self.buckets = [Bucket(gradient(me, at, size, scenario)) for at, size in enumerate(scenario.sizes)]
         if scenario.op == "all_gather":  # after an optimizer's step each worker's shard is final
             for bucket in self.buckets:
@@ -181,8 +182,13 @@ class Worker:
             order = json.loads(line)
             if order["order"] == "revoke":
                 self.epoch.revoke("a worker died")
+                self.say(heard=self.epoch.number)
+            elif order["order"] == "all_heard":
+                self.all_heard.set()
             else:
                 if order["order"] == "epoch":
+                    self.all_heard.set()
+                    self.all_heard = threading.Event()
                     self.epoch = PlainEpoch(order["number"], order["members"], self.me)
                 self.orders.put(order)
 
@@ -197,11 +203,20 @@ class Worker:
                 os.kill(os.getpid(), signal.SIGKILL if fault.how == "kill" else signal.SIGSTOP)
 
     def open(self) -> Group:
-        s = self.scenario
+        s, all_heard, number = self.scenario, self.all_heard, self.epoch.number
+
+        def heard() -> None:
+            self.say(asks=number)
+            all_heard.wait()
+
+        token = CancelToken(number, heard)
+        self.epoch.on_revoke(token.cancel)
+        progress = progress_thread(token, torch.device("cpu"), "sums", s.collective)
         return open_group(
             self.epoch, self.store, name="column", secret=b"the crew's secret", timeout=s.timeout,
             transport_kind=s.transport_kind, collective=s.collective, hook=self.boundary,
             tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth), communicators=self.communicators,
+            progress=progress,
         )  # fmt: skip
 
     def between(self) -> None:
@@ -296,6 +311,7 @@ class Membership:
         self.children: list[int] = []
         self.live, self.joined, self.done = set[int](), set[int](), set[int]()
         self.holds: dict[int, list[int]] = {}
+        self.hearing = set[int]()
         self.orphaned: list[int] = []
         self.epoch = 0
         self.formed = True
@@ -355,7 +371,7 @@ class Membership:
         self.formed = True
         members = sorted(self.live)
         self.outcome.epochs[self.epoch] = members
-        self.joined, self.done = set(), set()
+        self.joined, self.done, self.hearing = set(), set(), set()
         for worker in members:
             self.order(worker, order="epoch", number=self.epoch, members=members, orphaned=self.orphaned)
 
@@ -369,6 +385,11 @@ class Membership:
             message = json.loads(line)
             if "result" in message:
                 self.outcome.results.append(pickle.loads(bytes.fromhex(message["result"])))  # noqa: S301
+            elif message.get("heard") == self.epoch:
+                self.hearing.add(worker)
+                self.tell_all_heard()
+            elif message.get("asks") == self.epoch:
+                self.revoke()
             elif "child" in message:
                 self.children.append(message["child"])
             elif "holds" in message:
@@ -393,8 +414,17 @@ class Membership:
         self.live.discard(worker)
         self.formed = False
         if self.scenario.announce:
+            self.revoke()
+        self.tell_all_heard()
+
+    def revoke(self) -> None:
+        for survivor in sorted(self.live):
+            self.order(survivor, order="revoke")
+
+    def tell_all_heard(self) -> None:
+        if self.hearing and self.live <= self.hearing:
             for survivor in sorted(self.live):
-                self.order(survivor, order="revoke")
+                self.order(survivor, order="all_heard")
 
     def proceed(self) -> None:
         """Open the next epoch, or end the scenario, when all that live are ready for it."""

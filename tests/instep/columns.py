@@ -112,7 +112,7 @@ class Worker:
 def no_model(worker: Worker) -> Any:
     """The hooks of a framework that trains nothing."""
     return SimpleNamespace(
-        abort_replica=lambda: None,
+        abort_replica=lambda all_heard: None,
         planned=lambda decision: None,
         last_checkpoint=lambda: "none was written",
         inject=lambda phase, iteration: None,

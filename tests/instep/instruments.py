@@ -8,9 +8,11 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.nccl.library import Library
+from recover_megatron.membership.records import MembershipError
 from tests.doubles.nccl.model import TensorParallel
 from tests.instep.faulty import kill_me
 
@@ -173,10 +176,16 @@ def _late_device(double: Callable[[], Library]) -> None:
 
             self.__dict__["allreduce"] = launching
 
-    def ending(self: ModelParallelGroups) -> None:
-        end(self)
-        while communicators:
-            communicators.pop().abort()
+    def ending(self: ModelParallelGroups, all_heard: Callable[[], None]) -> None:
+        end(self, all_heard)
+        threading.Thread(target=aborting, args=(list(communicators), all_heard), daemon=True).start()
+        communicators.clear()
+
+    def aborting(its: list[Any], all_heard: Callable[[], None]) -> None:
+        with suppress(MembershipError):
+            all_heard()
+            for communicator in its:
+                communicator.abort()
 
     SwappableGroup.bind = binding  # type: ignore[method-assign]
     ModelParallelGroups.end = ending  # type: ignore[method-assign]

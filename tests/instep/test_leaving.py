@@ -23,6 +23,7 @@ from recover_megatron.collectives.torch_nccl import abortable_options, environme
 from recover_megatron.instep import model_parallel_groups
 from recover_megatron.instep.faults import EXIT_OWN_FAULT
 from recover_megatron.instep.model_parallel_groups import Calls, Leaving, ModelParallelGroups
+from recover_megatron.membership.records import Fenced
 from recover_megatron.variables import NCCL2_VARIABLE
 from tests.doubles.nccl import streams
 from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble, TwoKinds
@@ -32,6 +33,8 @@ from tests.harness.waiting import DEADLINE
 
 LOOKS = round(model_parallel_groups.LEAVE_SECONDS / model_parallel_groups._LOOK)
 COMPUTING = Calls()
+AT_ONCE = lambda: None  # noqa: E731
+"""All have heard that the epoch is over."""
 DEVICE = torch.device("cuda", 3)
 leave = partial(Leaving, device=DEVICE, cuda=streams)
 
@@ -101,6 +104,32 @@ def test_all_groups_are_aborted_at_once_and_a_main_thread_that_comes_out_ends_no
     assert [group.aborted for group in groups] == [True] * 3
     assert {group.aborted_on for group in groups} == {DEVICE.index}, "or else a context is made on the first device"
     assert ended.reasons == []
+
+
+def test_nothing_is_aborted_before_all_have_heard_and_the_time_for_it_begins_then() -> None:
+    """Else a mate's operation would complete, with garbage, before its switch is thrown."""
+    (group,), ended, heard = doubles(1), Ended(), threading.Event()
+    out = leave([group], all_heard=lambda: (heard.wait(), None)[1], end=ended, where=MainThread(COMPUTING), look=0.0001)
+    out.begin()
+    out._thread.join(patient(0.1))  # longer than all looks
+    assert not group.aborted
+    assert ended.reasons == []
+    heard.set()
+    out.left()
+    out._thread.join()
+    assert group.aborted
+
+
+def test_a_worker_that_is_out_of_the_run_aborts_nothing() -> None:
+    (group,), ended = doubles(1), Ended()
+
+    def never() -> None:
+        raise Fenced("a test puts it out")
+
+    out = leave([group], all_heard=never, end=ended, where=MainThread(COMPUTING))
+    out.begin()
+    out._thread.join()
+    assert (group.aborted, ended.reasons) == (False, [])
 
 
 def test_an_abort_that_does_not_return_ends_the_worker() -> None:
@@ -200,15 +229,15 @@ class Inside:
         self.made.append(ProcessGroupNcclDouble(self.fabric, rank, size, name, self.environ))
         return self.made[-1]
 
-    def _leaving(self, groups: Any, device: torch.device) -> Leaving:
-        self.leavings.append(Leaving(groups, device, cuda=streams, end=self.ended))
+    def _leaving(self, groups: Any, device: torch.device, all_heard: Any) -> Leaving:
+        self.leavings.append(Leaving(groups, device, all_heard, cuda=streams, end=self.ended))
         return self.leavings[-1]
 
     def rebuild(self, *, over: bool = False) -> None:
         epoch: Any = SimpleNamespace(number=3, over=over, on_end=lambda call: None)
         store: Any = Known({"inside/3/0/here/0": "1"} | ({"inside/3/0/here/1": "1"} if self.mate_is_there else {}))
         store.close = lambda: None
-        self.groups.rebuild(epoch, 0, store, "127.0.0.1")
+        self.groups.rebuild(epoch, 0, store, "127.0.0.1", AT_ONCE)
 
 
 def test_groups_that_are_made_anew_keep_their_options_and_are_aborted_once_when_the_replica_breaks() -> None:
@@ -217,8 +246,8 @@ def test_groups_that_are_made_anew_keep_their_options_and_are_aborted_once_when_
     assert inside.given == [inside.options]
     assert inside.made[0].connected, "not by its first operation, to which a mate that compiles comes too late"
     assert inside.tensor.allreduce([torch.ones(1)]).is_completed()
-    inside.groups.end()
-    inside.groups.end()
+    inside.groups.end(AT_ONCE)
+    inside.groups.end(AT_ONCE)
     inside.groups.left()
     inside.rebuild()
     first, second = inside.made
@@ -236,7 +265,7 @@ def test_a_group_in_which_a_mate_dies_before_it_is_connected_is_aborted_and_the_
     inside.fabric.held_in_launch.add(0)
     with pytest.raises(PeerLost):
         inside.rebuild()
-    inside.groups.end()
+    inside.groups.end(AT_ONCE)
     inside.groups.left()
     inside.leavings[-1]._thread.join()
     (group,) = inside.made
@@ -251,7 +280,7 @@ def test_while_a_mate_has_not_come_no_group_is_opened_and_the_end_of_the_epoch_e
     store: Any = Known({"inside/3/0/here/0": "1"})
     store.close = lambda: None
     with pytest.raises(EpochRevoked):
-        inside.groups.rebuild(epoch, 0, store, "127.0.0.1")
+        inside.groups.rebuild(epoch, 0, store, "127.0.0.1", AT_ONCE)
     assert inside.made == []
     assert len(ends) == 1
 
@@ -265,7 +294,7 @@ def test_a_replica_that_breaks_while_its_groups_are_opened_makes_no_more_of_them
     connect = ProcessGroupNcclDouble.eager_connect_single_device
 
     def broken_meanwhile(group: ProcessGroupNcclDouble, device: Any) -> None:
-        inside.groups.end()
+        inside.groups.end(AT_ONCE)
         connect(group, device)
 
     monkeypatch.setattr(ProcessGroupNcclDouble, "eager_connect_single_device", broken_meanwhile)

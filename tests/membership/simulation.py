@@ -49,6 +49,7 @@ from recover_megatron.membership.lease import is_due, may_take
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.node_agent import NodeAgentClient
 from recover_megatron.membership.records import JOINED_FROM, Settings, from_runs
+from recover_megatron.membership.roster import Fate
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse
 
 SETTINGS = Settings(
@@ -153,6 +154,8 @@ class World:
         self.dead: set[str] = set()
         self.unreported: list[int] = []  # deaths that the launcher has not seen yet
         self.blocked: set[tuple[str, int]] = set()
+        self.gated: set[int] = set()  # workers that cannot join before they have aborted what they had under way
+        self.given_up: set[int] = set()  # live workers of which others no longer care what they believe
         self.log: list[dict[str, Any]] = []
         self.formed: dict[int, tuple[int, frozenset[int]]] = {}  # epoch -> (term, members)
         self.order: list[int] = []
@@ -432,7 +435,8 @@ class World:
             self._end_of_file(name)
             return
         if member.revoked:
-            if member._status is None:
+            gated = number in self.gated and member.plan is not None
+            if member._status is None and not (gated and member.all_heard <= member.plan.epoch):
                 self._member_effects(name, member.join(self._status(number), "revoked"))
                 if member.deadline < 0:  # a newcomer's first: now it dials
                     self._to_member(name, Tick())
@@ -538,6 +542,7 @@ class World:
                         self.kill_worker(detail["worker"])
                 case Notify("revoke", detail):
                     self._revoked(name, detail["epoch"])
+                    self._member_effects(name, self.worker(int(name[1:])).heard(detail["epoch"], detail["term"]))
                 case Notify("commit" | "plan"):
                     member = self.members[name]
                     if isinstance(member, Member):
@@ -553,6 +558,8 @@ class World:
         for effect in coordinator.handle(event, self.now):
             match effect:
                 case Send(sessions, message):
+                    if message["type"] == "all_heard":
+                        self._all_heard(coordinator, message["epoch"])
                     for session in sessions:
                         if session == OBSERVER:
                             self._shown(message)
@@ -629,6 +636,8 @@ class World:
                 carried -= self.aside - last_members
             if (alive and term < last_term) or not carried or (alive and not carried <= last_members):
                 raise PropertyViolated(f"two lineages: {sorted(last_members)} ({alive} live) and {sorted(members)}")
+            if alive & members & self.given_up and alive - self.given_up:
+                raise PropertyViolated(f"{sorted(alive & self.given_up)} may believe what others have aborted")
         self.formed[epoch] = (term, members)
         self.order.append(epoch)
         self._without_drained(epoch)
@@ -651,6 +660,17 @@ class World:
             of_the_same = mate.presentation.formed == member.presentation.formed
             if f"w{other}" not in self.dead and of_the_same and mate.committed > member.committed:
                 raise PropertyViolated(f"{name} is to meet w{other}, which knows {mate.committed} to be committed")
+
+    def _all_heard(self, coordinator: Coordinator, epoch: int) -> None:
+        """Whoever lives and takes an epoch before this one to go on is out, and in no later one with others."""
+        for number, its in coordinator.roster.workers.items():
+            member = self.members.get(f"w{number}")
+            if not isinstance(member, Member) or f"w{number}" in self.dead or member.stage is Stage.OUT:
+                continue
+            if member.plan is not None and member.plan.epoch < epoch and not member.revoked:
+                if its.fate in (Fate.LIVE, Fate.ASIDE):
+                    raise PropertyViolated(f"all are said to know of rendezvous {epoch}, and w{number} does not")
+                self.given_up.add(number)
 
     def _was_in_a_plan(self, number: int, before: int) -> bool:
         return any(number in members for epoch, (_, members) in self.formed.items() if epoch < before)

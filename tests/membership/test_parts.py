@@ -294,6 +294,45 @@ def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_r
         coordinator.sock.close()
 
 
+def test_a_worker_says_that_it_has_heard_when_its_callbacks_have_returned_and_is_told_when_all_have() -> None:
+    """Who waits for that asks for the end of an epoch that goes on."""
+    secret, common = Secret(b"x" * 32), {"term": 1 << 32, "members": [[0, 1]]}
+    stopped, said = threading.Event(), []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        session = Session.connect(
+            [listener.getsockname()[:2]],
+            0,
+            secret,
+            on_revoke=lambda epoch, _: epoch == 2 and said.append(stopped.wait()),
+        )
+        coordinator = ByHand(listener, secret)
+        revoke = {"type": "revoke", **common, "dead": [], "left": [], "committed": 0, "reason": "a test"}
+        joiner = threading.Thread(target=lambda: session.join({}), daemon=True)
+        joiner.start()
+        coordinator.say({**revoke, "epoch": 1})
+        assert coordinator.hear("heard") == {"type": "heard", "epoch": 1, "term": 1 << 32}
+        coordinator.say({"type": "plan", "epoch": 1, "committed": 0, **common})
+        joiner.join(DEADLINE)
+        heard = threading.Thread(target=lambda: session.wait_all_heard(1), daemon=True)
+        heard.start()
+        assert coordinator.hear("complain")["epoch"] == 1
+        coordinator.say({**revoke, "epoch": 2})
+        stopped.set()
+        assert coordinator.hear("heard") == {"type": "heard", "epoch": 2, "term": 1 << 32}
+        assert said == [True]
+        coordinator.say({"type": "all_heard", "epoch": 1, "term": 1 << 32})  # of an epoch before
+        heard.join(0.05)
+        assert heard.is_alive()
+        coordinator.say({"type": "all_heard", "epoch": 2, "term": 1 << 32})
+        heard.join(DEADLINE)
+        assert not heard.is_alive()
+        session.wait_all_heard(1)
+        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 2})
+        with pytest.raises(CoordinatorLost):
+            session.wait_all_heard(2)
+        coordinator.sock.close()
+
+
 def test_the_loss_of_a_worker_is_waited_for_through_rendezvous_that_others_have_caused() -> None:
     secret = Secret(b"x" * 32)
 

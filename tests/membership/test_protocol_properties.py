@@ -14,7 +14,7 @@ from simulation import SETTINGS, PropertyViolated, World
 
 from recover_megatron.membership import leadership
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.epochs import Epochs, Rendezvous
+from recover_megatron.membership.epochs import Epochs, Hearing, Rendezvous
 from recover_megatron.membership.events import State
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.records import Evidence, Formed, Presentation
@@ -181,6 +181,10 @@ def explore(moves: Moves, world: World, to_the_end: bool) -> None:
         every_wait_ends(world)
 
 
+GATED = {0, 1, 3}
+"""Workers that join when all have heard, as over NCCL; the others do at once, as orphans and spares."""
+
+
 def world_of(
     workers: int,
     started: bool,
@@ -190,10 +194,11 @@ def world_of(
     slack: int | None = None,
     grace: float = 0.0,
     witness: bool = False,
+    gated: Collection[int] = (),
 ) -> World:
     its = replace(SETTINGS, grace=grace)
     world = World(workers, nodes, nodes, node_agents, its, slack, witness)
-    world.drains_nodes = True
+    world.drains_nodes, world.gated = True, set(gated)
     world.spares = {spare for spare in spares if spare < workers}
     if started:
         world.run_fairly(4.0)
@@ -207,7 +212,7 @@ def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
     moves: Moves, workers: int, started: bool, node_agents: bool, spares: set[int], grace: float
 ) -> None:
     """Nodes are drained meanwhile, and (``grace``) workers that are late set aside."""
-    explore(moves, world_of(workers, started, node_agents, spares, grace=grace), to_the_end=False)
+    explore(moves, world_of(workers, started, node_agents, spares, grace=grace, gated=GATED), to_the_end=False)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -216,14 +221,14 @@ def test_one_lineage_with_a_lease_whatever_happens(
     moves: Moves, workers: int, started: bool, spares: set[int], nodes: int, slack: int
 ) -> None:
     """The storage answers late, or not all, and coordinators that are frozen or have stepped down, too."""
-    explore(moves, world_of(workers, started, True, spares, nodes, slack), to_the_end=False)
+    explore(moves, world_of(workers, started, True, spares, nodes, slack, gated=GATED), to_the_end=False)
 
 
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MOVES, st.integers(3, 5), st.sets(st.integers(0, 4)), st.integers(2, 3), st.integers(0, 2))
 def test_every_wait_ends_with_a_lease(moves: Moves, workers: int, spares: set[int], nodes: int, slack: int) -> None:
-    explore(moves, world_of(workers, True, True, spares, nodes, slack), to_the_end=True)
+    explore(moves, world_of(workers, True, True, spares, nodes, slack, gated=GATED), to_the_end=True)
 
 
 def halves(slack: int = 0) -> World:
@@ -320,7 +325,7 @@ def test_a_worker_that_loses_touch_leads_nobody_away_though_there_is_a_lease() -
 def test_every_live_workers_wait_ends_whatever_happened(
     moves: Moves, workers: int, node_agents: bool, spares: set[int], grace: float
 ) -> None:
-    explore(moves, world_of(workers, True, node_agents, spares, grace=grace), to_the_end=True)
+    explore(moves, world_of(workers, True, node_agents, spares, grace=grace, gated=GATED), to_the_end=True)
 
 
 def no_quorum(patch: pytest.MonkeyPatch) -> None:
@@ -403,6 +408,11 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_gather", gather)
 
 
+def hears_itself(patch: pytest.MonkeyPatch) -> None:
+    """Whoever is told of a rendezvous is taken to have heard it."""
+    patch.setattr(Hearing, "missing", frozenset())
+
+
 PARTITIONED = [("partition", 1, 1), *[("run", 3, 0)] * 16]
 """One node reaches all candidates but the second, the other two only the second, for longer than a stall may last."""
 
@@ -430,6 +440,16 @@ TOLD_ONE = [
 ]  # fmt: skip
 """The coordinator dies when one worker has heard of a commit, and that one is the last to come to the next."""
 
+HALF_TOLD = [
+    ("kill", 0, 0),
+    ("upwards", 31, 0),
+    ("downwards", 1, 0),
+    ("upwards", 1, 0),
+    ("downwards", 31, 0),
+    ("run", 3, 0),
+]
+"""A worker dies; one of the others hears that the epoch is over before the other."""
+
 SCENARIOS: dict[str, tuple[Moves, set[int]]] = {
     "partitioned": (PARTITIONED, set()),
     "crashed": (CRASHED, set()),
@@ -438,6 +458,7 @@ SCENARIOS: dict[str, tuple[Moves, set[int]]] = {
     "promoted": (PROMOTED, {1, 2}),
     "joined": (JOINED, set()),
     "told one": (TOLD_ONE, set()),
+    "half told": (HALF_TOLD, set()),
 }
 
 
@@ -455,6 +476,7 @@ def scenario_world(spares: set[int]) -> World:
         (idle_for_good, "promoted"),
         (newcomers_decide, "joined"),
         (tells_nothing, "told one"),
+        (hears_itself, "half told"),
         (hasty, "told one"),
     ],
 )

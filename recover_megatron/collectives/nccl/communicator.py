@@ -16,6 +16,10 @@ what is made of it here:
 * *After an error nothing can be assumed* of what was enqueued; a kernel that was aborted completes, with garbage in its
   output.  So an operation is *over* when its event is, and *believed* if, after that, NCCL reports success and the
   switch is not cancelled: the token is cancelled before this process, and nobody else, aborts this end.
+* *An aborted kernel still posts* its steps to its peers, with nothing in them (src/device/prims_simple.h: genericOp,
+  postPeer).  Over P2P and shared memory theirs then complete with garbage, and NCCL reports success there.  So what is
+  under way is aborted only when the switches of all members that live are cancelled (``CancelToken.all_heard``): who
+  still believes has no aborted kernel among its peers.  A member that is out of the run aborts nothing, but ends.
 * Nothing is ever destroyed or finalized here, which may wait for members that are dead: ``close`` aborts, which is
   allowed in every state, at any time, from any thread.
 
@@ -39,6 +43,7 @@ from typing import Any
 from recover_megatron.collectives.device import pauses
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 from recover_megatron.collectives.nccl.library import IN_PROGRESS, SUCCESS, Library, abort_beside
+from recover_megatron.membership.records import MembershipError
 
 STUCK = 1.0
 GUARD = "guard of a communicator"
@@ -181,7 +186,7 @@ class Communicator:
     # ---- the end
 
     def settle(self) -> None:
-        """The epoch is over: return when nothing of it runs in NCCL any more.
+        """The epoch is over: return when nothing of it runs in NCCL any more.  Raises as ``close`` does.
 
         A communicator all of whose operations here are over and believed stays READY; any other one is closed.
         """
@@ -189,7 +194,12 @@ class Communicator:
             self.close()
 
     def close(self) -> None:
-        """Abort, unless that was done.  May wait for the device, which must be the current one of the thread."""
+        """Abort, unless that was done.  May wait for the device, which must be the current one of the thread.
+
+        Where something may be under way it waits until all members have heard, and raises as ``all_heard`` does.
+        """
+        if self.state is State.IN_USE:
+            self._token.all_heard()
         with self._lock:
             if self.state is State.CLOSED:
                 return
@@ -208,15 +218,22 @@ class Communicator:
             self._beside("aborting a communicator of NCCL's", self.close)
 
     def _beside(self, name: str, abort: Callable[[], None]) -> None:
-        abort_beside(name, self.library.cuda, self._device, abort)
+        def unless_out() -> None:
+            with contextlib.suppress(MembershipError):  # this process ends
+                abort()
+
+        abort_beside(name, self.library.cuda, self._device, unless_out)
 
     def _guard(self, token: CancelToken) -> None:
         """While the owner is in NCCL after the switch was cancelled: abort in its place when it stays there."""
-        cancelled = time.monotonic()
+        since, may_abort = time.monotonic(), False
         while self._token is token and self.state is not State.CLOSED:
             entered = self._entered
-            if entered is not None and time.monotonic() > max(entered, cancelled) + STUCK:
-                return self.close()
+            if entered is not None and time.monotonic() > max(entered, since) + STUCK:
+                if may_abort:
+                    return self.close()
+                token.all_heard()  # meanwhile the owner may have come out, and given the communicator on
+                since, may_abort = time.monotonic(), True
             time.sleep(STUCK / 20)
 
 

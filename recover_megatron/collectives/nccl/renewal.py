@@ -47,8 +47,8 @@ class Keeper:
 
     def give(self, communicator: Communicator) -> None:
         """The epoch that used it is over, and it has settled."""
-        communicator.release()
         if self._keeps and communicator.state is State.READY:
+            communicator.release()
             with self._lock:
                 self._held.append(communicator)
         else:

@@ -15,6 +15,7 @@ from recover_megatron.collectives.nccl import communicator as tested
 from recover_megatron.collectives.nccl.communicator import Communicator, State
 from recover_megatron.collectives.nccl.library import Library, checked
 from recover_megatron.errors import UserError
+from recover_megatron.membership.records import Fenced
 from tests.doubles.nccl import library as double
 from tests.doubles.nccl.core import Errors
 from tests.doubles.nccl.net import net
@@ -105,6 +106,21 @@ def test_a_revocation_ends_an_operation_that_nobody_answers() -> None:
     assert member.communicator.state is State.CLOSED
     with pytest.raises(EpochRevoked):
         member.communicator.believe()
+
+
+def test_a_member_that_is_out_of_the_run_aborts_nothing_that_is_under_way() -> None:
+    member, _ = members(double())
+
+    def out() -> None:
+        raise Fenced("a test puts it out")
+
+    member.token.all_heard = out
+    member.all_gather(torch.zeros(2), torch.ones(1))
+    member.token.cancel("a test ends the epoch")
+    with pytest.raises(Fenced):
+        member.communicator.settle()
+    assert "abort" not in member.library.core.calls
+    member.token.all_heard = lambda: None
 
 
 def test_what_was_complete_before_the_switch_is_not_believed_after_it() -> None:

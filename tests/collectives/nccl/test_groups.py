@@ -5,8 +5,9 @@ Real deaths of real processes are in tests/collectives/test_deaths.py; here a me
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.group_factory import open_group
+from recover_megatron.collectives.group_factory import open_group, progress_thread
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
@@ -44,11 +45,13 @@ class Member:
         self.keeper = Keeper()
         self.epoch = PlainEpoch(0, [], me)
 
-    def open(self, number: int, members: list[int], store: Any) -> Group:
+    def open(self, number: int, members: list[int], store: Any, all_heard: Callable[[], object]) -> Group:
         self.epoch = PlainEpoch(number, members, self.me)
+        token, device = CancelToken(number, lambda: (all_heard(), None)[1]), torch.device("cpu", self.me)
+        self.epoch.on_revoke(token.cancel)
         return open_group(
-            self.epoch, store, name="column", secret=SECRET, timeout=DEADLINE,
-            collective="native", communicators=self.keeper, device=torch.device("cpu", self.me),
+            self.epoch, store, name="column", secret=SECRET, timeout=DEADLINE, collective="native",
+            communicators=self.keeper, device=device, progress=progress_thread(token, device, "sums", "native"),
         )  # fmt: skip
 
     def first(self, group: Group) -> None:
@@ -78,16 +81,18 @@ def two_epochs(sizes: list[int], leaving: dict[int, int], size: int) -> list[Mem
     survivors = [member for member in members if member.leaves is None]
     with ThreadPoolExecutor(size) as pool:
         first, second = Dictionary(), Dictionary()
-        groups = list(pool.map(lambda it: it.open(1, everybody, first), members))
+        told = threading.Event()
+        groups = list(pool.map(lambda it: it.open(1, everybody, first, told.wait), members))
         ends = [pool.submit(member.first, group) for member, group in zip(members, groups, strict=True)]
         if leaving:  # the first one to leave ends the epoch, for who leaves later, too
-            wait([ends[me] for me in leaving], DEADLINE, FIRST_COMPLETED)
+            eventually(lambda: any(groups[me].revoked for me in leaving), "the first one has left", every=0.001)
             for member in members:
                 member.epoch.revoke("a member left")
+        told.set()
         for end in ends:
             end.result(DEADLINE)
         left = [member.me for member in survivors]
-        groups = list(pool.map(lambda it: it.open(2, left, second), survivors))
+        groups = list(pool.map(lambda it: it.open(2, left, second, told.wait), survivors))
         list(pool.map(Member.again, survivors, groups))
     for member in members:
         member.keeper.close()
@@ -115,3 +120,33 @@ def test_any_members_may_leave_before_any_bucket(data: st.DataObject) -> None:
                 assert torch.equal(bucket.flat[span.start : span.stop], sums[span.epoch][span.start : span.stop])
     assert library.core.calls.count("init") == size if not leaving else size + len(left) * (len(left) > 1)
     eventually(lambda: not library.core.live, "every communicator is aborted")
+
+
+def test_nothing_of_a_member_that_hears_early_is_believed_by_one_that_hears_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel of the first one, aborted, would have that of the second one complete, with garbage and no error."""
+    library = nccl_double(errors=Errors.NEVER)
+    monkeypatch.setattr(libraries, "load", lambda: library)
+    run, kernels = library.core.Communicator._run, []
+    monkeypatch.setattr(library.core.Communicator, "_run", lambda its, parts: (kernels.append(its), run(its, parts)))
+    members, store = [Member(me, [100, 100], None) for me in range(3)], Dictionary()
+    asked, told = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        groups = list(pool.map(lambda it: it.open(1, [0, 1, 2], store, lambda: (asked.set(), told.wait())), members))
+        for handle in [group.all_reduce(it.buckets[0]) for group, it in zip(groups, members, strict=True)]:
+            handle.wait(DEADLINE)
+        before = len(kernels)
+        early, late = (group.reduce_scatter(it.buckets[1]) for group, it in zip(groups[:2], members[:2], strict=True))
+        eventually(lambda: len(kernels) == before + 2, "both kernels have begun")
+        members[0].epoch.revoke("the third one has died")
+        eventually(lambda: asked.is_set() or late.done(), "the early one comes to its end")
+        members[1].epoch.revoke("the third one has died")
+        told.set()
+        for handle, member in ((early, members[0]), (late, members[1])):
+            with pytest.raises(EpochRevoked):
+                handle.wait(DEADLINE)
+            assert member.buckets[1].ledger.reduced == ()
+        list(pool.map(Group.close, groups))
+        for member in members:
+            member.keeper.close()

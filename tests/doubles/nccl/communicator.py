@@ -197,14 +197,21 @@ class Communicator:
 
     def _run(self, parts: list[Any]) -> None:
         """A kernel: its output is garbage until it is complete, and stays so when it is stopped (guide,
-        ncclCommAbort).  It ends in any case, so whoever waits for the stream does not see a difference."""
+        ncclCommAbort).  It ends in any case, so whoever waits for the stream does not see a difference.
+
+        One that is stopped runs through its steps, copies nothing and posts each of them all the same
+        (src/device/prims_simple.h: genericOp, postPeer; prims_ll.h): its peers' kernels complete, without an error.
+        """
         for part in parts:
             part.spoil()
-        for part in parts:
-            part.post(self)
-        for part in sorted(parts, key=lambda part: isinstance(part, Send)):  # all go on at the same time
-            if not part.finish(self):
-                break
+        left = sorted(parts, key=lambda part: isinstance(part, Send))  # all go on at the same time
+        if posted := not self.ended:
+            for part in parts:
+                part.post(self)
+        while posted and left and left[0].finish(self):
+            del left[0]
+        for part in left if self.ended and self.core.posts else ():
+            part.run_through(self, posted=posted)
 
     def arrived(self, key: str, peers: Sequence[int]) -> bytes | None:
         """For operations: what a peer sent; None: this end was stopped."""

@@ -73,15 +73,18 @@ class Errors(IntEnum):
 class Core:
     """``polls``: every call is in progress for at most so many queries.  ``errors``: see ``Errors``.
 
+    ``posts``: an aborted kernel has its peers' complete with garbage, as over P2P and shared memory.
+
     The numbers are drawn from ``seed``.
     """
 
     NcclRedOp, NCCLConfig, UniqueId, NcclInvalid = NcclRedOp, NCCLConfig, UniqueId, NcclInvalid
 
-    def __init__(self, *, polls: int = 3, errors: Errors = Errors.AT_ONCE, seed: int = 0) -> None:
+    def __init__(self, *, polls: int = 3, errors: Errors = Errors.AT_ONCE, seed: int = 0, posts: bool = True) -> None:
         from tests.doubles.nccl.communicator import Communicator
 
         self.errors = errors
+        self.posts = posts
         self._polls = polls
         self._draws = random.Random(seed)
         self._drawing = threading.Lock()

@@ -41,6 +41,10 @@ class Part(ABC):
     def finish(self, communicator: Any) -> bool:
         """Receive and write; False: stopped."""
 
+    @abstractmethod
+    def run_through(self, communicator: Any, *, posted: bool) -> None:
+        """Stopped: garbage for what the others wait for; ``posted``: that of ``post`` has gone out before."""
+
     def _number(self, communicator: Any, name: str) -> str:
         number = communicator.counts[name] = communicator.counts.get(name, 0) + 1
         return f"{communicator.key}|{name}|{number}"
@@ -68,6 +72,13 @@ class Collective(Part):
         """The source is read first: the smaller one may be this rank's part of the larger (guide, "In-place")."""
         self.parts = self.cut()
         self.tensor.view(-1).view(torch.uint8).fill_(0x7F)
+
+    def run_through(self, communicator: Any, *, posted: bool) -> None:
+        """What others send passes through this rank, too, as in a ring."""
+        for rank in range(communicator.nranks):
+            for source in {*range(communicator.nranks)} - {rank} - ({communicator.rank} if posted else set()):
+                garbage = b"\x7f" * len(self.parts[rank])
+                communicator.deliver(rank, f"{self.key}|{rank}|{source}", garbage)
 
     @abstractmethod
     def cut(self) -> list[bytes]:
@@ -131,6 +142,10 @@ class Send(Message):
     def finish(self, communicator: Any) -> bool:
         return communicator.arrived(f"{self.key}|taken", [self.peer]) is not None
 
+    def run_through(self, communicator: Any, *, posted: bool) -> None:
+        if not posted:
+            communicator.deliver(self.peer, self.key, b"\x7f" * self.tensor.nbytes)
+
 
 class Receive(Message):
     def spoil(self) -> None:
@@ -144,3 +159,6 @@ class Receive(Message):
         _write(self.tensor, data)
         communicator.deliver(self.peer, f"{self.key}|taken")
         return True
+
+    def run_through(self, communicator: Any, *, posted: bool) -> None:
+        communicator.deliver(self.peer, f"{self.key}|taken")
