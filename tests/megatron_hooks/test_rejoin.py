@@ -37,7 +37,7 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
         offers.append(offer)
         raise RunOver(0, "the training is over")
 
-    nothing: Any = SimpleNamespace(traffic=SimpleNamespace(mode=None), inside=SimpleNamespace(left=lambda: None))
+    nothing: Any = SimpleNamespace(traffic=SimpleNamespace(mode=None), left=lambda: None)
     recovery: Any = SimpleNamespace(
         orphan=SimpleNamespace(leave=left.append, wait=wait),
         session=SimpleNamespace(note=notes.append),
