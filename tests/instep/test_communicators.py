@@ -36,7 +36,7 @@ class Worker:
     """The first one of its replica; ``plan`` is what the rendezvous does after an epoch."""
 
     def __init__(self, me: int) -> None:
-        self.session: Any = SimpleNamespace(epoch=0, revoked=False)
+        self.session: Any = SimpleNamespace(epoch=0, revoked=False, wait_all_heard=lambda epoch: None)
         config = CommunicationConfig(PeerStoreServer("127.0.0.1", SECRET), SECRET, CPU, collective="native")
         self.address = config.peer_store.address
         self.mine = Assignment(self.session, me, GRID, config)
