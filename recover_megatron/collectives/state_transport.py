@@ -4,8 +4,8 @@
     receiver   receive(parts)  -> check sum of what arrived
 
 The transport does not know who holds what, which pieces are asked for, whether the two sums agree or what happens when
-a holder is lost (`instep.state_holder` and `instep.state_receiver` do): one from device to device needs these two
-methods and nothing else.  The check sums (``check_sum``, ``Digest``) notice what accidents have changed.
+a holder is lost (`instep.state_holder` and `instep.state_receiver` do).  ``SocketTransport`` goes by way of the hosts,
+`nccl.pairs` from device to device.  The check sums (``check_sum``, ``Digest``) notice what accidents have changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import socket
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -35,8 +35,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 _ROW = 1 << 15
 """Words that get a factor of their own each; it stays in a processor's cache."""
-_ROWS = 256
-"""Rows looked at in one call."""
+_ROWS = 32
+"""Rows looked at in one call: a device takes as much memory again for it."""
 _STEP = 0x100000001B3
 _MASK = (1 << 64) - 1
 
@@ -66,28 +66,36 @@ class Digest:
         whole = view.numel() // 8
         rest = torch.zeros(8, dtype=torch.uint8, device=view.device)
         rest[: view.numel() % 8].copy_(view[8 * whole :])
-        words = view[: 8 * whole].view(torch.int64)
+        words, found = view[: 8 * whole].view(torch.int64), [torch.empty(0, dtype=torch.int64, device=view.device)]
         if self._factors.device != view.device or not self._factors.numel():
             self._factors = torch.arange(1, 2 * _ROW, 2, device=view.device) * 0x9E3779B1
         for at in range(0, whole, _ROWS * _ROW):
             block = words[at : at + _ROWS * _ROW]
             full = block.numel() // _ROW * _ROW
-            sums = _row_sums(block[:full].view(-1, _ROW), self._factors) if full else []
             last = block[full:]
-            for total in (*sums, *_row_sums(last.view(1, -1), self._factors[: last.numel()])):
-                self._fold(total)
-        self._fold(int(rest.view(torch.int64)))
-        self._fold(view.numel())
+            found += [_row_sums(block[:full].view(-1, _ROW), self._factors)] if full else []
+            found += [_row_sums(last.view(1, -1), self._factors[: last.numel()])]
+        for total in (*_on_host(torch.cat([*found, rest.view(torch.int64)])), view.numel()):
+            self._fold(total)
 
     def _fold(self, value: int) -> None:
         self._state = (self._state * _STEP + value) & _MASK
 
 
-def _row_sums(rows: torch.Tensor, factors: torch.Tensor) -> list[int]:
+def _row_sums(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Of each row the sum of its words times the factors; overflow is meant."""
     if rows.device.type == "cpu":  # four times as fast as mv
-        return [int(torch.dot(row, factors)) for row in rows]
-    return [int(total) for total in (rows * factors).sum(1).tolist()]  # CUDA has no dot for them
+        return torch.stack([torch.dot(row, factors) for row in rows])
+    return (rows * factors).sum(1)  # CUDA has no dot for them
+
+
+def _on_host(numbers: torch.Tensor) -> list[int]:
+    if numbers.device.type == "cuda":
+        pinned = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        pinned.copy_(numbers, non_blocking=True)
+        drained(numbers.device, within())
+        numbers = pinned
+    return [int(number) for number in numbers.tolist()]
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> int:
@@ -125,8 +133,8 @@ class StateTransport(Protocol):
     def send(self, parts: Sequence[torch.Tensor]) -> int:
         """Send; the check sum of what was sent, 64 bits, unsigned."""
 
-    def receive(self, parts: Sequence[torch.Tensor]) -> int:
-        """Fill ``parts``; the check sum of what they hold then."""
+    def receive(self, parts: Sequence[torch.Tensor], ask: Callable[[], None]) -> int:
+        """Fill ``parts``; the check sum of what they hold then.  ``ask``: has the other end send them."""
 
 
 class SocketTransport:
@@ -155,7 +163,8 @@ class SocketTransport:
             raise lost(error) from error
         return found
 
-    def receive(self, parts: Sequence[torch.Tensor]) -> int:
+    def receive(self, parts: Sequence[torch.Tensor], ask: Callable[[], None] = lambda: None) -> int:
+        """``ask``: not called, since it was asked ahead."""
         on_host = self._staged(parts)
         try:
             receive_into(self._socket, [memory_of(part) for part in on_host])

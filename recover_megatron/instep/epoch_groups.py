@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,13 +27,14 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, KeyValue, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import Collective, TransportKind, open_group, progress_thread
+from recover_megatron.collectives.nccl.pairs import Pairs
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.ring.progress import ProgressThread
 from recover_megatron.collectives.tree import Tree, TreeBackend
 from recover_megatron.instep.grid import Slot
-from recover_megatron.instep.state_holder import KIND, Offer, Offers, Place, new_memory
+from recover_megatron.instep.state_holder import KIND, LARGE_CHUNK, Offer, Offers, Place, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Shared, Source
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
@@ -61,7 +62,12 @@ class CommunicationConfig:
     @cached_property
     def offers(self) -> Offers:
         """The states that this worker gives to others."""
-        return Offers(self.peer_store.streams)
+        return Offers(self.peer_store.streams, self.pairs)
+
+    @cached_property
+    def pairs(self) -> Pairs | None:
+        """By which states go from device to device, where gradients travel over NCCL."""
+        return Pairs(self.device) if self.over_nccl else None
 
     def source(self, worker: int, address: str, key: str, patience: Callable[[], None]) -> Source:
         """The state that a worker, whose peer store is at ``address``, offers under ``key``."""
@@ -257,7 +263,9 @@ class EpochGroups:
 
         The n-th offer of a name is got by the n-th ``fetch`` of it.  ``shared``: see ``Offer``.
         """
-        return self._comm_config.offers.put(self._key(name, giving=True), Offer(tree, shared))
+        config = self._comm_config
+        offer = Offer(tree, shared, LARGE_CHUNK if config.over_nccl else None)
+        return config.offers.put(self._key(name, giving=True), offer)
 
     def fetch(
         self,
@@ -266,18 +274,21 @@ class EpochGroups:
         shared: Shared,
         *,
         place: Place = new_memory,
+        by_devices: bool = False,
         stay: Callable[[], None] | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> tuple[Any, int]:
         """A tree that these slots offer, and the bytes of its tensors.
 
+        ``by_devices``: from device to device where gradients travel over NCCL; not where the ``Offer`` is waited for.
         ``stay``: raises to end it; default: the epoch's end ends it.  Nobody waits for an offer beyond that end.
         Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
         """
         key, addresses = self._key(name, giving=False), self._peer_stores
-        sources = [
-            self._comm_config.source(slot, addresses[slot], key, self.check) for slot in holders if slot in addresses
-        ]
+        config = self._comm_config
+        sources = [config.source(slot, addresses[slot], key, self.check) for slot in holders if slot in addresses]
+        if by_devices:
+            sources = [replace(source, pairs=config.pairs) for source in sources]
         receiver = Receiver(sources, place, stay=stay or self.check, awaited=self.check, progress=progress)
         return receiver.fetch(shared)
 

@@ -5,10 +5,11 @@
               unpickled
 
     receiver                                     holder: a thread for each connection (a stream named state/<key>)
-       | <-- text's length, layout ------------- |   as soon as the state of that key is offered
+       | <-- text's length, chunk's, layout ----- |   as soon as the state of that key is offered
        | --- TEXT ------------------------------> |
        | <-- text, trailer ---------------------- |
-       | --- number of a chunk, any, in any order |   several may be asked for ahead
+       | --- PAIR, an id of NCCL's -------------> |   chunks go from device to device from now on: see `nccl.pairs`
+       | --- number of a chunk, any, in any order |   over the connection several may be asked for ahead
        | <-- the chunk's bytes, trailer --------- |   trailer: number, check sum, whether the offer still stands
        | --- DONE ------------------------------> |   everything has arrived
 
@@ -26,13 +27,14 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import torch
 
 from recover_megatron.collectives.device import beside, made_so_far, within
 from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.collectives.nccl.pairs import ID_BYTES, Pairs
 from recover_megatron.collectives.state_transport import SocketTransport, StateTransport, bytes_of, cut, receive_into
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.network.peer_store import Streams
@@ -113,8 +115,10 @@ def at(tree: Any, path: Path) -> Any:
 KIND = "state"
 CHUNK = 8 << 20
 """Bytes of a chunk: enough that asking for one costs nothing beside it (with 1 MiB it took half as long again)."""
-HELLO, REQUEST, TRAILER = struct.Struct("<Q32s"), struct.Struct("<q"), struct.Struct("<qQ?")
-TEXT, DONE = -1, -2
+LARGE_CHUNK, MAX_CHUNK = 32 << 20, 1 << 30
+"""Where it goes from device to device, so much faster; and the most that is believed."""
+HELLO, REQUEST, TRAILER = struct.Struct("<QQ32s"), struct.Struct("<q"), struct.Struct("<qQ?")
+TEXT, DONE, PAIR = -1, -2, -3
 LOOK_SECONDS = 0.25
 """How often whoever waits for an offer, or for chunks, asks whether the wait is to end."""
 
@@ -126,16 +130,18 @@ class Offer:
     """A tree that others may have.  The tensors are read in place, whenever they are asked for.
 
     ``shared``: so many of its tensors, the first ones, are equal in all holders of the state; see ``chunks_of``.
+    ``chunk``: bytes; default: ``CHUNK``.
     """
 
-    def __init__(self, tree: Any, shared: int = 0) -> None:
+    def __init__(self, tree: Any, shared: int = 0, chunk: int | None = None) -> None:
         text, tensors = flatten(tree)
         self.text = text.encode()
         self.gpu = gpu_of(tensors)
         self.made = made_so_far(self.gpu)
         self._parts = [bytes_of(tensor) for tensor in tensors]
-        self.layout = layout_of(tensors[:shared])
-        self.chunks = chunks_of([part.numel() for part in self._parts], shared)[0]
+        self.chunk = chunk or CHUNK
+        self.layout = layout_of(tensors[:shared], self.chunk)
+        self.chunks = chunks_of([part.numel() for part in self._parts], shared, self.chunk)[0]
         self.stands = True
         self._over = threading.Event()
         self._error: Exception | None = None
@@ -170,22 +176,31 @@ class Offer:
         self._parts = []
 
 
-def layout_of(tensors: Sequence[torch.Tensor]) -> bytes:
-    """32 bytes that are equal where shapes and types are."""
-    return hashlib.sha256(json.dumps([(list(t.shape), str(t.dtype)) for t in tensors]).encode()).digest()
+def layout_of(tensors: Sequence[torch.Tensor], chunk: int) -> bytes:
+    """32 bytes that are equal where shapes, types and the limit of a chunk are."""
+    shapes = [(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    return hashlib.sha256(json.dumps([chunk, shapes]).encode()).digest()
 
 
-def chunks_of(sizes: Sequence[int], shared: int) -> tuple[list[Chunk], int]:
-    """The chunks of tensors of these sizes in bytes, and how many, the first ones, hold the shared tensors alone."""
-    common = list(cut(sizes[:shared], CHUNK))
-    own = [[(shared + n, a, b) for n, a, b in chunk] for chunk in cut(sizes[shared:], CHUNK)]
+def chunks_of(sizes: Sequence[int], shared: int, limit: int | None = None) -> tuple[list[Chunk], int]:
+    """The chunks of tensors of these sizes in bytes, and how many, the first ones, hold the shared tensors alone.
+
+    ``limit``: bytes of a chunk; default: ``CHUNK``.
+    """
+    limit = limit or CHUNK
+    common = list(cut(sizes[:shared], limit))
+    own = [[(shared + n, a, b) for n, a, b in chunk] for chunk in cut(sizes[shared:], limit)]
     return [*common, *own], len(common)
 
 
 class Offers:
-    """All offers of one worker, served to whoever connects to its peer store's ``streams``."""
+    """All offers of one worker, served to whoever connects to its peer store's ``streams``.
 
-    def __init__(self, streams: Streams) -> None:
+    ``pairs``: by which they go from device to device where the receiver asks for it; None: they never do.
+    """
+
+    def __init__(self, streams: Streams, pairs: Pairs | None = None) -> None:
+        self._pairs = pairs
         self._changed = threading.Condition()
         self._offers: dict[str, Offer] = {}
         streams.serve(KIND, self._came)
@@ -209,7 +224,7 @@ class Offers:
             offer = self._await(key, sock)
             try:
                 with beside(offer.gpu, offer.made, within()):
-                    serve(sock, SocketTransport(sock), offer)
+                    serve(sock, SocketTransport(sock), offer, self._pairs)
             except (OSError, PeerLost, IndexError) as error:  # whatever it is costs this connection, no more
                 offer.failed(error)
 
@@ -224,25 +239,34 @@ class Offers:
                 raise ConnectionResetError("whoever wanted a state is gone")
 
 
-def serve(sock: socket.socket, transport: StateTransport, offer: Offer) -> None:
-    """Give what is asked for on ``sock``, by ``transport``, until all has arrived.
+def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: Pairs | None = None) -> None:
+    """Give what is asked for on ``sock``, by ``transport`` or by a pair, until all has arrived.
 
-    Raises OSError and ``PeerLost`` where the receiver is gone, IndexError for a chunk that there is not.
+    Raises OSError and ``PeerLost`` where the receiver is gone or a pair is of no use any more, IndexError for a chunk
+    that there is not.
     """
-    sock.sendall(HELLO.pack(len(offer.text), offer.layout))
-    request = bytearray(REQUEST.size)
-    while True:
-        receive_into(sock, [memoryview(request)])
-        (number,) = REQUEST.unpack(request)
-        if number == DONE:
-            offer.was_taken()
-            return
-        if number == TEXT:
-            sock.sendall(offer.text)
-            found = zlib.crc32(offer.text)
-        else:
-            found = transport.send(offer.parts(number))
-        sock.sendall(TRAILER.pack(number, found, offer.stands))
+    sock.sendall(HELLO.pack(len(offer.text), offer.chunk, offer.layout))
+    request, unique_id = bytearray(REQUEST.size), bytearray(ID_BYTES)
+    with ExitStack() as ends:
+        while True:
+            receive_into(sock, [memoryview(request)])
+            (number,) = REQUEST.unpack(request)
+            if number == DONE:
+                offer.was_taken()
+                return
+            if number == PAIR:
+                receive_into(sock, [memoryview(unique_id)])
+                if pairs is None:
+                    raise PeerLost("a state is asked for from device to device, and gradients do not travel over NCCL")
+                pair = pairs.open(sock, bytes(unique_id), receives=False, room=offer.chunk)
+                transport = ends.enter_context(closing(pair))
+                continue
+            if number == TEXT:
+                sock.sendall(offer.text)
+                found = zlib.crc32(offer.text)
+            else:
+                found = transport.send(offer.parts(number))
+            sock.sendall(TRAILER.pack(number, found, offer.stands))
 
 
 def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:

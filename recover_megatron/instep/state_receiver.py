@@ -2,7 +2,8 @@
 
     LEAD    from the first holder that answers: the text, and what is not equal in all holders
     PULL    from all holders with the same layout, several connections: the shared chunks, each from whoever is free
-              a holder is lost  --> what it was asked for and has not given is asked of the others
+              a holder is lost  --> what it was asked for and has not given is asked of the others; where it was to
+                                    come from device to device, of itself as well, over another connection
               a chunk is not what was sent --> refused, and that holder is not asked again
     all chunks are there --> DONE to all     no holder is left --> PeerLost, or Disagreement where one was refused
 
@@ -17,18 +18,22 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.collectives.nccl.pairs import Pair, Pairs
 from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, lost, receive_into
 from recover_megatron.instep import state_holder
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import Chunk, Place
+from recover_megatron.logger import get_logger
 from recover_megatron.network.connection import Unreachable
 from recover_megatron.network.system import watch
+
+log = get_logger(__name__)
 
 STREAMS = 4
 """Connections, over all holders: one of them rarely fills a link, and one thread does not check what it brings."""
@@ -41,10 +46,14 @@ Shared = Callable[[Any], int]
 
 @dataclass(frozen=True)
 class Source:
-    """A worker that holds the state.  ``connect``: opens a connection to what it offers; raises ``Unreachable``."""
+    """A worker that holds the state.  ``connect``: opens a connection to what it offers; raises ``Unreachable``.
+
+    ``pairs``: this worker's own, where chunks are to come from device to device.
+    """
 
     worker: int
     connect: Callable[[], socket.socket]
+    pairs: Pairs | None = None
 
 
 class _Link:
@@ -58,14 +67,17 @@ class _Link:
             raise PeerLost(f"worker {source.worker} cannot be reached: {error}", road=error.road) from error
         opened(self._socket)
         watch(self._socket)
-        self.worker = source.worker
+        self.source, self.worker = source, source.worker
         self._transport = SocketTransport(self._socket)
+        self._pair: Pair | None = None
         try:
             self._socket.settimeout(state_holder.LOOK_SECONDS)
-            self.length, self.layout = state_holder.HELLO.unpack(self._hello(awaited))
+            self.length, self.chunk_bytes, self.layout = state_holder.HELLO.unpack(self._hello(awaited))
             self._socket.settimeout(None)
         except OSError as error:
             raise lost(error) from error
+        if not 0 < self.chunk_bytes <= state_holder.MAX_CHUNK:
+            raise Disagreement(f"worker {self.worker} announces chunks of {self.chunk_bytes} bytes")
 
     def _hello(self, awaited: Callable[[], None]) -> bytes:
         heard = b""
@@ -77,9 +89,29 @@ class _Link:
                 heard += came
         return heard
 
+    @property
+    def ahead(self) -> int:
+        """Chunks that may be asked for before the first of them has arrived."""
+        return 1 if self._pair is not None else AHEAD
+
+    def open_pair(self) -> None:
+        """Have chunks come from device to device, if the source says so.  Raises ``PeerLost``."""
+        pairs = self.source.pairs
+        if pairs is None or self._pair is not None:
+            return
+        unique_id = pairs.unique_id()
+        self._send(state_holder.REQUEST.pack(state_holder.PAIR) + unique_id)
+        self._pair = pairs.open(self._socket, unique_id, receives=True, room=self.chunk_bytes)
+        log.info(f"the state of worker {self.worker} comes from device to device")
+
     def ask(self, number: int) -> None:
+        """Have it send what has this number; a chunk that comes by a pair is asked for when its receive stands."""
+        if self._pair is None or number < 0:
+            self._send(state_holder.REQUEST.pack(number))
+
+    def _send(self, request: bytes) -> None:
         try:
-            self._socket.sendall(state_holder.REQUEST.pack(number))
+            self._socket.sendall(request)
         except OSError as error:
             raise lost(error) from error
 
@@ -94,7 +126,8 @@ class _Link:
 
     def chunk(self, number: int, parts: Sequence[torch.Tensor]) -> None:
         """Receive the chunk that was asked for first of those that have not come."""
-        self._check(number, self._transport.receive(parts))
+        transport = self._transport if self._pair is None else self._pair
+        self._check(number, transport.receive(parts, lambda: self._send(state_holder.REQUEST.pack(number))))
 
     def _check(self, number: int, found: int) -> None:
         trailer = bytearray(state_holder.TRAILER.size)
@@ -112,6 +145,8 @@ class _Link:
             raise lost(error) from error
 
     def close(self) -> None:
+        if self._pair is not None:
+            self._pair.close()
         self._socket.close()
 
 
@@ -215,12 +250,16 @@ class Receiver:
                 raise self._failure()
         finally:
             self._end()
+            for _, link, _ in led:
+                link.close()
         return tree, sum(tensor.nbytes for tensor in self._tensors)
 
     def _further(self, leader: int) -> list[Source]:
         """The holders to which further connections are opened: each in turn."""
         known = [source for source in self._sources if source.worker != leader]
         lead = [source for source in self._sources if source.worker == leader]
+        if lead[0].pairs is not None:  # one pair has all of what two devices can do
+            return known
         turns = [*known, *lead]
         return [turns[n % len(turns)] for n in range(max(STREAMS - 1, len(known)))]
 
@@ -244,22 +283,22 @@ class Receiver:
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a state can be received into contiguous tensors only")
         number = shared(tree)
-        if state_holder.layout_of(tensors[:number]) != link.layout:
+        if state_holder.layout_of(tensors[:number], link.chunk_bytes) != link.layout:
             raise Disagreement(f"worker {link.worker} says of its state what its text does not")
         self._tensors, self._parts = tensors, [bytes_of(tensor) for tensor in tensors]
-        self._chunks, common = state_holder.chunks_of([part.numel() for part in self._parts], number)
+        sizes = [part.numel() for part in self._parts]
+        self._chunks, common = state_holder.chunks_of(sizes, number, link.chunk_bytes)
         own = _Missing(range(common, len(self._chunks)))
-        self._give_and_take(link, own)
-        return tree, link, common
+        return tree, self._give_and_take(link, own), common
 
     def _join(self, source: Source, layout: bytes) -> None:
-        link = _Link(source, self._awaited_if_needed, self._opened)
+        link = _Link(source, lambda: self._awaited_for(self._missing), self._opened)
         if link.layout != layout:
             raise PeerLost(f"worker {source.worker} holds a state of another shape")
         self._pull(link)
 
-    def _awaited_if_needed(self) -> None:
-        if self._missing.over:
+    def _awaited_for(self, missing: _Missing) -> None:
+        if missing.over:
             raise PeerLost("nothing is missing any more")
         self._awaited()
 
@@ -267,16 +306,32 @@ class Receiver:
         with self._changed:
             self._linked.add(threading.get_ident())
             self._unlinked -= 1
-        self._give_and_take(link, self._missing)
+        link = self._give_and_take(link, self._missing)
         with suppress(PeerLost):  # it has given all that was wanted
             link.ask(state_holder.DONE)
         link.close()
 
-    def _give_and_take(self, link: _Link, missing: _Missing) -> None:
+    def _give_and_take(self, link: _Link, missing: _Missing) -> _Link:
+        """Fetch from one holder until nothing is missing; the link by which it gave last."""
+        if missing.over:
+            return link
+        try:
+            link.open_pair()
+            self._take_from(link, missing)
+        except BaseException as error:
+            link.close()
+            if not isinstance(error, PeerLost) or link.source.pairs is None:
+                raise
+            log.warning(f"the state of worker {link.worker} does not come from device to device: {error}")
+            by_hosts = replace(link.source, pairs=None)
+            return self._give_and_take(_Link(by_hosts, lambda: self._awaited_for(missing), self._opened), missing)
+        return link
+
+    def _take_from(self, link: _Link, missing: _Missing) -> None:
         asked: deque[int] = deque()
         try:
             while link.worker not in self._refused:
-                while len(asked) < AHEAD and (number := missing.take(wait=not asked)) is not None:
+                while len(asked) < link.ahead and (number := missing.take(wait=not asked)) is not None:
                     asked.append(number)
                     link.ask(number)
                 if not asked:

@@ -128,6 +128,7 @@ class StateExchange:
             [slots[holder] for holder in decision.holders[self._assignment.me]],
             shared_tensors,
             place=self._state.room(decision.version),
+            by_devices=True,
             stay=self._stay,
             progress=lambda: self._progress.mark("state"),
         )

@@ -100,6 +100,7 @@ def test_a_newcomer_brings_the_run_back_to_full_strength(runs: Runs, newcomers: 
     case = case.altered("pacing.late_states")
     result = equal(runs, case if spare else case.over_nccl(), when="5-:3", replicas=3)
     assert result.said.count(BESIDE) == 2, result.told()
+    assert result.said.count("comes from device to device") == (0 if spare else 2), result.told()
     assert [epoch for epoch, plan in result.plans.items() if plan["fresh"]] == [result.steps[-1].epoch]
     assert next(workers for workers in result.grid.values() if TP2.grid.world in workers)[1] == TP2.grid.world
 
@@ -164,6 +165,7 @@ SECOND = {
 def test_another_death_while_a_replica_is_put_together(runs: Runs, victim: str) -> None:
     second = SECOND[victim]
     case = Case(TP2_DP4, (*TWO, second), 14).until_struck(second.until, second.worker(TP2_DP4))
+    case = case.over_nccl() if victim == "a donor" else case
     equal(runs, case, when=f"{second.until + 1}-:2", replicas=2)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,13 +19,12 @@ from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, cut, digest
 from recover_megatron.instep import state_holder, state_receiver
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import KIND, Offer, Offers, flatten, new_memory, unflatten
-from recover_megatron.instep.state_receiver import Receiver, Source
+from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
+from recover_megatron.instep.state_receiver import Source
 from recover_megatron.network.connection import Challenge, Unreachable
 from recover_megatron.network.peer_store import PeerStoreServer, Streams, open_stream
-from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
-from tests.instep.states import KEY, state_of
+from tests.instep.states import SECRET, Holder, fetch, holder_process, same, source, state_of
 
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
@@ -57,18 +54,6 @@ trees = st.recursive(
     ),
     max_leaves=12,
 )
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    """Equal in kind, and tensors bit for bit."""
-    if isinstance(ours, torch.Tensor):
-        alike = isinstance(theirs, torch.Tensor) and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        return alike and bytes_of(ours).equal(bytes_of(theirs))
-    if isinstance(ours, dict):
-        return list(ours) == list(theirs) and all(same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, list):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return type(ours) is type(theirs) and ours == theirs
 
 
 def carried(tree: Any) -> Any:
@@ -159,10 +144,8 @@ def test_the_digest_does_not_depend_on_where_a_tensor_lies() -> None:
 def test_other_devices_sum_rows_to_the_same() -> None:
     rows = torch.randint(-(1 << 63), (1 << 63) - 1, (5, 64))
     factors = torch.arange(1, 129, 2) * 0x9E3779B1
-    assert digest_module._row_sums(rows, factors) == (rows * factors).sum(1).tolist()
+    assert digest_module._row_sums(rows, factors).equal((rows * factors).sum(1))
 
-
-SECRET = b"what the workers of the test share"
 
 STATE = {
     "weights": [torch.arange(2000.0), torch.ones(7, 3, dtype=torch.bfloat16), torch.tensor(5)],
@@ -170,34 +153,6 @@ STATE = {
     3: {"mask": torch.tensor([True, False, True]), "rate": 0.1},
     "more": [torch.full((n,), n, dtype=torch.float64) for n in (1, 127, 128, 129, 1000)],
 }
-
-
-class Holder:
-    """A worker in this process that offers a state; ``shared``: of its tensors; more than there are: all."""
-
-    def __init__(self, tree: Any = None, worker: int = 0, shared: int = 1 << 30) -> None:
-        self.worker = worker
-        self.peer_store = PeerStoreServer("127.0.0.1", SECRET)
-        self.offers = Offers(self.peer_store.streams)
-        if tree is not None:
-            self.given = self.offer(tree, shared)
-
-    def offer(self, tree: Any, shared: int = 1 << 30) -> Offer:
-        return self.offers.put(KEY, Offer(tree, min(shared, len(flatten(tree)[1]))))
-
-    def source(self, patience: Callable[[], None] = lambda: None) -> Source:
-        return source(self.worker, self.peer_store.address, patience)
-
-
-def source(worker: int, address: str, patience: Callable[[], None] = lambda: None, secret: bytes = SECRET) -> Source:
-    challenge = Challenge(secret)
-    return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{KEY}", patience))
-
-
-def fetch(sources: Sequence[Source], shared: int = 1 << 30, place: Any = new_memory, **named: Any) -> tuple[Any, int]:
-    """``shared``: of the tree's tensors; more than there are: all."""
-    named = {"stay": lambda: None, "awaited": lambda: None} | named
-    return Receiver(sources, place, **named).fetch(lambda tree: min(shared, len(flatten(tree)[1])))
 
 
 @pytest.fixture
@@ -273,32 +228,11 @@ def test_a_state_that_is_offered_late_is_waited_for() -> None:
 # ---- deaths
 
 
-@pytest.fixture
-def processes() -> Iterator[Callable[[int], tuple[subprocess.Popen[str], str]]]:
-    """Start a holder of ``count`` tensors: the process, and the address of its peer store."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(count: int) -> tuple[subprocess.Popen[str], str]:
-        argv = [sys.executable, "-m", "tests.instep.states", SECRET.decode(), "1", str(count)]
-        process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout is not None
-        return process, process.stdout.readline().strip()
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
 def test_a_holder_that_is_killed_in_the_middle_is_replaced(
-    processes: Callable[[int], tuple[subprocess.Popen[str], str]], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is killed when the receiver has a chunk of it and has asked for more; the rest comes from the other one."""
     count = 512  # eight chunks
-    victim, address = processes(count)
     mate = Holder(state_of(1, count), 1)
     killed = threading.Event()
     original = state_receiver._Link.chunk
@@ -313,7 +247,8 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced(
             killed.set()
 
     monkeypatch.setattr(state_receiver._Link, "chunk", chunk)
-    found, _ = fetch([source(0, address), mate.source()])
+    with holder_process(1, count) as (victim, address):
+        found, _ = fetch([source(0, address), mate.source()])
     assert killed.is_set()
     assert same(found, state_of(1, count))
 

@@ -1,0 +1,277 @@
+"""A state from device to device, over NCCL's double: equal whatever dies or stands still, else by way of the hosts."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.nccl import library as libraries
+from recover_megatron.collectives.nccl import pairs as pairs_module
+from recover_megatron.collectives.nccl.pairs import Pair, Pairs
+from recover_megatron.collectives.state_transport import SocketTransport
+from recover_megatron.instep import state_holder, state_receiver
+from tests.doubles.nccl import library as nccl_double
+from tests.doubles.nccl import streams
+from tests.doubles.nccl.communicator import Communicator
+from tests.doubles.nccl.core import Core, Errors
+from tests.harness.waiting import DEADLINE, eventually
+from tests.instep.states import Holder, fetch, holder_process, same, source, state_of
+
+CHUNK = 1 << 14
+MINE, THEIRS = torch.device("cpu", 0), torch.device("cpu", 1)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Core]:
+    """NCCL's double, with one hardware queue a device; afterwards no communicator is left, on no device a stray."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(streams, "_devices", {})
+    its_double = nccl_double()
+    monkeypatch.setattr(libraries, "load", lambda: its_double)
+    yield its_double.core
+    eventually(lambda: not its_double.core.live)
+    assert its_double.core.strays == []
+
+
+@pytest.fixture
+def only_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the text and what is said about chunks goes over connections."""
+    monkeypatch.setattr(SocketTransport, "send", lambda self, parts: pytest.fail("a chunk over a connection"))
+
+
+def holder(count: int, worker: int = 0, pairs: Pairs | None = None) -> Holder:
+    return Holder(state_of(1, count), worker, pairs=pairs or Pairs(THEIRS), chunk=CHUNK)
+
+
+@pytest.mark.usefixtures("only_pairs")
+@pytest.mark.parametrize("shared", [0, 3, 1 << 30], ids=["own", "some", "all"])
+def test_a_state_goes_from_device_to_device(nccl: Core, shared: int) -> None:
+    its = Holder(state_of(1, 8), shared=shared, pairs=Pairs(THEIRS), chunk=CHUNK)
+    found, _ = fetch([its.source(pairs=Pairs(MINE))], shared)
+    assert same(found, state_of(1, 8))
+    its.given.wait(lambda: None)
+    assert nccl.calls.count("init") == 2  # one pair
+
+
+@pytest.mark.usefixtures("only_pairs", "nccl")
+def test_several_holders_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    holders, gave = [holder(16, worker) for worker in range(3)], [threading.Event() for _ in range(3)]
+    original = state_receiver._Link.chunk
+
+    def chunk(self: Any, number: int, parts: Any) -> None:
+        if gave[self.worker].is_set():  # nobody gives a second one before all have given one
+            assert all(event.wait(DEADLINE) for event in gave)
+        original(self, number, parts)
+        gave[self.worker].set()
+
+    monkeypatch.setattr(state_receiver._Link, "chunk", chunk)
+    mine = Pairs(MINE)
+    assert same(fetch([its.source(pairs=mine) for its in holders])[0], state_of(1, 16))
+
+
+def test_a_chunk_is_asked_for_when_its_receive_stands(nccl: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other one is under way at this worker then: a send finds its receive, and holds up nothing."""
+    stands: list[bool] = []
+    original = state_receiver._Link._send
+
+    def request(self: Any, told: bytes) -> None:
+        if state_holder.REQUEST.unpack_from(told)[0] >= 0:
+            stream = mine._lanes[0].stream
+            stands.append(not stream.in_progress and stream.launched - stream.over == 1)
+        original(self, told)
+
+    monkeypatch.setattr(state_receiver._Link, "_send", request)
+    its, mine = holder(8), Pairs(MINE)
+    assert same(fetch([its.source(pairs=mine)])[0], state_of(1, 8))
+    assert len(stands) == len(its.given.chunks) == 8 * (1 << 17) // CHUNK
+    assert all(stands)
+
+
+@pytest.mark.usefixtures("only_pairs", "nccl")
+def test_a_holder_gives_while_its_device_computes_and_sums() -> None:
+    """With one hardware queue: beside a sum that does not end before the state is there, and kernels of the model."""
+    over, computed = threading.Event(), threading.Event()
+    sums = streams.Stream(THEIRS)
+    sums.submit(lambda: over.wait(DEADLINE))
+    for _ in range(20):
+        streams.current_stream(THEIRS).submit(lambda: time.sleep(0.001))
+    streams.current_stream(THEIRS).submit(computed.set)
+    assert same(fetch([holder(8).source(pairs=Pairs(MINE))])[0], state_of(1, 8))
+    assert computed.wait(DEADLINE)
+    over.set()
+
+
+# ---- by way of the hosts
+
+
+@pytest.mark.parametrize("who", ["holder", "receiver"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), PeerLost("NCCL reports error 2")], ids=repr)
+def test_where_an_end_cannot_be_opened_all_goes_by_way_of_the_hosts(
+    nccl: Core, who: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = Pair.connect
+
+    def connect(self: Pair, room: int) -> None:
+        original(self, room)
+        if (self._device == THEIRS) == (who == "holder"):
+            raise error
+
+    monkeypatch.setattr(Pair, "connect", connect)
+    assert same(fetch([holder(8).source(pairs=Pairs(MINE))])[0], state_of(1, 8))
+    assert "worker 0 does not come from device to device" in caplog.text
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_holder_without_nccl_gives_by_way_of_the_hosts() -> None:
+    its = Holder(state_of(1, 8), chunk=CHUNK)
+    assert same(fetch([its.source(pairs=Pairs(MINE))])[0], state_of(1, 8))
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_holder_whose_send_does_not_begin_is_asked_by_way_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs_module, "RECEIVING_SECONDS", 0.3)
+    theirs = Pairs(THEIRS)
+    its, begin, original = holder(8, pairs=theirs), threading.Event(), Pair.send
+
+    def send(self: Pair, parts: Sequence[torch.Tensor]) -> int:
+        begin.wait(DEADLINE)
+        return original(self, parts)
+
+    monkeypatch.setattr(Pair, "send", send)
+    assert same(fetch([its.source(pairs=Pairs(MINE))])[0], state_of(1, 8))
+    begin.set()
+
+
+def test_a_message_that_an_abort_completes_is_not_believed(monkeypatch: pytest.MonkeyPatch, nccl: Core) -> None:
+    """A holder gives up a send whose kernel has not begun: at the receiver the message is over, and garbage."""
+    monkeypatch.setattr(pairs_module, "SENDING_SECONDS", 0.2)
+    assert nccl.posts
+    its, garbage, run, exchange, close = holder(8), threading.Event(), Communicator._run, Pair._exchange, Pair.close
+
+    def stuck(self: Communicator, parts: list[Any]) -> None:
+        if self.device == THEIRS.index and self.counts["1>0"] == 4:
+            while not self.ended:
+                time.sleep(0.005)
+        run(self, parts)
+
+    def exchanged(self: Pair, packed: torch.Tensor, launched: Callable[[], None], seconds: float) -> None:
+        exchange(self, packed, launched, seconds)
+        if packed.eq(0x7F).all():
+            garbage.set()
+
+    def closed(self: Pair) -> None:
+        close(self)
+        if self._device == THEIRS:  # its connection still stands when the garbage arrives
+            assert garbage.wait(DEADLINE)
+
+    monkeypatch.setattr(Communicator, "_run", stuck)
+    monkeypatch.setattr(Pair, "_exchange", exchanged)
+    monkeypatch.setattr(Pair, "close", closed)
+    assert same(fetch([its.source(pairs=Pairs(MINE))])[0], state_of(1, 8))
+    assert garbage.is_set()
+
+
+# ---- deaths
+
+
+@pytest.mark.parametrize("errors", Errors, ids=lambda errors: errors.name)
+@pytest.mark.parametrize("mates", [0, 1], ids=["the only one", "one of two"])
+def test_a_holder_that_is_killed_in_the_middle(
+    nccl: Core, errors: Errors, mates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has not given comes from the other, whatever NCCL says of its death; without another one it is told."""
+    nccl.errors = errors
+    others, killed, original = [holder(16, 1) for _ in range(mates)], threading.Event(), Pair.receive
+
+    def receive(self: Pair, parts: Sequence[torch.Tensor], ask: Callable[[], None]) -> int:
+        def asked() -> None:
+            if not killed.is_set():
+                victim.kill()  # with a receive in the stream, that nobody will send to
+                victim.wait()
+                killed.set()
+            ask()
+
+        return original(self, parts, asked)
+
+    with holder_process(1, 16, json.dumps({"errors": errors}), CHUNK) as (victim, address):
+        monkeypatch.setattr(Pair, "receive", receive)
+        mine = Pairs(MINE)
+        sources = [source(0, address, pairs=mine), *(one.source(pairs=mine) for one in others)]
+        if others:
+            assert same(fetch(sources)[0], state_of(1, 16))
+        else:
+            with pytest.raises(PeerLost):
+                fetch(sources)
+    assert killed.is_set()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_what_is_given_up_is_not_stood_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver is gone before its receive: the next one is given the state while that send is still being aborted."""
+    theirs, asked, aborted, abort = Pairs(THEIRS), threading.Event(), threading.Event(), Communicator.abort
+    its = holder(8, pairs=theirs)
+
+    def receive(self: Pair, parts: Sequence[torch.Tensor], ask: Callable[[], None]) -> int:
+        ask()
+        asked.set()
+        while True:
+            self._connection.check()
+
+    def stay() -> None:
+        stream = theirs._lanes[1].stream
+        if asked.is_set() and stream is not None and stream.launched - stream.over == 1:
+            raise EpochRevoked(5, "the test ends it")
+
+    def late(self: Communicator) -> None:
+        if self.device == THEIRS.index:
+            aborted.wait(DEADLINE)
+        abort(self)
+
+    monkeypatch.setattr(Communicator, "abort", late)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pair, "receive", receive)
+        with pytest.raises(EpochRevoked):
+            fetch([its.source(pairs=Pairs(MINE))], stay=stay)
+    with pytest.raises(PeerLost):
+        its.given.wait(lambda: None)
+    monkeypatch.setattr(SocketTransport, "send", lambda self, parts: pytest.fail("a chunk over a connection"))
+    try:
+        assert same(fetch([its.source(pairs=Pairs(MINE))])[0], state_of(1, 8))
+    finally:
+        aborted.set()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    its, into, middle, go_on = holder(4), state_of(2, 4), threading.Event(), threading.Event()
+    original = its.given.parts
+
+    def parts(number: int) -> list[torch.Tensor]:
+        if number == 9:
+            middle.set()
+            go_on.wait(DEADLINE)
+        return original(number)
+
+    def stay() -> None:
+        if middle.is_set():
+            raise EpochRevoked(5, "the test ends it")
+
+    its.given.parts = parts  # type: ignore[method-assign]
+    place = lambda path, shape, dtype: into["column"][int(path[1])]  # noqa: E731
+    with pytest.raises(EpochRevoked), ThreadPoolExecutor(1) as pool:
+        pool.submit(fetch, [its.source(pairs=Pairs(MINE))], place=place, stay=stay).result(DEADLINE)
+    after = [tensor.clone() for tensor in into["column"]]
+    go_on.set()
+    with pytest.raises(PeerLost):
+        its.given.wait(lambda: None)
+    assert same(into["column"], after)
