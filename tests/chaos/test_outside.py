@@ -23,16 +23,9 @@ from recover_megatron.run_log.events import Event, read_events
 from tests.harness import REPOSITORY
 from tests.harness.processes import alive
 from tests.harness.waiting import DEADLINE, eventually
-from tests.launch.conftest import Bench, bench
+from tests.launch.conftest import UNTIL_TOLD, Bench, bench
 
 __all__ = ["bench"]  # a fixture
-
-UNTIL_TOLD = """
-    import os, time
-    print("UP", os.environ["RANK"], flush=True)
-    while not os.path.exists("go"):
-        time.sleep(0.05)
-    """
 
 
 def chaos(log_dir: Path, *options: object) -> subprocess.Popen[str]:
@@ -55,7 +48,7 @@ def test_it_kills_as_many_as_it_may_and_ends_with_the_run(bench: Bench) -> None:
     killer = chaos(bench.folder / "logs", "--mtbf", 0.05, "--seed", 3, "--max-kills", 2)
     launch.wait_for("was killed by SIGKILL", times=2)
     assert killer.poll() is None, "it must see the run's end"
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 137
     out, err = killer.communicate(timeout=DEADLINE)
     assert (killer.returncode, err) == (0, "")
@@ -92,7 +85,7 @@ def test_a_stopped_worker_is_struck_once_and_counts_as_one_that_is_gone(bench: B
     stat = Path(f"/proc/{strike['pid']}/stat")
     eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
     os.kill(strike["pid"], signal.SIGCONT)
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 0
     killer.communicate(timeout=DEADLINE)
     assert killer.returncode == 0
