@@ -24,6 +24,7 @@ from recover_megatron.network import peer_store as store_module
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer
 from tests.harness.patience import patient
+from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
 
 SECRET = b"what the workers of the test share"
@@ -428,5 +429,5 @@ print(forked(child), all(one.sock.fileno() >= 0 for one in held))
 
 
 def test_children_and_their_children_close_what_is_not_theirs_and_watch_connections_of_their_own() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=DEADLINE)
+    done = python("-c", PROGRAM)
     assert (done.stdout, done.returncode) == ("0 True\n", 0), done.stderr
