@@ -43,8 +43,7 @@ def told(log_dir: Path, name: str = "strike") -> list[Event]:
 
 
 def test_it_kills_as_many_as_it_may_and_ends_with_the_run(bench: Bench) -> None:
-    launch = bench.start("--nproc-per-node", 4, "--log-dir", "logs", bench.script(UNTIL_TOLD))
-    launch.wait_for("UP", times=4)
+    launch = bench.up(4, bench.script(UNTIL_TOLD))
     killer = chaos(bench.folder / "logs", "--mtbf", 0.05, "--seed", 3, "--max-kills", 2)
     launch.wait_for("was killed by SIGKILL", times=2)
     assert killer.poll() is None, "it must see the run's end"
@@ -64,8 +63,7 @@ def test_it_kills_as_many_as_it_may_and_ends_with_the_run(bench: Bench) -> None:
 
 
 def test_it_leaves_as_many_alone_as_it_was_told_and_ends_when_the_launcher_is_killed(bench: Bench) -> None:
-    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(UNTIL_TOLD))
-    launch.wait_for("UP", times=3)
+    launch = bench.up(3, bench.script(UNTIL_TOLD))
     killer = chaos(bench.folder / "logs", "--mtbf", 0.02, "--seed", 1, "--keep", 2)
     eventually(lambda: told(bench.folder / "logs", "kept"), "a strike that was not made")
     # A process that is killed lives on until its host runs it once more.
@@ -77,8 +75,7 @@ def test_it_leaves_as_many_alone_as_it_was_told_and_ends_when_the_launcher_is_ki
 
 
 def test_a_stopped_worker_is_struck_once_and_counts_as_one_that_is_gone(bench: Bench) -> None:
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(UNTIL_TOLD))
-    launch.wait_for("UP", times=2)
+    launch = bench.up(2, bench.script(UNTIL_TOLD))
     killer = chaos(bench.folder / "logs", "--mtbf", 0.02, "--seed", 1, "--kinds", "stop")
     eventually(lambda: told(bench.folder / "logs", "kept"), "a strike that was not made")
     (strike,) = told(bench.folder / "logs")
