@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,15 +11,12 @@ import pytest
 from benchmarks import bench_host_cost
 from recover_megatron.collectives.group import Memo
 from tests.harness import REPOSITORY
-from tests.harness.patience import patient
-
-SECONDS = patient(120.0)
+from tests.harness.processes import python
 
 
 @pytest.mark.slow
 def test_a_recovery_of_plain_processes_is_measured_phase_by_phase() -> None:
-    command = [sys.executable, "benchmarks/bench_recovery.py", "--workers", "3", "--kills", "1"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = python("benchmarks/bench_recovery.py", "--workers", 3, "--kills", 1, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-2000:]
     row = next(line for line in done.stdout.splitlines() if line.startswith("| 3 |"))
     *phases, total = (float(cell) for cell in re.findall(r"([0-9.]+) \(", row))

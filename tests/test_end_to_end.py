@@ -16,7 +16,7 @@ import pytest
 from recover_megatron.run_log.steps import StepRecord, audit_problem, read_steps
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
-from tests.harness.processes import alive, free_port, processes_with
+from tests.harness.processes import alive, free_port, kill_first_candidate, processes_with
 from tests.harness.waiting import eventually
 from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
@@ -148,9 +148,7 @@ def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(tmp_pat
     out = tmp_path / "killed"
     run = launch(out, "--nproc-per-node", "4", *awaiting(100), *argv, "--recover-log-dir", str(out))
     wait_until_iteration(out, 4)
-    leading = subprocess.run(["pgrep", "-f", str(out / "events-0.jsonl")], capture_output=True, text=True, check=True)
-    for pid in leading.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
+    kill_first_candidate(out)
     wait_until_iteration(out, 8)
     os.kill(int(str(workers(out)[1]["pid"])), signal.SIGKILL)
     (out / "struck").write_text("yes")

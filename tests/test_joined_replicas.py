@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.status.folder import candidates
-from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
-from tests.harness.processes import alive, free_port
+from tests.harness.processes import alive, free_port, kill_first_candidate, python
 from tests.harness.waiting import eventually
 from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
@@ -59,9 +55,7 @@ def test_a_launcher_that_joins_a_whole_run_brings_replicas_and_takes_them_away_w
     joined = launch(tmp_path / "joined", "--nproc-per-node", "2", *joins, *script, environment=SECRET)
     said = [listen(run), listen(joined)]
     eventually(lambda: builds(tmp_path / "joined"), seconds=PATIENCE)
-    leading = subprocess.run(["pgrep", "-f", str(out / "events-0.jsonl")], capture_output=True, text=True, check=True)
-    for pid in leading.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
+    kill_first_candidate(out)
     wait_until_iteration(out, 26)
     lost = [worker["pid"] for worker in json.loads((tmp_path / "joined" / "workers.json").read_text())]
     joined.kill()  # its reaper, and the kernel, end its workers
@@ -75,12 +69,6 @@ def test_a_launcher_that_joins_a_whole_run_brings_replicas_and_takes_them_away_w
     assert steps[-1].replicas == 2
     assert "is new, with worker" in texts[0] + texts[1]
     assert "4 replicas (2 at the launch)" in texts[0] + texts[1]
-
-
-def drain(out: Path, node: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "recover_megatron.status", str(out), "drain", node]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **SECRET}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def test_the_node_with_the_store_and_the_leading_coordinator_is_drained_switched_off_and_comes_back(
@@ -99,7 +87,7 @@ def test_the_node_with_the_store_and_the_leading_coordinator_is_drained_switched
     said = [listen(run) for run in runs]
     wait_until_iteration(out, 4)
     first = {worker["worker_id"]: worker for worker in workers(out)}[0]
-    done = drain(out, f"{first['host']}-0")
+    done = python("-m", "recover_megatron.status", out, "drain", f"{first['host']}-0", seconds=240, **SECRET)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == f"{first['host']}-0 is drained: it may be switched off"
     runs[0].send_signal(signal.SIGTERM)  # as a host does that shuts down

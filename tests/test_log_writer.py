@@ -16,6 +16,7 @@ from recover_megatron import log_writer
 from recover_megatron.log_writer import Aside, LogWriter
 from recover_megatron.logger import LINES_VARIABLE, get_logger
 from tests.harness import REPOSITORY
+from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
 
 LINE = b"x" * 99 + b"\n"
@@ -160,8 +161,7 @@ def test_a_process_ends_though_its_disk_blocks(tmp_path: Path) -> None:
         "assert not file.flush(0.2)\n"
         "file.close()\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "log")]
-    assert subprocess.run(command, cwd=REPOSITORY, check=False, timeout=DEADLINE).returncode == 0
+    assert python("-c", program, tmp_path / "log").returncode == 0
 
 
 def test_what_was_given_up_is_not_written_later(tmp_path: Path) -> None:

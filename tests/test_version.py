@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 
 from recover_megatron import __version__
 from tests.harness import REPOSITORY as ROOT
-from tests.harness.waiting import DEADLINE
+from tests.harness.processes import finished
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 INSTALLED = PROJECT["project"]["scripts"]
@@ -26,18 +24,9 @@ SCRIPTS = sorted(
 )
 
 
-def said(*command: str | Path) -> str:
-    run = subprocess.run(
-        [*command, "--version"],
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
+def said(*command: object) -> str:
+    run = finished(*command, "--version", cwd="/")
+    assert (run.returncode, run.stderr) == (0, "")
     return run.stdout
 
 

@@ -23,16 +23,9 @@ from recover_megatron.run_log.events import Event, read_events
 from tests.harness import REPOSITORY
 from tests.harness.processes import alive
 from tests.harness.waiting import DEADLINE, eventually
-from tests.launch.conftest import Bench, bench
+from tests.launch.conftest import UNTIL_TOLD, Bench, bench
 
 __all__ = ["bench"]  # a fixture
-
-UNTIL_TOLD = """
-    import os, time
-    print("UP", os.environ["RANK"], flush=True)
-    while not os.path.exists("go"):
-        time.sleep(0.05)
-    """
 
 
 def chaos(log_dir: Path, *options: object) -> subprocess.Popen[str]:
@@ -50,12 +43,11 @@ def told(log_dir: Path, name: str = "strike") -> list[Event]:
 
 
 def test_it_kills_as_many_as_it_may_and_ends_with_the_run(bench: Bench) -> None:
-    launch = bench.start("--nproc-per-node", 4, "--log-dir", "logs", bench.script(UNTIL_TOLD))
-    launch.wait_for("UP", times=4)
+    launch = bench.up(4, bench.script(UNTIL_TOLD))
     killer = chaos(bench.folder / "logs", "--mtbf", 0.05, "--seed", 3, "--max-kills", 2)
     launch.wait_for("was killed by SIGKILL", times=2)
     assert killer.poll() is None, "it must see the run's end"
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 137
     out, err = killer.communicate(timeout=DEADLINE)
     assert (killer.returncode, err) == (0, "")
@@ -71,8 +63,7 @@ def test_it_kills_as_many_as_it_may_and_ends_with_the_run(bench: Bench) -> None:
 
 
 def test_it_leaves_as_many_alone_as_it_was_told_and_ends_when_the_launcher_is_killed(bench: Bench) -> None:
-    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(UNTIL_TOLD))
-    launch.wait_for("UP", times=3)
+    launch = bench.up(3, bench.script(UNTIL_TOLD))
     killer = chaos(bench.folder / "logs", "--mtbf", 0.02, "--seed", 1, "--keep", 2)
     eventually(lambda: told(bench.folder / "logs", "kept"), "a strike that was not made")
     # A process that is killed lives on until its host runs it once more.
@@ -84,15 +75,14 @@ def test_it_leaves_as_many_alone_as_it_was_told_and_ends_when_the_launcher_is_ki
 
 
 def test_a_stopped_worker_is_struck_once_and_counts_as_one_that_is_gone(bench: Bench) -> None:
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(UNTIL_TOLD))
-    launch.wait_for("UP", times=2)
+    launch = bench.up(2, bench.script(UNTIL_TOLD))
     killer = chaos(bench.folder / "logs", "--mtbf", 0.02, "--seed", 1, "--kinds", "stop")
     eventually(lambda: told(bench.folder / "logs", "kept"), "a strike that was not made")
     (strike,) = told(bench.folder / "logs")
     stat = Path(f"/proc/{strike['pid']}/stat")
     eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
     os.kill(strike["pid"], signal.SIGCONT)
-    (bench.folder / "go").touch()
+    bench.go()
     assert launch.wait() == 0
     killer.communicate(timeout=DEADLINE)
     assert killer.returncode == 0

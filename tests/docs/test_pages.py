@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,7 +16,7 @@ from recover_megatron.workload.domains import NodeLoss, data_parallel_ranks_per_
 from recover_megatron.workload.snapshots import interval
 from tests.harness import REPOSITORY
 from tests.harness import REPOSITORY as ROOT
-from tests.harness.patience import patient
+from tests.harness.processes import python
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [*sorted(ROOT.glob("*.md")), *PAGES]
@@ -203,14 +201,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 @pytest.mark.slow
 def test_the_api_reference_has_every_module_and_no_warning(tmp_path: Path) -> None:
-    made = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "api_reference.py", tmp_path],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=patient(540),
-    )
+    made = python(ROOT / "scripts" / "api_reference.py", tmp_path, seconds=540)
     assert made.returncode == 0, made.stderr
     modules = (path.relative_to(ROOT) for path in (ROOT / "recover_megatron").rglob("*.py"))
     pages = {str(path.parent if path.name == "__init__.py" else path.with_suffix("")) for path in modules}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import chain
 
 import pytest
@@ -14,6 +12,7 @@ from recover_megatron.collectives.ledger import Span
 from recover_megatron.elastic.state import Gradients, Standing, State, Status, shares, standing
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
+from tests.harness.processes import python
 
 
 def model() -> torch.nn.Module:
@@ -151,6 +150,6 @@ def test_the_package_has_three_names_and_imports_torch_for_them_alone() -> None:
         "import sys, recover_megatron as r; assert r.__version__ and not hasattr(r, 'walk'); "
         "assert 'torch' not in sys.modules; print(r.ElasticDataParallel, r.StepResult, r.run)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = python("-c", code).stdout
     assert "recover_megatron.elastic.data_parallel.ElasticDataParallel" in said
     assert "function run" in said

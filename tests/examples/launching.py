@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.harness import REPOSITORY
-from tests.harness.patience import patient
+from tests.test_end_to_end import finished as finish
+from tests.test_end_to_end import launch
+
+__all__ = ["finish"]
 
 ELASTIC = ("--elastic",)
 STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
@@ -26,19 +27,9 @@ def start(
     path: Sequence[Path] = (),
 ) -> subprocess.Popen[str]:
     """``script``: from the top of the repository.  ``path``: what the workers import from besides."""
-    launch = [sys.executable, "-m", "recover_megatron.launch", "--log-dir", str(out), "--nproc-per-node", str(workers)]
-    return subprocess.Popen(
-        [*launch, *options, str(REPOSITORY / script), *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": ":".join(map(str, [REPOSITORY, *path])), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-def finish(run: subprocess.Popen[str], code: int = 0) -> str:
-    """What recover-run said; it must end with ``code``."""
-    said, _ = run.communicate(timeout=patient(180))
-    assert run.returncode == code, said
-    return said
+    environment = {"PYTHONPATH": ":".join(map(str, [REPOSITORY, *path])), "OMP_NUM_THREADS": "1"}
+    words = ["--nproc-per-node", workers, *options, REPOSITORY / script, *arguments]
+    return launch(out, *map(str, words), environment=environment)
 
 
 def losses(out: Path, worker: int) -> Losses:

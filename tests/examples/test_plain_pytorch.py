@@ -21,6 +21,7 @@ import torch
 from examples import plain_pytorch as example
 from tests.drawn import some
 from tests.examples.launching import ELASTIC, finish, losses, start
+from tests.harness.processes import kill_first_candidate
 from tests.harness.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain pytorch")]
@@ -108,11 +109,7 @@ def test_a_killed_coordinator_is_succeeded(tmp_path: Path) -> None:
     run = start(tmp_path, "tests/examples/held.py", 100, go, "examples/plain_pytorch.py", "--iterations", 120)
     log = tmp_path / "worker-2.log"
     eventually(lambda: log.exists() and 10 in losses(tmp_path, 2), "the run trains")
-    candidates = subprocess.run(
-        ["pgrep", "-f", str(tmp_path / "events-0.jsonl")], capture_output=True, text=True, check=True
-    )
-    for pid in candidates.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
+    kill_first_candidate(tmp_path)
     go.touch()
     finish(run)
     assert [losses(tmp_path, worker) for worker in (1, 2, 3)] == [losses(tmp_path, 0)] * 3

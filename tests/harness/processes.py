@@ -1,4 +1,4 @@
-"""Facts of the process table, and ports that nobody uses."""
+"""Commands that are run to their end, facts of the process table, and ports that nobody uses."""
 
 from __future__ import annotations
 
@@ -6,19 +6,68 @@ import contextlib
 import os
 import random
 import select
+import signal
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
+import pytest
 
+from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 
 _chosen: list[socket.socket] = []
 """One bound for each port that was given away, as long as this process lives."""
+
+
+def finished(
+    *command: object,
+    seconds: float = 120,
+    cwd: Path | str | None = None,
+    path: object = REPOSITORY,
+    clean: bool = False,
+    stdout: int = subprocess.PIPE,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, in a session of its own, with nothing to read; what it has started ends with it.
+
+    ``seconds``: of an idle machine. ``path``: its PYTHONPATH. ``clean``: of this process's variables it has no RECOVER_
+    ones. Raises subprocess.TimeoutExpired.
+    """
+    words = list(map(str, command))
+    variables = {name: value for name, value in os.environ.items() if not (clean and name.startswith("RECOVER_"))}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": subprocess.PIPE}
+    environment = {**variables, "PYTHONPATH": str(path), **environment}
+    with subprocess.Popen(words, text=True, cwd=cwd, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=patient(seconds))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def python(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
+    """The same for this interpreter."""
+    return finished(sys.executable, *arguments, **how)
+
+
+def mount(*words: object) -> None:
+    """Mount a file system; where that cannot be done the test is skipped."""
+    done = finished("mount", *words)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+
+
+def kill_first_candidate(logs: Path) -> None:
+    """Of the run in this folder: the coordinator that leads first."""
+    for pid in finished("pgrep", "-f", logs / "events-0.jsonl").stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
 
 
 def _state(pid: int) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
+from tests.harness.processes import python
 from tests.harness.xdist_groups import processes_for
 
 TESTS = """
@@ -39,8 +38,7 @@ def test_fork_server(number, worker_id, forkserver):
 def test_the_tests_of_a_group_and_those_of_the_fork_server_run_in_one_process_each(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     options = ["-p", "tests.harness.xdist_groups", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup"]
-    command = [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    done = python("-m", "pytest", *options, "--rootdir", tmp_path, tmp_path, cwd=REPOSITORY, seconds=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for kind in ("marked", "forkserver"):
         notes = [path.name.split("-") for path in tmp_path.glob(f"{kind}-*")]

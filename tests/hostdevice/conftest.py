@@ -1,17 +1,17 @@
 """Processes for the tests of the host device, which changes a process for good."""
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.harness.patience import patient
+from tests.harness.processes import python
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -49,24 +49,4 @@ def in_process(_zygote, tmp_path):
 @pytest.fixture
 def fresh_python(tmp_path):
     """Run a new interpreter with these arguments; the finished process."""
-
-    def run(*arguments, timeout=120, **environment):
-        command = [sys.executable, *map(str, arguments)]
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env={**ENVIRONMENT, **environment},
-            start_new_session=True,
-        ) as process:
-            try:
-                out, err = process.communicate(timeout=patient(timeout))
-            finally:  # whatever it started ends with it
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-    return run
+    return partial(python, cwd=tmp_path, OMP_NUM_THREADS="1")

@@ -1,17 +1,14 @@
 """Megatron's own pretrain() runs on the host device, and resumes to the last bit."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
 from recover_megatron.hostdevice import host_defaults
+from tests.megatron_hooks.tiny import OURS, STOCK, losses
 
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).parent
 ITERATIONS = 6
-PER_WORKER = 2  # microbatches of one iteration, with two workers
 MODEL = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
@@ -21,47 +18,46 @@ MODEL = """
 
 
 @pytest.fixture
-def pretrain(fresh_python, tmp_path):
-    """Run jobs (name, workers, flags) one after the other; the log of each worker: {name: [text, ...]}."""
+def pretrain(forkserver, tmp_path):
+    """Run jobs (name, workers, flags) one after the other: {name: what the finished run left}."""
 
-    def run(*jobs):
-        base = [*host_defaults(), *MODEL.split()]
-        listed = [
-            {"workers": workers, "flags": [*base, *flags.split()], "log": str(tmp_path / name)}
-            for name, workers, flags in jobs
-        ]
-        (tmp_path / "jobs.json").write_text(json.dumps(listed))
-        done = fresh_python(HERE / "warm.py", tmp_path / "jobs.json", timeout=400)
-        logs = {name: [f.read_text() for f in sorted(tmp_path.glob(f"{name}.*"))] for name, _, _ in jobs}
-        ends = "\n".join(log[-3000:] for texts in logs.values() for log in texts)
-        assert done.returncode == 0, done.stderr[-3000:] + ends
-        return logs
+    def run(*jobs, script=STOCK):
+        done = {}
+        for name, workers, flags in jobs:
+            argv = [script, *host_defaults(), *MODEL.split(), *flags.split()]
+            done[name] = forkserver.run(workers, argv, tmp_path / name, losses=tmp_path / name / "losses.jsonl")
+            assert done[name].ok, done[name].tail()
+        return done
 
     return run
 
 
-def steps(logs):
+def steps(run):
     """[(iteration, loss, grad norm), ...] as Megatron logged them."""
-    return re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+)", "".join(logs))
+    logs = "".join(log.read_text() for log in run.logs)
+    return re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+)", logs)
 
 
-def microbatches(logs):
-    """For each worker, the exact losses of its microbatches."""
-    return [re.findall(r"^microbatch loss (\S+)", log, re.MULTILINE) for log in logs]
+def exact(run):
+    """The same of each iteration to the last digit."""
+    return losses(run.logs[0].with_name("losses.jsonl"))
 
 
-def falls(logs):
+def exact_losses(run):
+    return [row["loss"] for row in exact(run)]
+
+
+def falls(run):
     """Whether there are all the steps and the loss went down."""
-    seen = steps(logs)
+    seen = steps(run)
     return [int(i) for i, _, _ in seen] == list(range(1, ITERATIONS + 1)) and float(seen[-1][1]) < float(seen[0][1])
 
 
 def goes_on(done):
     """Whether job "second", resumed half way from job "first", computed exactly what job "whole" did."""
-    whole, first, second = (microbatches(done[name]) for name in ("whole", "first", "second"))
-    half = PER_WORKER * ITERATIONS // 2
-    assert [len(losses) for losses in whole] == [2 * half, 2 * half]
-    return [a + b for a, b in zip(first, second, strict=True)] == whole
+    whole, first, second = (exact(done[name]) for name in ("whole", "first", "second"))
+    assert (len(whole), len(first)) == (ITERATIONS, ITERATIONS // 2)
+    return first + second == whole
 
 
 def test_the_layouts_of_a_gpu_run_train_on_the_host(pretrain):
@@ -78,12 +74,10 @@ def test_the_layouts_of_a_gpu_run_train_on_the_host(pretrain):
         ("pipeline", 2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4"),
         ("experts", 2, f"{experts} --moe-token-dispatcher-type alltoall"),
     )
-    assert {name: falls(logs) for name, logs in done.items()} == dict.fromkeys(done, True), {
-        name: steps(logs) for name, logs in done.items()
-    }
+    assert [name for name, run in done.items() if not falls(run)] == []
     assert steps(done["recomputed"]) == steps(done["one"]), "recomputation must see the same dropout"
-    assert microbatches(done["sharded"]) == microbatches(done["data"]), "float32 shards hold the same sums"
-    assert microbatches(done["half"]) != microbatches(done["sharded"])
+    assert exact_losses(done["sharded"]) == exact_losses(done["data"]), "float32 shards hold the same sums"
+    assert exact_losses(done["half"]) != exact_losses(done["sharded"])
 
 
 def test_megatron_fsdp_trains_as_data_parallelism_does_if_its_instances_sum(pretrain):
@@ -100,9 +94,9 @@ def test_megatron_fsdp_trains_as_data_parallelism_does_if_its_instances_sum(pret
     )
     assert falls(done["data"])
     assert steps(done["sharded"]) == steps(done["hybrid"]) == steps(done["data"])
-    warned = [sum("needs --overlap-grad-reduce" in line for line in log.splitlines()) for log in done["apart"]]
-    assert warned == [1, 0, 0, 0]
-    assert not any("needs --overlap-grad-reduce" in log for log in done["hybrid"] + done["sharded"])
+    assert [log.read_text().count("needs --overlap-grad-reduce") for log in done["apart"].logs] == [1, 0, 0, 0]
+    others = done["hybrid"].logs + done["sharded"].logs
+    assert not any("needs --overlap-grad-reduce" in log.read_text() for log in others)
     # Why it warns: each instance steps with gradients of its own.  If this fails Megatron has mended it.
     assert steps(done["apart"])[0][1] == steps(done["data"])[0][1]
     assert steps(done["apart"])[0][2] != steps(done["data"])[0][2]
@@ -139,5 +133,6 @@ def test_float32_shards_and_a_persistent_writer_resume_too(pretrain, tmp_path):
         ("whole", 2, "--use-distributed-optimizer"),
         ("first", 2, f"{flags} --save {folder} --save-interval 3 --exit-interval 3"),
         ("second", 2, f"--use-distributed-optimizer --load {folder}"),
+        script=OURS,  # which the process that writes imports, so that it has the host device, too
     )
     assert goes_on(done)

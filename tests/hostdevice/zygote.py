@@ -8,11 +8,11 @@ import json
 import os
 import signal
 import sys
-import traceback
 
 import torch  # noqa: F401  (the point of this process)
 
 from tests.harness.patience import patient
+from tests.harness.processes import end_with
 
 DEADLINE_S = round(patient(120))
 
@@ -25,19 +25,7 @@ def child(job):
     os.dup2(out, 2)
     sys.path[:0] = job["path"]
     os.environ.update(job["environment"])
-    status = 1
-    try:
-        exec(compile(job["code"], "<test>", "exec"), {"__name__": "test_code"})
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    end_with(lambda: exec(compile(job["code"], "<test>", "exec"), {"__name__": "test_code"}))
 
 
 def main():

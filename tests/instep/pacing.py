@@ -40,16 +40,16 @@ def log_folder() -> Path:
     return Path(sys.argv[sys.argv.index("--recover-log-dir") + 1])
 
 
-def noted_recoveries() -> list[Recovery]:
-    """Filled with each ``Recovery`` of this process when it is made."""
-    made: list[Recovery] = []
-    begin = Recovery.__init__
+def noted[T](kind: type[T]) -> list[T]:
+    """Filled with each object of this class in this process when it is made."""
+    made: list[T] = []
+    begin = kind.__init__
 
-    def noted_init(self: Recovery, *args: Any, **kwargs: Any) -> None:
+    def noted_init(self: T, *args: Any, **kwargs: Any) -> None:
         made.append(self)
         begin(self, *args, **kwargs)
 
-    Recovery.__init__ = noted_init  # type: ignore[method-assign]
+    kind.__init__ = noted_init  # type: ignore[method-assign]
     return made
 
 
@@ -138,7 +138,7 @@ def whole(replicas: str, workers: str) -> None:
     PATIENCE iterations before the run is whole again, which takes the longer the busier the machine is (``hold``).
     """
     folder, count, order = log_folder(), int(replicas), [int(worker) for worker in workers.split(",")]
-    recoveries = noted_recoveries()
+    recoveries = noted(Recovery)
     began: dict[int, int] = {}
     """Epoch -> the iteration in which it was first seen here."""
     at, strike = spec.Injector.at, spec.Injector._inject
@@ -187,7 +187,7 @@ def draining(when: str) -> None:
 
     folder, orders = log_folder(), [order.rpartition(":")[::2] for order in when.split(",")]
     given: set[int] = set()
-    recoveries = noted_recoveries()
+    recoveries = noted(Recovery)
     train_step, inject = training.train_step, ProgressReports.inject
 
     def ask(number: int, node: str) -> None:
@@ -241,9 +241,8 @@ def slow(pauses: str) -> None:
         place, worker = where.split("@")
         if worker == os.environ["RANK"]:
             mine[place] = patiently(float(seconds))
-    assignments: list[Assignment] = []
+    assignments = noted(Assignment)
     join, meet, strike, mark = Session.join, Rendezvous.meet, ProgressReports.inject, ProgressReports.mark
-    make = Assignment.__init__
 
     def slow_join(self: Session, *args: Any) -> Any:
         plan = join(self, *args)
@@ -258,16 +257,11 @@ def slow(pauses: str) -> None:
         time.sleep(mine.get(phase, 0))
         strike(self, phase, *args)
 
-    def noted_init(self: Assignment, *args: Any, **kwargs: Any) -> None:
-        assignments.append(self)
-        make(self, *args, **kwargs)
-
     def slow_mark(self: ProgressReports, phase: str, **how: Any) -> None:
         mark(self, phase, **how)
         if phase == "reduce-scatter" and assignments[-1].epoch_groups.number > 1:
             time.sleep(mine.pop("again", 0))
 
-    Assignment.__init__ = noted_init  # type: ignore[method-assign]
     ProgressReports.mark = slow_mark  # type: ignore[method-assign]
     Session.join = slow_join  # type: ignore[method-assign]
     Rendezvous.meet = slow_meet  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ import pytest
 
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_SAME_FAULT
 from tests.drawn import EVERYTHING
+from tests.harness.processes import mount
 from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check_steps, check_steps_until
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
@@ -147,10 +148,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with an end, that of a checkpoint or two."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", disk)
     yield disk
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 

@@ -21,7 +21,7 @@ from tests.drawn import some
 from tests.instep import hsdp
 from tests.instep.cells import PHASES
 from tests.instep.conftest import Reference, Runs
-from tests.instep.runs import Case, Layout, Strike, check_rows, check_sharded, check_steps
+from tests.instep.runs import Case, Layout, Result, Strike, check, check_rows, check_sharded, check_steps
 from tests.instep.test_features import check_biases
 from tests.megatron_hooks.tiny import OURS, STOCK
 
@@ -30,6 +30,13 @@ DEATH_OF_FOUR = (Strike(1, 2, 3, "backward"),)
 """In a shard group of four workers."""
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+TWO_SHADOWS = ("--recover-shadow-shards", "2")
+
+
+def check_as(runs: Runs, case: Case, replicas: int | None = None) -> Result:
+    """As near as its numbers allow; the state too, where that is spread over the shard groups."""
+    by = check_sharded if case.layout in hsdp.UNSHARDED else check
+    return runs.check(case, hsdp.NEAR.get(case.layout, 1.0), by=by, replicas=replicas)
 
 
 @pytest.mark.slow
@@ -42,7 +49,7 @@ def test_without_a_death_every_number_is_that_of_megatron_alone(runs: Runs, layo
 @pytest.mark.slow
 @pytest.mark.parametrize("case", hsdp.drawn("hsdp faults", hsdp.LAYOUTS, PHASES, 2), ids=str)
 def test_a_fault_in_a_shard_group_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
-    runs.check(case, hsdp.NEAR.get(case.layout, 1.0))
+    check_as(runs, case)
 
 
 WITH_FLAGS = {
@@ -91,35 +98,46 @@ def test_two_deaths_change_nothing_but_rounding(runs: Runs, layout: Layout, row:
     runs.check(Case(layout, ROWS[row]))
 
 
-@pytest.mark.slow
-def test_the_workers_left_of_two_shard_groups_make_a_whole_one(runs: Runs) -> None:
-    case = Case(hsdp.THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10)
-    runs.check(case.patient("5-:2"), replicas=2)
+PLACES = {
+    "orphans": Case(hsdp.THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10),
+    "restart": Case(hsdp.TWO, DEATH, 10, restarts=1),
+    "spare": Case(hsdp.TWO, DEATH, 10, spares=1),
+    "other position": Case(hsdp.THREE, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), 10),
+    "outer, orphans": Case(
+        hsdp.OUTER_THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10, flags=TWO_SHADOWS
+    ),
+    "outer, spare": Case(hsdp.OUTER_TWO, DEATH, 10, spares=1),
+    "outer, restart in 16 bits": Case(hsdp.OUTER_SIXTEEN, DEATH, 10, restarts=1),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", some("hsdp checkpoints", [hsdp.TWO, hsdp.GRADIENTS, hsdp.OPTIMIZER], 1), ids=lambda its: its.name
-)
-def test_a_checkpoint_that_is_written_after_a_death_loads_in_megatron_alone(
-    runs: Runs, tmp_path: Path, layout: Layout
+@pytest.mark.parametrize("way", some("hsdp places", list(PLACES), 3))
+def test_who_takes_a_place_in_a_shard_group_gets_its_part_of_the_state(runs: Runs, way: str) -> None:
+    check_as(runs, PLACES[way].patient("5-:2"), replicas=2)
+
+
+SAVED = [
+    *((layout, "megatron alone") for layout in (hsdp.TWO, hsdp.GRADIENTS, hsdp.OPTIMIZER)),
+    *((layout, by) for layout in (hsdp.OUTER_TWO, hsdp.OUTER_SIXTEEN) for by in ("megatron alone", "spread again")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "reader"), some("hsdp checkpoints", SAVED, 2))
+def test_a_checkpoint_that_is_written_after_a_death_goes_on_as_the_failure_free_run_did(
+    runs: Runs, tmp_path: Path, layout: Layout, reader: str
 ) -> None:
     folder = tmp_path / "checkpoints"
-    saving = ("--save", str(folder), "--save-interval", "4")
-    case = Case(layout, DEATH, flags=saving)
-    runs.check(case)
+    case = Case(layout, DEATH, flags=("--save", str(folder), "--save-interval", "4"))
+    check_as(runs, case)
     (folder / "latest_checkpointed_iteration.txt").write_text("4")
-    resumed = runs.stock(Case(layout), "--load", str(folder), script=STOCK)
-    check_rows(runs.reference(case).steps[4:], resumed.recorded)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", some("hsdp newcomers", ["restart", "spare", "other position"], 1))
-def test_a_worker_that_had_no_model_of_its_position_takes_a_place_in_a_shard_group(runs: Runs, way: str) -> None:
-    case = Case(hsdp.TWO, DEATH, 10, spares=int(way == "spare"), restarts=int(way == "restart"))
-    if way == "other position":
-        case = Case(hsdp.THREE, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), 10)
-    runs.check(case.patient("5-:2"), replicas=2)
+    if reader == "spread again":
+        rows = runs(Case(layout, (Strike(0, 0, 7, "update"),), flags=("--load", str(folder))), "again").steps
+    else:
+        its = hsdp.UNSHARDED.get(layout, layout)
+        rows = runs.stock(Case(its), "--load", str(folder), script=STOCK).recorded
+    check_rows(runs.reference(case).steps[4:], rows, hsdp.NEAR.get(layout, 1.0))
 
 
 def flags(**changed: object) -> argparse.Namespace:
@@ -174,7 +192,6 @@ def test_what_was_not_tried_is_refused_with_its_flag(changed: dict[str, object],
 
 
 # ---- --outer-dp-sharding-strategy optim
-TWO_SHADOWS = ("--recover-shadow-shards", "2")
 
 
 @pytest.mark.slow
@@ -198,7 +215,7 @@ OUTER_ROWS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CELLS, *some("outer rows", OUTER_ROWS, 1)], ids=str)
 def test_a_fault_at_any_point_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
-    runs.check(case, hsdp.NEAR.get(case.layout, 1.0), by=check_sharded)
+    check_as(runs, case)
 
 
 @pytest.mark.slow
@@ -207,36 +224,3 @@ def test_when_the_last_copy_goes_the_run_ends_and_says_so(runs: Runs) -> None:
     result = runs(case)
     assert result.ended.codes == [EXIT_STATE_LOST, EXIT_STATE_LOST, EXIT_STATE_LOST, -9], result.told()
     assert "had no other copy" in result.log(0)
-
-
-TOGETHER = {
-    "orphans": Case(hsdp.OUTER_THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10, flags=TWO_SHADOWS),
-    "spare": Case(hsdp.OUTER_TWO, DEATH, 10, spares=1),
-    "restart in 16 bits": Case(hsdp.OUTER_SIXTEEN, DEATH, 10, restarts=1),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", some("outer places", list(TOGETHER), 1))
-def test_who_takes_a_place_in_a_shard_group_gets_its_part_of_the_state(runs: Runs, way: str) -> None:
-    case = TOGETHER[way]
-    runs.check(case.patient("5-:2"), hsdp.NEAR.get(case.layout, 1.0), by=check_sharded, replicas=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", some("outer saved", [hsdp.OUTER_TWO, hsdp.OUTER_SIXTEEN], 1), ids=lambda layout: layout.name
-)
-@pytest.mark.parametrize("reader", some("outer readers", ["megatron alone", "spread again"], 1))
-def test_a_checkpoint_that_is_written_after_a_death_goes_on_as_the_failure_free_run_did(
-    runs: Runs, tmp_path: Path, layout: Layout, reader: str
-) -> None:
-    folder, near = tmp_path / "checkpoints", hsdp.NEAR.get(layout, 1.0)
-    case = Case(layout, DEATH, flags=("--save", str(folder), "--save-interval", "4"))
-    runs.check(case, near, by=check_sharded)
-    (folder / "latest_checkpointed_iteration.txt").write_text("4")
-    if reader == "spread again":
-        rows = runs(Case(layout, (Strike(0, 0, 7, "update"),), flags=("--load", str(folder))), "again").steps
-    else:
-        rows = runs.stock(Case(hsdp.UNSHARDED[layout]), "--load", str(folder), script=STOCK).recorded
-    check_rows(runs.reference(case).steps[4:], rows, near)

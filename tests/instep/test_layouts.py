@@ -139,6 +139,8 @@ RECIPES = [
     Recipe("uneven-stages", pp(3), "--num-layers 3 --decoder-first-pipeline-num-layers 1"),
     Recipe("interleaved", pp(3, 24), INTERLEAVED),
     Recipe("interleaved-overlap", pp(3, 24), f"{INTERLEAVED} {OVERLAP}"),
+    Recipe("interleaved-of-four-stages", dp(2, "pp4-", 16, pipeline=4), "--num-layers 8 "
+           f"--num-layers-per-virtual-pipeline-stage 1 {OVERLAP}"),
     Recipe("embedding-in-pipeline-split", pp(2), "--num-layers 3 --account-for-embedding-in-pipeline-split"),
     # tensors
     Recipe("sequence-parallel", tp(3), "--sequence-parallel"),
@@ -162,6 +164,8 @@ RECIPES = [
     Recipe("dropout-recompute-selective", tp(2), f"{DROPOUT} --recompute-granularity selective", dropout=True),
     # batch and schedules
     Recipe("step-batch-schedule", dp(3), "--step-batch-size-schedule '0:6 36:12'"),
+    Recipe("recompute-full-uniform", dp(4), f"{DROPOUT} --recompute-granularity full --recompute-method uniform "
+           "--recompute-num-layers 1", dropout=True),
     Recipe("growing-batch", dp(3), "--rampup-batch-size 6 6 48 --global-batch-size 12"),
     Recipe("train-samples", dp(3), "--train-samples 96 --lr-decay-samples 96 --lr-warmup-samples 24"),
     Recipe("weight-decay-schedule", dp(3), "--start-weight-decay 0.0 --end-weight-decay 0.1 "
@@ -171,6 +175,8 @@ RECIPES = [
     # numbers
     Recipe("fp16-growing-scale", dp(3), "--fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 4096 "
            "--loss-scale-window 3", near=300),
+    Recipe("fp16-too-large-a-scale", dp(4), "--fp16 --accumulate-allreduce-grads-in-fp32 "
+           "--initial-loss-scale 16777216 --hysteresis 1", near=300),  # its first iterations are skipped
     Recipe("fp16-full-gradients", dp(3), "--fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 65536",
            near=300),
     Recipe("bf16", tp(2), "--bf16", near=300),

@@ -352,13 +352,6 @@ def test_the_survivors_of_two_broken_replicas_wait_for_the_boundary_and_are_a_re
     assert (decision.fresh, decision.version, decision.holders) == ((0,), 7, {1: (5,), 2: (4,)})
 
 
-def test_who_is_there_twice_is_asked_to_build_the_model_that_is_missing() -> None:
-    whole = {4: JoinStatus(2, 0, 7, True, total=6), 5: JoinStatus(2, 1, 7, True, total=6)}
-    decision = decide(2, {0: orphan(0), 2: orphan(0)} | whole, THREE)
-    assert list(decision.rebuild.values()) == [1]
-    assert (decision.regroup, decision.enough) == (False, 2)
-
-
 def test_with_one_replica_left_a_spare_in_each_position_keeps_its_state() -> None:
     whole = {2: JoinStatus(1, 0, 7, True, total=4), 3: JoinStatus(1, 1, 7, True, total=4)}
     assert decide(2, {0: orphan(0)} | whole, TWO).mirrors == {0: 2}
@@ -453,7 +446,7 @@ def test_nobody_whole_and_too_few_to_be_is_a_decision_without_replicas() -> None
 
 def test_a_position_that_nobody_holds_is_a_lost_state() -> None:
     decision = decide(2, {0: orphan(0), 2: orphan(0)}, TWO)
-    assert (decision.replicas, decision.enough) == ((), 0)
+    assert (decision.replicas, decision.rollback, decision.enough) == ((), None, 0)
     assert "nobody holds the state" in decision.state_lost
     assert decide(2, {0: orphan(0)}, TWO).state_lost == "", "one worker is no replica, with any state"
 

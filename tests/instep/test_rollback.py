@@ -197,7 +197,7 @@ MEMORY_SCENARIOS = [
     Scenario("copied when the update waits for it", LOST.altered("pacing.late_copy"), 1, (2, 4)),
 ]
 SHARD_SCENARIOS = [
-    *ways(SPREAD, SPREAD, part=SHARDS),
+    *(replace(way, name=f"{way.name}, sharded") for way in ways(SPREAD, SPREAD, part=SHARDS)),
     Scenario("nobody comes", SPREAD, 1, (2, 4)),
     spread("three replicas", Layout("sharded-pp2-dp3", 3, pipeline=2), "aaabbb", (3, 4, 5), 1),
     spread("16 bits, parameters arrive later", Layout("sharded-bf16", 2, pipeline=2, flags=f"--bf16 {OVERLAP}"),
@@ -227,23 +227,17 @@ def shard_groups(layout: Layout) -> Scenario:
 GROUPS_OF_TWO = [hsdp.TWO, hsdp.OPTIMIZER, hsdp.SIXTEEN_BITS, hsdp.OUTER_TWO, hsdp.OUTER_THREE, hsdp.OUTER_SIXTEEN]
 
 
-@pytest.mark.parametrize("scenario", MEMORY_SCENARIOS, ids=str)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        *MEMORY_SCENARIOS,
+        *some("shards in snapshots", SHARD_SCENARIOS, 2),
+        *map(shard_groups, some("shard groups in snapshots", GROUPS_OF_TWO, 1)),
+    ],
+    ids=str,
+)
 def test_a_lost_node_is_that_of_the_newest_snapshot(runs: Runs, scenario: Scenario) -> None:
-    goes_back(runs, scenario)
-
-
-@pytest.mark.parametrize("scenario", some("shards in snapshots", SHARD_SCENARIOS, 2), ids=str)
-def test_so_is_one_with_shards_of_the_optimizer_and_all_their_shadows(runs: Runs, scenario: Scenario) -> None:
-    goes_back(runs, scenario)
-
-
-@pytest.mark.parametrize("layout", some("shard groups in snapshots", GROUPS_OF_TWO, 1), ids=lambda its: its.name)
-def test_so_is_one_with_a_shard_of_every_shard_group(runs: Runs, layout: Layout) -> None:
-    goes_back(runs, shard_groups(layout))
-
-
-def goes_back(runs: Runs, scenario: Scenario) -> None:
-    """Run it; it must be the failure-free run, by workers that stay the same processes, from a snapshot on."""
+    """By workers that stay the same processes; with its shards of the optimizer and all their shadows, too."""
     case = scenario.case
     result = scenario.run(runs, case, check_sharded if case.model == SPREAD_MODEL else check)
     struck = {strike.worker(case.layout) for strike in case.strikes}

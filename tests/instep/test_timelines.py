@@ -33,12 +33,6 @@ THERE = {**ONLY_FIRST, 4: JoinStatus(None, 1, ready=True)}
 """With a newcomer in the position that is missing."""
 
 
-def test_without_a_checkpoint_the_state_is_lost() -> None:
-    decision = decide(5, {worker: replace(one, checkpoints=()) for worker, one in ONLY_FIRST.items()}, TWO)
-    assert (decision.grid, decision.rollback, decision.enough) == ({}, None, 0)
-    assert "nobody holds the state" in decision.state_lost
-
-
 def test_who_is_there_twice_builds_the_position_that_is_missing_and_then_all_go_back() -> None:
     decision = decide(5, ONLY_FIRST, TWO)
     assert (decision.grid, decision.rollback, decision.state_lost) == ({}, None, "")
@@ -94,10 +88,12 @@ def test_an_iteration_of_before_does_not_count() -> None:
     assert (decision.rollback, decision.version, decision.iteration) == (None, 5, 6)
 
 
-def test_while_a_replica_is_whole_nobody_goes_back() -> None:
+def test_while_a_replica_is_whole_nobody_goes_back_and_who_is_there_twice_builds_the_missing_model() -> None:
     whole = {4: JoinStatus(2, 0, 7, True, total=6), 5: JoinStatus(2, 1, 7, True, total=6)}
     decision = decide(5, {**ONLY_FIRST, **whole}, THREE)
     assert (decision.rollback, decision.grid) == (None, {2: (4, 5)})
+    assert list(decision.rebuild.values()) == [1]
+    assert (decision.regroup, decision.enough) == (False, 2)
 
 
 checkpoints = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["save", "load"])), max_size=5).map(tuple)

@@ -20,7 +20,7 @@ import pytest
 
 from recover_megatron.launch.plan import LaunchPlan
 from tests.harness import REPOSITORY
-from tests.harness.processes import free_port, processes_with
+from tests.harness.processes import free_port, processes_with, python
 from tests.harness.waiting import DEADLINE, eventually, written_lines
 
 TOKEN = "LAUNCH_TEST_TOKEN"
@@ -161,6 +161,19 @@ class Bench:
         launch.ends(ends)
         return launch
 
+    def up(
+        self,
+        workers: int,
+        *argv: object,
+        says: str = "UP",
+        logs: str = "logs",
+        environment: Mapping[str, str] | None = None,
+    ) -> Launch:
+        """A launch of so many workers into a log folder, once each of them has said that it is there."""
+        launch = self.start("--nproc-per-node", workers, "--log-dir", logs, *argv, environment=environment)
+        launch.wait_for(says, times=workers)
+        return launch
+
     def nodes(
         self, count: int, *argv: object, per_node: int = 2, environment: Mapping[str, str] = SECRET
     ) -> list[Launch]:
@@ -192,12 +205,8 @@ class Bench:
 
     def status(self, folder: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """recover-status of a log folder, with no variable of ours but these."""
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
-        return subprocess.run(
-            [sys.executable, "-m", "recover_megatron.status", str(self.folder / folder), *options],
-            env={**clean, "PYTHONPATH": str(REPOSITORY), **environment},
-            capture_output=True, text=True, timeout=DEADLINE, check=False,
-        )  # fmt: skip
+        told = (self.folder / folder, *options)
+        return python("-m", "recover_megatron.status", *told, clean=True, **environment)
 
     def shell(self, command: str) -> int:
         """Run a line of sh, with recover-run as ``$RUN``.  Returns the exit code."""

@@ -43,8 +43,7 @@ FAMILY = """
 
 
 def test_one_workers_death_does_not_end_the_others(bench):
-    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(UNTIL_TOLD))
-    launch.wait_for("UP", times=3)
+    launch = bench.up(3, bench.script(UNTIL_TOLD))
     victim = bench.workers(count=3)[1]
     os.kill(victim["pid"], signal.SIGKILL)
     launch.wait_for("was killed by SIGKILL")
@@ -67,8 +66,7 @@ def test_a_worker_killed_by_a_signal_that_has_no_name_is_told_like_any_other(ben
 
 
 def test_survivors_that_finish_a_fault_tolerant_run_make_it_a_success(bench):
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN), "--recover")
-    launch.wait_for("JOINED", times=2)
+    launch = bench.up(2, bench.script(IN_THE_RUN), "--recover", says="JOINED")
     eventually(lambda: bench.events("witness"), "the launcher has come")
     bench.kill(0, 2, signal.SIGSEGV)
     launch.wait_for("SIGSEGV")
@@ -78,8 +76,7 @@ def test_survivors_that_finish_a_fault_tolerant_run_make_it_a_success(bench):
 
 @pytest.mark.parametrize("end", ["killed", "exited"])
 def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench, end):
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(FAMILY))
-    launch.wait_for("UP", times=2)
+    launch = bench.up(2, bench.script(FAMILY))
     dead, survivor = bench.workers(count=2)
 
     def family(worker_id):
@@ -144,55 +141,30 @@ def test_a_signal_lets_workers_end_by_themselves(bench, number, code):
         time.sleep(1000)
         """
     )
-    launch = bench.start("--nproc-per-node", 2, script)
-    launch.wait_for("UP", times=2)
+    launch = bench.up(2, script)
     launch.send(number)
     launch.ends(code)
     assert launch.out.count("SAVED") == 2
     assert "Traceback" not in launch.err
 
 
-STUBBORN = """
-    import os, signal, subprocess, time
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    subprocess.Popen(["setsid", "sleep", "1000"])
-    print("UP")
-    while True:
-        time.sleep(1000)
-    """
-
-
-def test_after_the_grace_time_workers_are_killed(bench):
-    launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.5, "--log-dir", "logs", bench.script(STUBBORN))
-    launch.wait_for("UP", times=2)
-    told = time.monotonic()
+def test_after_the_grace_time_workers_are_killed_and_nothing_is_left(bench):
+    launch = bench.up(2, "--grace-seconds", 0.5, bench.script(FAMILY))
+    reaper, told = reaper_of(launch), time.monotonic()
     launch.send(signal.SIGTERM)
     launch.ends(128 + signal.SIGTERM)
     assert time.monotonic() - told >= 0.5
     assert [worker["signal"] for worker in bench.workers()] == [signal.SIGKILL, signal.SIGKILL]
     assert "Traceback" not in launch.err
+    assert not alive(reaper)
 
 
 def test_a_second_signal_kills_at_once(bench):
-    launch = bench.start("--grace-seconds", 10_000, bench.script(STUBBORN))
-    launch.wait_for("UP")
+    launch = bench.up(1, "--grace-seconds", 10_000, bench.script(FAMILY))
     launch.send(signal.SIGINT)
     launch.wait_for("SIGTERM to 1 worker")
     launch.send(signal.SIGINT)
     launch.ends(128 + signal.SIGINT)
-
-
-def test_a_stopped_worker_is_killed_after_the_grace_time(bench):
-    launch = bench.start("--grace-seconds", 0.2, "--log-dir", "logs", bench.script(UNTIL_TOLD))
-    launch.wait_for("UP")
-    bench.kill(0, 1, signal.SIGSTOP)
-    launch.send(signal.SIGTERM)
-    launch.ends(128 + signal.SIGTERM)
-
-
-def test_a_process_that_outlived_the_run_is_found_and_killed_at_the_end(bench):
-    bench.run(bench.script("import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])"))
 
 
 def test_workers_json_follows_the_workers(bench):
@@ -207,9 +179,8 @@ def test_workers_json_follows_the_workers(bench):
             time.sleep(0.05)
         """
     )
-    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", script)
+    launch = bench.up(3, script)
     launch.wait_for("failed with exit code 3")
-    launch.wait_for("UP", times=3)
     eventually(lambda: bench.workers(count=3)[1]["state"] == "failed", "the failure is recorded")
     running = bench.workers()
     assert [worker["worker_id"] for worker in running] == [0, 1, 2]
@@ -282,8 +253,7 @@ def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_n
             main()
         """
     )
-    launch = bench.start("--nproc-per-node", 2, script)
-    launch.wait_for("JOINED", 2)
+    launch = bench.up(2, script, says="JOINED")
     for pid in launch.left():
         with contextlib.suppress(ProcessLookupError):  # those that were told before may end it
             os.kill(pid, number)
@@ -299,8 +269,7 @@ def reaper_of(launch):
 
 
 def start_family(bench, logs="logs"):
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, bench.script(FAMILY))
-    launch.wait_for("UP", times=2)
+    launch = bench.up(2, bench.script(FAMILY), logs=logs)
     # The launcher, two candidate coordinators, per worker four.
     eventually(lambda: len(launch.left()) == 11, "11 processes run")
     return launch
@@ -319,16 +288,6 @@ def test_sigkill_of_the_launcher_leaves_nothing(bench):
     leaves_nothing(launch)
     eventually(lambda: not alive(reaper), "the reaper has ended")
     assert [worker["worker_id"] for worker in bench.workers()] == [0, 1], "workers.json is whole"
-
-
-@pytest.mark.slow
-def test_sigterm_of_the_launcher_leaves_nothing(bench):
-    launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.2, bench.script(FAMILY))
-    launch.wait_for("UP", times=2)
-    reaper = reaper_of(launch)
-    launch.send(signal.SIGTERM)
-    launch.ends(128 + signal.SIGTERM)
-    assert not alive(reaper)
 
 
 @pytest.mark.slow
@@ -360,8 +319,7 @@ def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
 
 @pytest.mark.slow
 def test_the_warden_ignores_polite_signals(bench):
-    launch = bench.start(bench.script(UNTIL_TOLD))
-    launch.wait_for("UP")
+    launch = bench.up(1, bench.script(UNTIL_TOLD))
     reaper = reaper_of(launch)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         os.kill(reaper, number)

@@ -182,8 +182,7 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(lock, tmp_path, name):
 @pytest.mark.slow
 def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_leaves_nothing_to_clean_up(bench):
     script = bench.script(UNTIL_TOLD)
-    first = bench.start("--log-dir", "logs", script)
-    first.wait_for("UP")
+    first = bench.up(1, script)
     bench.workers()  # it changes no more
     logs = bench.folder / "logs"
     kept = [path for path in logs.iterdir() if path.suffix != ".tmp"]
@@ -198,8 +197,7 @@ def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_lea
     assert not list(logs.glob("*.old"))
     first.send(signal.SIGKILL)
     first.wait()
-    third = bench.start("--log-dir", "logs", script)
-    third.wait_for("UP")
+    third = bench.up(1, script)
     bench.go()
     assert third.wait() == 0
     assert bench.workers()[0]["state"] == "finished"
@@ -301,8 +299,7 @@ def test_what_is_no_folder_of_checkpoints_of_its_own_gets_no_lock(tmp_path, monk
 @pytest.mark.slow
 def test_a_launch_that_saves_where_another_does_starts_nothing(bench):
     script = bench.script(UNTIL_TOLD, "pretrain_waits.py")
-    first = bench.start("--log-dir", "a", script, "--save", "checkpoints")
-    first.wait_for("UP")
+    first = bench.up(1, script, "--save", "checkpoints", logs="a")
     second = bench.run("--log-dir", "b", script, "--save", "checkpoints", ends=2)
     assert f"recover-run with pid {first.pid} on host" in second.err
     assert "UP" not in second.out
@@ -384,8 +381,7 @@ HEX = "0123456789abcdef" * 4
 
 
 def test_recover_status_reads_a_local_run_by_its_folder_alone(bench):
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(IN_THE_RUN))
-    launch.wait_for("JOINED", 2)
+    launch = bench.up(2, bench.script(IN_THE_RUN), says="JOINED")
     secret = bench.folder / "logs" / "secret"
     eventually(secret.exists, "the secret is written")
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
@@ -405,15 +401,13 @@ def test_recover_status_reads_a_local_run_by_its_folder_alone(bench):
 def test_a_secret_of_the_users_is_written_nowhere_and_that_of_a_killed_launch_is_removed(bench):
     script = bench.script(IN_THE_RUN)
     secret = bench.folder / "logs" / "secret"
-    launch = bench.start("--log-dir", "logs", script)
-    launch.wait_for("JOINED")
+    launch = bench.up(1, script, says="JOINED")
     eventually(secret.exists, "the secret is written")
     launch.send(signal.SIGKILL)
     launch.wait()
     assert secret.exists()
     eventually(lambda: not launch.left(), "the end of the killed launch")
-    launch = bench.start("--log-dir", "logs", script, environment={"RECOVER_SECRET": HEX})
-    launch.wait_for("JOINED")
+    launch = bench.up(1, script, environment={"RECOVER_SECRET": HEX}, says="JOINED")
     eventually(lambda: not secret.exists(), "that of the killed launch is removed")
     assert bench.status("logs").returncode == 2
     assert bench.status("logs", "--json", RECOVER_SECRET=HEX).returncode == 0

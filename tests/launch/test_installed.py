@@ -15,7 +15,7 @@ from packaging.version import Version
 from recover_megatron import __version__
 from recover_megatron.launch import readers
 from tests.harness import REPOSITORY
-from tests.harness.waiting import DEADLINE
+from tests.harness.processes import python
 
 pytestmark = pytest.mark.xdist_group("installed")
 
@@ -46,15 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_installed(site: Path, folder: Path, command: str, *argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, site / "bin" / command, *argv],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
+    return python(site / "bin" / command, *argv, cwd=folder, path=site)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.report.run_dir import read_run
+from tests.harness.processes import mount
 from tests.launch.conftest import Bench
 
 WORKER = """
@@ -55,12 +56,6 @@ WORKER = """
     print("finished", flush=True)
     session.leave()
 """
-
-
-def mount(*words: object) -> None:
-    done = subprocess.run(["mount", *map(str, words)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
 
 
 @pytest.fixture

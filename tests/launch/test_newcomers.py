@@ -168,33 +168,29 @@ def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench
         ("log", "worker-3.log waits in memory, since no thread can be started"),
         ("process", "worker 3 cannot be started: [Errno 11] no process is left"),
         ("launcher", "this is a fault of recover-run itself"),
+        ("store", "the store cannot be served"),
     ],
-    ids=["log", "process", "launcher"],
+    ids=["log", "process", "launcher", "store"],
 )
 def test_what_the_launcher_cannot_do_for_a_newcomer_ends_nobody(bench, fault, told):
-    """A limit of processes or threads, and a fault of the launcher's own, when a worker is started in place of one."""
+    """A limit of processes or threads, and a fault of the launcher's own, when a worker is started in place of one.
+
+    And while they train: the store fails.
+    """
     bench.script(FAULTS, "sitecustomize.py")
     environment = {**HELD, "PYTHONPATH": f"{bench.folder}:{REPOSITORY}", "FAULT": fault}
     launch = training(bench, 3, 1, *LONGER, environment=environment)
-    bench.kill(1, 3)
+    if fault == "store":
+        bench.go("trains")
+    else:
+        bench.kill(1, 3)
     launch.wait_for(told)
     bench.go()
     launch.ends()
     assert launch.err.count("fault of recover-run itself") == (fault == "launcher")
     states = [worker["state"] for worker in bench.workers()]
-    assert states[:3] == ["finished", "killed", "finished"]
-    assert len(plans(bench, 0)) >= 2
-
-
-def test_a_store_that_fails_while_workers_train_ends_nobody(bench):
-    bench.script(FAULTS, "sitecustomize.py")
-    environment = {**HELD, "PYTHONPATH": f"{bench.folder}:{REPOSITORY}", "FAULT": "store"}
-    launch = training(bench, 2, 0, *SCRIPT, environment=environment)
-    bench.go("trains")
-    launch.wait_for("the store cannot be served")
-    bench.go()
-    assert launch.wait() == 0, launch.err
-    assert [worker["state"] for worker in bench.workers()] == ["finished"] * 2
+    assert states[:3] == ["finished", "finished" if fault == "store" else "killed", "finished"]
+    assert fault == "store" or len(plans(bench, 0)) >= 2
 
 
 def test_restarts_are_counted_for_the_whole_node(bench):
@@ -239,13 +235,6 @@ def test_a_newcomer_that_is_not_ready_when_the_run_is_over_is_ended_and_costs_no
     launch = bench.start(*options, *LONGER, environment=environment)  # until worker 2 is there
     launch.ends()
     assert "the run is over before worker 2 was in it: killing it" in launch.err
-
-
-def test_what_fails_before_the_run_has_begun_is_not_started_again(bench):
-    script = bench.script("import sys; sys.exit(3)")
-    launch = bench.run("--nproc-per-node", 2, "--max-restarts", 5, "--log-dir", "logs", script, "--recover", ends=3)
-    assert len(bench.workers()) == 2
-    assert "in its place" not in launch.err
 
 
 def test_spares_do_not_outlive_a_launch_that_fails(bench):

@@ -147,15 +147,25 @@ def read_until(descriptor: int, words: bytes) -> bytes:
     return shown
 
 
+@contextlib.contextmanager
+def shown_on(kind, bench, argv, environment, **streams):
+    """A launch whose output goes to a terminal, or else a pipe, and the end of that to read from; it ends well."""
+    read, write = os.openpty() if kind == "terminal" else os.pipe()
+    launch = recover_run(argv, bench.folder, environment, **{"stdout": write, "stderr": write, **streams})
+    os.close(write)
+    try:
+        yield read
+        assert launch.wait(DEADLINE) == 0
+    finally:
+        launch.kill()
+        launch.wait()
+        os.close(read)
+
+
 def test_colour_on_a_terminal(bench, monkeypatch):
-    script = bench.script("print('colourful')")
-    controller, terminal = os.openpty()
     monkeypatch.delenv("NO_COLOR", raising=False)
-    process = recover_run([script], bench.folder, stdout=terminal, stderr=terminal)
-    os.close(terminal)
-    shown = read_until(controller, b"exit code 0")
-    assert process.wait(DEADLINE) == 0
-    os.close(controller)
+    with shown_on("terminal", bench, [bench.script("print('colourful')")], {}) as terminal:
+        shown = read_until(terminal, b"exit code 0")
     assert re.search(rb"\x1b\[\d+m\[0\]\x1b\[0m colourful", shown)
 
 
@@ -196,20 +206,12 @@ TALKATIVE = f"""
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
 def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_has_missed(bench, kind, stream):
     """8 MB go to the log while nobody reads; then it is read again."""
-    read, write = os.openpty() if kind == "terminal" else os.pipe()
     argv = ["--log-dir", "logs", bench.script(TALKATIVE.format(stream=stream))]
-    launch = recover_run(argv, bench.folder, {"NO_COLOR": "1"}, stdout=write, stderr=write)
-    os.close(write)
-    try:
+    with shown_on(kind, bench, argv, {"NO_COLOR": "1"}) as read:
         eventually((bench.folder / "written").exists, "the worker goes on")
         shown = read_until(read, b"lines are missing here")
         bench.go()
         shown += read_until(read, b"exit code 0")
-        assert launch.wait(DEADLINE) == 0
-    finally:
-        launch.kill()
-        launch.wait()
-        os.close(read)
     assert [line.split()[0] for line in bench.log().splitlines()] == [*map(str, range(LINES)), "the"]
     lines = [line.strip() for line in shown.decode().splitlines()]
     kept = [int(line.split()[1]) for line in lines if line.startswith("[0]") and "x" in line]
@@ -293,17 +295,10 @@ def test_output_blocks_no_worker_while_the_launcher_is_stopped(bench):
 
 @pytest.mark.slow
 def test_a_reader_that_never_comes_back_does_not_keep_the_launcher(bench):
-    read, write = os.pipe()
     bench.go()
     argv = ["--log-dir", "logs", bench.script(TALKATIVE.format(stream=1))]
-    launch = recover_run(argv, bench.folder, stdout=write, stderr=subprocess.DEVNULL)
-    os.close(write)
-    try:
-        assert launch.wait(DEADLINE) == 0
-    finally:
-        launch.kill()
-        launch.wait()
-        os.close(read)
+    with shown_on("pipe", bench, argv, {}, stderr=subprocess.DEVNULL):
+        pass
     assert bench.log().count("\n") == LINES + 1
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from recover_megatron.launch import arguments, preflight, readers
 from recover_megatron.launch.preflight import Forecast, forecast
-from tests.harness.waiting import DEADLINE
+from tests.harness.processes import python
 
 TRAINING = "pretrain_gpt_recover.py"
 GOOD = ["--recover", "--mock-data", "--tensor-model-parallel-size", "2"]
@@ -99,12 +97,11 @@ def test_check_says_what_it_finds_and_starts_nothing_and_imports_no_torch(tmp_pa
         "import sys; from recover_megatron.launch import command; code = command.run(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    line = [sys.executable, "-c", probe, "--check", "--nnodes", "2", "--nproc-per-node", "4", TRAINING]
-    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE, check=False)
-    good = run([*line, *GOOD])
+    run = partial(python, "-c", probe, "--check", "--nnodes", 2, "--nproc-per-node", 4, TRAINING, cwd=tmp_path)
+    good = run(*GOOD)
     assert good.returncode == 0, good.stderr
     assert "all checks have passed; without --check this would start 4 workers on this node, 8 on all" in good.stderr
-    bad = run([*line, *GOOD, "--recover-min-replicas", "9"])
+    bad = run(*GOOD, "--recover-min-replicas", "9")
     assert bad.returncode == 2
     assert "--recover-min-replicas 9: this run has 4" in bad.stderr
 

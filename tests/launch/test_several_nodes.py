@@ -13,6 +13,7 @@ import pytest
 
 from recover_megatron.membership.records import from_runs
 from tests.drawn import some
+from tests.examples.launching import losses as losses_in
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.processes import alive, command_line, free_port, stopped
@@ -29,7 +30,6 @@ ITERATIONS = 120
 PLAIN = (REPOSITORY / "examples" / "plain_pytorch.py", "--iterations", ITERATIONS)
 HELD = (REPOSITORY / "tests" / "examples" / "held.py", ITERATIONS - 20, "go", *PLAIN)
 """It does not end before ``bench.go``, so that whoever is to be killed in it is still there."""
-STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
 SHOW = """
     import os
     print("COORDINATORS", os.environ.get("RECOVER_COORDINATOR"), flush=True)
@@ -38,9 +38,7 @@ SHOW = """
 
 
 def losses(bench: Bench, worker: int) -> dict[int, float]:
-    steps = STEP.findall(bench.log(worker))
-    assert len({iteration for iteration, _ in steps}) == len(steps)
-    return {int(iteration): float(loss) for iteration, loss in steps}
+    return losses_in(bench.folder / "logs", worker)
 
 
 def wait_for_iteration(bench: Bench, worker: int, iteration: int) -> None:

@@ -13,9 +13,9 @@ from tests.harness.waiting import eventually
 
 from .conftest import SECRET, Bench, Launch
 from .test_newcomers import AGREEING, HELD, SCRIPT, plans, training
+from .test_newcomers import TIMES as LONGER_TIMES
 
-TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", patient(3)]
-TIMES += ["--recover-hang-timeout", patient(4)]
+TIMES = [*LONGER_TIMES, "--recover-hang-timeout", patient(4)]
 
 
 def stalled(bench, *flags: object):
@@ -70,23 +70,6 @@ def test_a_launcher_that_sleeps_while_the_run_ends_ends_with_the_runs_code(bench
     assert [event["node"][-1] for event in bench.events("witness_gone")] == ["1"]
     second.send(signal.SIGCONT)
     assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_while_its_launcher_is_stopped_costs_itself_alone(bench: Bench) -> None:
-    """The others go on, to the end; the launcher hears of all that when it runs again."""
-    launch = training(bench, 3, 0, *SCRIPT)
-    eventually(lambda: bench.events("witness"), "the launcher has come")
-    launch.send(signal.SIGSTOP)
-    eventually(lambda: bench.events("witness_gone"), "the launcher is silent")
-    bench.kill(2, 3, signal.SIGSTOP)
-    eventually(lambda: any(plan["epoch"] == 2 for plan in bench.events("plan")), "the others have a plan without it")
-    bench.go()
-    eventually(lambda: bench.events("stop"), "the run ends")
-    launch.send(signal.SIGCONT)
-    assert launch.wait() == 0, launch.err
-    assert [event["worker"] for event in bench.events("fault")] == [2]
-    assert [worker["state"] for worker in bench.workers()] == ["finished", "finished", "killed"]
 
 
 SHORT_TIMES = ["--recover-heartbeat-interval", "0.4", "--recover-heartbeat-timeout", f"{patient(3):g}"]

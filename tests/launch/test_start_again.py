@@ -79,6 +79,7 @@ def test_a_fault_of_the_work_is_not_tried_again(bench: Bench) -> None:
     script = bench.script("raise ValueError('no such token')")
     launch = bench.run("--max-restarts", 2, "--nproc-per-node", 2, script, "--recover", ends=1)
     assert "the start is made again" not in launch.err
+    assert "in its place" not in launch.err
 
 
 def test_a_signal_ends_a_launch_that_is_about_to_start_again(bench: Bench) -> None:

@@ -47,8 +47,7 @@ def ends(*statuses: int) -> list[ExitOutcome]:
 
 @pytest.mark.parametrize(("number", "code", "why"), [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, 10, "SIGKILL")])
 def test_recover_status_tells_how_a_run_ended_that_never_began(bench: Bench, number: int, code: int, why: str) -> None:
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(ENDLESS), "-", "-", "--recover")
-    launch.wait_for("UP", times=2)
+    launch = bench.up(2, bench.script(ENDLESS), "-", "-", "--recover")
     if number == signal.SIGKILL:
         bench.kill(1, 2)
     else:
@@ -67,8 +66,7 @@ def lines_about(launch: Launch, worker: int) -> list[str]:
 @pytest.mark.parametrize("victims", [[1], [0, 2]])
 def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(bench: Bench, victims) -> None:
     argv = [bench.script(ENDLESS), "-", 0, "--recover", "--recover-device", "cpu"]
-    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", *argv)
-    launch.wait_for("UP", times=3)
+    launch = bench.up(3, *argv)
     pids = [bench.workers(count=3)[victim]["pid"] for victim in victims]
     launch.send(signal.SIGSTOP)  # the launcher ends the others at the first death that it sees
     for pid in pids:
@@ -88,8 +86,7 @@ def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(ben
     ("how", "code", "cause"), [("raise", 1, "ValueError: no such token"), ("7", 7, ""), ("10", 10, "")]
 )
 def test_a_worker_that_fails_by_itself_ends_the_launch_with_its_code_and_cause(bench: Bench, how, code, cause) -> None:
-    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(ENDLESS), 1, how, "--recover")
-    launch.wait_for("UP", times=3)
+    launch = bench.up(3, bench.script(ENDLESS), 1, how, "--recover")
     bench.go()
     assert launch.wait() == code
     for line in lines_about(launch, 1):
@@ -116,8 +113,7 @@ def wait_for_sessions(bench: Bench, count: int) -> None:
 
 def test_without_recover_our_script_needs_all_workers_at_any_time(bench: Bench) -> None:
     script = bench.script(ENDLESS, "pretrain_gpt_recover.py")
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script, "-", 0)
-    launch.wait_for("UP", times=2)
+    launch = bench.up(2, script, "-", 0)
     bench.kill(1, 2)
     assert launch.wait() == 137
     assert "a training without --recover needs all workers" in launch.err

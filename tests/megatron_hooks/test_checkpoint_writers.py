@@ -9,7 +9,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +39,8 @@ from recover_megatron.megatron_hooks.checkpoint_writers import (
 )
 from recover_megatron.megatron_hooks.checkpoints import _reason
 from recover_megatron.megatron_hooks.microbatches import InOrder
-from tests.harness.waiting import DEADLINE, eventually
+from tests.harness.processes import python
+from tests.harness.waiting import eventually
 
 KILLED, FAILED = -9, 1
 
@@ -361,14 +361,7 @@ def test_what_a_worker_handles_ends_none_of_its_children_and_they_end_with_it(
 ) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(script), str(int(number))],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        start_new_session=True,
-        check=False,
-    )
+    done = python(script, int(number))
     assert (done.stdout, done.returncode) == ("all are left\n", 0), done.stderr
 
 

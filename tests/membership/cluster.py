@@ -24,6 +24,11 @@ from tests.harness.waiting import DEADLINE, eventually
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+QUICK = {
+    "heartbeat_interval": 0.2, "heartbeat_timeout": 3.0, "hang_timeout": 4.0, "stall_timeout": 4.0,
+    "start_timeout": 60.0,
+}  # fmt: skip
+"""Times, in seconds of an idle machine, with which a test need not wait long for anything."""
 
 
 class Process:

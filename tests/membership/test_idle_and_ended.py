@@ -98,32 +98,25 @@ who never comes is not waited for longer than the start of the run would have
     world 3; kill_silently 2; end 0 7 no data; run 30 -> here 0 1; run 35 -> here 1; stops 7 no data
 a launcher that never comes does not keep the coordinator
     world 2 nodes=1; freeze node0; run 2; end 0 7 no data; run 8 -> here 1
-""")
-def test_giving_up(script: str) -> None:
-    play(script)
-
-
-def test_who_comes_late_to_the_start_of_a_run_that_was_given_up_is_told() -> None:
-    play("world 3; freeze w2; end 0 7 no data; run 10 -> stops 7 no data; here 0 1; wake; run 5 -> out 7 2; here 1")
-
-
-@table("""
-by the word of a worker
+who comes late to the start of a run that was given up is told
+    world 3; freeze w2; end 0 7 no data; run 10 -> stops 7 no data; here 0 1; wake; run 5 -> out 7 2; here 1
+a launcher that comes after a short run that was given up is told how it ended
     world 2 nodes=1; freeze node0; run 2; end 0 7 no data; run 1 -> stops 7 no data; here 0 1
     wake; run 2 -> launcher_ends 0 7; here 1
-in order
+and after one that ended in order
     world 2 nodes=1; freeze node0; run 2; finish 0; finish 1; run 1 -> ends 0; here 0 1
     wake; run 2 -> launcher_ends 0 0; here 1
-""")
-def test_a_launcher_that_comes_after_the_end_of_a_short_run_is_told_how_it_ended(script: str) -> None:
-    play(script)
-
-
-def test_a_launcher_that_lost_its_connection_just_before_the_end_is_told_when_it_comes_back() -> None:
-    play("""
+a launcher that lost its connection just before the end is told when it comes back
     world 2 runs=4; freeze node1; run 7 -> some witness_gone; finish 0; finish 1; run 1 -> ends 0
     wake; run 10 -> launcher_ends 1 0; here 1
-    """)
+a run whose launchers are told to stop ends by their signal
+    world 4 runs=4; told_to_stop 0 2; kill 0 1; run 3 -> stops; told_to_stop 1 15; kill 2 3; run 3
+    stops 143 ended by SIGTERM, which the launcher on node1 received
+workers that die by themselves are not taken for stopped
+    world 4 runs=4; told_to_stop 0 2; kill 0 1; run 3; kill 2 3; run 3 -> stops 10 no live worker is left
+""")
+def test_how_a_run_is_ended(script: str) -> None:
+    play(script)
 
 
 def test_a_launcher_that_comes_while_the_second_epoch_is_made_knows_that_there_was_a_first() -> None:
@@ -141,17 +134,6 @@ def test_a_launcher_that_comes_while_the_second_epoch_is_made_knows_that_there_w
     assert launcher.planned == {0, 1, 2}
     assert launcher.presentation.opened is not None
     assert launcher.presentation.opened.epoch == 2
-
-
-@table("""
-a run whose launchers are told to stop ends by their signal
-    world 4 runs=4; told_to_stop 0 2; kill 0 1; run 3 -> stops; told_to_stop 1 15; kill 2 3; run 3
-    stops 143 ended by SIGTERM, which the launcher on node1 received
-workers that die by themselves are not taken for stopped
-    world 4 runs=4; told_to_stop 0 2; kill 0 1; run 3; kill 2 3; run 3 -> stops 10 no live worker is left
-""")
-def test_launchers_that_are_told_to_stop(script: str) -> None:
-    play(script)
 
 
 @table("""
@@ -232,6 +214,8 @@ a fault outside of microbatches is that of its phase
     world 4 nodes=4 runs=4; raises 3 group=3 phase=eval NaN; raises 0 group=0 phase=checkpoint NaN -> stops
     raises 1 group=1 phase=checkpoint NaN
     stops 1 iteration 7 (checkpoint) raises NaN wherever it is run: on worker 0 on node0, then on worker 1 on node1
+last words said while no coordinator is reached are told to the next one once
+    world 3 nodes=3 runs=4; crash 0; raises 2 at=5 NaN -> exceptions 2:node2:7:5:NaN; led 0 1
 """)
 def test_exceptions(script: str) -> None:
     play(script)
@@ -265,10 +249,6 @@ def test_errors_are_alike_but_for_numbers_and_names_with_numbers(one: str, other
 @given(st.text("#0123 .,:[]-naif", max_size=2000))
 def test_no_error_takes_long_to_compare(error: str) -> None:
     assert len(alike(error)) <= len(error)
-
-
-def test_last_words_said_while_no_coordinator_is_reached_are_told_to_the_next_one_once() -> None:
-    play("world 3 nodes=3 runs=4; crash 0; raises 2 at=5 NaN -> exceptions 2:node2:7:5:NaN; led 0 1")
 
 
 def test_a_fault_without_a_microbatch_is_told_by_its_iteration() -> None:

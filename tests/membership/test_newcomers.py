@@ -44,14 +44,11 @@ newcomers without a plan do not go on alone
     kill 0 1 2; run 2 -> out 10 3; epochs 1
 newcomers make no coordinator lead
     world 3 nodes=3 candidates=3 runs=4; crash 0; crash 1; freeze w0 w1 w2; newcomers 0 1 2 0; run 10 -> epochs 1; led 0
+a newcomer finds the run behind a first candidate that was started again: it waits there for no dead one's silence
+    world 3 nodes=3 candidates=3 runs=4; crash 0; run 20; restart 0; newcomers 0; run 3 -> members 0 1 2 3
 """)
 def test_newcomers(script: str) -> None:
     play(script)
-
-
-def test_a_newcomer_finds_the_run_behind_a_first_candidate_that_was_started_again() -> None:
-    """It does not wait there until the silence of a dead one is over."""
-    play("world 3 nodes=3 candidates=3 runs=4; crash 0; run 20; restart 0; newcomers 0; run 3 -> members 0 1 2 3")
 
 
 def test_two_newcomers_at_once_cost_one_epoch() -> None:

@@ -6,32 +6,20 @@ what it sends is lost). Needs root and network namespaces; skipped loudly where 
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, cluster
+from cluster import QUICK, Cluster, cluster
 
 from tests.harness.waiting import DEADLINE
 from tests.hosts.hosts import Hosts, unavailable
 
-pytestmark = pytest.mark.slow
-
-TIMES = {
-    "heartbeat_interval": 0.2,
-    "heartbeat_timeout": 3.0,
-    "hang_timeout": 20.0,
-    "stall_timeout": 6.0,
-    "start_timeout": 60.0,
-}
-
-
-needs_hosts = pytest.mark.skipif(
-    bool(why := unavailable()), reason=f"PARTITIONS ARE NOT TESTED WITH A REAL NETWORK: {why}"
-)
+TIMES = {**QUICK, "hang_timeout": 20.0, "stall_timeout": 6.0}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why := unavailable()), reason=f"PARTITIONS ARE NOT TESTED WITH A REAL NETWORK: {why}"),
+]
 
 
 def mute(hosts: Hosts, host: int) -> None:
@@ -51,7 +39,6 @@ def start(run: Cluster, hosts: Hosts, per_host: list[int], candidates: list[int]
     run.all_commit()
 
 
-@needs_hosts
 @pytest.mark.parametrize("how", ["both directions", "what it sends"])
 def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(tmp_path: Path, how: str) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(3) as hosts:
@@ -64,7 +51,6 @@ def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(t
         assert not [line for line in run.workers[3].lines if line["event"] == "plan" and line["epoch"] > 1]
 
 
-@needs_hosts
 def test_the_half_with_the_coordinator_goes_on_and_the_other_half_stops(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(2) as hosts:
         start(run, hosts, [2, 2], [1, 2])
@@ -73,7 +59,6 @@ def test_the_half_with_the_coordinator_goes_on_and_the_other_half_stops(tmp_path
         assert run.exit_codes(2, 3) == [11, 11]
 
 
-@needs_hosts
 def test_a_majority_goes_on_when_the_coordinator_is_cut_off_and_the_minority_stops(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(3) as hosts:
         start(run, hosts, [1, 2, 1], [1, 2, 3])
@@ -83,7 +68,6 @@ def test_a_majority_goes_on_when_the_coordinator_is_cut_off_and_the_minority_sto
         assert run.coordinators[0].exit_code() == 11
 
 
-@needs_hosts
 def test_without_a_majority_nobody_goes_on_when_the_coordinators_host_is_lost(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(2) as hosts:
         start(run, hosts, [2, 2], [1, 2])
@@ -91,52 +75,3 @@ def test_without_a_majority_nobody_goes_on_when_the_coordinators_host_is_lost(tm
         for process in (run.coordinators[0], run.workers[0], run.workers[1]):
             process.kill()
         assert run.exit_codes(2, 3) == [11, 11]
-
-
-class FreezingProxy:
-    """Forwards TCP, until it is frozen: then it keeps the connections open and forwards nothing."""
-
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = self._server.getsockname()[:2]
-        self._frozen = threading.Event()
-        self._sockets: list[socket.socket] = [self._server]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                client, _ = self._server.accept()
-                upstream = socket.create_connection(self._target)
-                self._sockets += [client, upstream]
-                for a, b in ((client, upstream), (upstream, client)):
-                    threading.Thread(target=self._forward, args=(a, b), daemon=True).start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while data := source.recv(65536):
-                if self._frozen.is_set():
-                    return
-                sink.sendall(data)
-
-    def freeze(self) -> None:
-        self._frozen.set()
-
-    def close(self) -> None:
-        for sock in self._sockets:
-            sock.close()
-
-
-def test_a_worker_behind_a_path_that_freezes_is_out_and_stops_by_itself(tmp_path: Path) -> None:
-    with cluster(tmp_path, **TIMES) as run:
-        run.start_coordinators(3)
-        proxy = FreezingProxy(run.addresses[0])
-        run.start_worker(0)
-        run.start_worker(1)
-        run.start_worker(2, addresses=[proxy.address])
-        run.all_commit()
-        proxy.freeze()
-        run.go_on_without(2)
-        assert run.workers[2].exit_code() == 11
-        proxy.close()

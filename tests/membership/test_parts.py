@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import queue
 import socket
 import threading
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,8 @@ def test_either_of_two_nodes_that_has_a_worker_left_may_claim_where_the_slack_is
     assert standing(frozenset(range(8)), [three], frozenset(), slack) is Standing.TOO_FEW
 
 
-def claim(term: int, *members: int, epoch: int = 2) -> AskForLease:
-    return AskForLease(term, epoch, frozenset(members))
+def claim(term: int, *members: int, epoch: int = 2, renew: bool = False) -> AskForLease:
+    return AskForLease(term, epoch, frozenset(members), renew)
 
 
 def test_the_lease_passes_to_a_later_term_with_one_of_its_members_alone(tmp_path: Path) -> None:
@@ -152,11 +153,11 @@ def test_an_epoch_takes_the_lease_early_only_for_newcomers_and_if_anybody_has_ha
         lease.ask(wanted)
         return verdicts.get(timeout=DEADLINE).granted, len(list(tmp_path.iterdir()))
 
-    assert told(replace(claim(5, 0, 1), renew=True)) == (True, 0)
+    assert told(claim(5, 0, 1, renew=True)) == (True, 0)
     assert told(claim(5, 0, 1)) == (True, 1)
-    assert told(replace(claim(5, 0, epoch=3), renew=True)) == (True, 1)
-    assert told(replace(claim(5, 0, 7, epoch=4), renew=True)) == (True, 2)
-    assert told(replace(claim(6, 8, 9, epoch=5), renew=True)) == (False, 2)  # it was left out
+    assert told(claim(5, 0, epoch=3, renew=True)) == (True, 1)
+    assert told(claim(5, 0, 7, epoch=4, renew=True)) == (True, 2)
+    assert told(claim(6, 8, 9, epoch=5, renew=True)) == (False, 2)  # it was left out
     assert told(claim(6, 7, epoch=5)) == (True, 3)
     lease.close()
 
@@ -218,7 +219,8 @@ def test_an_error_in_a_callback_ends_the_waits_instead_of_letting_them_hang(
 class ByHand:
     """A coordinator of one worker, whose messages the test writes."""
 
-    def __init__(self, listener: socket.socket, secret: Secret) -> None:
+    def __init__(self, listener: socket.socket, secret: Secret, members: list[list[int]]) -> None:
+        self._common = {"term": 1 << 32, "members": members, "committed": 0}
         self.sock, _ = listener.accept()
         self.sock.settimeout(DEADLINE)
         self.decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_COORDINATOR)
@@ -238,6 +240,35 @@ class ByHand:
                 self.decoder.feed(self.sock.recv(1 << 16))
             if message["type"] == kind:
                 return message
+
+    def revoke(self, epoch: int, dead: Sequence[list[int]] = (), **more: Any) -> dict[str, Any]:
+        told = {"type": "revoke", "epoch": epoch, "dead": list(dead), "left": [], "reason": "a test"}
+        return {**self._common, **told, **more}
+
+    def plan(self, epoch: int) -> dict[str, Any]:
+        return {"type": "plan", "epoch": epoch, **self._common}
+
+    def stop(self, epoch: int) -> None:
+        self.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": epoch})
+
+
+@contextlib.contextmanager
+def by_hand(members: list[list[int]], **options: Any) -> Iterator[tuple[Session, ByHand]]:
+    """A worker's session, and its coordinator."""
+    secret = Secret(b"x" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        session = Session.connect([listener.getsockname()[:2]], 0, secret, **options)
+        coordinator = ByHand(listener, secret, members)
+        yield session, coordinator
+        coordinator.sock.close()
+
+
+def beside(call: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
+    """A thread that makes the call, and what it returns, once it has."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    return thread, found
 
 
 @pytest.mark.parametrize(("left", "told"), [([2], []), ([], [2])])
@@ -270,53 +301,32 @@ def test_a_candidate_that_does_not_lead_takes_no_worker_that_ended_in_order_for_
 
 
 def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_runs() -> None:
-    secret = Secret(b"x" * 32)
-    common = {"term": 1 << 32, "members": [[0, 0]]}
-
-    def revoke(epoch: int) -> dict[str, Any]:
-        return {"type": "revoke", "epoch": epoch, "dead": [], "left": [], "committed": 0, "reason": "a test", **common}
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        session = Session.connect([listener.getsockname()[:2]], 0, secret)
-        coordinator = ByHand(listener, secret)
-        coordinator.say(revoke(1))
-        plans = []
-        joiner = threading.Thread(target=lambda: plans.append(session.join({})), daemon=True)
-        joiner.start()
+    with by_hand([[0, 0]]) as (session, coordinator):
+        coordinator.say(coordinator.revoke(1))
+        joiner, plans = beside(lambda: session.join({}))
         coordinator.hear("join")
-        coordinator.say({"type": "plan", "epoch": 1, "committed": 0, **common}, revoke(2))
+        coordinator.say(coordinator.plan(1), coordinator.revoke(2))
         joiner.join(DEADLINE)
         assert [plan.epoch for plan in plans] == [1]
         assert session.wait_revoked(30)
-        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 1})
+        coordinator.stop(1)
         with pytest.raises(CoordinatorLost):
             session.join({})
-        coordinator.sock.close()
 
 
 def test_a_worker_says_that_it_has_heard_when_its_callbacks_have_returned_and_is_told_when_all_have() -> None:
     """Who waits for that asks for the end of an epoch that goes on."""
-    secret, common = Secret(b"x" * 32), {"term": 1 << 32, "members": [[0, 1]]}
     stopped, said = threading.Event(), []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        session = Session.connect(
-            [listener.getsockname()[:2]],
-            0,
-            secret,
-            on_revoke=lambda epoch, _: epoch == 2 and said.append(stopped.wait()),
-        )
-        coordinator = ByHand(listener, secret)
-        revoke = {"type": "revoke", **common, "dead": [], "left": [], "committed": 0, "reason": "a test"}
-        joiner = threading.Thread(target=lambda: session.join({}), daemon=True)
-        joiner.start()
-        coordinator.say({**revoke, "epoch": 1})
+    stops = lambda epoch, _: epoch == 2 and said.append(stopped.wait())  # noqa: E731
+    with by_hand([[0, 1]], on_revoke=stops) as (session, coordinator):
+        joiner, _ = beside(lambda: session.join({}))
+        coordinator.say(coordinator.revoke(1))
         assert coordinator.hear("heard") == {"type": "heard", "epoch": 1, "term": 1 << 32}
-        coordinator.say({"type": "plan", "epoch": 1, "committed": 0, **common})
+        coordinator.say(coordinator.plan(1))
         joiner.join(DEADLINE)
-        heard = threading.Thread(target=lambda: session.wait_all_heard(1), daemon=True)
-        heard.start()
+        heard, _ = beside(lambda: session.wait_all_heard(1))
         assert coordinator.hear("complain")["epoch"] == 1
-        coordinator.say({**revoke, "epoch": 2})
+        coordinator.say(coordinator.revoke(2))
         stopped.set()
         assert coordinator.hear("heard") == {"type": "heard", "epoch": 2, "term": 1 << 32}
         assert said == [True]
@@ -327,38 +337,25 @@ def test_a_worker_says_that_it_has_heard_when_its_callbacks_have_returned_and_is
         heard.join(DEADLINE)
         assert not heard.is_alive()
         session.wait_all_heard(1)
-        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 2})
+        coordinator.stop(2)
         with pytest.raises(CoordinatorLost):
             session.wait_all_heard(2)
-        coordinator.sock.close()
 
 
 def test_the_loss_of_a_worker_is_waited_for_through_rendezvous_that_others_have_caused() -> None:
-    secret = Secret(b"x" * 32)
-
-    def revoke(epoch: int, members: list[list[int]], dead: list[list[int]]) -> dict[str, Any]:
-        told = {"type": "revoke", "epoch": epoch, "term": 1 << 32, "members": members, "dead": dead}
-        return {**told, "left": [], "committed": 0, "reason": "a test"}
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        session = Session.connect([listener.getsockname()[:2]], 0, secret)
-        coordinator = ByHand(listener, secret)
-        joiner = threading.Thread(target=lambda: session.join({}), daemon=True)
-        joiner.start()
-        coordinator.say(revoke(1, [[0, 2]], []))
+    with by_hand([[0, 2]]) as (session, coordinator):
+        joiner, _ = beside(lambda: session.join({}))
+        coordinator.say(coordinator.revoke(1))
         coordinator.hear("join")
-        coordinator.say({"type": "plan", "epoch": 1, "committed": 0, "term": 1 << 32, "members": [[0, 2]]})
+        coordinator.say(coordinator.plan(1))
         joiner.join(DEADLINE)
-        coordinator.say(revoke(2, [[0, 2]], []))
+        coordinator.say(coordinator.revoke(2))
         assert session.wait_revoked(30)
         assert not session.wait_lost({0, 1}, 0.05)  # an epoch is revoked, but for others
-        lost: list[bool] = []
-        waiter = threading.Thread(target=lambda: lost.append(session.wait_lost({0, 1}, 30)), daemon=True)
-        waiter.start()
-        coordinator.say(revoke(3, [[0, 0], [2, 2]], [[1, 1]]))
+        waiter, lost = beside(lambda: session.wait_lost({0, 1}, 30))
+        coordinator.say(coordinator.revoke(3, [[1, 1]], members=[[0, 0], [2, 2]]))
         waiter.join(DEADLINE)
         assert lost == [True]
-        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 3})
+        coordinator.stop(3)
         with pytest.raises(CoordinatorLost):
             session.wait_lost({0}, 30)
-        coordinator.sock.close()

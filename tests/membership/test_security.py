@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, Cluster, cluster
+from cluster import Cluster, cluster
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.coordinator import Coordinator
@@ -26,6 +26,7 @@ from recover_megatron.membership.records import SecretError, Settings
 from recover_megatron.membership.server import CoordinatorServer
 from recover_megatron.membership.wire import Secret, find_secret, read_secret_file
 from recover_megatron.network.system import use_all_descriptors
+from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
 
 
@@ -174,17 +175,14 @@ def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_users_mistake_gets_a_sentence_and_no_traceback(tmp_path: Path) -> None:
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "recover_megatron.membership", "--world", "2"]
+def test_a_users_mistake_gets_a_sentence_and_no_traceback() -> None:
+    command = ["-m", "recover_megatron.membership", "--world", "2"]
     for extra, word in (
         ([], "RECOVER_SECRET"),
         (["--listen", "nowhere"], "RECOVER_SECRET"),
         (["--world", "0"], "--world"),
     ):
-        done = subprocess.run(
-            [*command, *extra], env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False
-        )
+        done = python(*command, *extra, clean=True)
         assert done.returncode == 2
         assert word in done.stderr
         assert "Traceback" not in done.stderr

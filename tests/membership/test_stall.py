@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, cluster
+from cluster import QUICK, Cluster, cluster
 from script import Script, play, table
 from simulation import SETTINGS as SHORT
 
@@ -167,8 +167,6 @@ def test_who_did_not_run_holds_its_own_silence_against_nobody() -> None:
 
 # -- real processes and signals ----------------------------------------------------------------------------------------
 
-QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 3.0, "hang_timeout": 4.0, "start_timeout": 60.0}
-
 
 def send(run: Cluster, number: int, *workers: int) -> None:
     """A signal."""
@@ -179,7 +177,7 @@ def send(run: Cluster, number: int, *workers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [True, False], ids=["launcher", "no launcher"])
 def test_three_of_four_processes_that_are_stopped_for_a_while_all_go_on(tmp_path: Path, launcher: bool) -> None:
-    with cluster(tmp_path, **QUICK) as run:
+    with cluster(tmp_path, **{**QUICK, "stall_timeout": 600.0}) as run:
         run.start(4, launcher=launcher)
         run.all_commit()
         send(run, signal.SIGSTOP, 0, 1, 2)
@@ -192,7 +190,7 @@ def test_three_of_four_processes_that_are_stopped_for_a_while_all_go_on(tmp_path
 
 @pytest.mark.slow
 def test_processes_that_stay_stopped_are_put_out_after_the_stall_timeout(tmp_path: Path) -> None:
-    with cluster(tmp_path, workers=4, launcher=True, **QUICK, stall_timeout=4.0) as run:
+    with cluster(tmp_path, workers=4, launcher=True, **QUICK) as run:
         send(run, signal.SIGSTOP, 0, 1, 2)
         run.wait_event("stalled")
         run.go_on_without(0, 1, 2)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from script import play, table
 from simulation import SETTINGS, PropertyViolated, World
-from test_protocol_properties import MOVES, Moves, explore, world_of
+from test_protocol_properties import MOVES, NODE, Moves, explore, moves_of, world_of
 
 from recover_megatron.membership import witness
 from recover_megatron.membership.admission import AddedCandidates
@@ -208,20 +208,11 @@ def test_a_newcomer_that_waits_goes_on_nowhere_and_those_that_were_left_out_do()
 
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("seconds"), st.sampled_from([1, 3, 7, 12])),
-        st.tuples(st.just("cut"), st.integers(0, 3)),
-        st.tuples(st.just("cut"), st.integers(0, 2)),
-        st.tuples(st.just("heal"), st.integers(0, 3)),
-        st.tuples(st.just("power off"), st.integers(0, 2)),
-        st.tuples(st.just("power off but for the candidate"), st.integers(0, 2)),
-        st.tuples(st.just("join"), st.integers(0, 3)),
-        st.tuples(st.just("replace"), st.integers(0, 2)),
-        st.tuples(st.just("kill"), st.integers(0, 5)),
-        st.tuples(st.just("idle"), st.integers(0, 5)),
-        st.tuples(st.just("storage"), st.integers(0, 3)),
-        st.tuples(st.just("freeze"), st.integers(0, 2)),
-        st.tuples(st.just("thaw"), st.just(0)),
-        st.tuples(st.just("restart"), st.integers(0, 2)),
+        *moves_of("seconds", st.sampled_from([1, 3, 7, 12])),
+        *moves_of("cut, heal, join, storage", st.integers(0, 3)),
+        *moves_of("cut, power off, power off but for the candidate, replace, freeze, restart", NODE),
+        *moves_of("kill, idle", st.integers(0, 5)),
+        *moves_of("thaw"),
     ),
     min_size=3,
     max_size=14,
@@ -269,10 +260,10 @@ def befall(world: World, event: str, which: int) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(EVENTS, st.integers(0, 1))
-def test_one_lineage_whatever_befalls_the_nodes(events: list[tuple[str, int]], slack: int) -> None:
+def test_one_lineage_whatever_befalls_the_nodes(events: Moves, slack: int) -> None:
     """The witness tells the truth."""
     world = world_of(6, True, True, slack=slack, witness=True)
-    for event, which in events:
+    for event, which, _ in events:
         befall(world, event, which)
     world.run_fairly(6 * SETTINGS.heartbeat_timeout)
 

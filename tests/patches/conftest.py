@@ -6,14 +6,13 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.harness import REPOSITORY
-from tests.harness.patience import patient
+from tests.harness.processes import finished, python
 
 WHEELS = {"0.18.2": "core_v0.18.2", "0.19.0": "core_v0.19.0", "0.19.2": "core_v0.19.0"}
 """Version -> the patch that is its."""
@@ -23,8 +22,8 @@ WHEELS = {"0.18.2": "core_v0.18.2", "0.19.0": "core_v0.19.0", "0.19.2": "core_v0
 def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """(version, unpacked wheel); nobody may change it."""
     version, out = request.param, tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(out)]
-    done = subprocess.run([*command, f"megatron-core=={version}"], capture_output=True, text=True, timeout=patient(300))
+    command = ("-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", out)
+    done = python(*command, f"megatron-core=={version}", seconds=300)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1:]
         pytest.skip(f"NOT TESTED: Megatron {version}: pip could not download its wheel: {reason}")
@@ -39,19 +38,15 @@ FILES = ("megatron/core/__init__.py", "megatron/training/arguments.py", "megatro
 """What a patch changes."""
 
 
-def apply(*arguments: str | Path, **options: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run scripts/apply_patches.sh; ``options``: those of subprocess.run."""
-    command = ["bash", str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=patient(60), **options)  # type: ignore[call-overload]
+def apply(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run scripts/apply_patches.sh."""
+    return finished("bash", SCRIPT, *arguments, cwd=cwd)
 
 
 def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Python with the tree's Megatron first on its path."""
     path = ":".join([str(tree), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=patient(600)
-    )
+    return python(*command, seconds=600, path=path, OMP_NUM_THREADS="1")
 
 
 def launch(tree: Path, workers: int, out: Path, *command: str) -> str:

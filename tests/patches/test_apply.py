@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
 from recover_megatron.megatron_hooks.monkeypatch import NEWEST, OLDEST, parse_release
 from recover_megatron.run_log.steps import StepRecord, audit_problem, read_steps
 from tests.harness import REPOSITORY
-from tests.harness.patience import patient
+from tests.harness.processes import python
 from tests.megatron_hooks.in_checkpoints import travels
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 from tests.patches.conftest import FILES, WHEELS, apply, contents, copy_of, launch
@@ -192,8 +191,7 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_undisturbed_run(
     tree = copy_of(wheel[1], tmp_path / "tree")
     script = OURS
     if version < "0.19":
-        installed = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tree), "PyYAML"]
-        done = subprocess.run(installed, capture_output=True, text=True, timeout=patient(300))
+        done = python("-m", "pip", "install", "-q", "--no-deps", "--target", tree, "PyYAML", seconds=300)
         if done.returncode != 0:  # what this wheel imports and the newest does not
             reason = done.stderr.strip().splitlines()[-1:]
             pytest.skip(f"NOT TESTED: Megatron {version}: pip could not install PyYAML: {reason}")

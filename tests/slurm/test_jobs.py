@@ -88,28 +88,21 @@ def test_a_worker_and_a_whole_node_are_killed_and_the_job_completes(
     check_secret(job)
 
 
-def test_the_node_with_the_leading_coordinator_is_killed_and_the_job_completes(
-    cluster: Cluster, tmp_path: Path, expected: list[StepRecord]
+@pytest.mark.parametrize(("node", "ends"), [(LEADER, "COMPLETED"), (BATCH, "CANCELLED")], ids=["leader", "batch"])
+def test_a_node_that_leads_or_has_the_store_is_killed_and_the_training_is_finished(
+    cluster: Cluster, tmp_path: Path, expected: list[StepRecord], node: str, ends: str
 ) -> None:
+    """Without the batch script SLURM has nobody left who could say that the job is completed: the others end it."""
     job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
     job.wait_iteration(4)
     assert '"event":"plan"' in job.events(1)
-    cluster.kill_node(LEADER)
-    job.wait("COMPLETED")
+    cluster.kill_node(node)
+    job.wait(ends)
     check_steps(job, expected, replicas=2)
-    assert '"event":"plan"' in job.events(2)
-
-
-def test_the_batch_scripts_node_with_the_store_is_killed_and_the_training_is_finished(
-    cluster: Cluster, tmp_path: Path, expected: list[StepRecord]
-) -> None:
-    """SLURM has nobody left who could say that the job is completed: the others end it."""
-    job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
-    job.wait_iteration(4)
-    cluster.kill_node(BATCH)
-    job.wait("CANCELLED")
-    check_steps(job, expected, replicas=2)
-    assert {path.read_text() for path in (job.run / "ends").glob("0-[12]")} == {"0\n"}
+    if node == LEADER:
+        assert '"event":"plan"' in job.events(2)
+    else:
+        assert {path.read_text() for path in (job.run / "ends").glob("0-[12]")} == {"0\n"}
 
 
 def test_a_job_whose_time_is_up_writes_a_checkpoint_and_goes_on_after_it_until_scancel_ends_all_of_it(

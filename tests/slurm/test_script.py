@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.processes import finished
 from tests.slurm.cluster import SCRIPTS, WORKERS_FLAG, edited
 
 TEXT = (SCRIPTS / "recover.sbatch").read_text()
@@ -28,16 +29,14 @@ class Script:
     def call(self, what: str, **variables: str) -> subprocess.CompletedProcess[str]:
         body, _, last = TEXT.rstrip().rpartition("\n")
         assert last == "main"
-        environment = os.environ | {
+        environment = {
             "PATH": f"{self.folder}:{os.environ['PATH']}",
             "RUN_DIR": str(self.run),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NAME": "recover",
             "SLURM_SUBMIT_DIR": str(self.folder),
         }
-        return subprocess.run(
-            ["bash", "-c", f"{body}\n{what}"], env=environment | variables, capture_output=True, text=True, check=False
-        )
+        return finished("bash", "-c", f"{body}\n{what}", **environment | variables)
 
     def finish(self, code: int, time_is_up: str = "", **variables: str) -> int:
         return self.call(f"finish {code} '{time_is_up}'", **variables).returncode
@@ -153,7 +152,5 @@ def test_where_srun_starts_every_worker_a_coordinator_that_tells_the_end_late_is
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path / "run"), "SLURM_JOB_ID": "7",
         "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1",
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", str(script)], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
+    done = finished("bash", script, **environment)
     assert done.returncode == 0, done.stderr

@@ -153,7 +153,9 @@ def drain(descriptor: int) -> None:
         return
 
 
-def test_the_candidate_that_leads_is_found_wherever_it_is_in_the_list(run: Cluster) -> None:
+def test_the_candidate_that_leads_is_found_wherever_it_is_in_the_list_and_the_next_one_when_it_has_died(
+    run: Cluster,
+) -> None:
     run.start_coordinators(2, 3)
     assert seen(run)["state"] == "standby"
     assert "no coordinator leads: 0 of 2 workers have come" in status(run, "--once")
@@ -161,18 +163,16 @@ def test_the_candidate_that_leads_is_found_wherever_it_is_in_the_list(run: Clust
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         nobody_there = nobody.getsockname()[:2]
     order = [nobody_there, run.addresses[2], run.addresses[1], run.addresses[0]]
-    found = seen(run, where=order)
-    host, port = run.addresses[0]
-    assert (found["state"], found["address"]) == ("steady", f"{host}:{port}")
 
+    def leads(candidate: int) -> None:
+        found, (host, port) = seen(run, where=order), run.addresses[candidate]
+        assert (found["state"], found["address"]) == ("steady", f"{host}:{port}")
+        assert (found["replicas_running"], found["replicas_of_launch"]) == (1, 1)
 
-def test_a_new_coordinator_is_found_after_the_old_one_has_died(run: Cluster) -> None:
-    run.start_coordinators(4, 2)
-    start_grid(run, 2)
+    leads(0)
     run.coordinators[0].kill()
     run.workers[0].event("plan", epoch=2)
-    found = seen(run)
-    assert (found["state"], found["replicas_running"], found["replicas_of_launch"]) == ("steady", 2, 2)
+    leads(1)
 
 
 def test_a_log_folder_stands_for_the_addresses_and_tells_how_the_run_ended(run: Cluster, tmp_path: Path) -> None:

@@ -44,6 +44,12 @@ def listening(address: str, time: float) -> dict[str, object]:
     return {"event": "listening", "address": address, "time": time}
 
 
+def ending_of(folder: Path) -> RunStatus:
+    status = ending(folder)
+    assert status is not None
+    return status
+
+
 def test_candidates_that_joined_are_among_those_to_ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log(tmp_path, 0, listening(LAUNCHED, 100.0))
     log(tmp_path, FIRST_JOINED + 7, listening(JOINED, 200.0))
@@ -55,9 +61,7 @@ def test_candidates_that_joined_are_among_those_to_ask(tmp_path: Path, capsys: p
 def test_the_end_of_a_run_is_told_by_whichever_candidate_led_it(tmp_path: Path) -> None:
     log(tmp_path, 0, listening(LAUNCHED, 100.0))
     log(tmp_path, FIRST_JOINED, listening(JOINED, 200.0), {**STOP, "time": 300.0})
-    status = ending(tmp_path)
-    assert status is not None
-    assert status.code == 0
+    assert ending_of(tmp_path).code == 0
 
 
 def test_what_joined_an_earlier_run_in_the_folder_says_nothing_of_this_one(tmp_path: Path) -> None:
@@ -81,9 +85,7 @@ def test_one_side_of_a_partition_that_stopped_is_not_the_end_while_another_candi
     assert may_go_on(tmp_path)
     log(tmp_path, 1, {**STOP, "time": 400.0})
     assert not may_go_on(tmp_path)
-    status = ending(tmp_path)
-    assert status is not None
-    assert status.code == 0
+    assert ending_of(tmp_path).code == 0
 
 
 def test_where_nobody_answers_the_side_that_stopped_tells_the_end(
@@ -131,8 +133,7 @@ def test_workers_that_a_signal_to_the_launcher_ended_are_not_lost_and_ages_count
     ended = {**death, "worker": 0, "time": now - 700}
     sooner = {**ended, "worker": 2, "time": now - 700.1}  # known by its connection, before the launcher's word came
     log(tmp_path, 0, listening(LAUNCHED, now - 900), *attached, lost, sooner, stopping, ended, {**STOP, "code": 130})
-    status = ending(tmp_path)
-    assert status is not None
+    status = ending_of(tmp_path)
     assert [(gone.worker, gone.fate) for gone in status.gone] == [(0, "stopped"), (1, "dead"), (2, "stopped")]
     assert [gone.worker for gone in status.lost] == [1]
     assert status.gone[1].ago is not None

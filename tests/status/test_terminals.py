@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from recover_megatron.membership import wire
 from recover_megatron.status.__main__ import main
 from recover_megatron.tools.__main__ import main as tools
-from tests.harness import REPOSITORY
-from tests.harness.processes import closed_port
-from tests.harness.waiting import DEADLINE
+from tests.harness.processes import closed_port, finished, python
 from tests.report.synthetic import steps, write_lines, write_run, write_steps
 
 STATUS, REPORT, SUMMARY = "recover_megatron.status", "recover_megatron.report.full", "recover_megatron.report"
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +28,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("ended") / "run")
 
 
-def command(module: str, *arguments: object, stdout: int = subprocess.PIPE, **environment: str) -> tuple[int, str, str]:
+def command(module: str, *arguments: object, **how: Any) -> tuple[int, str, str]:
     """Exit status, what it printed, what it complained of; from a folder of its own, without a terminal."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        env={**CLEAN, "PYTHONPATH": str(REPOSITORY), **environment},
-        cwd="/",
-        timeout=DEADLINE,
-        check=False,
-    )
-    return done.returncode, (done.stdout or b"").decode(errors="replace"), done.stderr.decode(errors="replace")
+    done = python("-m", module, *arguments, clean=True, cwd="/", **how)
+    return done.returncode, done.stdout or "", done.stderr
 
 
 @pytest.fixture
@@ -84,11 +72,8 @@ def test_a_full_disk_behind_stdout_is_told_in_a_line(run: Path) -> None:
 @pytest.mark.parametrize("option", ["--once", "--json", "--check", "--watch"])
 def test_a_closed_stdout_leaves_the_exit_code(run: Path, option: str) -> None:
     closed = f'exec "{sys.executable}" -m {STATUS} "{run}" {option} >&-'
-    environment = {**CLEAN, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        ["sh", "-c", closed], env=environment, cwd="/", capture_output=True, timeout=DEADLINE, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = finished("sh", "-c", closed, clean=True, cwd="/")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_view_is_as_wide_as_columns_says(run: Path) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.workload.domains import (
     Training,
-    data_parallel_ranks_per_replica,
     drain,
     leaving,
     names,
@@ -211,10 +210,6 @@ def test_what_the_loss_of_any_node_costs(name: str) -> None:
     assert [(loss.workers, loss.broken, loss.whole) for loss in losses] == [(per_node, broken, whole)] * len(losses)
     assert len(losses) == world // per_node
     assert all(lost in loss.lost if lost else not loss.lost for loss in losses)
-
-
-def test_the_experts_of_a_wide_job_make_one_replica_of_all() -> None:
-    assert data_parallel_ranks_per_replica(tensor=1, context=1, expert=16, expert_tensor=1) == 16
 
 
 @pytest.mark.parametrize("spread", [False, True])
