@@ -211,8 +211,8 @@ def test_only_large_downloads_are_shown(checkout: Checkout) -> None:
         "Installing collected packages: six, torch\n"
     )
     said = checkout.run()
-    assert "downloading torch-2.13.0 (526 MB)" in said
-    assert "unpacking 2 packages" in said
+    assert "Downloading torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl (526.1 MB)\n" in said
+    assert "Installing collected packages\n" in said
     assert "six-1" not in said
     assert "x-1" not in said
     assert "six-1.17.0" in (checkout.root / ".venv" / "setup.log").read_text()
