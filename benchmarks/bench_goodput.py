@@ -40,7 +40,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, command_line, head, load_average, row, times, write
+from benchmarks.megatron_runs import (
+    COMMON,
+    MODELS,
+    SCRIPT,
+    command_line,
+    head,
+    load_average,
+    played,
+    row,
+    times,
+    write,
+)
 from tests.harness.forkserver import ForkServer
 
 MAX_LAUNCHES = 50
@@ -144,13 +155,8 @@ class Bench:
         out = self._folder / f"launch-{self._count}"
         out.mkdir()
         options = self._options
-        argv = [SCRIPT, *COMMON, *self.model.argv, "--log-interval", "10"]
-        argv += [*self._layout.flags(workers), *flags]
-        environment = {
-            "BENCH_OUT": str(out),
-            "BENCH_KILL": ",".join(kills),
-            "BENCH_MICROBATCH": str(options.microbatch_seconds),
-        }
+        argv = [SCRIPT, *COMMON, *self.model.argv, "--log-interval", "10", *self._layout.flags(workers), *flags]
+        environment = {"BENCH_OUT": str(out), "BENCH_KILL": ",".join(kills), **played(options.microbatch_seconds)}
         started = time.monotonic()
         run = self._server.run(workers, argv, out, environment=environment, timeout=options.timeout)
         ended = time.monotonic()

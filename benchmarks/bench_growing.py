@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, row, train, write
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, played, row, train, write
 from recover_megatron.run_log.events import EVENTS_FILE, read_events
 from recover_megatron.run_log.steps import read_steps, violations
 from tests.harness.forkserver import ForkServer
@@ -77,7 +77,7 @@ def run(
         server, out, replicas,
         [*model.argv, "--global-batch-size", str(MICROBATCHES), "--log-interval", "10", *more],
         iterations=options.iterations, killed=None, timeout=options.timeout, spares=newcomers,
-        environment={"BENCH_MICROBATCH": str(options.microbatch_seconds)},
+        environment=played(options.microbatch_seconds),
     )  # fmt: skip
     return measured(name, out, MICROBATCHES * model.sequence)
 

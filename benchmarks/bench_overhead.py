@@ -10,7 +10,7 @@ ratios with their quartiles, the same of the processor time of all workers (whic
 changes), and the relative difference of the losses after the last iteration.  With --microbatch-seconds each worker
 plays a device of fixed speed, so that the processors are free most of the time.
 
---profile DIR writes cProfile dumps of worker 0's main thread.  --json FILE writes every measurement.
+--json FILE writes every measurement.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from benchmarks.megatron_runs import (
     command_line,
     head,
     load_average,
+    played,
     row,
     times,
     write,
@@ -83,7 +84,6 @@ def compare(
     workers: int,
     flags: list[str],
     options: Any,
-    name: str,
     sides: dict[str, list[str]] = SIDES,
 ) -> dict[str, Any]:
     """Run all sides (name -> its own flags) in turns; their seconds per iteration by block, and their last losses."""
@@ -95,10 +95,7 @@ def compare(
             folders[side].mkdir()
             turns[side] = Turns(folders[side], workers)
             environment = {"BENCH_OUT": str(folders[side]), "BENCH_BLOCK": str(options.block)}
-            if options.microbatch_seconds:
-                environment["BENCH_MICROBATCH"] = str(options.microbatch_seconds)
-            if options.profile:
-                environment["BENCH_PROFILE"] = str(options.profile / f"{name}-{side}.prof")
+            environment |= played(options.microbatch_seconds)
             argv = [SCRIPT, *flags, *more]
             if more:
                 argv += ["--recover-log-dir", str(folders[side])]
@@ -182,10 +179,7 @@ def main() -> None:
     parser.add_argument("--log-interval", type=int, default=10, help="Megatron's")
     parser.add_argument("--flags", default="", help="more flags for both sides")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one comparison")
-    parser.add_argument("--profile", type=Path)
     options = parser.parse_args()
-    if options.profile:
-        options.profile.mkdir(parents=True, exist_ok=True)
     iterations = options.block * options.blocks + 1
     rows = []
     head(
@@ -201,8 +195,7 @@ def main() -> None:
                     flags = [*COMMON, *MODELS[model].argv, *shape.split(), *options.flags.split()]
                     flags += ["--train-iters", str(iterations), "--log-interval", str(options.log_interval)]
                     flags += ["--overlap-grad-reduce"] if overlap else []
-                    name = f"{model}-{layout}-{'overlap' if overlap else 'plain'}"
-                    measured = compare(servers, workers, flags, options, name)
+                    measured = compare(servers, workers, flags, options)
                     found = ratios(measured)
                     row(
                         model, layout, "yes" if overlap else "no",

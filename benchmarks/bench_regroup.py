@@ -45,7 +45,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, REPOSITORY, command_line, load_average, train, write
+from benchmarks.megatron_runs import MODELS, RECOVER, REPOSITORY, command_line, head, load_average, row, train, write
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events
 from tests.harness.forkserver import ForkServer, Run
@@ -109,18 +109,18 @@ def recombination(run: Run, told: list[Event], placing: list[Event], kill: tuple
 def regroup(options: Any) -> None:
     """A row for each model."""
     rows: dict[str, list[dict[str, float]]] = {}
-    print(f"| model | parameters | MiB moved | {' | '.join(PHASES)} |\n|---{'|--:' * (len(PHASES) + 2)}|", flush=True)
+    head("model", "parameters:", "MiB moved:", *(f"{phase}:" for phase in PHASES))
     with ForkServer() as server:
         for name in options.models:
             rows[name] = []
             for _ in range(options.runs):
                 with tempfile.TemporaryDirectory() as folder:
                     rows[name] += one_run(server, Path(folder), name, options.timeout)
-            values = {phase: [row[phase] for row in rows[name]] for phase in (*PHASES, "bytes")}
+            values = {phase: [its[phase] for its in rows[name]] for phase in (*PHASES, "bytes")}
             cells = [f"{statistics.median(values[phase]):.0f} ({max(values[phase]):.0f})" for phase in PHASES]
             moved = statistics.median(values["bytes"]) / 2**20
             size = MODELS[name].parameters / 1e6
-            print(f"| {name} | {size:.2f} M | {moved:.1f} | {' | '.join(cells)} |", flush=True)
+            row(name, f"{size:.2f} M", f"{moved:.1f}", *cells)
     print(f"\nmilliseconds, median (maximum) of {2 * options.runs} kills each; {load_average()}")
     write(options, rows)
 
@@ -312,13 +312,13 @@ def measured(target: Callable[..., None], size: int, number: int) -> list[Any]:
 def transfers() -> None:
     """The tables of ``--transfer``."""
     found = measured(one_end, 2, 2 * (ROUNDS + 1) * len(WAYS))
-    print("| 256 MiB by | MiB/s | processor ms, sender | receiver |\n|---|--:|--:|--:|")
+    head("256 MiB by", "MiB/s:", "processor ms, sender:", "receiver:")
     speeds = {}
     for name in WAYS:
-        by_end = [[row for row in found if row[:2] == (name, me)][1:] for me in range(2)]  # the first warms up
-        speeds[name] = [SIZE / 2**20 / row[2] for row in by_end[1]]
-        cpu = [f"{1e3 * statistics.median(row[3] for row in rows):.0f}" for rows in by_end]
-        print(f"| {name} | {statistics.median(speeds[name]):.0f} | {' | '.join(cpu)} |", flush=True)
+        by_end = [[its for its in found if its[:2] == (name, me)][1:] for me in range(2)]  # the first warms up
+        speeds[name] = [SIZE / 2**20 / its[2] for its in by_end[1]]
+        cpu = [f"{1e3 * statistics.median(its[3] for its in rows):.0f}" for rows in by_end]
+        row(name, f"{statistics.median(speeds[name]):.0f}", *cpu)
     pairs = [ours / its for ours, its in zip(speeds["state"], speeds["gloo"], strict=True)]
     print(f"\nstate / gloo, round by round: median {statistics.median(pairs):.2f}; {load_average()}")
     several = measured(holding_end, 3, 2 * (ROUNDS + 1))[2:]

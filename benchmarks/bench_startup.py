@@ -20,17 +20,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import REPOSITORY, command_line, environment, head, row, write
+from benchmarks.megatron_runs import COMMON, MODELS, REPOSITORY, command_line, environment, head, row, write
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 FIRST_ITERATION = " iteration        1/"
-FLAGS = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --lr-decay-style constant --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 --log-interval 1 "
-    "--eval-interval 1000 --eval-iters 0 --split 99,1,0 --num-workers 0 --distributed-backend gloo --recover-device cpu"
-).split()
-
+FLAGS = [
+    *COMMON,
+    *MODELS["toy"].argv,
+    *"--global-batch-size 8 --train-iters 1 --lr-warmup-iters 0 --log-interval 1".split(),
+]
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{workers}"],
     "recover-run": ["-m", "recover_megatron.launch", "--nproc-per-node", "{workers}"],

@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from tests.harness.forkserver import ForkServer, Run
@@ -23,7 +24,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "timed_pretrain.py")
-PACED = str(REPOSITORY / "benchmarks" / "paced_pretrain.py")
 
 COMMON = (
     "--num-attention-heads 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
@@ -121,7 +121,7 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
 
 
-def fork(child: Callable[[], object]) -> int:
+def _fork(child: Callable[[], object]) -> int:
     """Run ``child`` in a forked process that ends with it; returns its pid."""
     if (pid := os.fork()) == 0:
         code = 1
@@ -133,6 +133,26 @@ def fork(child: Callable[[], object]) -> int:
                 traceback.print_exc()
             os._exit(code)
     return pid
+
+
+@contextmanager
+def forked(size: int, work: Callable[[int, TextIO], object]) -> Iterator[tuple[list[int], list[TextIO]]]:
+    """Processes that do ``work(rank, report)``, killed at the end: their pids, and what each reports, line by line."""
+    pids, reports = list[int](), list[TextIO]()
+    try:
+        for rank in range(size):
+            read, write = os.pipe()
+            report = os.fdopen(write, "w", buffering=1)
+            pids.append(_fork(partial(work, rank, report)))
+            report.close()
+            reports.append(os.fdopen(read))
+        yield pids, reports
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for stream in reports:
+            stream.close()
 
 
 @contextmanager
@@ -149,7 +169,7 @@ def store() -> Iterator[int]:
             signal.pause()
             del its
 
-        pid = fork(serve)
+        pid = _fork(serve)
     try:
         yield port
     finally:
@@ -196,6 +216,11 @@ def train(
     if not all([*came, *(code in codes for code, codes in zip(run.codes, wanted, strict=True))]):
         raise RuntimeError(f"{' '.join(flags)}: {run.tail(40)}")
     return run
+
+
+def played(*seconds: float) -> dict[str, str]:
+    """The environment of workers that play devices of fixed speed: so many seconds for a microbatch."""
+    return {"BENCH_MICROBATCH": ",".join(map(str, seconds))}
 
 
 def times(folder: Path, rank: int) -> list[dict[str, Any]]:

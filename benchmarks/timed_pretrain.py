@@ -10,9 +10,10 @@ asks for besides (nothing, by default):
                             in DIR/go-<rank>: so two runs can take turns
     BENCH_KILL=W@I,...      worker W gets SIGKILL in its first backward pass of iteration I (from 1), once: a file in
                             DIR says that it has happened
-    BENCH_MICROBATCH=S      a device of fixed speed is played: a microbatch takes S seconds at least, a third of them
-                            forward, whatever else the processors have to do (the worker sleeps for the rest)
-    BENCH_MEMORY=1          a row also has "rss", the process's resident KiB, and "peak", the most since the row before
+    BENCH_MICROBATCH=S,...  a device of fixed speed is played: a microbatch takes S seconds at least, a third of them
+                            forward, whatever else the processors have to do (the worker sleeps for the rest); several
+                            speeds are those of the ranks, one after the other and again
+    BENCH_MEMORY=1          a row also has "peak", the most KiB that were resident since the row before
     BENCH_THREADS=1         a row also has what each thread used so far, by name: "threads", processor seconds;
                             "waits", how many times it gave up the processor to wait
     BENCH_STATE=1           when the training is over every worker writes DIR/state-<rank>.json: "parameters" of its
@@ -21,12 +22,10 @@ asks for besides (nothing, by default):
     BENCH_TRAFFIC=1         a row also has "received", the bytes that came over all of the process's TCP connections, as
                             the kernel counts them, and "tensors", the bytes of all memory that torch's tensors have;
                             rings use no shared memory
-    BENCH_PROFILE=FILE      cProfile of rank 0's main thread from iteration 10 on, dumped at the end
 """
 
 from __future__ import annotations
 
-import cProfile
 import functools
 import gc
 import json
@@ -43,7 +42,6 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt_recover.py"
-PROFILE_FROM = 10
 
 
 class Clock:
@@ -55,14 +53,13 @@ class Clock:
         self._block = int(environment.get("BENCH_BLOCK", "0"))
         self._kills = {int(at) for worker, at in _kills(environment.get("BENCH_KILL", "")) if worker == self._rank}
         self._file = open(self._folder / f"times-{self._rank}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._profile = environment.get("BENCH_PROFILE") if self._rank == 0 else None
-        self._microbatch = float(environment.get("BENCH_MICROBATCH", "0"))
+        paces = environment.get("BENCH_MICROBATCH", "0").split(",")
+        self._microbatch = float(paces[self._rank % len(paces)])
         self._memory = bool(environment.get("BENCH_MEMORY"))
         self._threads = bool(environment.get("BENCH_THREADS"))
         self._state = bool(environment.get("BENCH_STATE"))
         self._traffic = bool(environment.get("BENCH_TRAFFIC"))
         self._came: list[int] = []
-        self._profiler = cProfile.Profile()
         self._iteration = 0
         self._first: int | None = None
         self._loss: float | None = None
@@ -98,8 +95,6 @@ class Clock:
         if self._first is None:
             self._first = self._iteration
         self._note()
-        if self._profile and self._iteration == self._first + PROFILE_FROM:
-            self._profiler.enable()
         result = original(*args, **kwargs)
         loss = result[0].get("lm loss")
         self._loss = None if loss is None else float(loss)
@@ -116,7 +111,7 @@ class Clock:
         go, used = time.monotonic(), time.process_time()
         row: dict[str, Any] = {"iteration": self._iteration, "at": at, "go": go, "cpu": used, "loss": self._loss}
         if self._memory:
-            row |= memory()
+            row["peak"] = peak()
         if self._threads:
             row |= threads()
         if self._traffic:
@@ -150,9 +145,6 @@ class Clock:
         """The run is over."""
         row = {"iteration": None, "at": time.monotonic(), "cpu": time.process_time(), "loss": self._loss}
         self._file.write(json.dumps(row) + "\n")
-        if self._profile:
-            self._profiler.disable()
-            self._profiler.dump_stats(self._profile)
 
 
 def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,11 +171,11 @@ def held(optimizer: Any, model: Any) -> int:
     return sum(sizes.values())
 
 
-def memory() -> dict[str, int]:
-    """Resident KiB of this process: now, and the most since the last call."""
+def peak() -> int:
+    """The most KiB of this process that were resident since the last call."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
-    return {"rss": int(status["VmRSS"].split()[0]), "peak": int(status["VmHWM"].split()[0])}
+    return int(status["VmHWM"].split()[0])
 
 
 def received() -> int:
