@@ -37,6 +37,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from recover_megatron import __version__
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutations/mutations.toml")
 PRODUCT = "recover_megatron"
@@ -94,7 +96,7 @@ def _mutation(entry: Mapping[str, Any]) -> Mutation:
 def problems(mutation: Mutation, root: Path) -> list[str]:
     """Why a mutation cannot be tried in the tree at ``root``; empty: it can."""
     found = [why for edit in mutation.edits if (why := _why_not(edit, root))]
-    found += [f"there is no test {test}" for test in mutation.tests if not _exists(test, root)]
+    found += [f"there is no test {test}" for test in mutation.tests if not exists(test, root)]
     found += ["no test is named"] * (not mutation.tests)
     return [f"mutation {mutation.name}: {why}" for why in found]
 
@@ -116,8 +118,8 @@ def _count(path: Path, text: str) -> int:
     return path.read_text().count(text) if path.is_file() else 0
 
 
-def _exists(test: str, root: Path) -> bool:
-    """Whether there is such a function; pytest alone knows the parameters in brackets."""
+def exists(test: str, root: Path) -> bool:
+    """Whether there is such a file or function; pytest alone knows the parameters in brackets."""
     path, *names = test.split("[")[0].split("::")
     return names[-1] in _functions(root / path) if names else (root / path).is_file()
 
@@ -132,37 +134,26 @@ def _functions(path: Path) -> set[str]:
 # ---- trying
 
 
-def copy(root: Path, to: Path) -> None:
-    """Copy what git knows of, and what is new and not ignored."""
-    listed = subprocess.run(
-        ["git", "-C", root, "ls-files", "-coz", "--exclude-standard"], check=True, capture_output=True, text=True
-    ).stdout
-    for name in listed.split("\0"):
-        if name and (root / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, to / name)
-
-
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy of the tree, as long as it is needed."""
+    """A copy of what git knows of, and of what is new and not ignored, as long as it is needed."""
+    command = ["git", "-C", root, "ls-files", "-coz", "--exclude-standard"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         tree = Path(folder) / "tree"
-        copy(root, tree)
+        for name in listed.split("\0"):
+            if name and (root / name).is_file():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, tree / name)
         yield tree
-
-
-def apply(mutation: Mutation, root: Path) -> None:
-    """Change the tree at ``root``, which must be a copy."""
-    for edit in mutation.edits:
-        path = root / edit.file
-        path.write_text(path.read_text().replace(edit.old, edit.new))
 
 
 def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
     """Run its tests in a copy of ``root`` with the mutation, until the first one fails."""
     with copied(root) as tree:
-        apply(mutation, tree)
+        for edit in mutation.edits:
+            path = tree / edit.file
+            path.write_text(path.read_text().replace(edit.old, edit.new))
         started = time.monotonic()
         code, output = pytest(["-x", *mutation.tests], tree, limit)
         seconds = time.monotonic() - started
@@ -228,12 +219,6 @@ def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield f"| {mutation.name} | {mutation.promise} | {verdict.word} | {verdict.seconds:.0f} | {by} |"
 
 
-def _version() -> str:
-    """The project's, read and not imported: the script runs in any environment."""
-    source = (REPOSITORY / PRODUCT / "__init__.py").read_text(encoding="utf-8")
-    return re.findall(r'^__version__ = "(.+)"', source, re.MULTILINE)[0]
-
-
 def say(text: str) -> None:
     """Progress, apart from the table."""
     print(text, file=sys.stderr, flush=True)
@@ -241,7 +226,7 @@ def say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--list", action="store_true", help="show the mutations and their tests, try nothing")
     parser.add_argument("--only", action="append", metavar="NAME", help="this mutation alone; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at the same time")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 import flag_tables
 import pytest
 import recipe_table
+from mutation_check import exists
 
 from tests.harness import REPOSITORY, ci_list
 from tests.harness.ci_list import CHOSEN, LEFT_OUT, among, left_out, listed, quarantined, without_a_test
@@ -151,23 +151,15 @@ def test_the_end_of_a_run_tells_the_seconds_of_each_folder() -> None:
 
 def test_every_line_of_the_list_names_a_test_and_says_why() -> None:
     table = listed()
-    assert [name for name in table if not exists(name)] == []
+    assert [name for name in table if not exists(name, REPOSITORY)] == []
     assert [name for name, why in table.items() if len(why) < 10] == []
 
 
 def test_the_quarantine_is_small_and_says_since_when_and_how() -> None:
     entries = quarantined()
     assert len(entries) <= 5
-    assert [name for name in entries if not exists(name)] == []
+    assert [name for name in entries if not exists(name, REPOSITORY)] == []
     assert all({"date", "how", "times"} < entry.keys() for entry in entries.values())
-
-
-def exists(name: str) -> bool:
-    path, function = name.split("[")[0].split("::")
-    file = REPOSITORY / path
-    return file.is_file() and function in {
-        node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)
-    }
 
 
 def test_the_deliberate_bugs_are_caught_by_what_ci_runs(pytestconfig: pytest.Config) -> None:
