@@ -32,6 +32,10 @@ COMMON = (
     "--no-bias-dropout-fusion --attention-softmax-in-fp32 --distributed-backend gloo --eval-interval 100000 "
     "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --split 99,1,0 --num-workers 0 --recover-device cpu"
 ).split()
+FSDP = (
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "
+    "--ckpt-format fsdp_dtensor"
+).split()
 RECOVER = ["--recover", "--recover-hang-timeout", "3600"]
 """The hang timeout is long since two runs that take turns stand still for as long as the other one runs."""
 
