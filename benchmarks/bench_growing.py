@@ -10,8 +10,6 @@ All train the same iterations of the same batch, so the same tokens.  A worker's
 plan, from the begin of the first iteration on; so what forming the new replicas and losing some costs is in it, and the
 building of models, which goes on beside the training, is not.  Each worker plays a device of fixed speed
 (--microbatch-seconds): on a machine with fewer cores than workers more of them would be slower each.
-
-Prints a table; --json FILE writes every measurement.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ it (0 if that was earlier: a neighbour of the dead notices by its connection, be
     regroup     every survivor has the group of the next epoch, ledgers exchanged
     reduce      every survivor has the sum over the survivors
 
-Prints a table of medians and maxima in milliseconds; --json FILE writes every measurement.
+Prints a table of medians and maxima in milliseconds.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, forked, row, store, write
+from benchmarks.megatron_runs import command_line, reported, row, store, write
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.ring.executor import RingGroup
@@ -132,7 +132,6 @@ def work(world: int, arguments: argparse.Namespace, port: int, rank: int, report
         gloo.allreduce([one], dist.AllreduceOptions()).wait()
 
     pump = Pump(shared, rank, world)
-    rows = []
     for epoch, mib in enumerate(arguments.mib):
         name, secret = f"bench-{epoch}", os.urandom(16) if rank == 0 else b""
         if rank == 0:
@@ -141,10 +140,9 @@ def work(world: int, arguments: argparse.Namespace, port: int, rank: int, report
         whole = WholeRun(range(world), rank)
         ring = open_group(whole, shared, name=name, secret=secret, transport_kind=arguments.transport_kind)
         assert isinstance(ring, RingGroup)
-        rows.append(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments))
+        print(json.dumps(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments)), file=report)
         meet()
         ring.close()
-    print(json.dumps(rows), file=report)
 
 
 def compare(
@@ -183,9 +181,9 @@ def compare(
 
 
 def run_world(world: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    with store() as port, forked(world, partial(work, world, arguments, port)) as (_, reports):
-        by_rank = [json.loads(report.readline()) for report in reports]
-    return [summary(world, mib, [rows[at] for rows in by_rank]) for at, mib in enumerate(arguments.mib)]
+    with store() as port:
+        by_rank = reported(world, partial(work, world, arguments, port))
+    return [summary(world, mib, [*rows]) for mib, rows in zip(arguments.mib, zip(*by_rank, strict=True), strict=True)]
 
 
 def summary(world: int, mib: float, rows: list[dict[str, Any]]) -> dict[str, Any]:

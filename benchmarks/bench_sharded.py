@@ -14,8 +14,6 @@ D is the data-parallel size, k the number of shadows (--recover-shadow-shards).
                  end, read through torch's interface (``held`` of timed_pretrain.py)
     repartition  training runs with one death: seconds by the event "repartition", bytes as the workers count them
     table        models that nobody has here: computed by the same functions that stand beside the measured numbers
-
---json FILE writes every measurement.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_overhead import OVERLAPS, WARM_UP, compare, loss_difference, ratios, spread, typical
-from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, command_line, head, load_average, row, train, write
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, row, train, write
 from benchmarks.timed_pretrain import received_over
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket
@@ -227,8 +225,7 @@ def iteration(options: Any) -> list[dict[str, Any]]:
         for model in options.models:
             for size in options.sizes:
                 for overlap in OVERLAPS[options.overlap]:
-                    flags = [*COMMON, *MODELS[model].argv, SHARDED, *(OVERLAP if overlap else ())]
-                    flags += ["--train-iters", str(options.block * options.blocks + 1), "--log-interval", "10"]
+                    flags = [*MODELS[model].argv, SHARDED, *(OVERLAP if overlap else ()), "--log-interval", "10"]
                     measured = compare(servers, size, flags, options, sides)
                     found = {side: ratios(measured, side, "stock") for side in ("k=1", "k=0")}
                     cells = [spread(found[side][what]) for side in found for what in ("wall", "cpu")]

@@ -159,6 +159,12 @@ def forked(size: int, work: Callable[[int, TextIO], object]) -> Iterator[tuple[l
             stream.close()
 
 
+def reported(size: int, work: Callable[[int, TextIO], object]) -> list[list[Any]]:
+    """What each of so many processes that do ``work(rank, report)`` reports until it ends: the JSON of each line."""
+    with forked(size, work) as (_, reports):
+        return [[json.loads(line) for line in report] for report in reports]
+
+
 @contextmanager
 def store() -> Iterator[int]:
     """torch's key-value store, in a process of its own; its port."""

@@ -37,6 +37,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,17 @@ class Clock:
         self._rank = int(environment["RANK"])
         self._folder = Path(environment["BENCH_OUT"])
         self._block = int(environment.get("BENCH_BLOCK", "0"))
-        self._kills = {int(at) for worker, at in _kills(environment.get("BENCH_KILL", "")) if worker == self._rank}
+        self._kills = environment.get("BENCH_KILL", "").split(",")  # those of all workers
         self._file = open(self._folder / f"times-{self._rank}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         paces = environment.get("BENCH_MICROBATCH", "0").split(",")
         self._microbatch = float(paces[self._rank % len(paces)])
-        self._memory = bool(environment.get("BENCH_MEMORY"))
-        self._threads = bool(environment.get("BENCH_THREADS"))
+        more: dict[str, Callable[[], dict[str, Any]]]
+        more = {"BENCH_MEMORY": memory, "BENCH_THREADS": threads, "BENCH_TRAFFIC": traffic}
+        self._more = [of_row for name, of_row in more.items() if environment.get(name)]
         self._state = bool(environment.get("BENCH_STATE"))
         self._traffic = bool(environment.get("BENCH_TRAFFIC"))
         self._came: list[int] = []
-        self._iteration = 0
-        self._first: int | None = None
+        self._iteration = self._noted = 0
         self._loss: float | None = None
 
     def install(self) -> None:
@@ -71,7 +72,7 @@ class Clock:
         training.train_step = self._around(training.train_step, self._train_step)
         if self._microbatch:
             schedules.forward_step = self._around(schedules.forward_step, self._forward_step)
-        if self._kills or self._microbatch:
+        if self._kills != [""] or self._microbatch:
             schedules.backward_step = self._around(schedules.backward_step, self._backward_step)
         if self._traffic:
             from recover_megatron.collectives import group_factory
@@ -92,8 +93,6 @@ class Clock:
         from megatron.training import get_args
 
         self._iteration = get_args().curr_iteration + 1
-        if self._first is None:
-            self._first = self._iteration
         self._note()
         result = original(*args, **kwargs)
         loss = result[0].get("lm loss")
@@ -102,31 +101,27 @@ class Clock:
 
     def _note(self) -> None:
         at = time.monotonic()
-        assert self._first is not None
-        if self._block and (self._iteration - self._first) % self._block == 0:
+        if self._block and self._noted % self._block == 0:
             with open(self._folder / "done", "wb", buffering=0) as done:
                 done.write(b"x")
             with open(self._folder / f"go-{self._rank}", "rb", buffering=0) as turn:
                 turn.read(1)
         go, used = time.monotonic(), time.process_time()
         row: dict[str, Any] = {"iteration": self._iteration, "at": at, "go": go, "cpu": used, "loss": self._loss}
-        if self._memory:
-            row["peak"] = peak()
-        if self._threads:
-            row |= threads()
-        if self._traffic:
-            row |= {"received": received(), "tensors": tensors()}
+        for of_row in self._more:
+            row |= of_row()
+        self._noted += 1
         self._file.write(json.dumps(row) + "\n")
 
     def _forward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         return at_least(self._microbatch / 3, original, *args, **kwargs)
 
     def _backward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._iteration in self._kills:
-            mark = self._folder / f"killed-{self._rank}@{self._iteration}"
-            if not mark.exists():
-                mark.write_text(repr(time.monotonic()))
-                os.kill(os.getpid(), signal.SIGKILL)
+        kill = f"{self._rank}@{self._iteration}"
+        mark = self._folder / f"killed-{kill}"
+        if kill in self._kills and not mark.exists():
+            mark.write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
         return at_least(self._microbatch * 2 / 3, original, *args, **kwargs)
 
     def _train(self, original: Any, forward_step: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,11 +166,16 @@ def held(optimizer: Any, model: Any) -> int:
     return sum(sizes.values())
 
 
-def peak() -> int:
+def memory() -> dict[str, int]:
     """The most KiB of this process that were resident since the last call."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
-    return int(status["VmHWM"].split()[0])
+    return {"peak": int(status["VmHWM"].split()[0])}
+
+
+def traffic() -> dict[str, int]:
+    """Bytes received so far, and those of tensors."""
+    return {"received": received(), "tensors": tensors()}
 
 
 def received() -> int:
@@ -220,12 +220,6 @@ def threads() -> dict[str, dict[str, float]]:
         used[name] = used.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
         waits[name] = waits.get(name, 0.0) + int(status["voluntary_ctxt_switches"])
     return {"threads": used, "waits": waits}
-
-
-def _kills(text: str) -> list[tuple[int, int]]:
-    """(worker, iteration) of each kill."""
-    pairs = (item.split("@") for item in text.split(",") if item)
-    return [(int(worker), int(iteration)) for worker, iteration in pairs]
 
 
 def main() -> None:
