@@ -29,13 +29,12 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from recover_megatron import __version__
 
@@ -77,17 +76,16 @@ class Verdict:
 
 
 def read(path: Path) -> list[Mutation]:
-    """The entries of a list.  Raises ValueError for one without a part that it needs, or with an unknown one."""
-    return [_mutation(entry) for entry in tomllib.loads(path.read_text())["mutation"]]
-
-
-def _mutation(entry: Mapping[str, Any]) -> Mutation:
-    name = entry.get("name", "?")
-    parts = {"name", "promise", "file", "old", "new", "tests"}
-    if wrong := (parts ^ entry.keys()) - {"also"}:
-        raise ValueError(f"mutation {name}: {', '.join(sorted(wrong))}: missing, or not known")
-    edits = tuple(Edit(one["file"], one["old"], one["new"]) for one in (entry, *entry.get("also", ())))
-    return Mutation(name, entry["promise"], edits, tuple(entry["tests"]))
+    """The entries of a list.  Raises KeyError for one without a part that it needs."""
+    return [
+        Mutation(
+            entry["name"],
+            entry["promise"],
+            tuple(Edit(one["file"], one["old"], one["new"]) for one in (entry, *entry.get("also", ()))),
+            tuple(entry["tests"]),
+        )
+        for entry in tomllib.loads(path.read_text())["mutation"]
+    ]
 
 
 # ---- whether the list fits the tree
@@ -181,8 +179,7 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float) -> tuple[int | No
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             end(process)
-        finally:
-            _running.discard(process)
+        _running.discard(process)
         file.seek(0)
         return code, file.read()
 
@@ -198,25 +195,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def fails_anyway(mutations: Sequence[Mutation], root: Path, limit: float) -> str:
-    """What pytest says of the named tests in an unchanged copy; empty: all pass."""
-    tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
-    with copied(root) as tree:
-        code, output = pytest(tests, tree, limit * len(mutations))
-    return "" if code == 0 else output
-
-
 # ---- telling
-
-
-def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """The lines of a table in Markdown."""
-    yield "| mutation | what it breaks | verdict | seconds | by |"
-    yield "| --- | --- | --- | ---: | --- |"
-    for verdict in verdicts:
-        by = f"`{verdict.by}`" if verdict.by else ""
-        mutation = verdict.mutation
-        yield f"| {mutation.name} | {mutation.promise} | {verdict.word} | {verdict.seconds:.0f} | {by} |"
 
 
 def say(text: str) -> None:
@@ -249,7 +228,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if not options.no_baseline:
         say("the named tests, without a mutation")
-        if output := fails_anyway(mutations, root, options.timeout):
+        tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
+        with copied(root) as tree:
+            code, output = pytest(tests, tree, options.timeout * len(mutations))
+        if code != 0:
             say(f"{output}\nthese must pass before a mutation can be judged by them")
             return 2
     verdicts = []
@@ -265,7 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for process in list(_running):
                 end(process)
             raise
-    print("\n".join(table(verdicts)))
+    print("| mutation | what it breaks | verdict | seconds | by |\n| --- | --- | --- | ---: | --- |")
+    for its in verdicts:
+        by = f"`{its.by}`" if its.by else ""
+        print(f"| {its.mutation.name} | {its.mutation.promise} | {its.word} | {its.seconds:.0f} | {by} |")
     left = sum(verdict.word != "caught" for verdict in verdicts)
     print(f"\n{len(verdicts) - left} of {len(verdicts)} caught.")
     return 1 if left else 0

@@ -292,7 +292,8 @@ def _line_end(document: bytes, near: int) -> int:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status: 0, or 1 for an error that is told on stderr."""
     parser = argparse.ArgumentParser(
         description="Make a corpus of real text, byte-level, that Megatron trains on.",
         epilog="Text goes through byte by byte, whatever its encoding. In JSON lines (.jsonl, .ndjson) every line is a "
@@ -304,12 +305,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: data/stdlib, or data/mine with --input")
     parser.add_argument("--max-mib", type=float, help="take only so much text, in whole documents")
     parser.add_argument("--valid-percent", type=float, default=5, help="documents for validation (default: 5)")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0, or 1 for an error that is told on stderr."""
-    parser = _parser()
     args = parser.parse_args(argv)
     args.out = args.out or (INPUT_OUT if args.input else LIBRARY_OUT)
     if not 0 < args.valid_percent < 100:

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import prepare_corpus
@@ -167,11 +166,6 @@ def train(command: Sequence[str], run: Path, progress: Progress) -> int:
             process.wait()
 
 
-def stopped(number: int, _frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP end the training as Ctrl-C does."""
-    raise SystemExit(128 + number)
-
-
 def corpus_of(folder: Path | None) -> dict[str, Any]:
     """corpus.json of ``folder``, or of the default corpus, which is made if need be.  Raises Stop."""
     if folder is None:
@@ -291,7 +285,7 @@ def parser() -> argparse.ArgumentParser:
         prog="quickstart.sh",
         description="Train a small GPT on real text with recover_megatron, on this machine's CPU; kill a worker in the "
         "middle of a step; compare with the same training in which nobody dies.",
-        epilog="Flags after -- are given to Megatron, after those chosen here. docs/quickstart.md says more.",
+        epilog="docs/quickstart.md says more.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--iters", type=int, default=200, help="iterations (default: %(default)s)")
@@ -300,22 +294,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--corpus", type=Path, help="a corpus made by prepare_corpus.py (default: Python's library)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder of the run")
     parser.add_argument("--no-failure", action="store_true", help="kill nobody, and train once (so does --resume)")
+    parser.add_argument("megatron", nargs="*", help="flags of Megatron, after --; they come after those chosen here")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit status."""
-    own, megatron = list(argv), []
-    if "--" in own:
-        cut = own.index("--")
-        own, megatron = own[:cut], own[cut + 1 :]
     options = parser()
-    args = options.parse_args(own)
-    args.megatron = megatron
+    args = options.parse_args(argv)
     if args.iters < 1 or args.workers < 1:
         options.error("--iters and --workers must be 1 or more")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stopped)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # they end the training as Ctrl-C does
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         return quickstart(args)
     except Stop as stop:
