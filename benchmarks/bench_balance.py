@@ -3,8 +3,8 @@
     python benchmarks/bench_balance.py --pace 0.1 --workers 4 --microbatches 32
     python benchmarks/bench_balance.py --simulate
 
-Four replicas of one worker each; a microbatch takes --pace seconds, on the slow one twice as long (slept, see
-paced_pretrain.py).  Three runs: all equally fast; one slow; one slow with --recover-balance.  The bound is what the
+Four replicas of one worker each; a microbatch takes --pace seconds, on the slow one twice as long (see
+timed_pretrain.py).  Three runs: all equally fast; one slow; one slow with --recover-balance.  The bound is what the
 workers' joint speed allows: (n) / (n - 1/2) of the time when all are fast, rounded to whole microbatches.
 
 --simulate: the controller alone (tests/workload/paces.py), for measurements of several noises of which 2 % are three
@@ -22,11 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import PACED, command_line, write
+from benchmarks.megatron_runs import MODELS, command_line, head, played, row, train, write
 from recover_megatron.run_log.steps import read_steps
 from recover_megatron.workload import quotas
 from tests.harness.forkserver import ForkServer
-from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT
 from tests.workload.paces import Speeds, constant, simulate
 
 
@@ -34,12 +33,8 @@ def measure(server: ForkServer, paces: list[float], options: argparse.Namespace,
     """Median seconds of an iteration of one run, the first ones dropped, and its last quotas."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
-        argv = [PACED, *MODEL, *MOCK, *NO_DROPOUT, "--micro-batch-size", "1", "--recover", *flags]
-        argv += ["--global-batch-size", str(options.microbatches), "--train-iters", str(options.iterations)]
-        argv += ["--recover-log-dir", temporary]
-        environment = {"BENCH_PACES": ",".join(map(str, paces))}
-        run = server.run(len(paces), argv, out, environment=environment, timeout=600)
-        assert run.ok, run.tail()
+        argv = [*MODELS["toy"].argv, "--global-batch-size", str(options.microbatches), "--recover", *flags]
+        train(server, out, len(paces), argv, iterations=options.iterations, environment=played(*paces), timeout=600)
         steps = list(read_steps(out / "steps.jsonl"))[options.drop :]
         return {
             "seconds": statistics.median(step.seconds for step in steps),
@@ -61,15 +56,15 @@ SIMULATED: dict[str, Speeds] = {
 
 def print_simulation(iterations: int = 1000) -> None:
     """The table of --simulate."""
-    print("| replicas | microbatches | noise | changes per 1,000 | mean | longest |\n|---|--:|--:|--:|--:|--:|")
+    head("replicas", "microbatches:", "noise:", "changes per 1,000:", "mean:", "longest:")
     for name, speeds in SIMULATED.items():
         for each in (6, 32):
             for noise in (0.03, 0.1):
                 total = each * len(speeds(0))
                 run = simulate(speeds, total, iterations, noise=noise, seed=1)
                 changes, settled = 1000 * run.changes / iterations, run.ratios[6:]
-                row = f"{changes:.0f} | {statistics.fmean(settled):.3f} | {max(settled):.2f}"
-                print(f"| {name} | {total} | {noise:.0%} | {row} |")
+                figures = f"{changes:.0f}", f"{statistics.fmean(settled):.3f}", f"{max(settled):.2f}"
+                row(name, total, f"{noise:.0%}", *figures)
 
 
 def main() -> None:
@@ -94,10 +89,10 @@ def main() -> None:
     base = rows["all fast"]["seconds"]
     best = quotas(options.microbatches, range(options.workers), speeds={n: 1 / pace for n, pace in enumerate(slow)})
     bound = max(best[n] * pace for n, pace in enumerate(slow)) / (options.microbatches / options.workers * options.pace)
-    print("| | iteration, s | over all fast | quotas | loss |\n|---|---|---|---|---|")
-    for name, row in rows.items():
-        shares = ", ".join(map(str, row["quotas"].values()))
-        print(f"| {name} | {row['seconds']:.3f} | {row['seconds'] / base:.3f} | {shares} | {row['loss']:.6f} |")
+    head("", "iteration, s", "over all fast", "quotas", "loss")
+    for name, its in rows.items():
+        shares = ", ".join(map(str, its["quotas"].values()))
+        row(name, f"{its['seconds']:.3f}", f"{its['seconds'] / base:.3f}", shares, f"{its['loss']:.6f}")
     print(f"\nno sharing of whole microbatches is better than {bound:.3f} times all fast")
     write(options, rows)
 

@@ -19,6 +19,7 @@ find each other's sockets; beyond that only its connections are counted.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import resource
@@ -28,12 +29,21 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, head, load_average, row, write
+from benchmarks.megatron_runs import command_line, head, load_average, reported, row, store, write
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.gloo.groups import GlooGroups
+from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
+from recover_megatron.collectives.transport.tcp import TcpTransport
+from recover_megatron.collectives.tree import Tree, TreeBackend
+from recover_megatron.network.peer_store import PeerStoreServer
 
 SECRET = b"of the benchmark"
 COLUMNS = 2
@@ -45,28 +55,19 @@ class Member:
     """One worker of the simulation.  ``addresses``: of all peer stores, by rank, when they are known."""
 
     def __init__(self, rank: int) -> None:
-        from recover_megatron.network.peer_store import PeerStoreServer
-
         self.rank = rank
         self.peer_store = PeerStoreServer("127.0.0.1", SECRET)
         self.addresses: list[str] = []
 
     def open(self, way: str, epoch: int, met: Callable[[], float]) -> dict[str, float]:
         """Open everything and close it again.  ``met``: waits for all members; the time then."""
-        import torch.distributed as dist
-
-        from recover_megatron.collectives.epoch import CancelToken
-        from recover_megatron.collectives.gloo.groups import GlooGroups
-        from recover_megatron.collectives.peers import PeerStoreClient
-        from recover_megatron.collectives.tree import Tree, TreeBackend
-
         token, size = CancelToken(epoch), len(self.addresses)
         began = met()
         group: Any
         if way == "mesh":
-            store = PeerStoreClient(self.addresses[0], SECRET, epoch)
+            first = PeerStoreClient(self.addresses[0], SECRET, epoch)
             mesh = {"all": range(size)}
-            group = GlooGroups(self.rank, mesh, store, token, ring=f"world/{epoch}", timeout=TIMEOUT)
+            group = GlooGroups(self.rank, mesh, first, token, ring=f"world/{epoch}", timeout=TIMEOUT)
             mine = size - 1
         else:
             where = self.addresses, self.peer_store, SECRET
@@ -99,9 +100,6 @@ class Member:
         }
 
     def _ring(self, column: int, epoch: int, token: Any) -> Any:
-        from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
-        from recover_megatron.collectives.transport.tcp import TcpTransport
-
         clients: dict[int, PeerStoreClient] = {}
         members = range(len(self.addresses))
 
@@ -129,16 +127,17 @@ def opened(member: Member, way: str, epoch: int, met: Callable[[], float]) -> di
         os._exit(1)
 
 
-def one_process(ranks: list[int], ways: list[str], told: Any, addresses: Any, barrier: Any, results: Any) -> None:
-    """The members of some ranks."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def one_process(shares: list[range], ways: list[str], port: int, barrier: Any, number: int, report: TextIO) -> None:
+    """The members of some ranks; a line for each of ``ways``, with what each member found."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    del soft
-    members = [Member(rank) for rank in ranks]
-    told.put({member.rank: member.peer_store.address for member in members})
-    everybody = addresses.get()
+    shared = dist.TCPStore("127.0.0.1", port, is_master=False)
+    members = [Member(rank) for rank in shares[number]]
     for member in members:
-        member.addresses = [everybody[rank] for rank in range(len(everybody))]
+        shared.set(str(member.rank), member.peer_store.address)
+    addresses = [shared.get(str(rank)).decode() for rank in range(sum(map(len, shares)))]
+    for member in members:
+        member.addresses = addresses
     for epoch, way in enumerate(ways, start=1):
         at = [0.0]
 
@@ -154,33 +153,20 @@ def one_process(ranks: list[int], ways: list[str], told: Any, addresses: Any, ba
 
         with ThreadPoolExecutor(len(members)) as pool:
             found = [one.result() for one in [pool.submit(opened, member, way, epoch, met) for member in members]]
-        results.put(found)
+        print(json.dumps(found), file=report)
 
 
 def measured(size: int, processes: int, ways: list[str]) -> list[dict[str, float]]:
     """For each of ``ways`` a row."""
-    context = multiprocessing.get_context("spawn")
-    processes = min(processes, size)
-    told, barrier, results = context.Queue(), context.Barrier(processes), context.Queue()
-    addresses = context.Queue()
-    shares = [list(range(n, size, processes)) for n in range(processes)]
-    started = [
-        context.Process(target=one_process, args=(ranks, ways, told, addresses, barrier, results)) for ranks in shares
-    ]
-    for process in started:
-        process.start()
-    everybody: dict[int, str] = {}
-    for _ in started:
-        everybody |= told.get()
-    for _ in started:
-        addresses.put(everybody)
+    shares = [range(n, size, processes) for n in range(min(processes, size))]
+    barrier = multiprocessing.get_context("fork").Barrier(len(shares))
+    with store() as port:
+        by_process = reported(len(shares), partial(one_process, shares, ways, port, barrier))
     rows = []
-    for _ in ways:
-        found = [row for _ in started for row in results.get()]
-        row = {name: max(its[name] for its in found) for name in found[0]}
-        rows.append(row | {"connections": sum(its["connections"] for its in found)})
-    for process in started:
-        process.join()
+    for parts in zip(*by_process, strict=True):
+        found = [its for part in parts for its in part]
+        most = {name: max(its[name] for its in found) for name in found[0]}
+        rows.append(most | {"connections": sum(its["connections"] for its in found)})
     return rows
 
 

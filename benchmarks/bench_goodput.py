@@ -34,13 +34,25 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, command_line, head, load_average, row, times, write
+from benchmarks.megatron_runs import (
+    COMMON,
+    FSDP,
+    MODELS,
+    SCRIPT,
+    command_line,
+    head,
+    load_average,
+    played,
+    row,
+    times,
+    write,
+)
 from tests.harness.forkserver import ForkServer
 
 MAX_LAUNCHES = 50
@@ -61,10 +73,6 @@ class Launch:
     began: dict[int, float]
     """Iteration -> when it began, at the last worker of those that live."""
     losses: dict[int, float]
-    start_seconds: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.start_seconds = self.first - self.started
 
 
 @dataclass
@@ -85,46 +93,26 @@ class Result:
         total = 0.0
         for number, launch in enumerate(self.launches):
             # Between two launches the workers are held as well.
-            last = number == len(self.launches) - 1
-            end = min(moment, launch.ended if last else self.launches[number + 1].started)
+            after = self.launches[number + 1 :]
+            end = min(moment, after[0].started if after else launch.ended)
             begin = launch.started if startup else launch.first
             total += launch.paid * max(0.0, end - begin)
             if self.name == "recover":
                 total -= sum(max(0.0, end - max(begin, death)) for death in launch.deaths)
         return total
 
-    @property
-    def per_worker_second(self) -> float:
-        return self.tokens / self.paid_until(math.inf)
-
-    @property
-    def per_worker_second_without_startup(self) -> float:
-        return self.tokens / self.paid_until(math.inf, startup=False)
-
-    @property
-    def startup_share(self) -> float:
-        return 1 - self.paid_until(math.inf, startup=False) / self.paid_until(math.inf)
+    def per_worker_second(self, *, startup: bool = True) -> float:
+        """Tokens."""
+        return self.tokens / self.paid_until(math.inf, startup=startup)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """``replica``: workers of one; above 1 they are a shard group of Megatron-FSDP."""
-
-    replica: int = 1
-
-    def flags(self, workers: int) -> list[str]:
-        """For a launch of so many workers."""
-        if self.replica == 1:
-            return []
-        instances = workers // self.replica
-        return (
-            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "
-            f"--overlap-grad-reduce --ckpt-format fsdp_dtensor --num-distributed-optimizer-instances {instances}"
-        ).split()
-
-    def workers(self, alive: int, microbatches: int) -> int:
-        """The most of ``alive`` that make whole replicas and by which the batch can be divided; 0: there are none."""
-        return max((n for n in range(self.replica, alive + 1, self.replica) if microbatches % n == 0), default=0)
+def sharded(replica: int, workers: int) -> list[str]:
+    """The flags of a launch of so many workers, of which ``replica`` are a shard group of Megatron-FSDP; 1: without."""
+    return (
+        []
+        if replica == 1
+        else [*FSDP, "--overlap-grad-reduce", "--num-distributed-optimizer-instances", str(workers // replica)]
+    )
 
 
 class Bench:
@@ -135,7 +123,6 @@ class Bench:
         self._folder = folder
         self._options = options
         self._count = 0
-        self._layout = Layout(options.hsdp)
         self.model = MODELS[options.model]
 
     def launch(self, workers: int, paid: int, kills: list[str], *flags: str) -> Launch:
@@ -144,13 +131,8 @@ class Bench:
         out = self._folder / f"launch-{self._count}"
         out.mkdir()
         options = self._options
-        argv = [SCRIPT, *COMMON, *self.model.argv, "--log-interval", "10"]
-        argv += [*self._layout.flags(workers), *flags]
-        environment = {
-            "BENCH_OUT": str(out),
-            "BENCH_KILL": ",".join(kills),
-            "BENCH_MICROBATCH": str(options.microbatch_seconds),
-        }
+        argv = [SCRIPT, *COMMON, *self.model.argv, "--log-interval", "10", *sharded(options.hsdp, workers), *flags]
+        environment = {"BENCH_OUT": str(out), "BENCH_KILL": ",".join(kills), **played(options.microbatch_seconds)}
         started = time.monotonic()
         run = self._server.run(workers, argv, out, environment=environment, timeout=options.timeout)
         ended = time.monotonic()
@@ -198,15 +180,16 @@ class Bench:
                     alive -= before - len(left)
                     # A schedule names workers of the first launch: those that are left have the first numbers now.
                     left = [_renamed(kill, alive) for kill in left]
-                    workers = self._layout.workers(alive, self._microbatches)
+                    workers = self._most(alive)
                     if not workers:
                         raise RuntimeError(f"{alive} workers are left, which are no replica")
                     left = [_renamed(kill, workers) for kill in left]
         return Result(name, launches, iterations * self.model.tokens, interval)
 
-    @property
-    def _microbatches(self) -> int:
-        return self.model.global_batch // self.model.micro_batch
+    def _most(self, alive: int) -> int:
+        """The most of ``alive`` that make whole replicas and by which the batch can be divided; 0: there are none."""
+        microbatches, replica = self.model.global_batch // self.model.micro_batch, self._options.hsdp
+        return max((n for n in range(replica, alive + 1, replica) if microbatches % n == 0), default=0)
 
     def costs(self) -> tuple[float, float]:
         """Seconds of an iteration and of a checkpoint, measured."""
@@ -291,10 +274,10 @@ def main() -> None:
         for name in options.runs:
             result = bench.run(name, kills, None if name in ("none", "recover") else interval)
             results.append(result)
+            whole, training = (result.per_worker_second(startup=startup) for startup in (True, False))
             row(
                 LABELS[name], len(result.launches), f"{result.seconds:.1f}", f"{result.paid_until(math.inf):.0f}",
-                f"{result.per_worker_second:.2f}", f"{result.per_worker_second_without_startup:.2f}",
-                f"{100 * result.startup_share:.0f} %",
+                f"{whole:.2f}", f"{training:.2f}", f"{100 * (1 - whole / training):.0f} %",
             )  # fmt: skip
     by_name = {result.name: result for result in results}
     if "recover" in by_name:
@@ -302,8 +285,8 @@ def main() -> None:
         print()
         for other in (result for result in results if result is not ours):
             print(
-                f"recover / {other.name}: {ours.per_worker_second / other.per_worker_second:.2f}, without start-up "
-                f"{ours.per_worker_second_without_startup / other.per_worker_second_without_startup:.2f}"
+                f"recover / {other.name}: {ours.per_worker_second() / other.per_worker_second():.2f}, without start-up "
+                f"{ours.per_worker_second(startup=False) / other.per_worker_second(startup=False):.2f}"
             )
     last = {name: result.launches[-1].losses.get(options.iterations) for name, result in by_name.items()}
     print(f"\nlast losses: {last}; {load_average()}")

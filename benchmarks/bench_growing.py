@@ -10,8 +10,6 @@ All train the same iterations of the same batch, so the same tokens.  A worker's
 plan, from the begin of the first iteration on; so what forming the new replicas and losing some costs is in it, and the
 building of models, which goes on beside the training, is not.  Each worker plays a device of fixed speed
 (--microbatch-seconds): on a machine with fewer cores than workers more of them would be slower each.
-
-Prints a table; --json FILE writes every measurement.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, row, train, write
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, played, row, train, write
 from recover_megatron.run_log.events import EVENTS_FILE, read_events
 from recover_megatron.run_log.steps import read_steps, violations
 from tests.harness.forkserver import ForkServer
@@ -77,7 +75,7 @@ def run(
         server, out, replicas,
         [*model.argv, "--global-batch-size", str(MICROBATCHES), "--log-interval", "10", *more],
         iterations=options.iterations, killed=None, timeout=options.timeout, spares=newcomers,
-        environment={"BENCH_MICROBATCH": str(options.microbatch_seconds)},
+        environment=played(options.microbatch_seconds),
     )  # fmt: skip
     return measured(name, out, MICROBATCHES * model.sequence)
 

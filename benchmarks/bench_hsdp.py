@@ -27,13 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, row, times, train, write
+from benchmarks.megatron_runs import FSDP, MODELS, RECOVER, command_line, head, row, times, train, write
 from tests.harness.forkserver import ForkServer
 
-FSDP = (
-    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "
-    "--ckpt-format fsdp_dtensor --num-distributed-optimizer-instances 2"
-).split()
+FLAGS = [*FSDP, "--num-distributed-optimizer-instances", "2"]
 OUTER = ["--outer-dp-sharding-strategy", "optim"]
 SIDES: dict[str, list[str]] = {
     "stock": [],
@@ -49,7 +46,7 @@ KINDS = {"fp32": [], "bf16": ["--bf16", "--megatron-fsdp-main-grads-dtype", "fp3
 def run(server: ForkServer, folder: Path, flags: list[str], options: Any) -> dict[str, Any]:
     """Of one training: bytes an iteration, all workers together; of a worker, bytes of tensors and resident KiB."""
     train(
-        server, folder, WORKERS, [*MODELS[options.model].argv, *FSDP, "--overlap-grad-reduce", *flags],
+        server, folder, WORKERS, [*MODELS[options.model].argv, *FLAGS, "--overlap-grad-reduce", *flags],
         iterations=ITERATIONS, environment={"BENCH_TRAFFIC": "1", "BENCH_MEMORY": "1"}, timeout=options.timeout,
     )  # fmt: skip
     rows = [times(folder, rank) for rank in range(WORKERS)]
@@ -67,7 +64,7 @@ def main() -> None:
     parser.add_argument("--flags", action="store_true", help="print the flags for bench_overhead.py, and do nothing")
     options = parser.parse_args()
     if options.flags:
-        print(" ".join(FSDP))
+        print(" ".join(FLAGS))
         return
     found = []
     head(

@@ -23,41 +23,26 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, coordinator
+from benchmarks.megatron_runs import command_line, coordinator, write
 from recover_megatron.membership import wire
 from recover_megatron.membership.wire import Secret
-from recover_megatron.network.connection import nonce
+from recover_megatron.network.connection import Decoder
 
 HEARTBEAT = 1.0
 
 
-class Frames:
-    """Cuts a stream into messages. What all workers get alike is parsed once: real workers do that side by side."""
-
-    parsed: ClassVar[dict[bytes, dict[str, Any]]] = {}
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        self._buffer += data
-
-    def next(self) -> dict[str, Any] | None:
-        end = 4 + int.from_bytes(self._buffer[:4], "big")
-        if len(self._buffer) < max(5, end):
-            return None
-        body = bytes(self._buffer[4:end])
-        del self._buffer[:end]
-        if body not in self.parsed:
-            if len(self.parsed) > 100:
-                self.parsed.clear()
-            self.parsed[body] = json.loads(body)
-        return self.parsed[body]
+@lru_cache(100)
+def parsed(body: bytes) -> dict[str, Any]:
+    """A message. What all workers get alike is parsed once: real workers do that side by side."""
+    return dict(json.loads(body))
 
 
 @dataclass
@@ -66,8 +51,7 @@ class Simulated:
 
     number: int
     sock: socket.socket
-    decoder: Frames
-    nonces: tuple[str, str] = ("", "")
+    decoder: Decoder
     committed: int = 0
     attached: bool = False
 
@@ -88,7 +72,7 @@ class Crowd:
             sock = socket.create_connection(address, timeout=30)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(False)
-            worker = Simulated(number, sock, Frames())
+            worker = Simulated(number, sock, Decoder(wire.MAX_TO_MEMBER))
             self.workers[number] = worker
             self.selector.register(sock, selectors.EVENT_READ, worker)
             if number % 50 == 49:
@@ -136,23 +120,17 @@ class Crowd:
         if not data:
             raise ConnectionError(f"the coordinator closed the session of worker {worker.number}")
         worker.decoder.feed(data)
-        while (message := worker.decoder.next()) is not None:
+        while (body := worker.decoder.next()) is not None:
+            message = parsed(body)
             match message["type"]:
                 case "challenge":
-                    worker.nonces = (message["nonce"], nonce())
-                    mac = self.secret.mac("member", *worker.nonces)
-                    worker.sock.send(wire.encode({"type": "auth", "nonce": worker.nonces[1], "mac": mac}))
+                    worker.sock.send(wire.encode(self.secret.answer(message)[0]))
                 case "proof":
                     worker.attached = True
                     worker.sock.send(wire.encode(self._attach(worker.number)))
                 case "revoke":
-                    join = {
-                        "type": "join",
-                        "epoch": message["epoch"],
-                        "status": {"iteration": 1},
-                        "done": worker.committed,
-                    }
-                    worker.sock.send(wire.encode(join))
+                    join = {"type": "join", "epoch": message["epoch"], "done": worker.committed}
+                    worker.sock.send(wire.encode(join | {"status": {"iteration": 1}}))
                 case "plan":
                     self.holding["plan", message["epoch"]] += 1
                     self.newest = max(self.newest, message["epoch"])
@@ -166,15 +144,10 @@ class Crowd:
         return {"type": "attach", **who, **fresh, "dead": [], "left": []}
 
 
-def processor_seconds(pid: int) -> float:
+def processor_seconds(process: psutil.Process) -> float:
     """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
@@ -182,24 +155,25 @@ def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
     secret = secrets.token_hex(16)
     with (
         tempfile.TemporaryDirectory() as folder,
-        coordinator(workers, Path(folder) / "events.jsonl", secret, "--heartbeat-timeout", "60") as (process, port),
+        coordinator(workers, Path(folder) / "events.jsonl", secret, "--heartbeat-timeout", "60") as (started, port),
     ):
+        process = psutil.Process(started.pid)
         start = time.monotonic()
         crowd = Crowd(("127.0.0.1", port), workers, Secret(secret.encode()))
         crowd.until(lambda: crowd.all_hold("plan", crowd.newest))
         formed = time.monotonic() - start
 
-        before, at = processor_seconds(process.pid), time.monotonic()
+        before, at = processor_seconds(process), time.monotonic()
         crowd.until(lambda: time.monotonic() - at >= seconds)
-        steady = (processor_seconds(process.pid) - before) / (time.monotonic() - at)
+        steady = (processor_seconds(process) - before) / (time.monotonic() - at)
 
         epoch, rounds = crowd.newest, 5
-        before = processor_seconds(process.pid)
+        before = processor_seconds(process)
         agreed = []
         for iteration in range(1, rounds + 1):
             crowd.all_done(epoch, iteration)
             agreed.append(crowd.until(lambda t=iteration: crowd.all_hold("commit", t)))
-        agree_cpu = (processor_seconds(process.pid) - before) / rounds
+        agree_cpu = (processor_seconds(process) - before) / rounds
 
         recovered = []
         for victim in range(deaths):
@@ -216,11 +190,11 @@ def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
             "agree_cpu_ms": round(agree_cpu * 1e3, 1),
             "death_to_last_plan_median_ms": round(statistics.median(recovered) * 1e3, 1),
             "death_to_last_plan_worst_ms": round(max(recovered) * 1e3, 1),
-            "coordinator_mib": round(resident_bytes(process.pid) / 2**20, 1),
+            "coordinator_mib": round(process.memory_info().rss / 2**20, 1),
         }
 
 
-def main() -> int:
+def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--deaths", type=int, default=5)
@@ -235,10 +209,8 @@ def main() -> int:
             print(" | ".join(result))
         results.append(result)
         print(" | ".join(str(value) for value in result.values()), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"cores": os.cpu_count(), "results": results}, indent=2) + "\n")
-    return 0
+    write(args, {"cores": os.cpu_count(), "results": results})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

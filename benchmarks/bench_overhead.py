@@ -9,8 +9,6 @@ the pause, is dropped.  Each pair of neighbouring blocks gives one ratio of medi
 ratios with their quartiles, the same of the processor time of all workers (which other work on the machine hardly
 changes), and the relative difference of the losses after the last iteration.  With --microbatch-seconds each worker
 plays a device of fixed speed, so that the processors are free most of the time.
-
---profile DIR writes cProfile dumps of worker 0's main thread.  --json FILE writes every measurement.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import platform
 import statistics
 import sys
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -29,19 +27,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import (
-    COMMON,
     LAYOUTS,
     MODELS,
     RECOVER,
-    SCRIPT,
     command_line,
     head,
     load_average,
+    played,
     row,
     times,
+    train,
     write,
 )
-from tests.harness.forkserver import ForkServer, Run
+from tests.harness.forkserver import ForkServer
 
 SIDES: dict[str, list[str]] = {"without": [], "with": RECOVER}
 OVERLAPS = {"no": [False], "yes": [True], "both": [False, True]}
@@ -83,34 +81,26 @@ def compare(
     workers: int,
     flags: list[str],
     options: Any,
-    name: str,
     sides: dict[str, list[str]] = SIDES,
 ) -> dict[str, Any]:
     """Run all sides (name -> its own flags) in turns; their seconds per iteration by block, and their last losses."""
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(sides)) as pool:
         folders = {side: Path(temporary) / side for side in sides}
-        runs: dict[str, Run] = {}
-        turns, threads = {}, []
-        for side, more in sides.items():
-            folders[side].mkdir()
-            turns[side] = Turns(folders[side], workers)
-            environment = {"BENCH_OUT": str(folders[side]), "BENCH_BLOCK": str(options.block)}
-            if options.microbatch_seconds:
-                environment["BENCH_MICROBATCH"] = str(options.microbatch_seconds)
-            if options.profile:
-                environment["BENCH_PROFILE"] = str(options.profile / f"{name}-{side}.prof")
-            argv = [SCRIPT, *flags, *more]
-            if more:
-                argv += ["--recover-log-dir", str(folders[side])]
+        for folder in folders.values():
+            folder.mkdir()
+        turns = {side: Turns(folder, workers) for side, folder in folders.items()}
 
-            def run(side: str = side, argv: list[str] = argv, environment: dict[str, str] = environment) -> None:
-                runs[side] = servers[side].run(
-                    workers, argv, folders[side], environment=environment, timeout=options.timeout
-                )
+        def run(side: str) -> None:
+            environment = {"BENCH_BLOCK": str(options.block)} | played(options.microbatch_seconds)
+            try:
+                train(
+                    servers[side], folders[side], workers, [*flags, *sides[side]], environment=environment,
+                    iterations=options.block * options.blocks + 1, timeout=options.timeout,
+                )  # fmt: skip
+            finally:
                 turns[side].stop()
 
-            threads.append(threading.Thread(target=run))
-            threads[-1].start()
+        runs = [pool.submit(run, side) for side in sides]
         try:
             order = [side for at in range(options.blocks) for side in (list(sides) if at % 2 == 0 else [*sides][::-1])]
             for side in sides:
@@ -121,12 +111,10 @@ def compare(
             for side in sides:
                 turns[side].go()
         finally:
-            for thread in threads:
-                thread.join()
-            for side in sides:
-                turns[side].close()
-                if not runs[side].ok:
-                    print(runs[side].tail(40), file=sys.stderr)
+            for its in runs:
+                its.result()  # raises, where a run has failed, why
+            for turn in turns.values():
+                turn.close()
         return {side: blocks(folders[side], workers, options.block) for side in sides}
 
 
@@ -182,11 +170,7 @@ def main() -> None:
     parser.add_argument("--log-interval", type=int, default=10, help="Megatron's")
     parser.add_argument("--flags", default="", help="more flags for both sides")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one comparison")
-    parser.add_argument("--profile", type=Path)
     options = parser.parse_args()
-    if options.profile:
-        options.profile.mkdir(parents=True, exist_ok=True)
-    iterations = options.block * options.blocks + 1
     rows = []
     head(
         "model", "layout", "overlap", "without, ms", "with, ms", "ratio (quartiles)", "processor time",
@@ -198,11 +182,10 @@ def main() -> None:
             for layout in options.layouts:
                 for overlap in OVERLAPS[options.overlap]:
                     workers, shape = LAYOUTS[layout]
-                    flags = [*COMMON, *MODELS[model].argv, *shape.split(), *options.flags.split()]
-                    flags += ["--train-iters", str(iterations), "--log-interval", str(options.log_interval)]
+                    flags = [*MODELS[model].argv, *shape.split(), *options.flags.split()]
+                    flags += ["--log-interval", str(options.log_interval)]
                     flags += ["--overlap-grad-reduce"] if overlap else []
-                    name = f"{model}-{layout}-{'overlap' if overlap else 'plain'}"
-                    measured = compare(servers, workers, flags, options, name)
+                    measured = compare(servers, workers, flags, options)
                     found = ratios(measured)
                     row(
                         model, layout, "yes" if overlap else "no",
@@ -211,8 +194,8 @@ def main() -> None:
                     )  # fmt: skip
                     rows.append({"model": model, "layout": layout, "overlap": overlap, "ratios": found, **measured})
     print(
-        f"\n{options.blocks - WARM_UP} pairs of {options.block - 1} iterations, {iterations} iterations in all, "
-        f"log interval {options.log_interval}; {os.cpu_count()} cores, {platform.machine()}"
+        f"\n{options.blocks - WARM_UP} pairs of {options.block - 1} iterations, {options.block * options.blocks + 1} "
+        f"iterations in all, log interval {options.log_interval}; {os.cpu_count()} cores, {platform.machine()}"
     )
     write(options, rows)
 

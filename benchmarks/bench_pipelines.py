@@ -3,8 +3,8 @@
     python benchmarks/bench_pipelines.py --runs 3
 
 Four replicas of two stages; one worker is killed (a real SIGKILL), and three replicas go on: with the plain schedule
-(1F1B), and with an interleaved one of two chunks of layers, by turns.  Every microbatch sleeps in each chunk's forward
-step as long as --seconds says, as a host waits for its GPU; what else it takes is the same before and after.
+(1F1B), and with an interleaved one of two chunks of layers, by turns.  Every microbatch takes as long as --seconds
+says, as a host waits for its GPU, shared out over the chunks; what else it takes is the same before and after.
 
     before, after   median seconds of an iteration (steps.jsonl), with four replicas and with three
     optimum         before * passes(most) / passes(quota): the slots of time that a stage needs, with the pipeline's
@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, PACED, command_line, load_average, train, write
+from benchmarks.megatron_runs import MODELS, command_line, load_average, played, train, write
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.workload import quotas
 from tests.harness.forkserver import ForkServer
@@ -44,7 +44,7 @@ def seconds(server: ForkServer, folder: Path, schedule: str, pace: float) -> tup
     shape += ["--global-batch-size", str(MICROBATCHES), "--recover", "--recover-inject", f"2@{KILLED_AT}:forward"]
     train(
         server, folder, REPLICAS * STAGES, [*MODELS["toy"].argv, *shape], iterations=ITERATIONS, killed={2},
-        script=PACED, timeout=400, environment={"BENCH_PACES": ",".join([str(pace / chunks)] * REPLICAS * STAGES)},
+        timeout=400, environment=played(pace / chunks),
     )  # fmt: skip
     steps = list(read_steps(folder / "steps.jsonl"))
     if problems := [problem for step in steps if (problem := audit_problem(step))]:

@@ -13,7 +13,7 @@ it (0 if that was earlier: a neighbour of the dead notices by its connection, be
     regroup     every survivor has the group of the next epoch, ledgers exchanged
     reduce      every survivor has the sum over the survivors
 
-Prints a table of medians and maxima in milliseconds; --json FILE writes every measurement.
+Prints a table of medians and maxima in milliseconds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.megatron_runs import command_line, coordinator, fork, head, row, store, write
+from benchmarks.megatron_runs import command_line, coordinator, forked, head, row, store, write
 from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
@@ -49,7 +50,7 @@ WARM_UP = 5
 PHASES = ("detect", "revoke", "unwind", "rendezvous", "regroup", "reduce")
 
 
-def work(me: int, address: tuple[str, int], secret: bytes, store_port: int, report: int) -> None:
+def work(address: tuple[str, int], secret: bytes, store_port: int, me: int, report: TextIO) -> None:
     """One worker: reduce until the epoch is revoked, recover, reduce once more, report the times."""
     torch.set_num_threads(1)
     times: dict[str, float] = {}
@@ -86,10 +87,9 @@ def work(me: int, address: tuple[str, int], secret: bytes, store_port: int, repo
         reduced += 1
         if reduced == WARM_UP:
             note("steady")
-            os.write(report, b"\n")
-    os.write(report, (json.dumps(times) + "\n").encode())
+            print(file=report)
+    print(json.dumps(times), file=report)
     session.leave()
-    os._exit(0)
 
 
 def one_kill(workers: int, choose: random.Random) -> dict[str, float]:
@@ -99,24 +99,15 @@ def one_kill(workers: int, choose: random.Random) -> dict[str, float]:
         events = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "events.jsonl"
         process, port = stack.enter_context(coordinator(workers, events, secret))
         store_port = stack.enter_context(store())
-        reads: list[Any] = []
-        pids: list[int] = []
-        for me in range(workers):
-            read, write = os.pipe()
-            pids.append(
-                fork(lambda me=me, write=write: work(me, ("127.0.0.1", port), secret.encode(), store_port, write))
-            )
-            os.close(write)
-            reads.append(stack.enter_context(os.fdopen(read)))
-        for read in reads:
-            read.readline()
+        worker = partial(work, ("127.0.0.1", port), secret.encode(), store_port)
+        pids, reports = stack.enter_context(forked(workers, worker))
+        for report in reports:
+            report.readline()
         time.sleep(choose.random() * 0.05)  # anywhere in an all-reduce
         victim = choose.randrange(workers)
         killed = time.monotonic()
         os.kill(pids[victim], signal.SIGKILL)
-        survivors = [json.loads(read.readline()) for me, read in enumerate(reads) if me != victim]
-        for pid in pids:
-            os.waitpid(pid, 0)
+        survivors = [json.loads(report.readline()) for me, report in enumerate(reports) if me != victim]
         process.wait(30)
         ends = {phase: max(times[phase] for times in survivors) for phase in PHASES[1:]}
         ends["detect"] = detected(events, victim)

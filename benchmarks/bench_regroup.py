@@ -30,8 +30,8 @@ products take while it gives its state, again and again, than alone.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
-import os
 import re
 import socket
 import statistics
@@ -40,13 +40,35 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import MODELS, RECOVER, REPOSITORY, command_line, load_average, train, write
+from benchmarks.megatron_runs import (
+    MODELS,
+    RECOVER,
+    REPOSITORY,
+    command_line,
+    head,
+    load_average,
+    reported,
+    row,
+    store,
+    train,
+    write,
+)
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.gloo.groups import GlooGroups
 from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.state_holder import Offer, Offers, new_memory
+from recover_megatron.instep.state_receiver import Receiver, Source
+from recover_megatron.network.connection import Challenge
+from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events
 from tests.harness.forkserver import ForkServer, Run
 
@@ -109,18 +131,18 @@ def recombination(run: Run, told: list[Event], placing: list[Event], kill: tuple
 def regroup(options: Any) -> None:
     """A row for each model."""
     rows: dict[str, list[dict[str, float]]] = {}
-    print(f"| model | parameters | MiB moved | {' | '.join(PHASES)} |\n|---{'|--:' * (len(PHASES) + 2)}|", flush=True)
+    head("model", "parameters:", "MiB moved:", *(f"{phase}:" for phase in PHASES))
     with ForkServer() as server:
         for name in options.models:
             rows[name] = []
             for _ in range(options.runs):
                 with tempfile.TemporaryDirectory() as folder:
                     rows[name] += one_run(server, Path(folder), name, options.timeout)
-            values = {phase: [row[phase] for row in rows[name]] for phase in (*PHASES, "bytes")}
+            values = {phase: [its[phase] for its in rows[name]] for phase in (*PHASES, "bytes")}
             cells = [f"{statistics.median(values[phase]):.0f} ({max(values[phase]):.0f})" for phase in PHASES]
             moved = statistics.median(values["bytes"]) / 2**20
             size = MODELS[name].parameters / 1e6
-            print(f"| {name} | {size:.2f} M | {moved:.1f} | {' | '.join(cells)} |", flush=True)
+            row(name, f"{size:.2f} M", f"{moved:.1f}", *cells)
     print(f"\nmilliseconds, median (maximum) of {2 * options.runs} kills each; {load_average()}")
     write(options, rows)
 
@@ -138,8 +160,6 @@ PRODUCTS = 40
 
 def tensors(seed: int) -> dict[str, Any]:
     """A state of ``SIZE`` bytes."""
-    import torch
-
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     return {"column": [torch.randn(TENSOR // 4) for _ in range(SIZE // TENSOR)]}
@@ -148,18 +168,13 @@ def tensors(seed: int) -> dict[str, Any]:
 class Holder:
     """Offers the state again for each round."""
 
-    def __init__(self, store: Any, number: int) -> None:
-        from recover_megatron.instep.state_holder import Offers
-        from recover_megatron.network.peer_store import PeerStoreServer
-
+    def __init__(self, shared: Any, number: int) -> None:
         self._peer_store = PeerStoreServer("127.0.0.1", SECRET)
         self._offers = Offers(self._peer_store.streams)
         self._tree = tensors(1)
-        store.set(f"holder {number}", self._peer_store.address)
+        shared.set(f"holder {number}", self._peer_store.address)
 
     def give(self, key: str) -> Any:
-        from recover_megatron.instep.state_holder import Offer
-
         return self._offers.put(key, Offer(self._tree, SIZE // TENSOR))
 
 
@@ -168,9 +183,6 @@ SECRET = b"of the benchmark"
 
 def fetch(addresses: list[str], key: str, place: Any) -> Any:
     """The state from holders at these addresses."""
-    from recover_megatron.instep.state_receiver import Receiver, Source
-    from recover_megatron.network.connection import Challenge
-    from recover_megatron.network.peer_store import open_stream
 
     def source(number: int, address: str) -> Source:
         return Source(number, lambda: open_stream(address, Challenge(SECRET), f"state/{key}"))
@@ -180,25 +192,19 @@ def fetch(addresses: list[str], key: str, place: Any) -> Any:
     return receiver.fetch(lambda tree: len(tree["column"]))[0]
 
 
-def ways(me: int, store: Any) -> dict[str, Callable[[int], Any]]:
+def ways(me: int, shared: Any) -> dict[str, Callable[[int], Any]]:
     """What to time at end ``me`` (0 sends, 1 receives), by name; each gets the number of the round."""
-    import torch
-
-    from recover_megatron.collectives.epoch import CancelToken
-    from recover_megatron.collectives.gloo.groups import GlooGroups
-    from recover_megatron.instep.state_holder import new_memory
-
-    groups = GlooGroups(me, {"pair": range(2)}, store, CancelToken(1), ring="state")
+    groups = GlooGroups(me, {"pair": range(2)}, shared, CancelToken(1), ring="state")
     pair = groups.backends["pair"]
-    holder = Holder(store, 0) if me == 0 else None
+    holder = Holder(shared, 0) if me == 0 else None
     mine = tensors(2)
     whole = torch.ones(SIZE, dtype=torch.uint8)
     if me == 0:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            store.set("socket", str(server.getsockname()[1]))
+            shared.set("socket", str(server.getsockname()[1]))
             sock = server.accept()[0]
     else:
-        sock = socket.create_connection(("127.0.0.1", int(store.get("socket"))))
+        sock = socket.create_connection(("127.0.0.1", int(shared.get("socket"))))
 
     def by_gloo(into: Any) -> None:
         for chunk in into.split(MESSAGE):
@@ -219,7 +225,7 @@ def ways(me: int, store: Any) -> dict[str, Callable[[int], Any]]:
         if holder is not None:
             holder.give(key).wait(lambda: None)
         else:
-            fetch([store.get("holder 0").decode()], key, place)
+            fetch([shared.get("holder 0").decode()], key, place)
 
     calls: tuple[Callable[[int], Any], ...] = (
         lambda number: by_state(f"in use {number}", lambda path, shape, dtype: mine["column"][path[1]]),
@@ -231,31 +237,22 @@ def ways(me: int, store: Any) -> dict[str, Callable[[int], Any]]:
     return dict(zip(WAYS, calls, strict=True))
 
 
-def store_of(me: int) -> Any:
-    """The store by which the ends tell each other their addresses; end 0 has it."""
-    import torch.distributed as dist
-
-    return dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=me == 0, wait_for_workers=False)
-
-
-def one_end(me: int, barrier: Any, results: Any) -> None:
+def one_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
     """Time each way in turn, so that a busy machine slows all alike."""
-    ways_here = ways(me, store_of(me))
+    ways_here = ways(me, dist.TCPStore("127.0.0.1", port, is_master=False))
     for number in range(ROUNDS + 1):
         for name, go in ways_here.items():
             barrier.wait()
             started, used = time.perf_counter(), time.process_time()
             go(number)
-            results.put((name, me, time.perf_counter() - started, time.process_time() - used))
+            print(json.dumps([name, time.perf_counter() - started, time.process_time() - used]), file=report)
     barrier.wait()
 
 
-def training_end(me: int, barrier: Any, results: Any) -> None:
+def training_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
     """End 0 holds a state and multiplies matrices, end 1 fetches the state again and again in every second round."""
-    import torch
-
-    store = store_of(me)
-    holder = Holder(store, 0) if me == 0 else None
+    shared = dist.TCPStore("127.0.0.1", port, is_master=False)
+    holder = Holder(shared, 0) if me == 0 else None
     mine, matrix = tensors(2), torch.randn(512, 512)
     for number in range(2 * ROUNDS + 2):
         beside = number % 2 == 1
@@ -266,19 +263,19 @@ def training_end(me: int, barrier: Any, results: Any) -> None:
         if holder is not None:
             for _ in range(PRODUCTS):
                 matrix @ matrix
-            results.put((beside, time.perf_counter() - started))
-            store.set(f"over {number}", "yes")
+            print(json.dumps([beside, time.perf_counter() - started]), file=report)
+            shared.set(f"over {number}", "yes")
         elif beside:
-            address = store.get("holder 0").decode()
-            while not store.check([f"over {number}"]):
+            address = shared.get("holder 0").decode()
+            while not shared.check([f"over {number}"]):
                 fetch([address], f"beside {number}", lambda path, shape, dtype: mine["column"][path[1]])
     barrier.wait()
 
 
-def holding_end(me: int, barrier: Any, results: Any) -> None:
+def holding_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
     """Ends 0 and 1 hold the state, end 2 fetches it, from both and from one in turn."""
-    store = store_of(me)
-    holder = Holder(store, me) if me < 2 else None
+    shared = dist.TCPStore("127.0.0.1", port, is_master=False)
+    holder = Holder(shared, me) if me < 2 else None
     mine = tensors(2)
     for number in range(ROUNDS + 1):
         for several in (True, False):
@@ -288,44 +285,35 @@ def holding_end(me: int, barrier: Any, results: Any) -> None:
             barrier.wait()
             started = time.perf_counter()
             if holder is None:
-                addresses = [store.get(f"holder {n}").decode() for n in range(1 + several)]
+                addresses = [shared.get(f"holder {n}").decode() for n in range(1 + several)]
                 fetch(addresses, key, lambda path, shape, dtype: mine["column"][path[1]])
-                results.put((several, time.perf_counter() - started))
+                print(json.dumps([several, time.perf_counter() - started]), file=report)
             barrier.wait()
 
 
-def measured(target: Callable[..., None], size: int, number: int) -> list[Any]:
-    """What ``size`` processes that run ``target`` put into their queue, ``number`` things."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        os.environ["MASTER_PORT"] = str(server.getsockname()[1])
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(size), context.Queue()
-    ends = [context.Process(target=target, args=(me, barrier, results)) for me in range(size)]
-    for end in ends:
-        end.start()
-    found = [results.get() for _ in range(number)]
-    for end in ends:
-        end.join()
-    return found
+def measured(target: Callable[[int, Any, int, TextIO], None], size: int) -> list[list[Any]]:
+    """What each of ``size`` processes that run ``target`` reports."""
+    with store() as port:
+        return reported(size, partial(target, port, multiprocessing.get_context("fork").Barrier(size)))
 
 
 def transfers() -> None:
     """The tables of ``--transfer``."""
-    found = measured(one_end, 2, 2 * (ROUNDS + 1) * len(WAYS))
-    print("| 256 MiB by | MiB/s | processor ms, sender | receiver |\n|---|--:|--:|--:|")
+    found = measured(one_end, 2)
+    head("256 MiB by", "MiB/s:", "processor ms, sender:", "receiver:")
     speeds = {}
     for name in WAYS:
-        by_end = [[row for row in found if row[:2] == (name, me)][1:] for me in range(2)]  # the first warms up
-        speeds[name] = [SIZE / 2**20 / row[2] for row in by_end[1]]
-        cpu = [f"{1e3 * statistics.median(row[3] for row in rows):.0f}" for rows in by_end]
-        print(f"| {name} | {statistics.median(speeds[name]):.0f} | {' | '.join(cpu)} |", flush=True)
+        by_end = [[its for its in rows if its[0] == name][1:] for rows in found]  # the first warms up
+        speeds[name] = [SIZE / 2**20 / its[1] for its in by_end[1]]
+        cpu = [f"{1e3 * statistics.median(its[2] for its in rows):.0f}" for rows in by_end]
+        row(name, f"{statistics.median(speeds[name]):.0f}", *cpu)
     pairs = [ours / its for ours, its in zip(speeds["state"], speeds["gloo"], strict=True)]
     print(f"\nstate / gloo, round by round: median {statistics.median(pairs):.2f}; {load_average()}")
-    several = measured(holding_end, 3, 2 * (ROUNDS + 1))[2:]
+    several = measured(holding_end, 3)[2][2:]
     for which, name in ((False, "one holder"), (True, "two holders")):
         speed = SIZE / 2**20 / statistics.median(seconds for its, seconds in several if its == which)
         print(f"{name}: {speed:.0f} MiB/s", flush=True)
-    products = measured(training_end, 2, 2 * ROUNDS + 2)[2:]
+    products = measured(training_end, 2)[0][2:]
     alone, beside = (statistics.median(s for its, s in products if its == which) for which in (False, True))
     print(f"the holder's matrix products beside it take {beside / alone:.2f} times as long; {load_average()}")
 

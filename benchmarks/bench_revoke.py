@@ -12,7 +12,6 @@ as the membership does, sees its end (pidfd) and tells the others; each reports 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
 import select
@@ -25,14 +24,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, fork, row, write
+from benchmarks.megatron_runs import command_line, forked, row, write
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
@@ -55,35 +54,32 @@ class PipeEpoch:
         threading.Thread(target=listen, daemon=True).start()
 
 
-def work(rank: int, world: int, store: str, revoke: int, answer: int, arguments: argparse.Namespace) -> None:
+def work(world: int, store: str, revokes: list[int], arguments: argparse.Namespace, rank: int, report: TextIO) -> None:
     torch.set_num_threads(1)
     group = open_group(
-        PipeEpoch(world, rank, revoke), dist.FileStore(store, -1), name="bench", secret=b"bench",
+        PipeEpoch(world, rank, revokes[rank]), dist.FileStore(store, -1), name="bench", secret=b"bench",
         transport_kind=arguments.transport_kind,
     )  # fmt: skip
     bucket = Bucket(torch.ones(int(arguments.mib * (1 << 18))))
-    os.write(answer, b"ready\n")
+    print("ready", file=report)
     try:
         while True:
             bucket.ledger.clear()
             group.all_reduce(bucket).wait()
     except EpochRevoked:
-        os.write(answer, f"{time.monotonic()}\n".encode())
+        print(time.monotonic(), file=report)
 
 
 def strike(world: int, how: signal.Signals, arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Milliseconds (struck -> raised, told -> raised) of every survivor."""
-    pids, revokes, answers = [], [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(world):
-            (revoke, tell), (heard, answer) = os.pipe(), os.pipe()
-            pids.append(fork(partial(work, rank, world, f"{folder}/store", revoke, answer, arguments)))
-            os.close(revoke)
-            os.close(answer)
-            revokes.append(tell)
-            answers.append(os.fdopen(heard))
-        for stream in answers:
-            assert stream.readline() == "ready\n"
+    pipes = [os.pipe() for _ in range(world)]
+    heard, tell = ([pipe[end] for pipe in pipes] for end in (0, 1))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        forked(world, partial(work, world, f"{folder}/store", heard, arguments)) as (pids, reports),
+    ):
+        for report in reports:
+            assert report.readline() == "ready\n"
         time.sleep(random.uniform(0.1, 0.2))
         victim = random.randrange(world)
         pidfd = os.pidfd_open(pids[victim])
@@ -94,16 +90,10 @@ def strike(world: int, how: signal.Signals, arguments: argparse.Namespace) -> tu
         told = time.monotonic()
         survivors = [rank for rank in range(world) if rank != victim]
         for rank in survivors:
-            with contextlib.suppress(BrokenPipeError):  # it noticed by itself, and has ended
-                os.write(revokes[rank], b"!")
-        raised = [float(answers[rank].readline()) for rank in survivors]
-        os.kill(pids[victim], signal.SIGKILL)
-        for pid in pids:
-            os.waitpid(pid, 0)
-        for descriptor in (pidfd, *revokes):
-            os.close(descriptor)
-        for stream in answers:
-            stream.close()
+            os.write(tell[rank], b"!")
+        raised = [float(reports[rank].readline()) for rank in survivors]
+    for descriptor in (pidfd, *heard, *tell):
+        os.close(descriptor)
     return [1e3 * (at - struck) for at in raised], [1e3 * (at - told) for at in raised]
 
 

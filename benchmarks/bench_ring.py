@@ -19,27 +19,26 @@ import argparse
 import json
 import os
 import select
-import signal
 import socket
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, fork, row, store, write
+from benchmarks.megatron_runs import command_line, reported, row, store, write
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket, Span
-from recover_megatron.collectives.ring.executor import RingGroup, Tuning
+from recover_megatron.collectives.ring.executor import RingGroup
 from recover_megatron.collectives.ring.schedule import even_chunks, segments
 
 MIB = 1 << 20
@@ -124,7 +123,7 @@ def measure(operation: Callable[[], Any], meet: Callable[[], None]) -> tuple[flo
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def work(rank: int, world: int, arguments: argparse.Namespace, port: int) -> list[dict[str, Any]]:
+def work(world: int, arguments: argparse.Namespace, port: int, rank: int, report: TextIO) -> None:
     torch.set_num_threads(1)
     shared = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=timedelta(seconds=120))
     gloo, one = gloo_group(shared, rank, world), torch.zeros(1)
@@ -133,22 +132,17 @@ def work(rank: int, world: int, arguments: argparse.Namespace, port: int) -> lis
         gloo.allreduce([one], dist.AllreduceOptions()).wait()
 
     pump = Pump(shared, rank, world)
-    tuning = Tuning(arguments.segment_kib << 10, arguments.least_kib << 10, arguments.depth)
-    rows = []
     for epoch, mib in enumerate(arguments.mib):
         name, secret = f"bench-{epoch}", os.urandom(16) if rank == 0 else b""
         if rank == 0:
             shared.set(name, secret.hex())
         secret = bytes.fromhex(shared.get(name).decode())
-        ring = open_group(
-            WholeRun(range(world), rank), shared, name=name, secret=secret, tuning=tuning,
-            transport_kind=arguments.transport_kind,
-        )  # fmt: skip
+        whole = WholeRun(range(world), rank)
+        ring = open_group(whole, shared, name=name, secret=secret, transport_kind=arguments.transport_kind)
         assert isinstance(ring, RingGroup)
-        rows.append(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments))
+        print(json.dumps(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments)), file=report)
         meet()
         ring.close()
-    return rows
 
 
 def compare(
@@ -187,24 +181,9 @@ def compare(
 
 
 def run_world(world: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder, store() as port:
-
-        def worker(rank: int) -> None:
-            Path(folder, str(rank)).write_text(json.dumps(work(rank, world, arguments, port)))
-
-        children = {fork(lambda rank=rank: worker(rank)): rank for rank in range(world)}
-        try:
-            while children:
-                pid, code = os.waitpid(-1, 0)
-                rank = children.pop(pid)
-                if code:
-                    sys.exit(f"worker {rank} failed: {os.waitstatus_to_exitcode(code)}")
-        finally:
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        by_rank = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world)]
-    return [summary(world, mib, [rows[at] for rows in by_rank]) for at, mib in enumerate(arguments.mib)]
+    with store() as port:
+        by_rank = reported(world, partial(work, world, arguments, port))
+    return [summary(world, mib, [*rows]) for mib, rows in zip(arguments.mib, zip(*by_rank, strict=True), strict=True)]
 
 
 def summary(world: int, mib: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -216,7 +195,6 @@ def summary(world: int, mib: float, rows: list[dict[str, Any]]) -> dict[str, Any
         result[f"{name}_ms"] = round(1e3 * statistics.median(walls), 3)
         result[f"{name}_cpu_ms"] = round(1e3 * statistics.median(cpus), 3)
     result["ratio"] = round(result["gloo_ms"] / result["ring_ms"], 3)
-    result["of_loopback"] = round(result["bytes_ms"] / result["ring_ms"], 3)
     result["segment_kib"] = rows[0]["segment"] / 1024
     result["scratch_mib"] = round(max(row["scratch"] for row in rows) / MIB, 3)
     result["scratch_bound_mib"] = round(rows[0]["bound"] / MIB, 3)
@@ -232,9 +210,6 @@ def main() -> None:
     parser.add_argument("--world", type=numbers(int), default=[2, 4, 8])
     parser.add_argument("--mib", type=numbers(float), default=[1.0, 16.0, 64.0, 256.0])
     parser.add_argument("--transport", dest="transport_kind", choices=("tcp", "tcp-inline"), default="tcp")
-    parser.add_argument("--segment-kib", type=int, default=Tuning.segment_bytes >> 10)
-    parser.add_argument("--least-kib", type=int, default=Tuning.least_bytes >> 10)
-    parser.add_argument("--depth", type=int, default=Tuning.depth)
     parser.add_argument("--volume-mib", type=float, default=1024, help="repetitions times bucket size to aim at")
     parser.add_argument("--least", type=int, default=5, help="repetitions at least")
     parser.add_argument("--most", type=int, default=50, help="repetitions at most")

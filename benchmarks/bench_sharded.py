@@ -14,8 +14,6 @@ D is the data-parallel size, k the number of shadows (--recover-shadow-shards).
                  end, read through torch's interface (``held`` of timed_pretrain.py)
     repartition  training runs with one death: seconds by the event "repartition", bytes as the workers count them
     table        models that nobody has here: computed by the same functions that stand beside the measured numbers
-
---json FILE writes every measurement.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_overhead import OVERLAPS, WARM_UP, compare, loss_difference, ratios, spread, typical
-from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, command_line, head, load_average, row, train, write
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, head, load_average, row, train, write
 from benchmarks.timed_pretrain import received_over
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket
@@ -227,9 +225,8 @@ def iteration(options: Any) -> list[dict[str, Any]]:
         for model in options.models:
             for size in options.sizes:
                 for overlap in OVERLAPS[options.overlap]:
-                    flags = [*COMMON, *MODELS[model].argv, SHARDED, *(OVERLAP if overlap else ())]
-                    flags += ["--train-iters", str(options.block * options.blocks + 1), "--log-interval", "10"]
-                    measured = compare(servers, size, flags, options, f"{model}-{size}", sides)
+                    flags = [*MODELS[model].argv, SHARDED, *(OVERLAP if overlap else ()), "--log-interval", "10"]
+                    measured = compare(servers, size, flags, options, sides)
                     found = {side: ratios(measured, side, "stock") for side in ("k=1", "k=0")}
                     cells = [spread(found[side][what]) for side in found for what in ("wall", "cpu")]
                     row(
@@ -250,10 +247,10 @@ def table(options: Any) -> list[dict[str, Any]]:
     del options
     rows = []
     print(f"\nPer GPU; computed, not measured; a link of {LINK / 1e9:.0f} GB/s\n")
-    print(
-        "| model | TP x PP | D | GPUs | optimizer state, GiB | k = 1: more, GiB | k = 2 | sent a step, GiB "
-        "| k = 1: more, GiB | ms | k = 2: ms |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
-    )
+    head(
+        "model", "TP x PP", "D:", "GPUs:", "optimizer state, GiB:", "k = 1: more, GiB:", "k = 2:", "sent a step, GiB:",
+        "k = 1: more, GiB:", "ms:", "k = 2: ms:",
+    )  # fmt: skip
     for name, parameters, tensor, pipeline in LARGE:
         own = parameters / tensor / pipeline
         for size in (64, 256, 1024):
@@ -262,11 +259,11 @@ def table(options: Any) -> list[dict[str, Any]]:
             sent = 4 * own * scattered(size, 0) + 2 * own * gathered(size)
             hop = [4 * own * (scattered(size, k) - scattered(size, 0)) for k in (1, 2)]
             rows.append({"model": name, "D": size, "stock": stock, "more": more, "sent": sent, "hop": hop})
-            print(
-                f"| {name} | {tensor} x {pipeline} | {size} | {size * tensor * pipeline} | {stock / GIB:.3f} "
-                f"| {more[0] / GIB:.3f} | {more[1] / GIB:.3f} | {sent / GIB:.2f} | {hop[0] / GIB:.4f} "
-                f"| {1e3 * hop[0] / LINK:.2f} | {1e3 * hop[1] / LINK:.2f} |"
-            )
+            row(
+                name, f"{tensor} x {pipeline}", size, size * tensor * pipeline,
+                *(f"{its / GIB:.3f}" for its in (stock, *more)), f"{sent / GIB:.2f}", f"{hop[0] / GIB:.4f}",
+                *(f"{1e3 * its / LINK:.2f}" for its in hop),
+            )  # fmt: skip
     return rows
 
 
@@ -282,7 +279,6 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=16, help="of the bucket on the wire")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run or comparison")
     options = parser.parse_args()
-    options.profile = None
     found = {}
     for section in options.only:
         found[section] = globals()[section](options)

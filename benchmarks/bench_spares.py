@@ -33,7 +33,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import COMMON, MODELS, PACED, command_line, environment, head, load_average, row, write
+from benchmarks.megatron_runs import (
+    COMMON,
+    MODELS,
+    SCRIPT,
+    command_line,
+    environment,
+    head,
+    load_average,
+    played,
+    row,
+    write,
+)
 from recover_megatron.run_log.steps import StepRecord, read_steps
 
 WAYS = ("hot spare", "worker started again", "job started again")
@@ -52,7 +63,7 @@ class Launch:
         self._process = subprocess.Popen(
             [*command, "--log-dir", str(folder), *argv],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            env=environment(BENCH_PACES=",".join([str(pace)] * REPLICAS)),
+            env=environment(BENCH_OUT=str(folder.parent), **played(pace)),
         )  # fmt: skip
 
     def steps(self) -> list[StepRecord]:
@@ -77,7 +88,7 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
     """One kill."""
     model = MODELS[options.model]
     saves = ["--save", str(folder / "checkpoints"), "--save-interval", str(SAVE)]
-    training = [PACED, *COMMON, *model.argv, "--train-iters", "100000", "--log-interval", "1000", *saves, "--recover"]
+    training = [SCRIPT, *COMMON, *model.argv, "--train-iters", "100000", "--log-interval", "1000", *saves, "--recover"]
     training += ["--global-batch-size", str(12 * model.micro_batch)]
     more = ["--recover-spares", "1"] if way == "hot spare" else []
     launcher = ["--max-restarts", "1"] if way == "worker started again" else []

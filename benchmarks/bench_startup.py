@@ -15,22 +15,21 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import REPOSITORY, command_line, environment, head, row, write
+from benchmarks.megatron_runs import COMMON, MODELS, REPOSITORY, command_line, environment, head, row, write
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 FIRST_ITERATION = " iteration        1/"
-FLAGS = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --lr-decay-style constant --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 --log-interval 1 "
-    "--eval-interval 1000 --eval-iters 0 --split 99,1,0 --num-workers 0 --distributed-backend gloo --recover-device cpu"
-).split()
-
+FLAGS = [
+    *COMMON,
+    *MODELS["toy"].argv,
+    *"--global-batch-size 8 --train-iters 1 --lr-warmup-iters 0 --log-interval 1".split(),
+]
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{workers}"],
     "recover-run": ["-m", "recover_megatron.launch", "--nproc-per-node", "{workers}"],
@@ -45,21 +44,17 @@ def seconds_to_first_iteration(launcher: str, workers: int, timeout: float) -> f
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env=environment(PYTHONUNBUFFERED="1"),
     )  # fmt: skip
-    signal.alarm(int(timeout))
+    end = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
+    end.start()
     seen: float | None = None
     last: list[str] = []
     assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            last = [*last[-20:], line]
-            if seen is None and FIRST_ITERATION in line:
-                seen = time.perf_counter() - started
-        code = process.wait()
-    except TimeoutError:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise RuntimeError(f"{launcher} with {workers} workers: nothing after {timeout} s\n{''.join(last)}") from None
-    finally:
-        signal.alarm(0)
+    for line in process.stdout:
+        last = [*last[-20:], line]
+        if seen is None and FIRST_ITERATION in line:
+            seen = time.perf_counter() - started
+    code = process.wait()
+    end.cancel()
     if seen is None or code != 0:
         raise RuntimeError(f"{launcher} with {workers} workers: exit code {code}\n{''.join(last)}")
     return seen
@@ -70,11 +65,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; the table has their median")
     options = parser.parse_args()
-
-    def time_is_up(*_: object) -> None:
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, time_is_up)
     rows = []
     for workers in options.workers:
         for repeat in range(options.repeat):

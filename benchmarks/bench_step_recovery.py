@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, head, load_average, row, times, train, write
+from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, head, load_average, played, row, times, train, write
 from recover_megatron.run_log.events import EVENTS_FILE, read_events
 from tests.harness.forkserver import ForkServer, Run
 
@@ -61,7 +61,7 @@ def one_run(server: ForkServer, folder: Path, number: int, options: Any) -> list
     flags += ["--recover", "--recover-inject", spec]
     run = train(
         server, folder, workers, flags, iterations=ITERATIONS, killed={worker for worker, _, _ in kills},
-        environment={"BENCH_MEMORY": "1", "BENCH_MICROBATCH": str(options.microbatch_seconds)}, timeout=options.timeout,
+        environment={"BENCH_MEMORY": "1"} | played(options.microbatch_seconds), timeout=options.timeout,
     )  # fmt: skip
     return [recovery(folder, run, kill, kills) for kill in kills]
 

@@ -23,12 +23,13 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, load_average, times, train, write
+from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, head, load_average, row, times, train, write
 from recover_megatron.run_log.events import EVENTS_FILE, read_events
 from tests.harness.forkserver import ForkServer
 
@@ -45,9 +46,8 @@ INTERVALS = (0, 1, 10, 100)
 
 
 def tier(every: int) -> list[str]:
-    return ["--recover-memory-tier", "auto", "--recover-memory-interval", str(every)] if every else (
-        ["--recover-memory-tier", "off"]
-    )  # fmt: skip
+    memory = ["auto", "--recover-memory-interval", str(every)] if every else ["off"]
+    return ["--recover-memory-tier", *memory]
 
 
 def run(server: ForkServer, folder: Path, options: Any, iterations: int, flags: list[str], victims: set[int]) -> None:
@@ -67,9 +67,9 @@ def cost(server: ForkServer, options: Any, every: int) -> dict[str, float]:
         folder = Path(name)
         run(server, folder, options, options.iterations, tier(every), set())
         rows = times(folder, 0)
-        seconds = [after["at"] - row["at"] for row, after in zip(rows[WARM:], rows[WARM + 1 :], strict=False)]
+        seconds = [after["at"] - before["at"] for before, after in pairwise(rows[WARM:])]
         told = [e["seconds"] for e in read_events(folder / EVENTS_FILE) if e["event"] == "snapshot"]
-        peak = max(row.get("peak", 0) for rank in range(len(NODES)) for row in times(folder, rank)) / 1024
+        peak = max(its.get("peak", 0) for rank in range(len(NODES)) for its in times(folder, rank)) / 1024
     counted = {name: 1e3 * statistics.median(one[name] for one in told) if told else 0.0 for name in COUNTED}
     return {"median": 1e3 * statistics.median(seconds), "mean": 1e3 * statistics.mean(seconds), "peak": peak} | counted
 
@@ -86,7 +86,7 @@ def loss(server: ForkServer, options: Any, memory: bool) -> dict[str, float]:
         run(server, folder, options, strikes_at + WARM, flags, {2, 3})
         began = next(e["time"] for e in read_events(folder / "events-0.jsonl") if e["event"] == "fault")
         (back,) = (event for event in read_events(folder / EVENTS_FILE) if event["event"] == "rolled back")
-        after = [row["at"] + CLOCK for row in times(folder, 0) if row["at"] + CLOCK > back["time"]]
+        after = [its["at"] + CLOCK for its in times(folder, 0) if its["at"] + CLOCK > back["time"]]
     return {
         "to the next committed": after[1] - began,
         "load": back["seconds"],
@@ -108,20 +108,23 @@ def main() -> None:
                 costs[every].append(cost(server, options, every))
             for where, its in losses.items():
                 its.append(loss(server, options, where == "memory"))
-    print("| K | median, ms | mean, ms | mean over off | peak of a worker, MiB | waited for one, ms | of the time, % "
-          "| behind, ms |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+    head(
+        "K", "median, ms", "mean, ms", "mean over off", "peak of a worker, MiB", "waited for one, ms", "of the time, %",
+        "behind, ms",
+    )  # fmt: skip
     for every, its in costs.items():
         median, mean, peak, waited, behind = (
             statistics.median(one[name] for one in its) for name in ("median", "mean", "peak", *COUNTED)
         )
         ratio = statistics.median(a["mean"] / b["mean"] for a, b in zip(its, costs[0], strict=True))
         share = 100 * waited / (every * mean) if every else 0.0
-        counted = f"{waited:.2f} | {share:.2f} | {behind:.1f}" if waited else "| |"
-        print(f"| {every or 'off'} | {median:.1f} | {mean:.1f} | {ratio:.3f} | {peak:.0f} | {counted} |")
-    print("\n| tier | to the next committed, s | of these the load, s | run again |\n|---|---|---|---|")
+        counted = (f"{waited:.2f}", f"{share:.2f}", f"{behind:.1f}") if waited else ("", "", "")
+        row(every or "off", f"{median:.1f}", f"{mean:.1f}", f"{ratio:.3f}", f"{peak:.0f}", *counted)
+    print()
+    head("tier", "to the next committed, s", "of these the load, s", "run again")
     for where, its in losses.items():
         told = [statistics.median(one[name] for one in its) for name in ("to the next committed", "load", "run again")]
-        print(f"| {where} | {told[0]:.2f} | {told[1]:.2f} | {told[2]:.0f} |")
+        row(where, f"{told[0]:.2f}", f"{told[1]:.2f}", f"{told[2]:.0f}")
     print(f"\n{options.model}, {options.rounds} rounds; {load_average()}")
     write(options, {"costs": costs, "losses": losses})
 

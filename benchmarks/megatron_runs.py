@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from tests.harness.forkserver import ForkServer, Run
@@ -23,7 +24,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "timed_pretrain.py")
-PACED = str(REPOSITORY / "benchmarks" / "paced_pretrain.py")
 
 COMMON = (
     "--num-attention-heads 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
@@ -31,6 +31,10 @@ COMMON = (
     "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion "
     "--no-bias-dropout-fusion --attention-softmax-in-fp32 --distributed-backend gloo --eval-interval 100000 "
     "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --split 99,1,0 --num-workers 0 --recover-device cpu"
+).split()
+FSDP = (
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "
+    "--ckpt-format fsdp_dtensor"
 ).split()
 RECOVER = ["--recover", "--recover-hang-timeout", "3600"]
 """The hang timeout is long since two runs that take turns stand still for as long as the other one runs."""
@@ -121,7 +125,7 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
 
 
-def fork(child: Callable[[], object]) -> int:
+def _fork(child: Callable[[], object]) -> int:
     """Run ``child`` in a forked process that ends with it; returns its pid."""
     if (pid := os.fork()) == 0:
         code = 1
@@ -133,6 +137,32 @@ def fork(child: Callable[[], object]) -> int:
                 traceback.print_exc()
             os._exit(code)
     return pid
+
+
+@contextmanager
+def forked(size: int, work: Callable[[int, TextIO], object]) -> Iterator[tuple[list[int], list[TextIO]]]:
+    """Processes that do ``work(rank, report)``, killed at the end: their pids, and what each reports, line by line."""
+    pids, reports = list[int](), list[TextIO]()
+    try:
+        for rank in range(size):
+            read, write = os.pipe()
+            report = os.fdopen(write, "w", buffering=1)
+            pids.append(_fork(partial(work, rank, report)))
+            report.close()
+            reports.append(os.fdopen(read))
+        yield pids, reports
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for stream in reports:
+            stream.close()
+
+
+def reported(size: int, work: Callable[[int, TextIO], object]) -> list[list[Any]]:
+    """What each of so many processes that do ``work(rank, report)`` reports until it ends: the JSON of each line."""
+    with forked(size, work) as (_, reports):
+        return [[json.loads(line) for line in report] for report in reports]
 
 
 @contextmanager
@@ -149,7 +179,7 @@ def store() -> Iterator[int]:
             signal.pause()
             del its
 
-        pid = fork(serve)
+        pid = _fork(serve)
     try:
         yield port
     finally:
@@ -196,6 +226,11 @@ def train(
     if not all([*came, *(code in codes for code, codes in zip(run.codes, wanted, strict=True))]):
         raise RuntimeError(f"{' '.join(flags)}: {run.tail(40)}")
     return run
+
+
+def played(*seconds: float) -> dict[str, str]:
+    """The environment of workers that play devices of fixed speed: so many seconds for a microbatch."""
+    return {"BENCH_MICROBATCH": ",".join(map(str, seconds))}
 
 
 def times(folder: Path, rank: int) -> list[dict[str, Any]]:

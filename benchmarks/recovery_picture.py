@@ -1,7 +1,8 @@
 """The picture of one recovery, of a real run: what each worker did around the moment when one of them was killed.
 
-    python benchmarks/recovery_picture.py run FOLDER              four workers, one gets SIGKILL in its backward pass
-    python benchmarks/recovery_picture.py draw FOLDER OUT.svg     what they did, a lane each
+    python benchmarks/recovery_picture.py FOLDER OUT.svg
+
+Four workers train in FOLDER (if no run is there yet), and one gets SIGKILL in its backward pass; each has a lane.
 
 Workers play devices of fixed speed (BENCH_MICROBATCH of timed_pretrain.py), so that it shows what a recovery is made
 of, on any machine; all else is as in any run.  Each notes the progress marks that it makes anyway, with the moment.
@@ -26,8 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 WORKERS, KILLED, ITERATION = 4, 2, 5
 MICROBATCH = "0.4"
 FLAGS = "--train-iters 8 --log-interval 1 --lr-decay-iters 8"
-
-
 SHOWN = (ITERATION - 1, ITERATION, ITERATION + 1)
 
 STYLE = """
@@ -83,6 +82,13 @@ def svg(folder: Path) -> str:
     def x(at: float) -> float:
         return left + (at - begin) * scale
 
+    def box(css: str, since: float, until: float, space: int = 0) -> str:
+        width = max((until - since) * scale - space, 1)
+        return f'<rect class="{css}" x="{x(since):.1f}" y="{top}" width="{width:.1f}" height="{height}"/>'
+
+    def middle(at: float, y: int, words: object, css: str = "") -> str:
+        return f'<text class="{css}" x="{x(at):.1f}" y="{y}" text-anchor="middle">{words}</text>'
+
     parts = []
     for worker, told in enumerate(marks):
         top = 34 + worker * (height + gap)
@@ -90,25 +96,18 @@ def svg(folder: Path) -> str:
         for span in spans(told, death if worker == KILLED else end):
             rerun = span.iteration == ITERATION and span.microbatch in again and worker != KILLED
             kind = "wait" if span.microbatch is None else "again" if rerun else "run"
-            width = max((span.end - span.begin) * scale - 1, 1)
-            parts.append(
-                f'<rect class="{kind}" x="{x(span.begin):.1f}" y="{top}" width="{width:.1f}" height="{height}"/>'
-            )
+            parts.append(box(kind, span.begin, span.end, 1))
             if span.microbatch is not None:
-                at = x((span.begin + span.end) / 2)
-                parts.append(
-                    f'<text class="in" x="{at:.1f}" y="{top + 20}" text-anchor="middle">{span.microbatch}</text>'
-                )
+                parts.append(middle((span.begin + span.end) / 2, top + 20, span.microbatch, "in"))
         if worker == KILLED:
-            width = (end - death) * scale
-            parts.append(f'<rect class="gone" x="{x(death):.1f}" y="{top}" width="{width:.1f}" height="{height}"/>')
+            parts.append(box("gone", death, end))
             parts.append(f'<text class="death" x="{x(death) + 8:.1f}" y="{top + 20}">SIGKILL</text>')
     bottom = 34 + WORKERS * (height + gap)
     for iteration in SHOWN:
         at = max(m["at"] for told in marks for m in told if m["iteration"] == iteration and m["phase"] == "optimizer")
         first = min(m["at"] for told in marks for m in told if m["iteration"] == iteration)
         parts.append(f'<line class="step" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="24" y2="{bottom}"/>')
-        parts.append(f'<text x="{x((first + at) / 2):.1f}" y="18" text-anchor="middle">step {iteration}</text>')
+        parts.append(middle((first + at) / 2, 18, f"step {iteration}"))
     beyond = 1000 * sum(s for phase, s in recovery["seconds"].items() if phase != "rerun")
     words = [
         "Blue: microbatches 0 to 7 of each step. Pale: waiting. Orange: the two that the dead worker had, run by",
@@ -123,8 +122,8 @@ def svg(folder: Path) -> str:
     )
 
 
-def run(folder: Path) -> int:
-    """Train, with a death."""
+def run(folder: Path) -> None:
+    """Train, with a death.  Raises CalledProcessError where that does not come to its end."""
     from benchmarks.megatron_runs import COMMON, LAYOUTS, RECOVER, Model, environment
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +134,7 @@ def run(folder: Path) -> int:
     script = [__file__, "--recover", *RECOVER[1:], *COMMON, *model.argv, *layout.split(), *FLAGS.split()]
     strike = f"{KILLED}@{ITERATION}"
     environ = environment(BENCH_OUT=str(folder), BENCH_MICROBATCH=MICROBATCH, BENCH_KILL=strike)
-    return subprocess.run([*command, *script], env=environ, check=False).returncode
+    subprocess.run([*command, *script], env=environ, check=True)
 
 
 def work() -> None:
@@ -146,39 +145,29 @@ def work() -> None:
     out = open(f"{os.environ['BENCH_OUT']}/marks-{os.environ['RANK']}.jsonl", "w", buffering=1)  # noqa: SIM115
     mark = Session.mark
 
-    def noted(
-        self: Session,
-        iteration: int,
-        phase: str,
-        microbatch: int | None = None,
-        waiting: bool = False,
-        allow: float = 0,
-    ) -> None:
-        told = {"at": time.monotonic(), "iteration": iteration, "phase": phase, "microbatch": microbatch}
-        print(json.dumps({**told, "waiting": waiting}), file=out)
-        mark(self, iteration, phase, microbatch, waiting, allow)
+    def noted(self: Session, *of_mark: Any) -> None:
+        names = ("iteration", "phase", "microbatch", "waiting")
+        told = {"microbatch": None, "waiting": False, **dict(zip(names, of_mark, strict=False))}
+        print(json.dumps({"at": time.monotonic(), **told}), file=out)
+        mark(self, *of_mark)
 
-    Session.mark = noted  # type: ignore[method-assign]
+    Session.mark = noted  # type: ignore[method-assign, assignment]
     sys.argv[0] = SCRIPT
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("run").add_argument("folder", type=Path)
-    draw = commands.add_parser("draw")
-    draw.add_argument("folder", type=Path)
-    draw.add_argument("out", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    if args.command == "run":
-        return run(args.folder)
+    if not (args.folder / "events.jsonl").exists():
+        run(args.folder)
     args.out.write_text(svg(args.folder), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
     if "BENCH_OUT" in os.environ and "RANK" in os.environ:
         work()
     else:
-        sys.exit(main())
+        main()

@@ -10,9 +10,10 @@ asks for besides (nothing, by default):
                             in DIR/go-<rank>: so two runs can take turns
     BENCH_KILL=W@I,...      worker W gets SIGKILL in its first backward pass of iteration I (from 1), once: a file in
                             DIR says that it has happened
-    BENCH_MICROBATCH=S      a device of fixed speed is played: a microbatch takes S seconds at least, a third of them
-                            forward, whatever else the processors have to do (the worker sleeps for the rest)
-    BENCH_MEMORY=1          a row also has "rss", the process's resident KiB, and "peak", the most since the row before
+    BENCH_MICROBATCH=S,...  a device of fixed speed is played: a microbatch takes S seconds at least, a third of them
+                            forward, whatever else the processors have to do (the worker sleeps for the rest); several
+                            speeds are those of the ranks, one after the other and again
+    BENCH_MEMORY=1          a row also has "peak", the most KiB that were resident since the row before
     BENCH_THREADS=1         a row also has what each thread used so far, by name: "threads", processor seconds;
                             "waits", how many times it gave up the processor to wait
     BENCH_STATE=1           when the training is over every worker writes DIR/state-<rank>.json: "parameters" of its
@@ -21,12 +22,10 @@ asks for besides (nothing, by default):
     BENCH_TRAFFIC=1         a row also has "received", the bytes that came over all of the process's TCP connections, as
                             the kernel counts them, and "tensors", the bytes of all memory that torch's tensors have;
                             rings use no shared memory
-    BENCH_PROFILE=FILE      cProfile of rank 0's main thread from iteration 10 on, dumped at the end
 """
 
 from __future__ import annotations
 
-import cProfile
 import functools
 import gc
 import json
@@ -38,12 +37,12 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt_recover.py"
-PROFILE_FROM = 10
 
 
 class Clock:
@@ -53,18 +52,17 @@ class Clock:
         self._rank = int(environment["RANK"])
         self._folder = Path(environment["BENCH_OUT"])
         self._block = int(environment.get("BENCH_BLOCK", "0"))
-        self._kills = {int(at) for worker, at in _kills(environment.get("BENCH_KILL", "")) if worker == self._rank}
+        self._kills = environment.get("BENCH_KILL", "").split(",")  # those of all workers
         self._file = open(self._folder / f"times-{self._rank}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._profile = environment.get("BENCH_PROFILE") if self._rank == 0 else None
-        self._microbatch = float(environment.get("BENCH_MICROBATCH", "0"))
-        self._memory = bool(environment.get("BENCH_MEMORY"))
-        self._threads = bool(environment.get("BENCH_THREADS"))
+        paces = environment.get("BENCH_MICROBATCH", "0").split(",")
+        self._microbatch = float(paces[self._rank % len(paces)])
+        more: dict[str, Callable[[], dict[str, Any]]]
+        more = {"BENCH_MEMORY": memory, "BENCH_THREADS": threads, "BENCH_TRAFFIC": traffic}
+        self._more = [of_row for name, of_row in more.items() if environment.get(name)]
         self._state = bool(environment.get("BENCH_STATE"))
         self._traffic = bool(environment.get("BENCH_TRAFFIC"))
         self._came: list[int] = []
-        self._profiler = cProfile.Profile()
-        self._iteration = 0
-        self._first: int | None = None
+        self._iteration = self._noted = 0
         self._loss: float | None = None
 
     def install(self) -> None:
@@ -74,7 +72,7 @@ class Clock:
         training.train_step = self._around(training.train_step, self._train_step)
         if self._microbatch:
             schedules.forward_step = self._around(schedules.forward_step, self._forward_step)
-        if self._kills or self._microbatch:
+        if self._kills != [""] or self._microbatch:
             schedules.backward_step = self._around(schedules.backward_step, self._backward_step)
         if self._traffic:
             from recover_megatron.collectives import group_factory
@@ -95,11 +93,7 @@ class Clock:
         from megatron.training import get_args
 
         self._iteration = get_args().curr_iteration + 1
-        if self._first is None:
-            self._first = self._iteration
         self._note()
-        if self._profile and self._iteration == self._first + PROFILE_FROM:
-            self._profiler.enable()
         result = original(*args, **kwargs)
         loss = result[0].get("lm loss")
         self._loss = None if loss is None else float(loss)
@@ -107,31 +101,27 @@ class Clock:
 
     def _note(self) -> None:
         at = time.monotonic()
-        assert self._first is not None
-        if self._block and (self._iteration - self._first) % self._block == 0:
+        if self._block and self._noted % self._block == 0:
             with open(self._folder / "done", "wb", buffering=0) as done:
                 done.write(b"x")
             with open(self._folder / f"go-{self._rank}", "rb", buffering=0) as turn:
                 turn.read(1)
         go, used = time.monotonic(), time.process_time()
         row: dict[str, Any] = {"iteration": self._iteration, "at": at, "go": go, "cpu": used, "loss": self._loss}
-        if self._memory:
-            row |= memory()
-        if self._threads:
-            row |= threads()
-        if self._traffic:
-            row |= {"received": received(), "tensors": tensors()}
+        for of_row in self._more:
+            row |= of_row()
+        self._noted += 1
         self._file.write(json.dumps(row) + "\n")
 
     def _forward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         return at_least(self._microbatch / 3, original, *args, **kwargs)
 
     def _backward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._iteration in self._kills:
-            mark = self._folder / f"killed-{self._rank}@{self._iteration}"
-            if not mark.exists():
-                mark.write_text(repr(time.monotonic()))
-                os.kill(os.getpid(), signal.SIGKILL)
+        kill = f"{self._rank}@{self._iteration}"
+        mark = self._folder / f"killed-{kill}"
+        if kill in self._kills and not mark.exists():
+            mark.write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
         return at_least(self._microbatch * 2 / 3, original, *args, **kwargs)
 
     def _train(self, original: Any, forward_step: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,9 +140,6 @@ class Clock:
         """The run is over."""
         row = {"iteration": None, "at": time.monotonic(), "cpu": time.process_time(), "loss": self._loss}
         self._file.write(json.dumps(row) + "\n")
-        if self._profile:
-            self._profiler.disable()
-            self._profiler.dump_stats(self._profile)
 
 
 def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,10 +167,15 @@ def held(optimizer: Any, model: Any) -> int:
 
 
 def memory() -> dict[str, int]:
-    """Resident KiB of this process: now, and the most since the last call."""
+    """The most KiB of this process that were resident since the last call."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
-    return {"rss": int(status["VmRSS"].split()[0]), "peak": int(status["VmHWM"].split()[0])}
+    return {"peak": int(status["VmHWM"].split()[0])}
+
+
+def traffic() -> dict[str, int]:
+    """Bytes received so far, and those of tensors."""
+    return {"received": received(), "tensors": tensors()}
 
 
 def received() -> int:
@@ -228,12 +220,6 @@ def threads() -> dict[str, dict[str, float]]:
         used[name] = used.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
         waits[name] = waits.get(name, 0.0) + int(status["voluntary_ctxt_switches"])
     return {"threads": used, "waits": waits}
-
-
-def _kills(text: str) -> list[tuple[int, int]]:
-    """(worker, iteration) of each kill."""
-    pairs = (item.split("@") for item in text.split(",") if item)
-    return [(int(worker), int(iteration)) for worker, iteration in pairs]
 
 
 def main() -> None:

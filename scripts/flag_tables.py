@@ -1,8 +1,5 @@
 """Writes the tables of flags and of environment variables in the docs from these themselves.
 
-    python scripts/flag_tables.py            writes them where they are out of date
-    python scripts/flag_tables.py --check    exit status 1 where one is
-
 A table stands between ``<!-- flags: NAME -->`` and ``<!-- end of flags -->``.
 """
 
@@ -89,14 +86,11 @@ class Page:
             raise SystemExit(f"{self.path}: no {begin} followed by {end}")
         return replace(self, new=f"{before}{begin}\n{part}\n{end}{after}")
 
-    def settle(self, script: str, *, check: bool) -> int:
-        """Write it if it is out of date, or with ``check`` say so; returns the exit status."""
-        if self.text == self.new:
-            return 0
-        print(f"{self.path}: {f'out of date: python scripts/{script} writes it' if check else 'written'}")
-        if not check:
+    def settle(self) -> None:
+        """Write it if it is out of date."""
+        if self.text != self.new:
             self.path.write_text(self.new, encoding="utf-8")
-        return int(check)
+            print(f"{self.path}: written")
 
 
 def updated(name: str) -> Page:
@@ -107,13 +101,13 @@ def updated(name: str) -> Page:
     return page
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    check = parser.parse_args().check
-    return max([updated(page).settle("flag_tables.py", check=check) for page in TABLES])
+    parser.parse_args()
+    for page in TABLES:
+        updated(page).settle()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -29,13 +29,14 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from recover_megatron import __version__
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutations/mutations.toml")
@@ -75,17 +76,16 @@ class Verdict:
 
 
 def read(path: Path) -> list[Mutation]:
-    """The entries of a list.  Raises ValueError for one without a part that it needs, or with an unknown one."""
-    return [_mutation(entry) for entry in tomllib.loads(path.read_text())["mutation"]]
-
-
-def _mutation(entry: Mapping[str, Any]) -> Mutation:
-    name = entry.get("name", "?")
-    parts = {"name", "promise", "file", "old", "new", "tests"}
-    if wrong := (parts ^ entry.keys()) - {"also"}:
-        raise ValueError(f"mutation {name}: {', '.join(sorted(wrong))}: missing, or not known")
-    edits = tuple(Edit(one["file"], one["old"], one["new"]) for one in (entry, *entry.get("also", ())))
-    return Mutation(name, entry["promise"], edits, tuple(entry["tests"]))
+    """The entries of a list.  Raises KeyError for one without a part that it needs."""
+    return [
+        Mutation(
+            entry["name"],
+            entry["promise"],
+            tuple(Edit(one["file"], one["old"], one["new"]) for one in (entry, *entry.get("also", ()))),
+            tuple(entry["tests"]),
+        )
+        for entry in tomllib.loads(path.read_text())["mutation"]
+    ]
 
 
 # ---- whether the list fits the tree
@@ -94,7 +94,7 @@ def _mutation(entry: Mapping[str, Any]) -> Mutation:
 def problems(mutation: Mutation, root: Path) -> list[str]:
     """Why a mutation cannot be tried in the tree at ``root``; empty: it can."""
     found = [why for edit in mutation.edits if (why := _why_not(edit, root))]
-    found += [f"there is no test {test}" for test in mutation.tests if not _exists(test, root)]
+    found += [f"there is no test {test}" for test in mutation.tests if not exists(test, root)]
     found += ["no test is named"] * (not mutation.tests)
     return [f"mutation {mutation.name}: {why}" for why in found]
 
@@ -116,8 +116,8 @@ def _count(path: Path, text: str) -> int:
     return path.read_text().count(text) if path.is_file() else 0
 
 
-def _exists(test: str, root: Path) -> bool:
-    """Whether there is such a function; pytest alone knows the parameters in brackets."""
+def exists(test: str, root: Path) -> bool:
+    """Whether there is such a file or function; pytest alone knows the parameters in brackets."""
     path, *names = test.split("[")[0].split("::")
     return names[-1] in _functions(root / path) if names else (root / path).is_file()
 
@@ -132,37 +132,26 @@ def _functions(path: Path) -> set[str]:
 # ---- trying
 
 
-def copy(root: Path, to: Path) -> None:
-    """Copy what git knows of, and what is new and not ignored."""
-    listed = subprocess.run(
-        ["git", "-C", root, "ls-files", "-coz", "--exclude-standard"], check=True, capture_output=True, text=True
-    ).stdout
-    for name in listed.split("\0"):
-        if name and (root / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, to / name)
-
-
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy of the tree, as long as it is needed."""
+    """A copy of what git knows of, and of what is new and not ignored, as long as it is needed."""
+    command = ["git", "-C", root, "ls-files", "-coz", "--exclude-standard"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         tree = Path(folder) / "tree"
-        copy(root, tree)
+        for name in listed.split("\0"):
+            if name and (root / name).is_file():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, tree / name)
         yield tree
-
-
-def apply(mutation: Mutation, root: Path) -> None:
-    """Change the tree at ``root``, which must be a copy."""
-    for edit in mutation.edits:
-        path = root / edit.file
-        path.write_text(path.read_text().replace(edit.old, edit.new))
 
 
 def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
     """Run its tests in a copy of ``root`` with the mutation, until the first one fails."""
     with copied(root) as tree:
-        apply(mutation, tree)
+        for edit in mutation.edits:
+            path = tree / edit.file
+            path.write_text(path.read_text().replace(edit.old, edit.new))
         started = time.monotonic()
         code, output = pytest(["-x", *mutation.tests], tree, limit)
         seconds = time.monotonic() - started
@@ -190,8 +179,7 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float) -> tuple[int | No
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             end(process)
-        finally:
-            _running.discard(process)
+        _running.discard(process)
         file.seek(0)
         return code, file.read()
 
@@ -207,31 +195,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def fails_anyway(mutations: Sequence[Mutation], root: Path, limit: float) -> str:
-    """What pytest says of the named tests in an unchanged copy; empty: all pass."""
-    tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
-    with copied(root) as tree:
-        code, output = pytest(tests, tree, limit * len(mutations))
-    return "" if code == 0 else output
-
-
 # ---- telling
-
-
-def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """The lines of a table in Markdown."""
-    yield "| mutation | what it breaks | verdict | seconds | by |"
-    yield "| --- | --- | --- | ---: | --- |"
-    for verdict in verdicts:
-        by = f"`{verdict.by}`" if verdict.by else ""
-        mutation = verdict.mutation
-        yield f"| {mutation.name} | {mutation.promise} | {verdict.word} | {verdict.seconds:.0f} | {by} |"
-
-
-def _version() -> str:
-    """The project's, read and not imported: the script runs in any environment."""
-    source = (REPOSITORY / PRODUCT / "__init__.py").read_text(encoding="utf-8")
-    return re.findall(r'^__version__ = "(.+)"', source, re.MULTILINE)[0]
 
 
 def say(text: str) -> None:
@@ -241,7 +205,7 @@ def say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--list", action="store_true", help="show the mutations and their tests, try nothing")
     parser.add_argument("--only", action="append", metavar="NAME", help="this mutation alone; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at the same time")
@@ -264,7 +228,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if not options.no_baseline:
         say("the named tests, without a mutation")
-        if output := fails_anyway(mutations, root, options.timeout):
+        tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
+        with copied(root) as tree:
+            code, output = pytest(tests, tree, options.timeout * len(mutations))
+        if code != 0:
             say(f"{output}\nthese must pass before a mutation can be judged by them")
             return 2
     verdicts = []
@@ -280,7 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for process in list(_running):
                 end(process)
             raise
-    print("\n".join(table(verdicts)))
+    print("| mutation | what it breaks | verdict | seconds | by |\n| --- | --- | --- | ---: | --- |")
+    for its in verdicts:
+        by = f"`{its.by}`" if its.by else ""
+        print(f"| {its.mutation.name} | {its.mutation.promise} | {its.word} | {its.seconds:.0f} | {by} |")
     left = sum(verdict.word != "caught" for verdict in verdicts)
     print(f"\n{len(verdicts) - left} of {len(verdicts)} caught.")
     return 1 if left else 0

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import prepare_corpus
@@ -69,12 +68,6 @@ def microbatches(workers: int) -> int:
     return -(-LEAST_MICROBATCHES // workers) * workers
 
 
-def from_root(word: str | Path) -> str:
-    """A path inside the checkout as seen from its root, where the training runs; anything else as it is."""
-    path = Path(word)
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(word)
-
-
 def victims_iteration(args: argparse.Namespace) -> int | None:
     """The iteration in which a worker is killed; None: nobody is."""
     if args.no_failure or args.resume or args.workers < 2:
@@ -90,20 +83,20 @@ def training_command(
     ``fault``: the iteration in whose backward pass ``VICTIM`` is killed.
     """
     batch = MICRO_BATCH * microbatches(args.workers)
-    launcher = [from_root(Path(sys.executable).with_name("recover-run")), "--nproc-per-node", str(args.workers)]
-    command = [*launcher, "--log-dir", from_root(run), "pretrain_gpt_recover.py", "--recover"]
-    command += [*WITHOUT_KERNELS, *MODEL, *OPTIMIZER, *map(from_root, data_flags)]
+    launcher = [str(Path(sys.executable).with_name("recover-run")), "--nproc-per-node", str(args.workers)]
+    command = [*launcher, "--log-dir", str(run), "pretrain_gpt_recover.py", "--recover"]
+    command += [*WITHOUT_KERNELS, *MODEL, *OPTIMIZER, *data_flags]
     command += ["--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)]
     command += ["--micro-batch-size", str(MICRO_BATCH), "--global-batch-size", str(batch)]
     command += ["--train-iters", str(args.iters), "--log-interval", "10", "--num-workers", "0"]
     # One evaluation, when the training is over; checkpoints in its middle and at its end.
     command += ["--eval-interval", str(args.iters + 1), "--eval-iters", "16"]
     if save:
-        command += ["--save", from_root(run / "checkpoint"), "--save-interval", str(max(1, args.iters // 2))]
+        command += ["--save", str(run / "checkpoint"), "--save-interval", str(max(1, args.iters // 2))]
     if fault is not None:
         command += ["--recover-inject", f"{VICTIM}@{fault}:backward:kill"]
     if args.resume:
-        command += ["--load", from_root(run / "checkpoint"), "--override-opt-param-scheduler"]
+        command += ["--load", str(run / "checkpoint"), "--override-opt-param-scheduler"]
     return [*command, *args.megatron]
 
 
@@ -150,25 +143,18 @@ def train(command: Sequence[str], run: Path, progress: Progress) -> int:
     steps, events, resumed = Lines(run / "steps.jsonl"), Lines(run / EVENTS_FILE), checkpointed(run)
     for lines in (steps, events):
         lines.new()  # what is there already
-    environment = dict(os.environ)
-    cores = len(os.sched_getaffinity(0))
     workers = int(command[command.index("--nproc-per-node") + 1])
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    environment = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // workers)), **os.environ}
     with (run / "console.log").open("ab") as console:
         process = subprocess.Popen(  # its own session: it is stopped by us, once, not by the terminal too
             command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
             start_new_session=True,
         )  # fmt: skip
     try:
-        shown = False
+        print(progress.header(), flush=True)
         while True:
             ended = process.poll() is not None
-            for line in recoveries(events):
-                print(line, flush=True)
-            for line in progress.lines(new_steps(steps, resumed)):
-                if not shown:
-                    print(progress.header())
-                    shown = True
+            for line in (*recoveries(events), *progress.lines(new_steps(steps, resumed))):
                 print(line, flush=True)
             if ended:
                 return process.returncode
@@ -178,16 +164,6 @@ def train(command: Sequence[str], run: Path, progress: Progress) -> int:
             print("quickstart: stopping the workers", file=sys.stderr)
             process.terminate()
             process.wait()
-
-
-def tail(path: Path) -> str:
-    """The last lines of a log."""
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
-
-
-def stopped(number: int, _frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP end the training as Ctrl-C does."""
-    raise SystemExit(128 + number)
 
 
 def corpus_of(folder: Path | None) -> dict[str, Any]:
@@ -232,7 +208,8 @@ def run_training(command: Sequence[str], run: Path, corpus: dict[str, Any], rows
     (run / "run.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print()
     if status != 0:
-        print(tail(run / "console.log"), file=sys.stderr)
+        said = (run / "console.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        print(*said[-TAIL_LINES:], sep="\n", file=sys.stderr)
         print(f"quickstart: the training ended with exit code {status}; its last output is above", file=sys.stderr)
     return status
 
@@ -308,7 +285,7 @@ def parser() -> argparse.ArgumentParser:
         prog="quickstart.sh",
         description="Train a small GPT on real text with recover_megatron, on this machine's CPU; kill a worker in the "
         "middle of a step; compare with the same training in which nobody dies.",
-        epilog="Flags after -- are given to Megatron, after those chosen here. docs/quickstart.md says more.",
+        epilog="docs/quickstart.md says more.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--iters", type=int, default=200, help="iterations (default: %(default)s)")
@@ -317,22 +294,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--corpus", type=Path, help="a corpus made by prepare_corpus.py (default: Python's library)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder of the run")
     parser.add_argument("--no-failure", action="store_true", help="kill nobody, and train once (so does --resume)")
+    parser.add_argument("megatron", nargs="*", help="flags of Megatron, after --; they come after those chosen here")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit status."""
-    own, megatron = list(argv), []
-    if "--" in own:
-        cut = own.index("--")
-        own, megatron = own[:cut], own[cut + 1 :]
     options = parser()
-    args = options.parse_args(own)
-    args.megatron = megatron
+    args = options.parse_args(argv)
     if args.iters < 1 or args.workers < 1:
         options.error("--iters and --workers must be 1 or more")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stopped)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # they end the training as Ctrl-C does
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         return quickstart(args)
     except Stop as stop:

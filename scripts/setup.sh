@@ -108,30 +108,19 @@ pins() {
     } >"$1"
 }
 
-# Show of pip's output what takes time; all of it goes to the log.
-follow_pip() {
-    local line
-    while IFS= read -r line; do
-        printf '%s\n' "$line" >>"$log"
-        if [[ $line =~ (Downloading|Using\ cached)\ ([^ ]+)-[^-]+-[^-]+-[^-]+\.whl\ \(([0-9]+)[.0-9]*\ (MB|GB)\) ]]; then
-            if [[ ${BASH_REMATCH[4]} == GB ]] || ((BASH_REMATCH[3] >= 100)); then
-                say "  ${BASH_REMATCH[1],,} ${BASH_REMATCH[2]} (${BASH_REMATCH[3]} ${BASH_REMATCH[4]})"
-            fi
-        elif [[ $line == 'Installing collected packages:'* ]]; then
-            say "  unpacking $(wc -w <<<"${line#*:}") packages"
-        fi
-    done
-}
+# Of pip's output, what takes time: large files, and the unpacking of all.  The rest goes to the log alone.
+shown='(Downloading|Using cached) .*\(([0-9]{3,}[.0-9]* MB|[.0-9]+ GB)\)|Installing collected packages'
 
 install() {
     local status=0
-    say "installing recover_megatron and what it needs (first time: about 4 GB, one to several minutes)"
-    : >"$log"
+    say "installing recover_megatron and what it needs (first time: about 3 GB to download, 6 GB on disk, some minutes)"
     pins "$venv/.setup-pins"
     # These would make pip write, or look for what is already there, outside .venv.
     env -u PYTHONPATH -u PYTHONHOME -u PIP_USER -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT \
         "$python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
-        --constraint "$venv/.setup-pins" --editable "${root}[dev]" </dev/null 2>&1 | follow_pip || status=$?
+        --constraint "$venv/.setup-pins" --editable "${root}[dev]" </dev/null 2>&1 | tee -- "$log" |
+        { grep --line-buffered -E "$shown" || true; } | sed -u 's/^ */setup:   /; s/ packages: .*/ packages/' >&2 ||
+        status=$?
     if ((status != 0)); then
         tail -n 15 -- "$log" | sed 's/^/  /' >&2
         die "pip failed (status $status); the end of its output is above, all of it in $log" \

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 import flag_tables
 import pytest
 import recipe_table
+from mutation_check import exists
 
 from tests.harness import REPOSITORY, ci_list
 from tests.harness.ci_list import CHOSEN, LEFT_OUT, among, left_out, listed, quarantined, without_a_test
@@ -41,18 +41,10 @@ def test_ci_runs_what_the_readme_says_whatever_is_set_around_it(tmp_path: Path) 
     for tool in TOOLS:
         (root / "bin" / tool).write_text("#!/bin/sh\n")
         (root / "bin" / tool).chmod(0o755)
-    around = {
-        name: "7" for name in ("RECOVER_TESTS", "RECOVER_MATRIX", "RECOVER_SEED", "RECOVER_EXAMPLES", "RECOVER_SOAK")
-    }
-    path = f"{root / 'bin'}:{os.environ['PATH']}"
-    ran = subprocess.run(
-        ["bash", str(root / ".ci" / "run")],
-        env={**os.environ, **around, "PATH": path},
-        cwd="/",
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    around = {f"RECOVER_{name}": "7" for name in ("TESTS", "MATRIX", "SEED", "EXAMPLES", "SOAK")}
+    env = {**os.environ, **around, "PATH": f"{root / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", str(root / ".ci" / "run")]
+    ran = subprocess.run(command, env=env, cwd="/", check=True, capture_output=True, text=True)
     assert ran.stdout == "arguments: ; set: \n"
     assert "`bash scripts/test.sh`" in (REPOSITORY / "README.md").read_text()
 
@@ -60,9 +52,8 @@ def test_ci_runs_what_the_readme_says_whatever_is_set_around_it(tmp_path: Path) 
 def said_by(module: str, name: str, **environment: str) -> str:
     """What a process of tests takes for a value of one of its modules."""
     apart = ("RECOVER_TESTS", "RECOVER_SEED", "RECOVER_MATRIX", "RECOVER_TEST_PATIENCE")
-    base = {name: value for name, value in os.environ.items() if name not in apart}
+    env = {name: value for name, value in os.environ.items() if name not in apart} | environment
     command = [sys.executable, "-c", f"import os; from {module} import {name}; print({name}, os.environ)"]
-    env = {**base, **environment}
     done = subprocess.run(command, cwd=REPOSITORY, env=env, check=True, capture_output=True, text=True)
     return done.stdout
 
@@ -151,23 +142,15 @@ def test_the_end_of_a_run_tells_the_seconds_of_each_folder() -> None:
 
 def test_every_line_of_the_list_names_a_test_and_says_why() -> None:
     table = listed()
-    assert [name for name in table if not exists(name)] == []
+    assert [name for name in table if not exists(name, REPOSITORY)] == []
     assert [name for name, why in table.items() if len(why) < 10] == []
 
 
 def test_the_quarantine_is_small_and_says_since_when_and_how() -> None:
     entries = quarantined()
     assert len(entries) <= 5
-    assert [name for name in entries if not exists(name)] == []
+    assert [name for name in entries if not exists(name, REPOSITORY)] == []
     assert all({"date", "how", "times"} < entry.keys() for entry in entries.values())
-
-
-def exists(name: str) -> bool:
-    path, function = name.split("[")[0].split("::")
-    file = REPOSITORY / path
-    return file.is_file() and function in {
-        node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)
-    }
 
 
 def test_the_deliberate_bugs_are_caught_by_what_ci_runs(pytestconfig: pytest.Config) -> None:
@@ -227,15 +210,11 @@ def ended(bin_folder: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 def start(bin_folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    env = {name: value for name, value in os.environ.items() if name != "RECOVER_TESTS"}
     return subprocess.Popen(
         [str(bin_folder.parents[1] / "scripts" / "test.sh"), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd="/",
-        env={name: value for name, value in os.environ.items() if name != "RECOVER_TESTS"},
-    )
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=env,
+    )  # fmt: skip
 
 
 def test_pytests_closing_line_is_the_last_of_a_good_run(bin_folder: Path) -> None:

@@ -76,19 +76,16 @@ def test_the_split_is_the_same_every_time_has_about_the_share_asked_for_and_is_n
     with pytest.raises(CorpusError, match="cannot be split"):
         list(split([b"x"], 5))
     documents = [b"a" * 10, b"b" * 10, b"c" * 10]
-    assert [list(at_most(documents, cap)) for cap in (25, None, 4)] == [documents[:2], documents, [b"aaaa"]]
+    caps = (25 / 2**20, None, 4 / 2**20)
+    assert [list(at_most(documents, cap)) for cap in caps] == [documents[:2], documents, [b"aaaa"]]
 
 
-def test_the_entropies_are_those_computed_directly(tmp_path: Path, folder: Path) -> None:
+def test_the_entropy_is_that_computed_directly(tmp_path: Path, folder: Path) -> None:
     corpus = prepare(tmp_path / "out", "--input", folder)
     train, valid = ([t for document in read(tmp_path / "out", name) for t in document] for name in ("train", "valid"))
     counts = Counter(train)
     cross = -sum(math.log((counts[t] + 1) / (len(train) + 257)) for t in valid) / len(valid)
-    plain = -sum(n / len(train) * math.log(n / len(train)) for n in counts.values())
-    nats, bits = corpus["unigram_entropy_nats"], corpus["unigram_entropy_bits"]
-    assert nats["valid_under_train"] == pytest.approx(cross, rel=1e-12)
-    assert nats["train"] == pytest.approx(plain, rel=1e-12)
-    assert bits["train"] == pytest.approx(plain / math.log(2), rel=1e-12)
+    assert corpus["unigram_entropy_nats"]["valid_under_train"] == pytest.approx(cross, rel=1e-12)
 
 
 def test_the_flags_make_megatron_see_all_ids_and_the_end_of_a_document(tmp_path: Path, folder: Path) -> None:
@@ -168,11 +165,9 @@ def test_binary_files_of_a_folder_are_left_out_and_told(
     corpus = prepare(tmp_path / "out", "--input", folder)
     assert corpus["train"]["documents"] + corpus["valid"]["documents"] == len(TEXTS)
     assert "left out 1 binary files, such as" in capsys.readouterr().err
-    corpus = prepare(tmp_path / "out", "--input", folder, "--binary")
-    assert corpus["train"]["documents"] + corpus["valid"]["documents"] == len(TEXTS) + 1
 
 
-def test_a_corpus_is_made_again_only_if_something_changed_or_is_damaged(tmp_path: Path, folder: Path) -> None:
+def test_a_corpus_is_made_again_only_if_something_changed_or_it_is_not_whole(tmp_path: Path, folder: Path) -> None:
     """And with the old text goes the index of samples that Megatron has made of it."""
     out = tmp_path / "out"
     index = out / "train_document" / "cache" / "GPTDataset_indices" / "0-sample_index.npy"
@@ -185,13 +180,8 @@ def test_a_corpus_is_made_again_only_if_something_changed_or_is_damaged(tmp_path
 
     prepare(out, "--input", folder)
     assert not is_made()
-    for name in ("corpus.json", "train_document.bin", "valid_document.idx"):
-        whole = (out / name).read_bytes()
-        (out / name).write_bytes(whole[: len(whole) // 2])
-        assert prepare_corpus.load_if_whole(out) is None
-        assert is_made()
-        assert (out / name).read_bytes() == whole
-    assert is_made("--force")
+    (out / "corpus.json").unlink()
+    assert is_made()
     os.utime(folder / "000.txt", (1, 1))
     assert is_made()
     assert is_made("--max-mib", "0.001")
@@ -210,10 +200,10 @@ def test_a_run_that_cannot_write_says_so_and_leaves_no_corpus_that_is_half_of_an
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    assert prepare_corpus.main(["--out", str(out), "--input", str(folder), "--force"]) == 1
+    assert prepare_corpus.main(["--out", str(out), "--input", str(folder), "--valid-percent", "20"]) == 1
     assert prepare_corpus.load_if_whole(out) is None
     assert not list(out.glob(".making-*"))
-    assert "choose another folder with --out" in capsys.readouterr().err
+    assert f"{out}: No space left on device" in capsys.readouterr().err
 
 
 def test_the_standard_library_is_the_text_without_an_input(tmp_path: Path) -> None:

@@ -48,8 +48,7 @@ class Checkout:
     def __init__(self, folder: Path, fake: Path) -> None:
         self.root = folder
         self.fake = fake
-        (self.root / "scripts").mkdir(parents=True)
-        shutil.copytree(REPOSITORY / "scripts" / "lib", self.root / "scripts" / "lib", dirs_exist_ok=True)
+        shutil.copytree(REPOSITORY / "scripts" / "lib", self.root / "scripts" / "lib")
         for name in ("setup.sh", "constraints.txt"):
             shutil.copy(REPOSITORY / "scripts" / name, self.root / "scripts" / name)
         (self.root / "pyproject.toml").write_text("# as it is\n")
@@ -62,15 +61,11 @@ class Checkout:
     def start(self, **changes: str | None) -> subprocess.Popen[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
         environment = {**kept, "FAKE": str(self.fake), "RECOVER_PYTHON": str(self.fake / "python"), **changes}
+        env = {name: value for name, value in environment.items() if value is not None}
         return subprocess.Popen(
-            [str(self.root / "scripts" / "setup.sh")],
-            env={name: value for name, value in environment.items() if value is not None},
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            [str(self.root / "scripts" / "setup.sh")], env=env, cwd="/", stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
 
     def run(self, status: int = 0, **changes: str | None) -> str:
         """Run the script to its end; returns what it said."""
@@ -211,8 +206,8 @@ def test_only_large_downloads_are_shown(checkout: Checkout) -> None:
         "Installing collected packages: six, torch\n"
     )
     said = checkout.run()
-    assert "downloading torch-2.13.0 (526 MB)" in said
-    assert "unpacking 2 packages" in said
+    assert "Downloading torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl (526.1 MB)\n" in said
+    assert "Installing collected packages\n" in said
     assert "six-1" not in said
     assert "x-1" not in said
     assert "six-1.17.0" in (checkout.root / ".venv" / "setup.log").read_text()
