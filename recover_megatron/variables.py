@@ -88,6 +88,12 @@ TABLE = (
         fine=("", "TCP"),
     ),
     Variable(
+        ("TORCH_DISTRIBUTED_USE_TORCHCOMMS",),
+        Rule.REFUSED,
+        "groups of the start would be torchcomms', and --recover aborts and makes groups of torch's own: unset it, or "
+        "leave --recover out",
+    ),
+    Variable(
         ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING"),
         Rule.OVERRULED,
         "the host would wait in torch for each collective inside a replica, where no plan reaches it; the last two are "

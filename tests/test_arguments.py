@@ -220,15 +220,24 @@ def test_a_value_that_recovery_cannot_live_with_is_overruled_and_told(
 def test_other_values_stand_without_a_word() -> None:
     environ = {name: "1" for variable in TABLE if variable.rule in (Rule.KEPT, Rule.DEFAULT) for name in variable.names}
     environ |= {"TORCH_GLOO_LAZY_INIT": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO", "GLOO_DEVICE_TRANSPORT": "TCP"}
+    environ |= {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "0"}
     before = dict(environ)
     assert variables.overrule(environ) == []
     assert variables.refusals(environ) == []
     assert environ == before
 
 
-def test_a_transport_that_cannot_be_aborted_is_refused() -> None:
-    (reason,) = variables.refusals({"GLOO_DEVICE_TRANSPORT": "TCP_TLS"})
-    assert reason.startswith("GLOO_DEVICE_TRANSPORT=TCP_TLS: only gloo's connections over plain TCP can be aborted")
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("GLOO_DEVICE_TRANSPORT", "TCP_TLS", "only gloo's connections over plain TCP can be aborted"),
+        ("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "groups of the start would be torchcomms'"),
+    ],
+)
+def test_groups_that_cannot_be_aborted_are_refused(name: str, value: str, why: str) -> None:
+    (reason,) = variables.refusals({name: value})
+    assert reason.startswith(f"{name}={value}: {why}")
+    assert reason.endswith(": unset it, or leave --recover out")
 
 
 def test_each_variable_has_one_row_and_those_that_workers_set_for_nccl_have_theirs() -> None:

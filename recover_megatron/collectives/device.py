@@ -74,11 +74,9 @@ def within(seconds: float = STUCK_SECONDS, since: CancelToken | None = None) -> 
     return check
 
 
-def drained(device: torch.device, check: Callable[[], None], cuda: Any = torch.cuda) -> None:
+def drained(device: torch.device, check: Callable[[], None]) -> None:
     """Return when all that the current stream of ``device`` has been given is carried out; as ``until``."""
-    event = cuda.Event()
-    event.record(cuda.current_stream(device))
-    until(event, check)
+    until(made_so_far(device), check)
 
 
 def made_so_far(gpu: torch.device | None) -> Any:
@@ -181,16 +179,10 @@ class DeviceStream(Order):
 
         Raises ``DeviceStuck``.
         """
-        self._over(self._stream)
+        until(self._event(), within(since=self._cancel_token))
 
     def _event(self) -> Any:
         """What the stream has been given by now."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event
-
-    def _over(self, stream: Any) -> None:
-        """Return when all that ``stream`` has been given is carried out; as ``finish``."""
-        event = self._cuda.Event()
-        event.record(stream)
-        until(event, within(since=self._cancel_token))

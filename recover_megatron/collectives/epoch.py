@@ -92,11 +92,15 @@ class CancelToken:
     ``cancel`` may be called from any thread, also while others wait: it calls the wakers, which end their waits.
     ``all_heard``: returns when the switches of all members that live are cancelled, and has them be; it raises a
     ``MembershipError`` where this member is out of the run, and will never know.  Not for the session's thread.
+    ``in_touch``: returns when the run counts on this member, or did when it was called; raises ``EpochRevoked``, too.
     """
 
-    def __init__(self, epoch: int, all_heard: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, epoch: int, all_heard: Callable[[], None] = lambda: None, in_touch: Callable[[], None] = lambda: None
+    ) -> None:
         self.epoch = epoch
         self.all_heard = all_heard
+        self.in_touch = in_touch
         self.reason = ""
         self.lost: PeerLost | None = None
         """With whom it failed, where this member noticed that itself and first."""

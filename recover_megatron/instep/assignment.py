@@ -248,7 +248,7 @@ class Assignment:
     def _groups_of(self, decision: Decision, slot: Slot) -> EpochGroups:
         peer_stores = decision.peer_stores_by_slot(self.grid)
         all_heard = self.all_heard_of(decision.epoch)
-        return EpochGroups(decision.epoch, slot, self._comm_config, peer_stores, all_heard)
+        return EpochGroups(decision.epoch, slot, self._comm_config, peer_stores, all_heard, self._session.be_in_touch)
 
     def _end_if_over(self, decision: Decision) -> None:
         if self._session.revoked or self._session.epoch != decision.epoch:

@@ -103,6 +103,8 @@ class EpochGroups:
     _peer_stores: Mapping[Slot, str]
     all_heard: Callable[[], None] = lambda: None
     """Waits until all who live know that this epoch is over: see ``CancelToken``; needed for rings over NCCL."""
+    in_touch: Callable[[], None] = lambda: None
+    """Likewise."""
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
@@ -116,7 +118,7 @@ class EpochGroups:
         self._cancel_token = CancelToken(self.number)
         config, self._progress = self._comm_config, None
         if config.over_nccl:
-            cancel_token = CancelToken(self.number, self.all_heard)
+            cancel_token = CancelToken(self.number, self.all_heard, self.in_touch)
             self.on_end(cancel_token.cancel)
             name = f"sums of epoch {self.number}"
             self._progress = progress_thread(cancel_token, config.device, name, config.collective)

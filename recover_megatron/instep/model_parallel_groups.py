@@ -261,11 +261,11 @@ class ModelParallelGroups:
                 watch(sock)
                 self._sockets.append(sock)
 
-    def end(self, all_heard: Callable[[], None]) -> None:
+    def end(self, all_heard: Callable[[], None] = lambda: None) -> None:
         """Make every operation of these groups fail, here and, for gloo, at the other ends; from any thread, once.
 
-        ``all_heard``: as for ``CancelToken``, of the last epoch in which they were used.  The main thread says ``left``
-        when it is out of them; else this process ends.
+        ``all_heard``: as for ``CancelToken``, of the last epoch in which they were used; default: nobody else did.  The
+        main thread says ``left`` when it is out of them; else this process ends.
         """
         with self._lock:
             if self._ended:
@@ -289,20 +289,14 @@ class ModelParallelGroups:
         if leaving is not None:
             leaving.left()
 
-    def rebuild(
-        self,
-        epoch_groups: EpochGroups,
-        replica: int,
-        store: PeerStoreClient,
-        host: str,
-        all_heard: Callable[[], None],
-    ) -> None:
+    def rebuild(self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str) -> None:
         """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.
 
-        ``all_heard``: as for ``end``, of those there were.  They outlive the epoch; only while they are made does its
-        end end them.  Raises ``EpochRevoked``, ``PeerLost`` and ``TimeoutError``.
+        Those that are left are of who has built its model alone: whoever has had mates has ended them when it left.
+        They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked``, ``PeerLost``
+        and ``TimeoutError``.
         """
-        self.end(all_heard)
+        self.end()
         self.left()
         if self._store is not None:
             self._store.close()

@@ -256,8 +256,7 @@ class Groups:
         # The groups outlive the epoch, so their peer store is one that lives as long as the replica.
         peer_store = mine.decision.peer_stores[mine.decision.grid[mine.replica][0]]
         store = PeerStoreClient(peer_store, comm_config.secret)
-        all_heard = mine.all_heard_of(mine.decision.epoch - 1)
-        self.inside.rebuild(mine.epoch_groups, mine.replica, store, comm_config.host, all_heard)
+        self.inside.rebuild(mine.epoch_groups, mine.replica, store, comm_config.host)
         default.mates = (self._mates, slots)
         moved = dict(zip(self.grid.replicas[self._replica], slots, strict=True))
         for group in self._own:

@@ -20,6 +20,7 @@ ended, and the partition rule rests on that being true.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -90,15 +91,23 @@ class Follower:
         self._alone_since = now
         self._move_at: float | None = now  # when to try the next candidate
         self._failures = 0
+        self._asked = deque[float]()  # when beats were said that are not answered yet
+        self._answered = -math.inf  # when the last one was said that is
         self._silent = False  # the last coordinator was left because it was silent, not because the connection ended
         self._accepted = False  # by the host of the candidate that was dialed last
         self._mute: set[int] = set()  # candidates whose host has accepted a connection, and that said nothing
         self._complaint = "no candidate was tried"
         self._effects: list[MemberEffect] = []
 
-    def in_touch(self, now: float) -> bool:
-        """Whether the coordinator was heard lately enough that it cannot have given this member up for its silence."""
-        return self._connected and now - self._heard <= self.settings.heartbeat_timeout
+    def in_touch(self, now: float, *, in_epoch: bool = True) -> bool:
+        """Whether the coordinator cannot have given this member up for its silence yet.
+
+        It counts from when that was said which is answered: answers lie in the socket of a process that was stopped,
+        too.  ``in_epoch``: the coordinator that formed the present epoch, no other.
+        """
+        if self.stage is not Stage.FOLLOWING or (in_epoch and self.presentation.term != self.presentation.formed.term):
+            return False
+        return now - self._answered <= self.settings.heartbeat_timeout
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """Apply one event. ``Tick`` is due at ``deadline``."""
@@ -115,6 +124,8 @@ class Follower:
                 self._connected, self._failures = True, 0
                 self._mute.discard(self.candidate)
                 self._heard = self._beat_at = now
+                self._asked.clear()
+                self._answered = -math.inf
                 self._move_at = None
                 self.stage = Stage.ATTACHED
                 self._say(self._attach_message())
@@ -200,6 +211,7 @@ class Follower:
             self._effects.append(Dial(self.candidate))
         elif self._connected and now >= self._beat_at:
             self._beat_at = now + self.settings.heartbeat_interval
+            self._asked.append(now)
             self._say(self.beat)
 
     def _set_deadline(self) -> None:
@@ -219,6 +231,8 @@ class Follower:
     def _on(self, message: Mapping[str, Any], now: float) -> None:
         match message["type"]:
             case "beat":
+                if self._asked:
+                    self._answered = self._asked.popleft()
                 self._reached(now)
             case "standby":
                 self._reached(now)

@@ -257,17 +257,17 @@ class Session:
         self.wait_committed(iteration)
 
     def be_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Return when the coordinator was heard within the heartbeat timeout and the epoch goes on: mostly at once.
+        """Return when the coordinator has answered within the heartbeat timeout and the epoch goes on: mostly at once.
 
-        Call it before what a process must not do that was stopped and put out meanwhile (it does not know yet). Raises
-        ``EpochRevoked`` (unless ``in_epoch`` is False), ``Fenced`` or ``CoordinatorLost``.
+        Call it before what a process must not do that was stopped or cut off and put out meanwhile (it does not know
+        yet). Raises ``EpochRevoked`` (unless ``in_epoch`` is False), ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
             while True:
                 self._raise_if_out()
                 if in_epoch:
                     self._raise_if_revoked()
-                if self._core.in_touch(time.monotonic()):
+                if self._core.in_touch(time.monotonic(), in_epoch=in_epoch):
                     return
                 self._client.condition.wait(self._core.settings.heartbeat_interval)
 

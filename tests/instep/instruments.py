@@ -176,7 +176,7 @@ def _late_device(double: Callable[[], Library]) -> None:
 
             self.__dict__["allreduce"] = launching
 
-    def ending(self: ModelParallelGroups, all_heard: Callable[[], None]) -> None:
+    def ending(self: ModelParallelGroups, all_heard: Callable[[], None] = lambda: None) -> None:
         end(self, all_heard)
         threading.Thread(target=aborting, args=(list(communicators), all_heard), daemon=True).start()
         communicators.clear()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.model_parallel_groups import calls_under_way
 from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.membership.records import Fenced
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.doubles.nccl import library as nccl_double
 from tests.harness.patience import patient
@@ -36,7 +38,7 @@ class Worker:
     """The first one of its replica; ``plan`` is what the rendezvous does after an epoch."""
 
     def __init__(self, me: int) -> None:
-        self.session: Any = SimpleNamespace(epoch=0, revoked=False, wait_all_heard=lambda epoch: None)
+        self.session: Any = SimpleNamespace(epoch=0, revoked=False, wait_all_heard=Mock(), be_in_touch=Mock())
         config = CommunicationConfig(PeerStoreServer("127.0.0.1", SECRET), SECRET, CPU, collective="native")
         self.address = config.peer_store.address
         self.mine = Assignment(self.session, me, GRID, config)
@@ -77,6 +79,23 @@ def test_no_communicator_is_left_over_of_an_orphan_or_of_a_column_of_one(
             assert other.sum() == 1.0
             eventually(lambda: len(live) == (0 if leaves else 1), "nobody sums with anybody", SOON)
     orphan.mine.close()
+
+
+def test_a_worker_that_is_cut_off_from_the_coordinator_believes_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been put out: then others have aborted, and what it has been given is garbage."""
+    library = nccl_double()
+    monkeypatch.setattr(libraries, "load", lambda: library)
+    both = cut_off, other = Worker(0), Worker(2)
+    cut_off.session.be_in_touch = Mock(side_effect=Fenced("it was put out"))
+    for worker in both:
+        worker.plan(1, {0: (0, 1), 1: (2, 3)}, {0: cut_off.address, 2: other.address})
+    with ThreadPoolExecutor(2) as pool:
+        sums = [pool.submit(worker.sum) for worker in both]
+        with pytest.raises(Fenced):
+            sums[0].result()
+        other.mine.end("a worker is lost")
+    for worker in both:
+        worker.mine.close()
 
 
 def test_an_orphan_closes_its_columns_while_somebody_watches_its_way_out() -> None:

@@ -33,8 +33,6 @@ from tests.harness.waiting import DEADLINE
 
 LOOKS = round(model_parallel_groups.LEAVE_SECONDS / model_parallel_groups._LOOK)
 COMPUTING = Calls()
-AT_ONCE = lambda: None  # noqa: E731
-"""All have heard that the epoch is over."""
 DEVICE = torch.device("cuda", 3)
 leave = partial(Leaving, device=DEVICE, cuda=streams)
 
@@ -237,7 +235,7 @@ class Inside:
         epoch: Any = SimpleNamespace(number=3, over=over, on_end=lambda call: None)
         store: Any = Known({"inside/3/0/here/0": "1"} | ({"inside/3/0/here/1": "1"} if self.mate_is_there else {}))
         store.close = lambda: None
-        self.groups.rebuild(epoch, 0, store, "127.0.0.1", AT_ONCE)
+        self.groups.rebuild(epoch, 0, store, "127.0.0.1")
 
 
 def test_groups_that_are_made_anew_keep_their_options_and_are_aborted_once_when_the_replica_breaks() -> None:
@@ -246,8 +244,8 @@ def test_groups_that_are_made_anew_keep_their_options_and_are_aborted_once_when_
     assert inside.given == [inside.options]
     assert inside.made[0].connected, "not by its first operation, to which a mate that compiles comes too late"
     assert inside.tensor.allreduce([torch.ones(1)]).is_completed()
-    inside.groups.end(AT_ONCE)
-    inside.groups.end(AT_ONCE)
+    inside.groups.end()
+    inside.groups.end()
     inside.groups.left()
     inside.rebuild()
     first, second = inside.made
@@ -265,7 +263,7 @@ def test_a_group_in_which_a_mate_dies_before_it_is_connected_is_aborted_and_the_
     inside.fabric.held_in_launch.add(0)
     with pytest.raises(PeerLost):
         inside.rebuild()
-    inside.groups.end(AT_ONCE)
+    inside.groups.end()
     inside.groups.left()
     inside.leavings[-1]._thread.join()
     (group,) = inside.made
@@ -280,7 +278,7 @@ def test_while_a_mate_has_not_come_no_group_is_opened_and_the_end_of_the_epoch_e
     store: Any = Known({"inside/3/0/here/0": "1"})
     store.close = lambda: None
     with pytest.raises(EpochRevoked):
-        inside.groups.rebuild(epoch, 0, store, "127.0.0.1", AT_ONCE)
+        inside.groups.rebuild(epoch, 0, store, "127.0.0.1")
     assert inside.made == []
     assert len(ends) == 1
 
@@ -294,7 +292,7 @@ def test_a_replica_that_breaks_while_its_groups_are_opened_makes_no_more_of_them
     connect = ProcessGroupNcclDouble.eager_connect_single_device
 
     def broken_meanwhile(group: ProcessGroupNcclDouble, device: Any) -> None:
-        inside.groups.end(AT_ONCE)
+        inside.groups.end()
         connect(group, device)
 
     monkeypatch.setattr(ProcessGroupNcclDouble, "eager_connect_single_device", broken_meanwhile)

@@ -155,7 +155,7 @@ class World:
         self.unreported: list[int] = []  # deaths that the launcher has not seen yet
         self.blocked: set[tuple[str, int]] = set()
         self.gated: set[int] = set()  # workers that cannot join before they have aborted what they had under way
-        self.given_up: set[int] = set()  # live workers of which others no longer care what they believe
+        self.deceived: set[int] = set()  # put out, and could not know it when the others aborted
         self.log: list[dict[str, Any]] = []
         self.formed: dict[int, tuple[int, frozenset[int]]] = {}  # epoch -> (term, members)
         self.order: list[int] = []
@@ -636,8 +636,8 @@ class World:
                 carried -= self.aside - last_members
             if (alive and term < last_term) or not carried or (alive and not carried <= last_members):
                 raise PropertyViolated(f"two lineages: {sorted(last_members)} ({alive} live) and {sorted(members)}")
-            if alive & members & self.given_up and alive - self.given_up:
-                raise PropertyViolated(f"{sorted(alive & self.given_up)} may believe what others have aborted")
+        if deceived := {w for w in members & self.deceived if f"w{w}" not in self.dead}:
+            raise PropertyViolated(f"{sorted(deceived)} may have believed what others have aborted")
         self.formed[epoch] = (term, members)
         self.order.append(epoch)
         self._without_drained(epoch)
@@ -662,7 +662,7 @@ class World:
                 raise PropertyViolated(f"{name} is to meet w{other}, which knows {mate.committed} to be committed")
 
     def _all_heard(self, coordinator: Coordinator, epoch: int) -> None:
-        """Whoever lives and takes an epoch before this one to go on is out, and in no later one with others."""
+        """Whoever lives and takes an epoch before this one to go on is out; if it is in touch, it goes on nowhere."""
         for number, its in coordinator.roster.workers.items():
             member = self.members.get(f"w{number}")
             if not isinstance(member, Member) or f"w{number}" in self.dead or member.stage is Stage.OUT:
@@ -670,7 +670,8 @@ class World:
             if member.plan is not None and member.plan.epoch < epoch and not member.revoked:
                 if its.fate in (Fate.LIVE, Fate.ASIDE):
                     raise PropertyViolated(f"all are said to know of rendezvous {epoch}, and w{number} does not")
-                self.given_up.add(number)
+                if member.in_touch(self.now):
+                    self.deceived.add(number)
 
     def _was_in_a_plan(self, number: int, before: int) -> bool:
         return any(number in members for epoch, (_, members) in self.formed.items() if epoch < before)

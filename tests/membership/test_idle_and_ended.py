@@ -12,7 +12,7 @@ from script import play, table
 from simulation import SETTINGS, World
 
 from recover_megatron.membership.ending import ExceptionReport, alike, true_cause
-from recover_megatron.membership.events import Notify, Say
+from recover_megatron.membership.events import Heard, Notify, Say, Tick
 from recover_megatron.membership.leadership import can_tell
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.node_agent import NodeAgentClient
@@ -178,7 +178,19 @@ def test_a_member_that_has_slept_for_longer_than_it_may_be_silent_is_not_in_touc
     world = started(2)
     member = world.worker(0)
     assert member.in_touch(world.now)
-    assert not member.in_touch(world.now + SETTINGS.heartbeat_timeout + SETTINGS.heartbeat_interval)
+    member.handle(Tick(), world.now + SETTINGS.heartbeat_interval)
+    awake = world.now + SETTINGS.heartbeat_timeout + 2 * SETTINGS.heartbeat_interval
+    assert not member.in_touch(awake)
+    beats = [Heard({"type": "beat"})] * len(member._asked)
+    for beat in beats:
+        member.handle(beat, awake)
+    assert not member.in_touch(awake), "the answers lay there while it slept"
+    member.handle(Tick(), awake)
+    member.handle(beats[0], awake + 1)
+    assert member.in_touch(awake + 1)
+    member.handle(Heard({"type": "lead", "term": member.presentation.term + 1}), awake + 1)
+    assert not member.in_touch(awake + 1), "another one may have put it out of its epoch"
+    assert member.in_touch(awake + 1, in_epoch=False)
 
 
 ERROR = "RuntimeError: the loss is not a number"

@@ -14,6 +14,7 @@ from test_protocol_properties import MOVES, NODE, Moves, explore, moves_of, worl
 from recover_megatron.membership import witness
 from recover_megatron.membership.admission import AddedCandidates
 from recover_megatron.membership.events import Outbox, Send, Statement
+from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import JOINED_FROM
 from recover_megatron.membership.roster import NodeAgentStatus, Roster
 from recover_megatron.membership.wire import TO_MEMBER, encode, parse
@@ -351,6 +352,13 @@ def test_a_deliberate_bug_in_the_use_of_the_witness_is_caught(
     bug(monkeypatch)
     with pytest.raises(PropertyViolated, match="two lineages"):
         go_on_after(scenario, thirds())
+
+
+def test_who_is_cut_off_and_believes_all_the_same_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that go on have aborted what they had under way with it, and then lose their nodes."""
+    monkeypatch.setattr(Member, "in_touch", lambda self, now: True)
+    with pytest.raises(PropertyViolated, match="may have believed what others have aborted"):
+        join_and_lose_the_launch(thirds())
 
 
 def newcomer_on(world: World, node: int) -> int:

@@ -19,7 +19,8 @@ what is made of it here:
 * *An aborted kernel still posts* its steps to its peers, with nothing in them (src/device/prims_simple.h: genericOp,
   postPeer).  Over P2P and shared memory theirs then complete with garbage, and NCCL reports success there.  So what is
   under way is aborted only when the switches of all members that live are cancelled (``CancelToken.all_heard``): who
-  still believes has no aborted kernel among its peers.  A member that is out of the run aborts nothing, but ends.
+  still believes has no aborted kernel among its peers.  A member that is out of the run aborts nothing, but ends; one
+  that does not know it yet is not in touch (``CancelToken.in_touch``), and believes nothing.
 * Nothing is ever destroyed or finalized here, which may wait for members that are dead: ``close`` aborts, which is
   allowed in every state, at any time, from any thread.
 
@@ -148,6 +149,8 @@ class Communicator:
         over = []
         while self._under_way and self._under_way[0].done:
             over.append(self._under_way.popleft())
+        if over:
+            self._token.in_touch()
         self._check()  # after they are over: see above
         for operation in over:
             operation.tensors = ()

@@ -9,14 +9,17 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.device import DeviceStuck, until, within
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
+from recover_megatron.instep.faults import is_of_device
 from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 from tests.doubles.nccl import streams
@@ -171,3 +174,13 @@ def test_one_place_of_the_product_waits_for_a_device() -> None:
         if re.search(r"\.synchronize\(", path.read_text())
     }
     assert not waiting, "a wait of CUDA's hears of no revocation: collectives.device.until"
+
+
+def test_a_device_that_does_not_finish_its_own_copies_after_the_switch_is_a_broken_one() -> None:
+    token = CancelToken(1)
+    check = within(0.0, since=token)
+    check()
+    token.cancel("the epoch is over")
+    with pytest.raises(DeviceStuck) as stuck:
+        until(SimpleNamespace(query=lambda: False), check)
+    assert is_of_device(stuck.value)
