@@ -16,8 +16,6 @@ Exits with 1 when the native collectives or the ring take more than ``--most`` m
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_ring import WholeRun
+from benchmarks.megatron_runs import command_line, write
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket
@@ -153,12 +152,11 @@ def per_bucket(group: Group, buckets: Sequence[Bucket], iterations: int) -> floa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Microseconds of the host per bucket.")
+    parser = command_line(__doc__)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--buckets", type=int, default=40)
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--most", type=float, default=MOST, help="microseconds per bucket that are still accepted")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     buckets = [Bucket(torch.zeros(NUMEL)) for _ in range(options.buckets)]
@@ -167,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numbers[name] = per_bucket(group, buckets, options.iterations)
         group.close()
         print(f"{name:8} {numbers[name]:7.1f} us per bucket", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"members": options.members, "us_per_bucket": numbers}) + "\n")
+    write(options, {"members": options.members, "us_per_bucket": numbers})
     slow = [name for name, number in numbers.items() if number > options.most]
     if slow:
         print(f"more than {options.most:g} us per bucket: {', '.join(slow)}", file=sys.stderr)
