@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -75,51 +76,35 @@ class IdleTransport(Transport):
             self._arrivals[numel] = Over(torch.zeros(numel, dtype=dtype))
         return self._arrivals[numel]
 
-    def release(self, arrival: Arrival) -> None:
+    def nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def wait(self, pending: Pending) -> None:
-        return None
-
-    def abort(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
+    release = wait = abort = close = nothing
 
 
-class IdleHandle:
-    """A communicator of NCCL's that has done whatever it is asked for."""
+class Idle:
+    """A communicator of NCCL's that has done whatever it is asked for; a stream, or an event, where all is over."""
 
     is_valid = True
-
-    def get_async_error(self) -> int:
-        return SUCCESS
-
-    def nothing(self, *args: object, **kwargs: object) -> None:
-        return None
-
-    reduce_scatter = allgather = send = recv = abort = nothing
-
-
-class IdlePoint:
-    """A stream, or an event in it, that everything is over on."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         return None
 
+    def get_async_error(self) -> int:
+        return SUCCESS
+
     def query(self) -> bool:
         return True
 
-    def nothing(self, *args: object) -> None:
+    def nothing(self, *args: object, **kwargs: object) -> None:
         return None
 
-    record = wait_event = nothing
+    reduce_scatter = allgather = send = recv = abort = record = wait_event = nothing
 
 
 def idle_library() -> Library:
     cuda = SimpleNamespace(
-        Stream=IdlePoint, Event=IdlePoint, current_stream=lambda device: None,
+        Stream=Idle, Event=Idle, current_stream=lambda device: None,
         stream=lambda stream: nullcontext(), current_device=lambda: 0,
     )  # fmt: skip
     return Library(SimpleNamespace(NcclRedOp=SimpleNamespace(SUM=0)), cuda, (2, 29, 7), ())
@@ -127,7 +112,7 @@ def idle_library() -> Library:
 
 def groups(members: int) -> dict[str, Group]:
     epoch, library, token = WholeRun(range(members), 0), idle_library(), CancelToken(1)
-    communicator = Communicator(library, IdleHandle(), "idle", token, rank=0, size=members)
+    communicator = Communicator(library, Idle(), "idle", token, rank=0, size=members)
     assert communicator.advance()
     native = NcclNative(library, communicator, token, Keeper(), torch.device("cpu"))
     one_segment = Tuning(segment_bytes=16 << 20, least_bytes=16 << 20)

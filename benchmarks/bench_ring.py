@@ -81,24 +81,14 @@ class Pump:
 
     def move(self, count: int) -> None:
         sent = received = 0
-        out, incoming = self.out.fileno(), self.incoming.fileno()
-        source, sink = memoryview(self.source), memoryview(self.sink)
+        source = memoryview(self.source)
         while sent < count or received < count:
-            moved = False
-            if sent < count:
-                try:
-                    sent += self.out.send(source[: count - sent])
-                    moved = True
-                except BlockingIOError:
-                    pass
-            if received < count:
-                try:
-                    received += self.incoming.recv_into(sink[: count - received])
-                    moved = True
-                except BlockingIOError:
-                    pass
-            if not moved:
-                select.select([incoming] if received < count else [], [out] if sent < count else [], [])
+            awaited = [self.incoming] if received < count else [], [self.out] if sent < count else []
+            readable, writable, _ = select.select(*awaited, [])
+            if readable:
+                received += self.incoming.recv_into(self.sink)
+            if writable:
+                sent += self.out.send(source[: count - sent])
 
 
 def arithmetic(flat: torch.Tensor, world: int, segment: int) -> None:
