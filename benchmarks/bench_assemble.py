@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, row, write
+from benchmarks.megatron_runs import command_line, head, row, write
 from recover_megatron.workload import Candidate, Placement, Shape, assemble
 
 
@@ -83,8 +83,7 @@ def main() -> None:
             draws = [measure(tp, pp, workers, options, seed) for seed in range(options.repeat)]
             medians = {name: statistics.median(draw[name] for draw in draws) for name in draws[0]}
             rows.append({"workers": workers, "TP x PP": f"{tp} x {pp}", **medians})
-    row(*rows[0])
-    row(*["--:"] * len(rows[0]))
+    head(*(f"{name}:" for name in rows[0]))
     for its in rows:
         row(*(f"{cell:.4f}" if name.endswith(", s") else cell for name, cell in its.items()))
     write(options, rows)

@@ -20,7 +20,6 @@ find each other's sockets; beyond that only its connections are counted.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import resource
 import sys
@@ -37,7 +36,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, head, load_average, reported, row, store, write
+from benchmarks.megatron_runs import FORK, command_line, head, load_average, reported, row, store, write
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.gloo.groups import GlooGroups
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
@@ -159,7 +158,7 @@ def one_process(shares: list[range], ways: list[str], port: int, barrier: Any, n
 def measured(size: int, processes: int, ways: list[str]) -> list[dict[str, float]]:
     """For each of ``ways`` a row."""
     shares = [range(n, size, processes) for n in range(min(processes, size))]
-    barrier = multiprocessing.get_context("fork").Barrier(len(shares))
+    barrier = FORK.Barrier(len(shares))
     with store() as port:
         by_process = reported(len(shares), partial(one_process, shares, ways, port, barrier))
     rows = []

@@ -84,10 +84,6 @@ class Result:
     tokens: int
     interval: int | None = None
 
-    @property
-    def seconds(self) -> float:
-        return self.launches[-1].ended - self.launches[0].started
-
     def paid_until(self, moment: float, *, startup: bool = True) -> float:
         """Worker-seconds by then, with or without those between a launch and its first iteration."""
         total = 0.0
@@ -275,8 +271,9 @@ def main() -> None:
             result = bench.run(name, kills, None if name in ("none", "recover") else interval)
             results.append(result)
             whole, training = (result.per_worker_second(startup=startup) for startup in (True, False))
+            seconds = result.launches[-1].ended - result.launches[0].started
             row(
-                LABELS[name], len(result.launches), f"{result.seconds:.1f}", f"{result.paid_until(math.inf):.0f}",
+                LABELS[name], len(result.launches), f"{seconds:.1f}", f"{result.paid_until(math.inf):.0f}",
                 f"{whole:.2f}", f"{training:.2f}", f"{100 * (1 - whole / training):.0f} %",
             )  # fmt: skip
     by_name = {result.name: result for result in results}

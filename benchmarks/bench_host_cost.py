@@ -16,8 +16,6 @@ Exits with 1 when the native collectives or the ring take more than ``--most`` m
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -25,12 +23,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_ring import WholeRun
+from benchmarks.megatron_runs import command_line, write
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket
@@ -76,51 +76,35 @@ class IdleTransport(Transport):
             self._arrivals[numel] = Over(torch.zeros(numel, dtype=dtype))
         return self._arrivals[numel]
 
-    def release(self, arrival: Arrival) -> None:
+    def nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def wait(self, pending: Pending) -> None:
-        return None
-
-    def abort(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
+    release = wait = abort = close = nothing
 
 
-class IdleHandle:
-    """A communicator of NCCL's that has done whatever it is asked for."""
+class Idle:
+    """A communicator of NCCL's that has done whatever it is asked for; a stream, or an event, where all is over."""
 
     is_valid = True
-
-    def get_async_error(self) -> int:
-        return SUCCESS
-
-    def nothing(self, *args: object, **kwargs: object) -> None:
-        return None
-
-    reduce_scatter = allgather = send = recv = abort = nothing
-
-
-class IdlePoint:
-    """A stream, or an event in it, that everything is over on."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         return None
 
+    def get_async_error(self) -> int:
+        return SUCCESS
+
     def query(self) -> bool:
         return True
 
-    def nothing(self, *args: object) -> None:
+    def nothing(self, *args: object, **kwargs: object) -> None:
         return None
 
-    record = wait_event = nothing
+    reduce_scatter = allgather = send = recv = abort = record = wait_event = nothing
 
 
 def idle_library() -> Library:
     cuda = SimpleNamespace(
-        Stream=IdlePoint, Event=IdlePoint, current_stream=lambda device: None,
+        Stream=Idle, Event=Idle, current_stream=lambda device: None,
         stream=lambda stream: nullcontext(), current_device=lambda: 0,
     )  # fmt: skip
     return Library(SimpleNamespace(NcclRedOp=SimpleNamespace(SUM=0)), cuda, (2, 29, 7), ())
@@ -128,7 +112,7 @@ def idle_library() -> Library:
 
 def groups(members: int) -> dict[str, Group]:
     epoch, library, token = WholeRun(range(members), 0), idle_library(), CancelToken(1)
-    communicator = Communicator(library, IdleHandle(), "idle", token, rank=0, size=members)
+    communicator = Communicator(library, Idle(), "idle", token, rank=0, size=members)
     assert communicator.advance()
     native = NcclNative(library, communicator, token, Keeper(), torch.device("cpu"))
     one_segment = Tuning(segment_bytes=16 << 20, least_bytes=16 << 20)
@@ -153,12 +137,11 @@ def per_bucket(group: Group, buckets: Sequence[Bucket], iterations: int) -> floa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Microseconds of the host per bucket.")
+    parser = command_line(__doc__)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--buckets", type=int, default=40)
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--most", type=float, default=MOST, help="microseconds per bucket that are still accepted")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     buckets = [Bucket(torch.zeros(NUMEL)) for _ in range(options.buckets)]
@@ -167,8 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numbers[name] = per_bucket(group, buckets, options.iterations)
         group.close()
         print(f"{name:8} {numbers[name]:7.1f} us per bucket", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"members": options.members, "us_per_bucket": numbers}) + "\n")
+    write(options, {"members": options.members, "us_per_bucket": numbers})
     slow = [name for name, number in numbers.items() if number > options.most]
     if slow:
         print(f"more than {options.most:g} us per bucket: {', '.join(slow)}", file=sys.stderr)

@@ -85,11 +85,7 @@ class Crowd:
         if time.monotonic() >= self._beat_at:
             self._beat_at += HEARTBEAT
             self._beats += 1
-            beat = {"type": "heartbeat", "count": self._beats, "iteration": 1, "phase": "compute"}
-            frame = wire.encode({**beat, "waiting": False, "allow": 0})
-            for worker in self.workers.values():
-                if worker.attached:
-                    worker.sock.send(frame)
+            self.send(type="heartbeat", count=self._beats, iteration=1, phase="compute", waiting=False, allow=0)
 
     def until(self, reached: Callable[[], bool], seconds: float = 300.0) -> float:
         """Serve until the condition holds; the seconds it took."""
@@ -110,10 +106,12 @@ class Crowd:
         self.selector.unregister(worker.sock)
         worker.sock.close()
 
-    def all_done(self, epoch: int, iteration: int) -> None:
-        frame = wire.encode({"type": "done", "epoch": epoch, "iteration": iteration})
+    def send(self, **message: object) -> None:
+        """All workers that have attached send it."""
+        frame = wire.encode(message)
         for worker in self.workers.values():
-            worker.sock.send(frame)
+            if worker.attached:
+                worker.sock.send(frame)
 
     def _read(self, worker: Simulated) -> None:
         data = worker.sock.recv(1 << 16)
@@ -171,7 +169,7 @@ def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
         before = processor_seconds(process)
         agreed = []
         for iteration in range(1, rounds + 1):
-            crowd.all_done(epoch, iteration)
+            crowd.send(type="done", epoch=epoch, iteration=iteration)
             agreed.append(crowd.until(lambda t=iteration: crowd.all_hold("commit", t)))
         agree_cpu = (processor_seconds(process) - before) / rounds
 

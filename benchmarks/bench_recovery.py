@@ -30,13 +30,13 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.megatron_runs import command_line, coordinator, forked, head, row, store, write
+from benchmarks.megatron_runs import command_line, coordinator, forked, head, lines, row, store, write
 from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
@@ -110,7 +110,9 @@ def one_kill(workers: int, choose: random.Random) -> dict[str, float]:
         survivors = [json.loads(report.readline()) for me, report in enumerate(reports) if me != victim]
         process.wait(30)
         ends = {phase: max(times[phase] for times in survivors) for phase in PHASES[1:]}
-        ends["detect"] = detected(events, victim)
+        # When the coordinator took the victim for dead, on the clock that all processes of the machine share.
+        faults = (e for e in lines(events) if e["event"] == "fault" and e.get("worker") == victim)
+        ends["detect"] = next(faults)["mono"]
     result, before = {}, killed
     for phase in PHASES:
         end = max(before, ends[phase])
@@ -118,12 +120,6 @@ def one_kill(workers: int, choose: random.Random) -> dict[str, float]:
         before = end
     result["total"] = 1e3 * (before - killed)
     return result
-
-
-def detected(events: Path, victim: int) -> float:
-    """When the coordinator took the victim for dead, on the clock that all processes of the machine share."""
-    records: list[dict[str, Any]] = [json.loads(line) for line in events.read_text().splitlines()]
-    return next(r["mono"] for r in records if r["event"] == "fault" and r.get("worker") == victim)
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ products take while it gives its state, again and again, than alone.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import socket
 import statistics
@@ -50,6 +49,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import (
+    FORK,
     MODELS,
     RECOVER,
     REPOSITORY,
@@ -294,7 +294,7 @@ def holding_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
 def measured(target: Callable[[int, Any, int, TextIO], None], size: int) -> list[list[Any]]:
     """What each of ``size`` processes that run ``target`` reports."""
     with store() as port:
-        return reported(size, partial(target, port, multiprocessing.get_context("fork").Barrier(size)))
+        return reported(size, partial(target, port, FORK.Barrier(size)))
 
 
 def transfers() -> None:

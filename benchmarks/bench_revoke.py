@@ -18,7 +18,6 @@ import select
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, forked, row, write
+from benchmarks.megatron_runs import command_line, forked, load_average, row, store, write
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
@@ -54,11 +53,11 @@ class PipeEpoch:
         threading.Thread(target=listen, daemon=True).start()
 
 
-def work(world: int, store: str, revokes: list[int], arguments: argparse.Namespace, rank: int, report: TextIO) -> None:
+def work(world: int, port: int, revokes: list[int], arguments: argparse.Namespace, rank: int, report: TextIO) -> None:
     torch.set_num_threads(1)
     group = open_group(
-        PipeEpoch(world, rank, revokes[rank]), dist.FileStore(store, -1), name="bench", secret=b"bench",
-        transport_kind=arguments.transport_kind,
+        PipeEpoch(world, rank, revokes[rank]), dist.TCPStore("127.0.0.1", port, is_master=False), name="bench",
+        secret=b"bench", transport_kind=arguments.transport_kind,
     )  # fmt: skip
     bucket = Bucket(torch.ones(int(arguments.mib * (1 << 18))))
     print("ready", file=report)
@@ -74,10 +73,7 @@ def strike(world: int, how: signal.Signals, arguments: argparse.Namespace) -> tu
     """Milliseconds (struck -> raised, told -> raised) of every survivor."""
     pipes = [os.pipe() for _ in range(world)]
     heard, tell = ([pipe[end] for pipe in pipes] for end in (0, 1))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        forked(world, partial(work, world, f"{folder}/store", heard, arguments)) as (pids, reports),
-    ):
+    with store() as port, forked(world, partial(work, world, port, heard, arguments)) as (pids, reports):
         for report in reports:
             assert report.readline() == "ready\n"
         time.sleep(random.uniform(0.1, 0.2))
@@ -104,7 +100,7 @@ def main() -> None:
     parser.add_argument("--transport", dest="transport_kind", choices=("tcp", "tcp-inline"), default="tcp")
     parser.add_argument("--repeat", type=int, default=20)
     arguments = parser.parse_args()
-    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.transport_kind}")
+    print(f"before: {load_average()}, carrier {arguments.transport_kind}")
     print("| world | signal | struck -> raised ms: median | max | told -> raised ms: median | max |")
     print("| ---: | --- | ---: | ---: | ---: | ---: |")
     rows: list[dict[str, Any]] = []

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import select
 import socket
 import statistics
@@ -35,7 +34,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import command_line, reported, row, store, write
+from benchmarks.megatron_runs import command_line, head, load_average, reported, row, store, write
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.ring.executor import RingGroup
@@ -82,24 +81,14 @@ class Pump:
 
     def move(self, count: int) -> None:
         sent = received = 0
-        out, incoming = self.out.fileno(), self.incoming.fileno()
-        source, sink = memoryview(self.source), memoryview(self.sink)
+        source = memoryview(self.source)
         while sent < count or received < count:
-            moved = False
-            if sent < count:
-                try:
-                    sent += self.out.send(source[: count - sent])
-                    moved = True
-                except BlockingIOError:
-                    pass
-            if received < count:
-                try:
-                    received += self.incoming.recv_into(sink[: count - received])
-                    moved = True
-                except BlockingIOError:
-                    pass
-            if not moved:
-                select.select([incoming] if received < count else [], [out] if sent < count else [], [])
+            awaited = [self.incoming] if received < count else [], [self.out] if sent < count else []
+            readable, writable, _ = select.select(*awaited, [])
+            if readable:
+                received += self.incoming.recv_into(self.sink)
+            if writable:
+                sent += self.out.send(source[: count - sent])
 
 
 def arithmetic(flat: torch.Tensor, world: int, segment: int) -> None:
@@ -133,12 +122,10 @@ def work(world: int, arguments: argparse.Namespace, port: int, rank: int, report
 
     pump = Pump(shared, rank, world)
     for epoch, mib in enumerate(arguments.mib):
-        name, secret = f"bench-{epoch}", os.urandom(16) if rank == 0 else b""
-        if rank == 0:
-            shared.set(name, secret.hex())
-        secret = bytes.fromhex(shared.get(name).decode())
-        whole = WholeRun(range(world), rank)
-        ring = open_group(whole, shared, name=name, secret=secret, transport_kind=arguments.transport_kind)
+        ring = open_group(
+            WholeRun(range(world), rank), shared, name=f"bench-{epoch}", secret=b"bench",
+            transport_kind=arguments.transport_kind,
+        )  # fmt: skip
         assert isinstance(ring, RingGroup)
         print(json.dumps(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments)), file=report)
         meet()
@@ -214,9 +201,8 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=5, help="repetitions at least")
     parser.add_argument("--most", type=int, default=50, help="repetitions at most")
     arguments = parser.parse_args()
-    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.transport_kind}")
-    row(*COLUMNS)
-    row(*["---:"] * len(COLUMNS))
+    print(f"before: {load_average()}, carrier {arguments.transport_kind}")
+    head(*(f"{column}:" for column in COLUMNS))
     results = []
     for world in arguments.world:
         for r in run_world(world, arguments):

@@ -91,12 +91,6 @@ def moved(size: int) -> float:
 # ---- bytes on the wire
 
 
-def received(group: Group) -> int:
-    """Bytes that have come from the predecessor so far, as the kernel counts them."""
-    # Nobody but a benchmark wants to know, hence no interface.
-    return received_over(group._transport._in)  # type: ignore[attr-defined]
-
-
 def on_the_wire(size: int, numel: int, operation: Callable[[Group, Bucket], Any], dtype: torch.dtype) -> float:
     """What comes to each member of a ring in one collective on a bucket, on average, over the bucket's bytes."""
     meet = threading.Barrier(size)
@@ -104,12 +98,13 @@ def on_the_wire(size: int, numel: int, operation: Callable[[Group, Bucket], Any]
     def work(group: Group) -> int:
         bucket = Bucket(torch.ones(numel, dtype=dtype))
         group.exchange([0])  # the connections stand
+        predecessor = group._transport._in  # type: ignore[attr-defined]  # nobody else wants it: no interface
         meet.wait()
-        before = received(group)
+        before = received_over(predecessor)
         meet.wait()
         operation(group, bucket).wait()
         meet.wait()
-        return received(group) - before
+        return received_over(predecessor) - before
 
     return sum(together(size, work, transport_kind="tcp-inline")) / size / (numel * dtype.itemsize)
 

@@ -25,11 +25,8 @@ from benchmarks.megatron_runs import COMMON, MODELS, REPOSITORY, command_line, e
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 FIRST_ITERATION = " iteration        1/"
-FLAGS = [
-    *COMMON,
-    *MODELS["toy"].argv,
-    *"--global-batch-size 8 --train-iters 1 --lr-warmup-iters 0 --log-interval 1".split(),
-]
+SHORT = "--global-batch-size 8 --train-iters 1 --lr-warmup-iters 0 --log-interval 1"
+FLAGS = [*COMMON, *MODELS["toy"].argv, *SHORT.split()]
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{workers}"],
     "recover-run": ["-m", "recover_megatron.launch", "--nproc-per-node", "{workers}"],

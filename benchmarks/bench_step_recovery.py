@@ -54,10 +54,10 @@ def schedule(number: int, workers: int) -> list[tuple[int, int, str]]:
 
 def one_run(server: ForkServer, folder: Path, number: int, options: Any) -> list[dict[str, Any]]:
     """Its recoveries."""
-    workers, shape = LAYOUTS["dp4"]
+    workers, _ = LAYOUTS["dp4"]
     kills = schedule(number, workers)
     spec = ",".join(f"{worker}@{iteration}:{phase}" for worker, iteration, phase in kills)
-    flags = [*MODELS[options.model].argv, *shape.split(), *options.flags.split(), "--log-interval", "10"]
+    flags = [*MODELS[options.model].argv, *options.flags.split(), "--log-interval", "10"]
     flags += ["--recover", "--recover-inject", spec]
     run = train(
         server, folder, workers, flags, iterations=ITERATIONS, killed={worker for worker, _, _ in kills},

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+FORK = multiprocessing.get_context("fork")
 SCRIPT = str(REPOSITORY / "benchmarks" / "timed_pretrain.py")
 
 COMMON = (
@@ -125,36 +125,22 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
 
 
-def _fork(child: Callable[[], object]) -> int:
-    """Run ``child`` in a forked process that ends with it; returns its pid."""
-    if (pid := os.fork()) == 0:
-        code = 1
-        try:
-            child()
-            code = 0
-        finally:  # an exception must not go on in the parent's code
-            if code:
-                traceback.print_exc()
-            os._exit(code)
-    return pid
-
-
 @contextmanager
 def forked(size: int, work: Callable[[int, TextIO], object]) -> Iterator[tuple[list[int], list[TextIO]]]:
     """Processes that do ``work(rank, report)``, killed at the end: their pids, and what each reports, line by line."""
-    pids, reports = list[int](), list[TextIO]()
+    started, reports = list[Any](), list[TextIO]()
     try:
         for rank in range(size):
             read, write = os.pipe()
-            report = os.fdopen(write, "w", buffering=1)
-            pids.append(_fork(partial(work, rank, report)))
-            report.close()
+            with os.fdopen(write, "w", buffering=1) as report:
+                started.append(FORK.Process(target=work, args=(rank, report)))
+                started[-1].start()
             reports.append(os.fdopen(read))
-        yield pids, reports
+        yield [process.pid for process in started], reports
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for process in started:
+            process.kill()
+            process.join()
         for stream in reports:
             stream.close()
 
@@ -179,12 +165,13 @@ def store() -> Iterator[int]:
             signal.pause()
             del its
 
-        pid = _fork(serve)
+        process = FORK.Process(target=serve)
+        process.start()
     try:
         yield port
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        process.kill()
+        process.join()
 
 
 @contextmanager
@@ -233,9 +220,14 @@ def played(*seconds: float) -> dict[str, str]:
     return {"BENCH_MICROBATCH": ",".join(map(str, seconds))}
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def times(folder: Path, rank: int) -> list[dict[str, Any]]:
     """What a worker noted, one row for the moment before each iteration; the end has iteration None."""
-    return [json.loads(line) for line in (folder / f"times-{rank}.jsonl").read_text().splitlines()]
+    return lines(folder / f"times-{rank}.jsonl")
 
 
 def load_average() -> str:

@@ -24,9 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, SCRIPT, environment, lines
+from recover_megatron.membership.session import Session
+
 WORKERS, KILLED, ITERATION = 4, 2, 5
 MICROBATCH = "0.4"
-FLAGS = "--train-iters 8 --log-interval 1 --lr-decay-iters 8"
+FLAGS = "--global-batch-size 8 --train-iters 8 --log-interval 1 --lr-decay-iters 8"
 SHOWN = (ITERATION - 1, ITERATION, ITERATION + 1)
 
 STYLE = """
@@ -62,10 +65,6 @@ def spans(marks: Sequence[dict[str, Any]], last: float) -> list[Span]:
         else:
             found.append(now)
     return [span for span in found if span.iteration in SHOWN]
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def svg(folder: Path) -> str:
@@ -124,14 +123,10 @@ def svg(folder: Path) -> str:
 
 def run(folder: Path) -> None:
     """Train, with a death.  Raises CalledProcessError where that does not come to its end."""
-    from benchmarks.megatron_runs import COMMON, LAYOUTS, RECOVER, Model, environment
-
     folder.mkdir(parents=True, exist_ok=True)
-    workers, layout = LAYOUTS["dp4"]
-    model = Model(layers=2, hidden=32, sequence=32, vocabulary=127, micro_batch=1, global_batch=8)
-    command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(workers)]
+    command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(WORKERS)]
     command += ["--log-dir", str(folder)]
-    script = [__file__, "--recover", *RECOVER[1:], *COMMON, *model.argv, *layout.split(), *FLAGS.split()]
+    script = [__file__, "--recover", *RECOVER[1:], *COMMON, *MODELS["toy"].argv, *FLAGS.split()]
     strike = f"{KILLED}@{ITERATION}"
     environ = environment(BENCH_OUT=str(folder), BENCH_MICROBATCH=MICROBATCH, BENCH_KILL=strike)
     subprocess.run([*command, *script], env=environ, check=True)
@@ -139,9 +134,6 @@ def run(folder: Path) -> None:
 
 def work() -> None:
     """A worker: notes its marks, and trains."""
-    from benchmarks.megatron_runs import SCRIPT
-    from recover_megatron.membership.session import Session
-
     out = open(f"{os.environ['BENCH_OUT']}/marks-{os.environ['RANK']}.jsonl", "w", buffering=1)  # noqa: SIM115
     mark = Session.mark
 

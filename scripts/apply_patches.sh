@@ -18,13 +18,8 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 
 say() { printf 'apply_patches: %s\n' "$*"; }
 die() {
-    local status=$1
-    shift
-    printf 'apply_patches: error: %s\n' "$1" >&2
-    shift
-    local line
-    for line in "$@"; do printf 'apply_patches: %s\n' "$line" >&2; done
-    exit "$status"
+    printf 'apply_patches: %s\n' "error: $2" "${@:3}" >&2
+    exit "$1"
 }
 
 usage() { sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }

@@ -24,7 +24,7 @@ from recover_megatron import __version__
 from recover_megatron.hostdevice import CudaBroken, driver_device_count
 
 NO_DEVICE = "not run: no CUDA device"
-TP2, SHARDED = "--tensor-model-parallel-size 2", "--use-distributed-optimizer"
+TP2, SHARDED = "--tensor-model-parallel-size 2 --recover-allow-cross-node-tp", "--use-distributed-optimizer"
 CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("queue: what waits for an unfinished sum", one_queue),
     ("overlap: TP beside sums, a death, a rejoin", overlap),
@@ -68,8 +68,17 @@ def why_not() -> tuple[str, int, int]:
 
 def main() -> int:
     """Run the checks and print the table; the exit status."""
+    parser = argparse.ArgumentParser(prog="gpu_checks.sh", description="Check recover_megatron on NVIDIA GPUs.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
+    parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the checks that have this in their name")
+    parser.add_argument("--seconds", type=float, default=580.0, help="for all checks of this call (%(default)g)")
+    parser.add_argument("--rehearse", action="store_true", help="on the host device: tries the checks, tells of no GPU")
+    options = parser.parse_args()
+    if options.resume and options.keep is None:
+        parser.error("--resume needs --keep DIR, the folder of the call before")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends on the way out
-    options = _options()
     reason, status, gpus = ("", 0, 1) if options.rehearse else why_not()
     if options.rehearse:
         print("rehearsal on the host device: nothing here is about a GPU\n")
@@ -97,20 +106,6 @@ def main() -> int:
             tried = tried or not rows[name][0].startswith("not ")
             status = status or int(rows[name][0].startswith("FAILED"))
     return status if tried or status else 3
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu_checks.sh", description="Check recover_megatron on NVIDIA GPUs.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
-    parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the checks that have this in their name")
-    parser.add_argument("--seconds", type=float, default=580.0, help="for all checks of this call (%(default)g)")
-    parser.add_argument("--rehearse", action="store_true", help="on the host device: tries the checks, tells of no GPU")
-    options = parser.parse_args()
-    if options.resume and options.keep is None:
-        parser.error("--resume needs --keep DIR, the folder of the call before")
-    return options
 
 
 if __name__ == "__main__":

@@ -137,8 +137,6 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         corpus = {
             "source": source,
             "fingerprint": fingerprint,
-            "vocabulary": VOCABULARY,
-            "end_of_document": END_OF_DOCUMENT,
             "unigram_entropy_nats": {"valid_under_train": cross_entropy(counts["valid"], counts["train"])},
             "megatron_flags": megatron_flags(out),
         }

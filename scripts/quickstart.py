@@ -105,15 +105,13 @@ def claim(run: Path, resume: bool) -> Any:
     try:
         run.mkdir(parents=True, exist_ok=True)
         held = (run / ".lock").open("a")
-    except OSError as error:
-        raise Stop(f"cannot write in {run}: {error.strerror}; choose another folder with --out") from error
-    try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         held.close()
-        raise Stop(
-            f"another quickstart is running in {run}; wait for it, or choose another folder with --out"
-        ) from None
+        why = f"another quickstart is running in {run}; wait for it, or choose another folder with --out"
+        raise Stop(why) from None
+    except OSError as error:
+        raise Stop(f"cannot write in {run}: {error.strerror}; choose another folder with --out") from error
     before = [path for path in run.iterdir() if path.name != ".lock"]
     if resume:
         if not checkpointed(run):
@@ -275,7 +273,7 @@ def quickstart(args: argparse.Namespace) -> int:
         print(f"{'written':<16}{run}: " + ", ".join(name for name in names if (run / name).exists()))
         if compared:
             assert fault is not None
-            print("\n" + "\n".join(what_it_changed(run, reference, fault)))
+            print("", *what_it_changed(run, reference, fault), sep="\n")
     return status or audit_status
 
 

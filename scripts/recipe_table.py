@@ -9,11 +9,13 @@ Each line of scripts/recipes/VERSION.tsv goes through Megatron's own parser and 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +50,6 @@ class Answer(Enum):
 class Recipe:
     """One configuration."""
 
-    version: str
     name: str
     argv: tuple[str, ...]
 
@@ -72,13 +73,8 @@ def recipes() -> Iterator[Recipe]:
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.startswith("#"):
                 name, _, flags = line.partition("\t")
-                words = [word for flag in flags.split() for word in _words(flag)]
-                yield Recipe(path.stem, name, tuple(words))
-
-
-def _words(flag: str) -> list[str]:
-    name, _, values = flag.partition("=")
-    return [f"--{name}", *filter(None, values.split(","))]
+                words = (filter(None, re.split("[=,]", f"--{flag}")) for flag in flags.split())
+                yield Recipe(name, tuple(chain.from_iterable(words)))
 
 
 def verdicts() -> list[Verdict]:

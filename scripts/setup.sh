@@ -29,10 +29,7 @@ source "$scripts/lib/find_python.sh"
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() {
-    say "error: $1"
-    shift
-    local line
-    for line in "$@"; do say "$line"; done
+    printf 'setup: %s\n' "error: $1" "${@:2}" >&2
     exit 1
 }
 

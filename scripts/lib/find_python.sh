@@ -46,9 +46,13 @@ probe_python() {
     fi
 }
 
-# list_pythons: print candidates, best first, one path a line; duplicates are possible.
+# list_pythons: print candidates, best first, one path a line; duplicates are possible.  Where RECOVER_PYTHON is set: it.
 list_pythons() {
     local name folder path home=${HOME:-/nonexistent}
+    if [[ -n ${RECOVER_PYTHON:-} ]]; then
+        printf '%s\n' "$RECOVER_PYTHON"
+        return
+    fi
     for name in python3.12 python3.13 python3 python; do
         type -aP "$name" 2>/dev/null || true # every one on PATH, not only the first
     done
@@ -70,16 +74,6 @@ list_pythons() {
 # find_python: print the real path of a usable Python.  Fails, with the reason and the remedy on stderr, if there is none.
 find_python() {
     local candidate answer tried='' almost=''
-    if [[ -n ${RECOVER_PYTHON:-} ]]; then
-        answer=$(probe_python "$RECOVER_PYTHON")
-        if [[ $answer == ok\ * ]]; then
-            printf '%s\n' "${answer#ok }"
-            return 0
-        fi
-        printf 'setup: RECOVER_PYTHON=%s %s.\n' "$RECOVER_PYTHON" "${answer#no }" >&2
-        printf 'setup: name a Python %s, or unset RECOVER_PYTHON to have one looked for.\n' "$PYTHON_WANTED" >&2
-        return 1
-    fi
     while IFS= read -r candidate; do
         if [[ $tried == *"|$candidate|"* ]]; then continue; fi
         tried+="|$candidate|"
@@ -88,7 +82,7 @@ find_python() {
             printf '%s\n' "${answer#ok }"
             return 0
         fi
-        almost+="  $candidate ${answer#no }"$'\n'
+        almost+="  ${RECOVER_PYTHON:+RECOVER_PYTHON=}$candidate ${answer#no }"$'\n'
     done < <(list_pythons)
     {
         printf 'setup: no usable Python %s was found.\n' "$PYTHON_WANTED"
@@ -100,7 +94,7 @@ setup: install one, then run this again; any of these will do:
   uv:              uv python install 3.12
   pyenv:           pyenv install 3.12
   conda:           conda create --name recover python=3.12
-If you have one in another place, name it:  RECOVER_PYTHON=/path/to/python3.12
+If you have one in another place, name it:  RECOVER_PYTHON=/path/to/python3.12  (unset: one is looked for)
 TEXT
     } >&2
     return 1

@@ -102,8 +102,8 @@ def test_the_flags_make_megatron_see_all_ids_and_the_end_of_a_document(tmp_path:
         parser.add_argument(flag, type=int)
     args = parser.parse_args(corpus["megatron_flags"])
     vars(args).update(rank=0, tensor_model_parallel_size=1, pad_vocab_size=True, padded_vocab_size=None)
-    assert build_tokenizer(args).eod == corpus["end_of_document"] == 256
-    assert args.padded_vocab_size >= corpus["vocabulary"]
+    assert build_tokenizer(args).eod == prepare_corpus.END_OF_DOCUMENT == 256
+    assert args.padded_vocab_size >= prepare_corpus.VOCABULARY
     assert Path(args.train_data_path + ".bin").is_file()
     assert Path(args.valid_data_path + ".idx").is_file()
 

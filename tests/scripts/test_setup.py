@@ -42,6 +42,13 @@ esac
 """
 
 
+def put(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
 class Checkout:
     """A checkout with the real scripts and the stub for a Python."""
 
@@ -52,9 +59,7 @@ class Checkout:
         for name in ("setup.sh", "constraints.txt"):
             shutil.copy(REPOSITORY / "scripts" / name, self.root / "scripts" / name)
         (self.root / "pyproject.toml").write_text("# as it is\n")
-        fake.mkdir()
-        (fake / "python").write_text(STUB)
-        (fake / "python").chmod(0o755)
+        put(fake / "python", STUB)
         for name, text in {"calls": "", "output": "", "gate": "", "status": "0", "version": "3.12.99\n"}.items():
             (fake / name).write_text(text)
 
@@ -218,13 +223,6 @@ FINDER = REPOSITORY / "scripts" / "lib" / "find_python.sh"
 SHIM = "#!/bin/sh\necho 'command not found; it exists in these versions: 3.12.1' >&2\nexit 127\n"
 # The probe is the fourth argument (-E -s -c PROBE): it is run with a changed idea of what Python this is.
 PRETENDS = '#!/bin/sh\nexec \'{python}\' -E -s -c "import sys; {what}; exec(sys.argv[1])" "$4"\n'
-
-
-def put(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
-    return path
 
 
 def python(version: str, more: str = "pass") -> str:
