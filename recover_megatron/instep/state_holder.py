@@ -8,7 +8,7 @@
        | <-- text's length, chunk's, layout ----- |   as soon as the state of that key is offered
        | --- TEXT ------------------------------> |
        | <-- text, trailer ---------------------- |
-       | --- PAIR, an id of NCCL's -------------> |   chunks go from device to device from now on: see `nccl.pairs`
+       | --- PAIR, an id of NCCL's; CONNECT ----> |   chunks go from device to device from now on: see `nccl.pairs`
        | --- number of a chunk, any, in any order |   over the connection several may be asked for ahead
        | <-- the chunk's bytes, trailer --------- |   trailer: number, check sum, whether the offer still stands
        | --- DONE ------------------------------> |   everything has arrived
@@ -118,7 +118,7 @@ CHUNK = 8 << 20
 LARGE_CHUNK, MAX_CHUNK = 32 << 20, 1 << 30
 """Where it goes from device to device, so much faster; and the most that is believed."""
 HELLO, REQUEST, TRAILER = struct.Struct("<QQ32s"), struct.Struct("<q"), struct.Struct("<qQ?")
-TEXT, DONE, PAIR = -1, -2, -3
+TEXT, DONE, PAIR, CONNECT = -1, -2, -3, -4
 LOOK_SECONDS = 0.25
 """How often whoever waits for an offer, or for chunks, asks whether the wait is to end."""
 
@@ -246,7 +246,7 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
     that there is not.
     """
     sock.sendall(HELLO.pack(len(offer.text), offer.chunk, offer.layout))
-    request, unique_id = bytearray(REQUEST.size), bytearray(ID_BYTES)
+    request, unique_id, pair = bytearray(REQUEST.size), bytearray(ID_BYTES), None
     with ExitStack() as ends:
         while True:
             receive_into(sock, [memoryview(request)])
@@ -258,8 +258,10 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
                 receive_into(sock, [memoryview(unique_id)])
                 if pairs is None:
                     raise PeerLost("a state is asked for from device to device, and gradients do not travel over NCCL")
-                pair = pairs.open(sock, bytes(unique_id), receives=False, room=offer.chunk)
-                transport = ends.enter_context(closing(pair))
+                transport = pair = ends.enter_context(closing(pairs.open(sock, bytes(unique_id), receives=False)))
+                continue
+            if number == CONNECT and pair is not None:
+                pair.connect(offer.chunk)
                 continue
             if number == TEXT:
                 sock.sendall(offer.text)

@@ -101,7 +101,8 @@ class _Link:
             return
         unique_id = pairs.unique_id()
         self._send(state_holder.REQUEST.pack(state_holder.PAIR) + unique_id)
-        self._pair = pairs.open(self._socket, unique_id, receives=True, room=self.chunk_bytes)
+        self._pair = pairs.open(self._socket, unique_id, receives=True)
+        self._pair.connect(self.chunk_bytes, lambda: self._send(state_holder.REQUEST.pack(state_holder.CONNECT)))
         log.info(f"the state of worker {self.worker} comes from device to device")
 
     def ask(self, number: int) -> None:

@@ -109,6 +109,25 @@ def test_a_holder_gives_while_its_device_computes_and_sums() -> None:
     over.set()
 
 
+@pytest.mark.usefixtures("only_pairs", "nccl")
+def test_who_waits_for_its_turn_to_receive_holds_up_no_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two that receive from the same two holders could wait for each other."""
+    its, busy, waits, original = holder(8), Pairs(MINE), threading.Event(), Pair.connect
+
+    def connect(self: Pair, *asked: Any) -> None:
+        if self._device == MINE:
+            waits.set()
+        original(self, *asked)
+
+    monkeypatch.setattr(Pair, "connect", connect)
+    with ThreadPoolExecutor(1) as pool:
+        with busy._lanes[0].lock:
+            later = pool.submit(fetch, [its.source(pairs=busy)])
+            assert waits.wait(DEADLINE)
+            assert same(fetch([its.source(pairs=Pairs(torch.device("cpu", 2)))])[0], state_of(1, 8))
+        assert same(later.result(DEADLINE)[0], state_of(1, 8))
+
+
 # ---- by way of the hosts
 
 
@@ -117,14 +136,14 @@ def test_a_holder_gives_while_its_device_computes_and_sums() -> None:
 def test_where_an_end_cannot_be_opened_all_goes_by_way_of_the_hosts(
     nccl: Core, who: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = Pair.connect
+    original = Pair._exchange
 
-    def connect(self: Pair, room: int) -> None:
-        original(self, room)
+    def exchange(self: Pair, *message: Any, **named: Any) -> None:
+        original(self, *message, **named)
         if (self._device == THEIRS) == (who == "holder"):
             raise error
 
-    monkeypatch.setattr(Pair, "connect", connect)
+    monkeypatch.setattr(Pair, "_exchange", exchange)
     assert same(fetch([holder(8).source(pairs=Pairs(MINE))])[0], state_of(1, 8))
     assert "worker 0 does not come from device to device" in caplog.text
 
@@ -162,8 +181,8 @@ def test_a_message_that_an_abort_completes_is_not_believed(monkeypatch: pytest.M
                 time.sleep(0.005)
         run(self, parts)
 
-    def exchanged(self: Pair, packed: torch.Tensor, launched: Callable[[], None], seconds: float) -> None:
-        exchange(self, packed, launched, seconds)
+    def exchanged(self: Pair, packed: torch.Tensor, *seconds: float, **named: Any) -> None:
+        exchange(self, packed, *seconds, **named)
         if packed.eq(0x7F).all():
             garbage.set()
 
