@@ -16,8 +16,8 @@ import socket
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -223,9 +223,8 @@ class Receiver:
         self._parts: list[torch.Tensor] = []
         self._errors: list[Exception] = []
         self._changed = threading.Condition()
-        self._running = self._unlinked = 0
-        """Threads, and those of them that have no connection to a holder yet."""
-        self._linked: set[int] = set()
+        self._running = self._away = 0
+        """Threads, and those of them that are on the way to a holder, by a connection or a pair."""
         self._refused: set[int] = set()
         """Workers of whom something came that was not what they sent."""
         self._missing = _Missing(range(0))
@@ -240,7 +239,7 @@ class Receiver:
             self._run([lambda: led.append(self._lead(shared))], lambda: not self._running)
             if not led:
                 raise self._failure()
-            tree, link, common = led[0]
+            tree, link, common = led.pop()  # from now on the thread's that pulls from it
             self._missing = _Missing(range(common))
             layout = link.layout
             works: list[Callable[[], None]] = [lambda: self._pull(link)]
@@ -293,20 +292,21 @@ class Receiver:
         return tree, self._give_and_take(link, own), common
 
     def _join(self, source: Source, layout: bytes) -> None:
-        link = _Link(source, lambda: self._awaited_for(self._missing), self._opened)
+        with self._on_the_way():
+            link = _Link(source, lambda: self._awaited_for(self._missing), self._opened)
         if link.layout != layout:
             raise PeerLost(f"worker {source.worker} holds a state of another shape")
         self._pull(link)
 
     def _awaited_for(self, missing: _Missing) -> None:
-        if missing.over:
-            raise PeerLost("nothing is missing any more")
+        self._wanted(missing)
         self._awaited()
 
+    def _wanted(self, missing: _Missing) -> None:
+        if missing.over:
+            raise PeerLost("nothing is missing any more")
+
     def _pull(self, link: _Link) -> None:
-        with self._changed:
-            self._linked.add(threading.get_ident())
-            self._unlinked -= 1
         link = self._give_and_take(link, self._missing)
         with suppress(PeerLost):  # it has given all that was wanted
             link.ask(state_holder.DONE)
@@ -314,19 +314,33 @@ class Receiver:
 
     def _give_and_take(self, link: _Link, missing: _Missing) -> _Link:
         """Fetch from one holder until nothing is missing; the link by which it gave last."""
-        if missing.over:
-            return link
-        try:
-            link.open_pair()
-            self._take_from(link, missing)
-        except BaseException as error:
-            link.close()
-            if not isinstance(error, PeerLost) or link.source.pairs is None:
-                raise
-            log.warning(f"the state of worker {link.worker} does not come from device to device: {error}")
-            by_hosts = replace(link.source, pairs=None)
-            return self._give_and_take(_Link(by_hosts, lambda: self._awaited_for(missing), self._opened), missing)
+        while not missing.over:
+            try:
+                with self._on_the_way():
+                    link.open_pair()
+                self._take_from(link, missing)
+                break
+            except BaseException as error:
+                link.close()
+                if not isinstance(error, PeerLost) or link.source.pairs is None or missing.over:
+                    raise
+                log.warning(f"the state of worker {link.worker} does not come from device to device: {error}")
+            by_hosts = replace(link.source, pairs=None)  # the error and its frames are gone, and with them the pair
+            with self._on_the_way():  # nor does the epoch's end end it: that holder has offered its state
+                link = _Link(by_hosts, lambda: self._wanted(missing), self._opened)
         return link
+
+    @contextmanager
+    def _on_the_way(self) -> Iterator[None]:
+        """Meanwhile this thread writes nothing and tells no holder anything: who has all does not wait for it."""
+        with self._changed:
+            self._away += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._away -= 1
 
     def _take_from(self, link: _Link, missing: _Missing) -> None:
         asked: deque[int] = deque()
@@ -352,7 +366,7 @@ class Receiver:
 
     def _run(self, works: Sequence[Callable[[], Any]], at_rest: Callable[[], bool]) -> None:
         """Run them side by side, asking ``stay`` meanwhile, until they are ``at_rest``."""
-        self._running = self._unlinked = len(works)
+        self._running = len(works)
         threads = [threading.Thread(target=self._one, args=(w,), name="receiving a state", daemon=True) for w in works]
         for thread in threads:
             thread.start()
@@ -373,19 +387,16 @@ class Receiver:
                 self._progress()
 
     def _at_rest(self) -> bool:
-        """Whether nobody receives.  A thread that waits for a holder when all is there writes nothing any more."""
-        return not self._running or (self._missing.complete and self._running == self._unlinked)
+        """Whether nobody receives."""
+        return self._running == self._away if self._missing.complete else not self._running
 
     def _one(self, work: Callable[[], Any]) -> None:
-        me = threading.get_ident()
         try:
             work()
         except Exception as error:  # noqa: BLE001  the thread's boundary: the caller raises it, if it matters
             self._errors.append(error)
         with self._changed:
             self._running -= 1
-            self._unlinked -= me not in self._linked
-            self._linked.discard(me)
             self._changed.notify_all()
 
     def _opened(self, sock: socket.socket) -> None:

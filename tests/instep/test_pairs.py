@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,6 +168,64 @@ def test_a_holder_whose_send_does_not_begin_is_asked_by_way_of_the_hosts(monkeyp
     monkeypatch.setattr(Pair, "send", send)
     assert same(fetch([its.source(pairs=Pairs(MINE))])[0], state_of(1, 8))
     begin.set()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_the_end_of_the_epoch_does_not_keep_it_from_the_way_by_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    its, over = holder(8), threading.Event()
+
+    def send(self: Pair, parts: Sequence[torch.Tensor]) -> int:
+        over.set()
+        raise PeerLost("the test ends the pair")
+
+    def awaited() -> None:
+        if over.is_set():
+            raise EpochRevoked(5, "the test ends it")
+
+    monkeypatch.setattr(Pair, "send", send)
+    assert same(fetch([its.source(pairs=Pairs(MINE))], awaited=awaited)[0], state_of(1, 8))
+    assert over.is_set()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("again", [False, True], ids=["opens its pair", "connects again"])
+def test_who_is_on_the_way_to_a_holder_is_not_waited_for(
+    again: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other one has given everything meanwhile."""
+    monkeypatch.setattr(pairs_module, "OPENING_SECONDS", 1e6)
+    leader, late = holder(8), holder(8, 1, Pairs(torch.device("cpu", 2)))
+    there, go_on, opening, chunk = threading.Event(), threading.Event(), Pairs.open, state_receiver._Link.chunk
+    first, mine = late.source(), Pairs(MINE)
+
+    def connect() -> Any:
+        if there.is_set():
+            go_on.wait(DEADLINE)
+        return first.connect()
+
+    def opened(self: Pairs, *connection: Any, receives: bool) -> Pair:
+        if receives or self.device == THEIRS:
+            return opening(self, *connection, receives=receives)
+        there.set()
+        if again:
+            raise PeerLost("no pair")
+        go_on.wait(DEADLINE)
+        return opening(self, *connection, receives=receives)
+
+    def received(self: Any, number: int, parts: Any) -> None:
+        assert there.wait(DEADLINE)
+        chunk(self, number, parts)
+
+    monkeypatch.setattr(Pairs, "open", opened)
+    monkeypatch.setattr(state_receiver._Link, "chunk", received)
+    sources = [leader.source(pairs=mine), replace(first, connect=connect, pairs=mine)]
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            assert same(pool.submit(fetch, sources).result(DEADLINE / 2)[0], state_of(1, 8))
+        finally:
+            go_on.set()
+    eventually(lambda: not [one for one in threading.enumerate() if one.name == "receiving a state"])
+    assert caplog.text.count("does not come from device to device") == again
 
 
 def test_a_message_that_an_abort_completes_is_not_believed(monkeypatch: pytest.MonkeyPatch, nccl: Core) -> None:
