@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.nccl import communicator as communicator_module
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl import pairs as pairs_module
 from recover_megatron.collectives.nccl.pairs import Pair, Pairs
@@ -168,6 +169,21 @@ def test_a_holder_whose_send_does_not_begin_is_asked_by_way_of_the_hosts(monkeyp
     monkeypatch.setattr(Pair, "send", send)
     assert same(fetch([its.source(pairs=Pairs(MINE))])[0], state_of(1, 8))
     begin.set()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("call", ["recv", "send"])
+def test_a_call_of_nccls_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """By the end of its time at the receiver, by the end of the connection at the holder."""
+    monkeypatch.setattr(pairs_module, "OPENING_SECONDS", 1.0)
+    monkeypatch.setattr(communicator_module, "STUCK", 0.05)
+
+    def stuck(self: Communicator, *_: Any, **__: Any) -> None:
+        eventually(lambda: self.ended, "somebody aborts")
+        raise Core.NcclInvalid("it was aborted")
+
+    monkeypatch.setattr(Communicator, call, stuck)
+    assert same(fetch([holder(8).source(pairs=Pairs(MINE))])[0], state_of(1, 8))
 
 
 @pytest.mark.usefixtures("nccl")

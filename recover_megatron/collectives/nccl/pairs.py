@@ -45,6 +45,7 @@ OPENING_SECONDS, CONNECTING_SECONDS = 20.0, 10.0
 """The latter at the holder, when the receiver connects already."""
 SENDING_SECONDS, RECEIVING_SECONDS = 5.0, 15.0
 """Of a message, which takes some ms.  A receive lasts longer: its send may stand behind one that is given up."""
+LOOK_MILLISECONDS = 50
 ID_BYTES = 128
 """NCCL_UNIQUE_ID_BYTES (nccl.h)."""
 _RECEIVER, _HOLDER = 0, 1
@@ -53,20 +54,24 @@ _DIGESTS = 1 << 64
 
 
 class _Connection(CancelToken):
-    """A switch that the end of a connection cancels, or the end of the time that its user has set."""
+    """A switch that the end of a connection cancels, or the end of the time that its user has set.
+
+    A thread of its own looks, until it is cancelled: its user may be inside a call of NCCL's, which the switch ends.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(0)
-        self.deadline = math.inf
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLRDHUP)
+        self.deadline = time.monotonic() + OPENING_SECONDS
+        poll = select.poll()
+        poll.register(sock, select.POLLRDHUP)
+        threading.Thread(target=self._look, args=(poll,), name="switch of a pair", daemon=True).start()
 
-    def check(self) -> None:
-        if self._poll.poll(0):
-            self.cancel("the connection between them has ended")
-        elif time.monotonic() > self.deadline:
-            self.cancel("it does not come to an end")
-        super().check()
+    def _look(self, poll: select.poll) -> None:
+        while not self.cancelled:
+            if poll.poll(LOOK_MILLISECONDS):
+                self.cancel("the connection between them has ended")
+            elif time.monotonic() > self.deadline:
+                self.cancel("it does not come to an end")
 
 
 @dataclass(eq=False)
@@ -91,10 +96,9 @@ class Pairs:
     def open(self, sock: socket.socket, unique_id: bytes, *, receives: bool) -> Pair:
         """One end, to be connected; the other end does the same.  Raises ``PeerLost``."""
         library, rank = libraries.load(), _RECEIVER if receives else _HOLDER
-        connection = _Connection(sock)
-        connection.deadline = time.monotonic() + OPENING_SECONDS
         with _as_lost(), library.cuda.device(self.device):
             handle = library.core.Communicator.init(2, rank, library.read_unique_id(unique_id.hex()), library.config())
+            connection = _Connection(sock)
             communicator = Communicator(library, handle, unique_id.hex(), connection, rank=rank, size=2)
             pair = Pair(library, communicator, connection, self._lanes[rank], self.device)
             try:
@@ -104,6 +108,7 @@ class Pairs:
             except BaseException:
                 pair.close()
                 raise
+        connection.deadline = math.inf
         return pair
 
 
@@ -156,6 +161,7 @@ class Pair:
 
     def close(self) -> None:
         """Abort what is under way, in a thread that nobody waits for; its memory lives as long."""
+        self._connection.cancel("it is closed")
         self._communicator.close_beside()
 
     def _packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
