@@ -144,7 +144,7 @@ class Offer:
         self.chunks = chunks_of([part.numel() for part in self._parts], shared, self.chunk)[0]
         self.stands = True
         self._over = threading.Event()
-        self._error: Exception | None = None
+        self._error: str | None = None
 
     def parts(self, number: int) -> list[torch.Tensor]:
         """The bytes of a chunk.  Raises IndexError."""
@@ -160,7 +160,7 @@ class Offer:
     def failed(self, error: Exception) -> None:
         """Somebody who was getting it is gone."""
         if not self._over.is_set():
-            self._error = error
+            self._error = str(error)  # not its frames, which keep connections and memory alive
             self._over.set()
 
     def wait(self, patience: Callable[[], None]) -> None:
@@ -168,7 +168,7 @@ class Offer:
         while not self._over.wait(LOOK_SECONDS):
             patience()
         if self._error is not None:
-            raise PeerLost(f"who was getting it is gone: {self._error}") from self._error
+            raise PeerLost(f"who was getting it is gone: {self._error}")
 
     def withdraw(self) -> None:
         """Its tensors are about to change: what is being sent is believed no more, and nothing else is.  Idempotent."""

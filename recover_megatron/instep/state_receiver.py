@@ -148,6 +148,7 @@ class _Link:
     def close(self) -> None:
         if self._pair is not None:
             self._pair.close()
+            self._pair = None  # and its memory, though somebody may hold the link
         self._socket.close()
 
 
@@ -272,7 +273,7 @@ class Receiver:
                 link = _Link(source, self._awaited, self._opened)
                 return self._begin(link, shared)
             except (PeerLost, Disagreement) as error:
-                self._errors.append(error)
+                self._errors.append(error.bare() if isinstance(error, PeerLost) else error)
                 self._sources.pop(0)
                 if not self._sources or self._given_up:
                     raise
@@ -394,7 +395,7 @@ class Receiver:
         try:
             work()
         except Exception as error:  # noqa: BLE001  the thread's boundary: the caller raises it, if it matters
-            self._errors.append(error)
+            self._errors.append(error.bare() if isinstance(error, PeerLost) else error)
         with self._changed:
             self._running -= 1
             self._changed.notify_all()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -242,6 +244,32 @@ def test_who_is_on_the_way_to_a_holder_is_not_waited_for(
             go_on.set()
     eventually(lambda: not [one for one in threading.enumerate() if one.name == "receiving a state"])
     assert caplog.text.count("does not come from device to device") == again
+
+
+@pytest.mark.usefixtures("nccl")
+def test_nobody_keeps_the_memory_of_a_pair_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the errors, which have their frames, nor the offer: both devices have it again when it goes by the hosts."""
+    rooms: list[weakref.ref[torch.Tensor]] = []
+    exchange, by_hosts, its = Pair._exchange, SocketTransport.send, holder(8)
+
+    def exchanged(self: Pair, *message: Any, **named: Any) -> None:
+        rooms.append(weakref.ref(self._room))
+        exchange(self, *message, **named)
+        if len(rooms) > 8 and self._device == THEIRS:
+            raise PeerLost("the test ends the pair")
+
+    def sent(self: SocketTransport, parts: Sequence[torch.Tensor]) -> int:
+        eventually(lambda: not any(room() is not None for room in rooms))
+        return by_hosts(self, parts)
+
+    monkeypatch.setattr(Pair, "_exchange", exchanged)
+    monkeypatch.setattr(SocketTransport, "send", sent)
+    gc.disable()
+    try:
+        assert same(fetch([its.source(pairs=Pairs(MINE))])[0], state_of(1, 8))
+    finally:
+        gc.enable()
+    assert len(rooms) > 8
 
 
 def test_a_message_that_an_abort_completes_is_not_believed(monkeypatch: pytest.MonkeyPatch, nccl: Core) -> None:

@@ -208,8 +208,11 @@ def _pieces(packed: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[tor
 
 @contextmanager
 def _as_lost() -> Iterator[None]:
-    """All that ends a pair is ``PeerLost``: a device without memory for it, too, since there is another way."""
+    """All that ends a pair is ``PeerLost``: a device without memory for it, too, since there is another way.
+
+    Without the frames of what it was: they hold the pair, and here on to each other.
+    """
     try:
         yield
     except (EpochRevoked, OSError, torch.OutOfMemoryError, *libraries.load().errors) as error:
-        raise PeerLost(f"from device to device: {error}") from error
+        raise PeerLost(f"from device to device: {error}") from error.with_traceback(None)
