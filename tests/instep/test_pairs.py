@@ -25,7 +25,7 @@ from recover_megatron.instep import state_holder, state_receiver
 from tests.doubles.nccl import library as nccl_double
 from tests.doubles.nccl import streams
 from tests.doubles.nccl.communicator import Communicator
-from tests.doubles.nccl.core import Core, Errors
+from tests.doubles.nccl.core import IN_PROGRESS, Core, Errors, NcclError
 from tests.harness.waiting import DEADLINE, eventually
 from tests.instep.states import Holder, fetch, holder_process, same, source, state_of
 
@@ -150,6 +150,25 @@ def test_where_an_end_cannot_be_opened_all_goes_by_way_of_the_hosts(
     monkeypatch.setattr(Pair, "_exchange", exchange)
     assert same(fetch([holder(8).source(pairs=Pairs(MINE))])[0], state_of(1, 8))
     assert "worker 0 does not come from device to device" in caplog.text
+
+
+@pytest.mark.parametrize("fails", ["get_unique_id", "opening"])
+def test_the_log_says_in_plain_words_why_it_goes_by_way_of_the_hosts(
+    nccl: Core, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failed() -> Any:
+        raise NcclError(2)
+
+    if fails == "opening":
+        monkeypatch.setattr(pairs_module, "OPENING_SECONDS", 0.2)
+        monkeypatch.setattr(Communicator, "get_async_error", lambda self: IN_PROGRESS)
+    else:
+        monkeypatch.setattr(nccl, fails, failed)
+    assert same(fetch([holder(8).source(pairs=Pairs(MINE))])[0], state_of(1, 8))
+    (said,) = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    reasons = ["NCCL's double: result 2", "what NCCL was asked for does not come to an end"]
+    reasons.append("the connection between the two has ended")  # the holder's time was over first
+    assert said.removeprefix("the state of worker 0 does not come from device to device: ") in reasons
 
 
 @pytest.mark.usefixtures("nccl")

@@ -69,9 +69,9 @@ class _Connection(CancelToken):
     def _look(self, poll: select.poll) -> None:
         while not self.cancelled:
             if poll.poll(LOOK_MILLISECONDS):
-                self.cancel("the connection between them has ended")
+                self.cancel("the connection between the two has ended")
             elif time.monotonic() > self.deadline:
-                self.cancel("it does not come to an end")
+                self.cancel("what NCCL was asked for does not come to an end")
 
 
 @dataclass(eq=False)
@@ -90,8 +90,9 @@ class Pairs:
     _lanes: tuple[_Lane, _Lane] = field(default_factory=lambda: (_Lane(), _Lane()), init=False)
 
     def unique_id(self) -> bytes:
-        """For both ends of a pair: made by the receiver, in the process that opens it."""
-        return bytes.fromhex(libraries.load().unique_id())
+        """For both ends of a pair: made by the receiver, in the process that opens it.  Raises ``PeerLost``."""
+        with _as_lost():
+            return bytes.fromhex(libraries.load().unique_id())
 
     def open(self, sock: socket.socket, unique_id: bytes, *, receives: bool) -> Pair:
         """One end, to be connected; the other end does the same.  Raises ``PeerLost``."""
@@ -215,4 +216,5 @@ def _as_lost() -> Iterator[None]:
     try:
         yield
     except (EpochRevoked, OSError, torch.OutOfMemoryError, *libraries.load().errors) as error:
-        raise PeerLost(f"from device to device: {error}") from error.with_traceback(None)
+        reason = error.reason if isinstance(error, EpochRevoked) else error
+        raise PeerLost(str(reason)) from error.with_traceback(None)
