@@ -259,8 +259,8 @@ class Receiver:
         """The holders to which further connections are opened: each in turn."""
         known = [source for source in self._sources if source.worker != leader]
         lead = [source for source in self._sources if source.worker == leader]
-        if lead[0].pairs is not None:  # one pair has all of what two devices can do
-            return known
+        if lead[0].pairs is not None:  # one pair has all of what two devices can do, and costs memory of both
+            return [*known[: STREAMS - 1], *(replace(source, pairs=None) for source in known[STREAMS - 1 :])]
         turns = [*known, *lead]
         return [turns[n % len(turns)] for n in range(max(STREAMS - 1, len(known)))]
 
