@@ -22,6 +22,8 @@ from recover_megatron.collectives.nccl import pairs as pairs_module
 from recover_megatron.collectives.nccl.pairs import Pair, Pairs
 from recover_megatron.collectives.state_transport import SocketTransport
 from recover_megatron.instep import state_holder, state_receiver
+from recover_megatron.instep.state_holder import new_memory
+from recover_megatron.instep.state_receiver import Receiver, Source
 from tests.doubles.nccl import library as nccl_double
 from tests.doubles.nccl import streams
 from tests.doubles.nccl.communicator import Communicator
@@ -111,6 +113,29 @@ def test_a_holder_gives_while_its_device_computes_and_sums() -> None:
     assert same(fetch([holder(8).source(pairs=Pairs(MINE))])[0], state_of(1, 8))
     assert computed.wait(DEADLINE)
     over.set()
+
+
+def test_a_receiver_opens_few_pairs_however_many_hold_the_state() -> None:
+    sources, nothing = [Source(worker, lambda: pytest.fail("asked"), Pairs(MINE)) for worker in range(9)], lambda: None
+    further = Receiver(sources, new_memory, stay=nothing, awaited=nothing)._further(0)
+    assert [source.worker for source in further] == list(range(1, 9))
+    assert sum(source.pairs is not None for source in further) == state_receiver.STREAMS - 1
+
+
+@pytest.mark.usefixtures("nccl")
+def test_nothing_is_received_into_memory_that_an_earlier_kernel_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator gives out what was freed behind a kernel of the same stream; NCCL's stream does not wait for it."""
+    model, original, idle = streams.current_stream(MINE), Pair._exchange, list[bool]()
+    model.submit(lambda: time.sleep(1.0))
+
+    def exchange(self: Pair, *message: Any, **named: Any) -> None:
+        if self._device == MINE:
+            idle.append(model.idle)
+        original(self, *message, **named)
+
+    monkeypatch.setattr(Pair, "_exchange", exchange)
+    assert same(fetch([holder(8).source(pairs=Pairs(MINE))])[0], state_of(1, 8))
+    assert idle[0]
 
 
 @pytest.mark.usefixtures("only_pairs", "nccl")

@@ -135,8 +135,10 @@ class Pair:
         """
         with _as_lost():
             self._room = torch.empty(room, dtype=torch.uint8, device=self._device)
-            seconds = OPENING_SECONDS if self._communicator.rank == _RECEIVER else CONNECTING_SECONDS
-            self._exchange(self._room[:1], seconds, before=ask)
+            if self._communicator.rank == _HOLDER:
+                return self._exchange(self._room[:1], CONNECTING_SECONDS)
+            drained(self._device, within(), self._library.cuda)  # kernels of whoever had this memory before
+            self._exchange(self._room[:1], OPENING_SECONDS, before=ask)
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
         """As ``StateTransport``.  What is sent is a copy, so ``parts`` may change as soon as it is made."""
@@ -156,8 +158,7 @@ class Pair:
             found = digest([packed]) % _DIGESTS
             for mine, part in zip(_pieces(packed, parts), parts, strict=True):
                 part.copy_(mine, non_blocking=True)
-            if self._device.type == "cuda":
-                drained(self._device, within())
+            drained(self._device, within(), self._library.cuda)
         return found
 
     def close(self) -> None:
