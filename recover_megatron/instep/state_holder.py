@@ -34,7 +34,7 @@ import torch
 
 from recover_megatron.collectives.device import beside, made_so_far, within
 from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.collectives.nccl.pairs import ID_BYTES, Pairs
+from recover_megatron.collectives.nccl.pairs import ID_BYTES, Pair, Pairs
 from recover_megatron.collectives.state_transport import SocketTransport, StateTransport, bytes_of, cut, receive_into
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.network.peer_store import Streams
@@ -246,7 +246,8 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
     that there is not.
     """
     sock.sendall(HELLO.pack(len(offer.text), offer.chunk, offer.layout))
-    request, unique_id, pair = bytearray(REQUEST.size), bytearray(ID_BYTES), None
+    request, unique_id = bytearray(REQUEST.size), bytearray(ID_BYTES)
+    pair: Pair | None = None
     with ExitStack() as ends:
         while True:
             receive_into(sock, [memoryview(request)])
