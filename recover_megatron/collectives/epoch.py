@@ -30,6 +30,10 @@ class PeerLost(ConnectionError):
         self.peer = peer
         self.road = road
 
+    def bare(self) -> PeerLost:
+        """The same without its frames, which keep connections and memory of the epoch alive."""
+        return PeerLost(str(self), self.peer, road=self.road)
+
 
 class CollectiveMismatch(RuntimeError):
     """The members of an epoch did not issue the same collectives in the same order: a fault of the calling program.
@@ -118,8 +122,8 @@ class CancelToken:
             if self._cancelled.is_set():
                 return
             self.reason = str(reason)
-            if isinstance(reason, PeerLost):  # without its frames, which keep connections and memory of the epoch alive
-                self.lost = PeerLost(self.reason, reason.peer, road=reason.road)
+            if isinstance(reason, PeerLost):
+                self.lost = reason.bare()
             self._cancelled.set()
             wakers, self._wakers = self._wakers, []
         for waker in wakers:

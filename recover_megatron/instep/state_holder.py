@@ -8,7 +8,7 @@
        | <-- text's length, chunk's, layout ----- |   as soon as the state of that key is offered
        | --- TEXT ------------------------------> |
        | <-- text, trailer ---------------------- |
-       | --- PAIR, an id of NCCL's -------------> |   chunks go from device to device from now on: see `nccl.pairs`
+       | --- PAIR, an id of NCCL's; CONNECT ----> |   chunks go from device to device from now on: see `nccl.pairs`
        | --- number of a chunk, any, in any order |   over the connection several may be asked for ahead
        | <-- the chunk's bytes, trailer --------- |   trailer: number, check sum, whether the offer still stands
        | --- DONE ------------------------------> |   everything has arrived
@@ -34,7 +34,7 @@ import torch
 
 from recover_megatron.collectives.device import beside, made_so_far, within
 from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.collectives.nccl.pairs import ID_BYTES, Pairs
+from recover_megatron.collectives.nccl.pairs import ID_BYTES, Pair, Pairs
 from recover_megatron.collectives.state_transport import SocketTransport, StateTransport, bytes_of, cut, receive_into
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.network.peer_store import Streams
@@ -118,7 +118,7 @@ CHUNK = 8 << 20
 LARGE_CHUNK, MAX_CHUNK = 32 << 20, 1 << 30
 """Where it goes from device to device, so much faster; and the most that is believed."""
 HELLO, REQUEST, TRAILER = struct.Struct("<QQ32s"), struct.Struct("<q"), struct.Struct("<qQ?")
-TEXT, DONE, PAIR = -1, -2, -3
+TEXT, DONE, PAIR, CONNECT = -1, -2, -3, -4
 LOOK_SECONDS = 0.25
 """How often whoever waits for an offer, or for chunks, asks whether the wait is to end."""
 
@@ -144,7 +144,7 @@ class Offer:
         self.chunks = chunks_of([part.numel() for part in self._parts], shared, self.chunk)[0]
         self.stands = True
         self._over = threading.Event()
-        self._error: Exception | None = None
+        self._error: str | None = None
 
     def parts(self, number: int) -> list[torch.Tensor]:
         """The bytes of a chunk.  Raises IndexError."""
@@ -160,7 +160,7 @@ class Offer:
     def failed(self, error: Exception) -> None:
         """Somebody who was getting it is gone."""
         if not self._over.is_set():
-            self._error = error
+            self._error = str(error)  # not its frames, which keep connections and memory alive
             self._over.set()
 
     def wait(self, patience: Callable[[], None]) -> None:
@@ -168,7 +168,7 @@ class Offer:
         while not self._over.wait(LOOK_SECONDS):
             patience()
         if self._error is not None:
-            raise PeerLost(f"who was getting it is gone: {self._error}") from self._error
+            raise PeerLost(f"who was getting it is gone: {self._error}")
 
     def withdraw(self) -> None:
         """Its tensors are about to change: what is being sent is believed no more, and nothing else is.  Idempotent."""
@@ -247,6 +247,7 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
     """
     sock.sendall(HELLO.pack(len(offer.text), offer.chunk, offer.layout))
     request, unique_id = bytearray(REQUEST.size), bytearray(ID_BYTES)
+    pair: Pair | None = None
     with ExitStack() as ends:
         while True:
             receive_into(sock, [memoryview(request)])
@@ -258,8 +259,10 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
                 receive_into(sock, [memoryview(unique_id)])
                 if pairs is None:
                     raise PeerLost("a state is asked for from device to device, and gradients do not travel over NCCL")
-                pair = pairs.open(sock, bytes(unique_id), receives=False, room=offer.chunk)
-                transport = ends.enter_context(closing(pair))
+                transport = pair = ends.enter_context(closing(pairs.open(sock, bytes(unique_id), receives=False)))
+                continue
+            if number == CONNECT and pair is not None:
+                pair.connect(offer.chunk)
                 continue
             if number == TEXT:
                 sock.sendall(offer.text)

@@ -16,8 +16,8 @@ import socket
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +101,8 @@ class _Link:
             return
         unique_id = pairs.unique_id()
         self._send(state_holder.REQUEST.pack(state_holder.PAIR) + unique_id)
-        self._pair = pairs.open(self._socket, unique_id, receives=True, room=self.chunk_bytes)
+        self._pair = pairs.open(self._socket, unique_id, receives=True)
+        self._pair.connect(self.chunk_bytes, lambda: self._send(state_holder.REQUEST.pack(state_holder.CONNECT)))
         log.info(f"the state of worker {self.worker} comes from device to device")
 
     def ask(self, number: int) -> None:
@@ -147,6 +148,7 @@ class _Link:
     def close(self) -> None:
         if self._pair is not None:
             self._pair.close()
+            self._pair = None  # and its memory, though somebody may hold the link
         self._socket.close()
 
 
@@ -222,9 +224,8 @@ class Receiver:
         self._parts: list[torch.Tensor] = []
         self._errors: list[Exception] = []
         self._changed = threading.Condition()
-        self._running = self._unlinked = 0
-        """Threads, and those of them that have no connection to a holder yet."""
-        self._linked: set[int] = set()
+        self._running = self._away = 0
+        """Threads, and those of them that are on the way to a holder, by a connection or a pair."""
         self._refused: set[int] = set()
         """Workers of whom something came that was not what they sent."""
         self._missing = _Missing(range(0))
@@ -239,7 +240,7 @@ class Receiver:
             self._run([lambda: led.append(self._lead(shared))], lambda: not self._running)
             if not led:
                 raise self._failure()
-            tree, link, common = led[0]
+            tree, link, common = led.pop()  # from now on the thread's that pulls from it
             self._missing = _Missing(range(common))
             layout = link.layout
             works: list[Callable[[], None]] = [lambda: self._pull(link)]
@@ -258,8 +259,8 @@ class Receiver:
         """The holders to which further connections are opened: each in turn."""
         known = [source for source in self._sources if source.worker != leader]
         lead = [source for source in self._sources if source.worker == leader]
-        if lead[0].pairs is not None:  # one pair has all of what two devices can do
-            return known
+        if lead[0].pairs is not None:  # one pair has all of what two devices can do, and costs memory of both
+            return [*known[: STREAMS - 1], *(replace(source, pairs=None) for source in known[STREAMS - 1 :])]
         turns = [*known, *lead]
         return [turns[n % len(turns)] for n in range(max(STREAMS - 1, len(known)))]
 
@@ -272,7 +273,7 @@ class Receiver:
                 link = _Link(source, self._awaited, self._opened)
                 return self._begin(link, shared)
             except (PeerLost, Disagreement) as error:
-                self._errors.append(error)
+                self._errors.append(error.bare() if isinstance(error, PeerLost) else error)
                 self._sources.pop(0)
                 if not self._sources or self._given_up:
                     raise
@@ -292,20 +293,21 @@ class Receiver:
         return tree, self._give_and_take(link, own), common
 
     def _join(self, source: Source, layout: bytes) -> None:
-        link = _Link(source, lambda: self._awaited_for(self._missing), self._opened)
+        with self._on_the_way():
+            link = _Link(source, lambda: self._awaited_for(self._missing), self._opened)
         if link.layout != layout:
             raise PeerLost(f"worker {source.worker} holds a state of another shape")
         self._pull(link)
 
     def _awaited_for(self, missing: _Missing) -> None:
-        if missing.over:
-            raise PeerLost("nothing is missing any more")
+        self._wanted(missing)
         self._awaited()
 
+    def _wanted(self, missing: _Missing) -> None:
+        if missing.over:
+            raise PeerLost("nothing is missing any more")
+
     def _pull(self, link: _Link) -> None:
-        with self._changed:
-            self._linked.add(threading.get_ident())
-            self._unlinked -= 1
         link = self._give_and_take(link, self._missing)
         with suppress(PeerLost):  # it has given all that was wanted
             link.ask(state_holder.DONE)
@@ -313,19 +315,33 @@ class Receiver:
 
     def _give_and_take(self, link: _Link, missing: _Missing) -> _Link:
         """Fetch from one holder until nothing is missing; the link by which it gave last."""
-        if missing.over:
-            return link
-        try:
-            link.open_pair()
-            self._take_from(link, missing)
-        except BaseException as error:
-            link.close()
-            if not isinstance(error, PeerLost) or link.source.pairs is None:
-                raise
-            log.warning(f"the state of worker {link.worker} does not come from device to device: {error}")
-            by_hosts = replace(link.source, pairs=None)
-            return self._give_and_take(_Link(by_hosts, lambda: self._awaited_for(missing), self._opened), missing)
+        while not missing.over:
+            try:
+                with self._on_the_way():
+                    link.open_pair()
+                self._take_from(link, missing)
+                break
+            except BaseException as error:
+                link.close()
+                if not isinstance(error, PeerLost) or link.source.pairs is None or missing.over:
+                    raise
+                log.warning(f"the state of worker {link.worker} does not come from device to device: {error}")
+            by_hosts = replace(link.source, pairs=None)  # the error and its frames are gone, and with them the pair
+            with self._on_the_way():  # nor does the epoch's end end it: that holder has offered its state
+                link = _Link(by_hosts, lambda: self._wanted(missing), self._opened)
         return link
+
+    @contextmanager
+    def _on_the_way(self) -> Iterator[None]:
+        """Meanwhile this thread writes nothing and tells no holder anything: who has all does not wait for it."""
+        with self._changed:
+            self._away += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._away -= 1
 
     def _take_from(self, link: _Link, missing: _Missing) -> None:
         asked: deque[int] = deque()
@@ -351,7 +367,7 @@ class Receiver:
 
     def _run(self, works: Sequence[Callable[[], Any]], at_rest: Callable[[], bool]) -> None:
         """Run them side by side, asking ``stay`` meanwhile, until they are ``at_rest``."""
-        self._running = self._unlinked = len(works)
+        self._running = len(works)
         threads = [threading.Thread(target=self._one, args=(w,), name="receiving a state", daemon=True) for w in works]
         for thread in threads:
             thread.start()
@@ -372,19 +388,16 @@ class Receiver:
                 self._progress()
 
     def _at_rest(self) -> bool:
-        """Whether nobody receives.  A thread that waits for a holder when all is there writes nothing any more."""
-        return not self._running or (self._missing.complete and self._running == self._unlinked)
+        """Whether nobody receives."""
+        return self._running == self._away if self._missing.complete else not self._running
 
     def _one(self, work: Callable[[], Any]) -> None:
-        me = threading.get_ident()
         try:
             work()
         except Exception as error:  # noqa: BLE001  the thread's boundary: the caller raises it, if it matters
-            self._errors.append(error)
+            self._errors.append(error.bare() if isinstance(error, PeerLost) else error)
         with self._changed:
             self._running -= 1
-            self._unlinked -= me not in self._linked
-            self._linked.discard(me)
             self._changed.notify_all()
 
     def _opened(self, sock: socket.socket) -> None:

@@ -89,6 +89,8 @@ class Communicator:
         self._lock = threading.Lock()
         """Of the state's end: the guard and the owner must not abort both."""
         self._under_way: deque[Operation] = deque()
+        self._handed: tuple[Any, ...] = ()
+        """Tensors of a launch that is not an operation yet: it may become a kernel though it was given up."""
         self._entered: float | None = None
         self.adopt(cancel_token)
 
@@ -127,10 +129,12 @@ class Communicator:
         self._token.check()
         self._become(State.IN_USE)  # before NCCL is asked: one that reports an error must not be kept
         self._check()
+        self._handed = tensors
         self._ask(call)
         self._check()  # the first operation connects the members, and is in progress until the others have called it
         operation = Operation(event(), tensors)
         self._under_way.append(operation)
+        self._handed = ()
         return operation
 
     def wait(self, operation: Operation) -> None:

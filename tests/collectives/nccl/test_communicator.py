@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +18,7 @@ from recover_megatron.collectives.nccl.library import Library, checked
 from recover_megatron.errors import UserError
 from recover_megatron.membership.records import Fenced
 from tests.doubles.nccl import library as double
-from tests.doubles.nccl.core import Errors
+from tests.doubles.nccl.core import IN_PROGRESS, Errors
 from tests.doubles.nccl.net import net
 from tests.doubles.nccl.streams import Illegal, Stream, current_device, device, set_device
 from tests.harness.waiting import eventually
@@ -197,6 +198,22 @@ def test_another_thread_aborts_when_the_owner_is_stuck_in_nccl(monkeypatch: pyte
         member.all_gather(torch.zeros(2), torch.ones(1))
     assert member.communicator.state is State.CLOSED
     assert member.library.core.strays == [], "the guard is a new thread, whose device is the first one"
+
+
+def test_what_nccl_was_handed_is_kept_though_the_launch_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may launch it all the same, until the abort is over: the memory must be nobody else's before."""
+    member, _ = members(double())
+    tensor = torch.zeros(2)
+    alive = weakref.ref(tensor)
+
+    def call(handle: Any) -> None:  # NCCL knows addresses only
+        monkeypatch.setattr(handle, "get_async_error", lambda: IN_PROGRESS)
+        member.token.cancel("a test ends the epoch")
+
+    with pytest.raises(EpochRevoked):
+        member.communicator.launch(call, lambda: pytest.fail("it is in progress"), tensor)
+    del tensor
+    assert alive() is not None
 
 
 def guards() -> list[threading.Thread]:
