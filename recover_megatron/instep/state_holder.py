@@ -37,8 +37,11 @@ from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.collectives.nccl.pairs import ID_BYTES, Pair, Pairs
 from recover_megatron.collectives.state_transport import SocketTransport, StateTransport, bytes_of, cut, receive_into
 from recover_megatron.instep.faults import Disagreement
+from recover_megatron.logger import get_logger
 from recover_megatron.network.peer_store import Streams
 from recover_megatron.network.system import watch
+
+log = get_logger(__name__)
 
 Path = tuple[str | int, ...]
 """The keys and places that lead to a value of a tree."""
@@ -226,6 +229,7 @@ class Offers:
                 with beside(offer.gpu, offer.made, within()):
                     serve(sock, SocketTransport(sock), offer, self._pairs)
             except (OSError, PeerLost, IndexError) as error:  # whatever it is costs this connection, no more
+                log.info(f"a state is not given any further over one connection: {error}")
                 offer.failed(error)
 
     def _await(self, key: str, sock: socket.socket) -> Offer:

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from recover_megatron.collectives.device import drained, pauses, within
+from recover_megatron.collectives.device import pauses, until, within
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.communicator import Communicator
@@ -137,7 +137,7 @@ class Pair:
             self._room = torch.empty(room, dtype=torch.uint8, device=self._device)
             if self._communicator.rank == _HOLDER:
                 return self._exchange(self._room[:1], CONNECTING_SECONDS)
-            drained(self._device, within(), self._library.cuda)  # kernels of whoever had this memory before
+            self._drained()  # kernels of whoever had this memory before
             self._exchange(self._room[:1], OPENING_SECONDS, before=ask)
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
@@ -158,13 +158,18 @@ class Pair:
             found = digest([packed]) % _DIGESTS
             for mine, part in zip(_pieces(packed, parts), parts, strict=True):
                 part.copy_(mine, non_blocking=True)
-            drained(self._device, within(), self._library.cuda)
+            self._drained()
         return found
 
     def close(self) -> None:
         """Abort what is under way, in a thread that nobody waits for; its memory lives as long."""
         self._connection.cancel("it is closed")
         self._communicator.close_beside()
+
+    def _drained(self) -> None:
+        """Return when this thread's stream has carried out what it was given."""
+        cuda = self._library.cuda
+        until(_recorded(cuda, cuda.current_stream(self._device)), within())
 
     def _packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return self._room[: sum(part.numel() for part in parts)]
