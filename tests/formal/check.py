@@ -77,6 +77,7 @@ MUTANTS = (
         "NOACK: witnesses do not acknowledge before somebody is left out",
         f"{CUT} -DN=4 -DW=1 -DDEATHS=1 -DABANDONS=3 -DLEAVERS=28 -DMORTALS=1 -DSTEPS=0 -DNOACK",
     ),
+    Configuration("DEAF: whoever is told is taken to have heard", f"{CUT} -DDEATHS=0 -DDEAF", quick=True),
     Configuration("lease, HALF: half goes on without asking for it", f"{CUT} {HALVES} -DDEATHS=0 -DHALF"),
     Configuration("lease, UNASKED: half goes on where it should ask", f"{CUT} {HALVES} -DDEATHS=0 -DUNASKED"),
     Configuration("lease, NOHEIRS: others than members of the holder take it", f"{CUT} {HALVES} -DDEATHS=0 -DNOHEIRS"),

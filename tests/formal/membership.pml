@@ -21,13 +21,15 @@
    (lease.py): a claim is taken or refused in one step, as late as one likes, and may be taken when its rendezvous is over.
 
    Budgets (-D): DEATHS of workers, CRASHES of candidate 0, SUSPICIONS that are wrong, ABANDONS of a live coordinator.
-   Mutants (-D), each must be found: NOQUORUM, TIE, NOACK, NOOPENED, SAMENUMBER, MAJORITYCOMMIT, NOINFERENCE;
-   with LEASE: HALF (half is enough without asking), NOHEIRS (who has no member of the holder may take it), UNASKED (no claim is
+   Mutants (-D), each must be found: NOQUORUM, TIE, NOACK, NOOPENED, SAMENUMBER, MAJORITYCOMMIT, NOINFERENCE, DEAF (nobody is asked
+   whether it has heard); with LEASE: HALF (half is enough without asking), NOHEIRS (who has no member of the holder may take it), UNASKED (no claim is
    made).
 
    Checked: no epoch number is formed twice; epochs, in the order of their numbers, are each part of the one before, as long as
    anybody of that lives (one lineage); a committed iteration is in every later plan, as long as any member of the epoch that committed it
-   lives; nothing is committed in an epoch after a later one was formed; and, when nothing can happen any more,
+   lives; nothing is committed in an epoch after a later one was formed; when others abort what was under way in an epoch (all have
+   heard), no worker that its coordinator counts on takes it to go on, and one that does, in touch with its coordinator, is in no
+   later epoch with a living member of the newest (HEARING); and, when nothing can happen any more,
    no worker of a majority that reaches a live candidate is left waiting. */
 
 #ifndef N
@@ -99,10 +101,12 @@ byte oE[F]; byte oM[F]; byte oT[F]; byte dn[N]; byte cm[N];
 bit up[2] = 1; byte st[2]; byte T[2]; byte cE[2]; byte cM[2]; byte bE[2]; byte bM[2]; bit own[2];
 byte ex[2]; byte dead[2]; byte comm[2]; byte dk[2 * N]; byte jn[2]; byte ack[2]; bit dirty[2]; byte maxE[2];
 byte evO[MAXE + 1];             /* presented to candidate 1: rendezvous opened by candidate 0 */
+byte hd[2]; byte td[2];         /* who has told c that the epoch bE[c] is over; where in its log c tells that all have */
 byte sent[2]; byte rev[2]; byte lk[2 * LOG]; byte le[2 * LOG]; byte lm[2 * LOG]; byte lc[2 * LOG];
 
 /* ghosts: what was formed and committed by anybody */
 byte gE = 1; byte gM = ALL; byte gT = 1; byte formedBefore[MAXE + 1]; byte gC = 0; byte gCM = 0;
+byte gB = 0;                    /* living workers that took their epoch to go on when others aborted */
 
 bit tried[2];                   /* c may not go on as things are */
 byte f, w, e, x, living, ok;    /* scratch, zero between steps */
@@ -115,6 +119,9 @@ byte f, w, e, x, living, ok;    /* scratch, zero between steps */
 byte hT, hM;                    /* the lease's holder: term and members; 0: nobody has had it */
 byte qE[2]; byte qM[2];         /* what c has asked for last, and has no answer to: epoch and members */
 byte granted[2];                /* the epoch for which c has it */
+#define HEARING 0               /* there would be too many states */
+#else
+#define HEARING (W == 0)
 #endif
 
 inline append(c, kind, number, mask, commit) {
@@ -190,6 +197,8 @@ inline take_target(c) {         /* x = whom the run counts on */
     fi
 }
 
+#define TURNED(c, g) ((cM[c] & alive & BIT(g)) && term[g] > T[c])    /* so that nobody goes on with this plan */
+
 inline check_formed(c) {
     assert(!formedBefore[cE[c]]);
     formedBefore[cE[c]] = 1;
@@ -200,6 +209,7 @@ inline check_formed(c) {
         assert(cE[c] < gE && T[c] < gT && (gM & alive & (ALL - cM[c])) == 0 && comm[c] <= gC)
     :: else ->
         assert((cM[c] & (ALL - gM)) == 0 || (gM & alive) == 0);
+        assert((cM[c] & gB) == 0 || (gM & alive & (ALL - gB)) == 0 || TURNED(c, 0) || TURNED(c, 1) || TURNED(c, 2) || TURNED(c, (N - 1)));
         assert(comm[c] >= gC || (gCM & alive) == 0);
         gE = cE[c]; gM = cM[c]; gT = T[c]
     fi
@@ -247,6 +257,7 @@ inline receive(c) {
         term[f] = T[c]; oE[f] = le[x]; oM[f] = lm[x]; oT[f] = T[c];
         if
         :: f >= N && st[c] == RENDEZVOUS && up[c] && cE[c] == le[x] -> ack[c] = ack[c] | BIT(f - N)
+        :: HEARING && f < N && up[c] && le[x] > bE[c] -> hd[c] = hd[c] | BIT(f)
         :: else
         fi
     :: lk[x] == PLAN && oE[f] == le[x] && oT[f] == T[c] ->
@@ -272,7 +283,7 @@ inline receive(c) {
 inline forget(g) {
     ptr[g] = 0; term[g] = 0; fE[g] = 0; fM[g] = 0; oE[g] = 0; oM[g] = 0; oT[g] = 0;
     if
-    :: g < N -> dn[g] = 0; cm[g] = 0
+    :: g < N -> dn[g] = 0; cm[g] = 0; gB = gB & (ALL - BIT(g))
     :: else
     fi
 }
@@ -411,7 +422,8 @@ inline take_lease(c) {
 }
 #endif
 
-inline form(c) {
+/* ok: the next epoch may be formed of cM[c]; x = 0: it never will */
+inline may_follow(c) {
     everybody(c);
     x = x & (ALL - dead[c]) & (ALL - cM[c]);
     if
@@ -426,7 +438,35 @@ inline form(c) {
         claim(c)
 #endif
 #endif
+    fi
+}
+
+#define BELIEVES(c, g) (RUNS(g) && term[g] == att[g] + 1 && oE[g] == 0 && fE[g] <= bE[c] -> BIT(g) : 0)
+#define BELIEVERS(c) (BELIEVES(c, 0) | BELIEVES(c, 1) | BELIEVES(c, 2) | BELIEVES(c, (N - 1)))
+#define ABORTS(c, g) (RUNS(g) && att[g] == c && ptr[g] >= td[c])
+#ifdef DEAF
+#define ALL_HEARD(c) 1
+#else
+#define ALL_HEARD(c) (bM[c] & LIVE(c) & (ALL - hd[c])) == 0
+#endif
+
+#define HEAR(c) \
+    :: HEARING && up[c] && st[c] == RENDEZVOUS && !dirty[c] && !td[c] && !tried[c] && ALL_HEARD(c) -> d_step { tell(c) } \
+    :: td[c] && (BELIEVERS(c) & (ALL - gB)) && (ABORTS(c, 0) || ABORTS(c, 1) || ABORTS(c, 2) || ABORTS(c, (N - 1))) -> \
+        d_step { gB = gB | BELIEVERS(c) }
+
+inline tell(c) {
+    may_follow(c);
+    if
+    :: ok || ex[c] == 0 -> td[c] = sent[c]; assert((BELIEVERS(c) & (ALL - ex[c])) == 0)
+    :: !ok && ex[c] != 0 && x == 0 -> st[c] = STOPPED
+    :: !ok && ex[c] != 0 && x != 0 -> tried[c] = 1
     fi;
+    ok = 0; x = 0; e = 0; living = 0
+}
+
+inline form(c) {
+    may_follow(c);
     if
     :: ok ->
         smallest_done(c, cM[c]);
@@ -440,7 +480,7 @@ inline form(c) {
         :: else
         fi;
         bE[c] = cE[c]; bM[c] = cM[c]; own[c] = 1; st[c] = STEADY;
-        cE[c] = 0; cM[c] = 0; jn[c] = 0; ack[c] = 0; forget_evidence(c);
+        cE[c] = 0; cM[c] = 0; jn[c] = 0; ack[c] = 0; hd[c] = 0; td[c] = 0; forget_evidence(c);
 #ifdef LEASE
         granted[c] = 0;
 #endif
@@ -518,7 +558,7 @@ active proctype protocol() {
 #ifdef LEASE
             qE[0] = 0; qM[0] = 0; granted[0] = 0;
 #endif
-            rev[0] = 0
+            rev[0] = 0; hd[0] = 0; td[0] = 0
         }
     FAULTS(0) FAULTS(1) FAULTS(2)
     BETWEEN(0, 0) BETWEEN(0, 1) BETWEEN(0, 2) BETWEEN(1, 0) BETWEEN(1, 1) BETWEEN(1, 2)
@@ -533,7 +573,7 @@ active proctype protocol() {
 #if W > 1
     BETWEEN(0, (N + 1)) BETWEEN(1, (N + 1))
 #endif
-    COORDINATOR(0) COORDINATOR(1)
+    COORDINATOR(0) COORDINATOR(1) HEAR(0) HEAR(1)
 #ifdef LEASE
     :: qE[0] != 0 -> d_step { take_lease(0) }
     :: qE[1] != 0 -> d_step { take_lease(1) }
