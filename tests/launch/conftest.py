@@ -196,7 +196,8 @@ class Bench:
 
     def lease_claims(self) -> list[list[list[int]]]:
         """The members, as runs, of each side that has had the lease, one after the other."""
-        files = sorted((self.folder / "logs").glob("lease-*.[0-9]*"))
+        # One that is being written has another name, with a second dot: it is no claim yet.
+        files = sorted(path for path in (self.folder / "logs").glob("lease-*.*") if path.suffixes == [path.suffix])
         return [json.loads(path.read_text())["members"] for path in files]
 
     def kill(self, worker: int, count: int, number: int = signal.SIGKILL) -> None:
