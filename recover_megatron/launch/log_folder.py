@@ -64,7 +64,6 @@ class Claim:
         return self.master_addr, self.master_port, self.world_size
 
     def in_words(self) -> str:
-        """The launcher, for people."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
         return f"recover-run with pid {self.pid} on host {self.host}, started {since}"
 
@@ -369,8 +368,7 @@ class LogFolder:
         self, folder: Path | None, lock: FolderLock | None, loop: EventLoop, say: Callable[[str], None],
         save_lock: FolderLock | None = None,
     ) -> None:  # fmt: skip
-        """``lock``: of ``folder``; ``say`` tells people of trouble with the disk; ``save_lock``: of --save, held as
-        ``lock`` is."""
+        """``lock``: of ``folder``; ``save_lock``: of --save; ``say`` tells people of trouble with the disk."""
         self._lock = lock
         self._say = loop.from_thread(say)
         self._locks = [held for held in (lock, save_lock) if held]
@@ -384,7 +382,6 @@ class LogFolder:
         return next((reason for lock in self._locks if (reason := lock.share(run_id))), None)
 
     def open_log(self, path: Path) -> LogFile:
-        """The log of one worker."""
         log = LogFile(path, self._say)
         self._logs = [file for file in self._logs if not file.finished] + [log]
         return log

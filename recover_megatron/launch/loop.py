@@ -58,7 +58,6 @@ class EventLoop:
         self._selector.unregister(descriptor)
 
     def call_later(self, seconds: float, callback: Callback) -> Timer:
-        """Call ``callback`` once, ``seconds`` from now."""
         timer = Timer(time.monotonic() + seconds, callback)
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer

@@ -249,10 +249,7 @@ class OwnPlace:
     """This node's address and, if it hosts a candidate, its socket.  Raises OSError where there can be none."""
 
     def __init__(self, plan: LaunchPlan, other: Address, hosts: bool) -> None:
-        """``other``: where another node listens, for choosing the interface; nothing is sent there.
-
-        ``hosts``: whether this node has a candidate.
-        """
+        """``other``: where another node listens, to choose the interface; ``hosts``: this node has a candidate."""
         self.host = plan.node_address or local_address(other)
         self.listener: socket.socket | None = None
         if hosts:
@@ -260,7 +257,6 @@ class OwnPlace:
 
     @property
     def address(self) -> Address | None:
-        """Of the candidate here."""
         return (self.host, self.listener.getsockname()[1]) if self.listener else None
 
 
@@ -371,7 +367,6 @@ class WorkerEnvironment:
         self._network: dict[str, str] | None = None
 
     def add(self, variables: Mapping[str, str]) -> None:
-        """All workers get these, too."""
         self._added |= variables
 
     def of(self, worker: WorkerProcess, run_id: str) -> dict[str, str]:

@@ -239,7 +239,6 @@ class Seal:
 
     @property
     def proves(self) -> bool:
-        """Whether values are proved at all."""
         return self._key is not None
 
     def wrap(self, key: str, run_id: str, value: Any) -> str:

@@ -202,7 +202,6 @@ class Supervisor:
     # --- a worker's end ---
 
     def worker_exited(self, worker: WorkerProcess) -> None:
-        """The process of ``worker`` has ended."""
         left_behind = self._table.reap(worker)
         self._control.agent.ended(worker.worker_id, worker.how)
         cause = self._table.close(worker)
@@ -317,7 +316,6 @@ class Supervisor:
         self._shutdown.kill()
 
     def fail_launch(self, reason: str, code: int) -> None:
-        """The launch ends on all nodes."""
         if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
             self._peers.fail(reason, code)
             self._stop(reason, code, START_GRACE_SECONDS)
@@ -333,10 +331,7 @@ class Supervisor:
             self.stop_with_peers(reason, LAUNCH_FAILED)
 
     def _stop(self, reason: str, code: int, grace: float | None = None) -> None:
-        """Ask all workers to end, and see to it that they do within ``grace`` seconds (None: --grace-seconds).
-
-        The first code given stands.
-        """
+        """Have all workers end within ``grace`` seconds (None: --grace-seconds); the first code given stands."""
         if self._state in (LaunchState.STOPPING, LaunchState.ENDED):
             return
         self._state = LaunchState.STOPPING

@@ -50,10 +50,7 @@ class Account:
 def accounts(
     steps: Sequence[StepRecord], workers: Sequence[Event], coordinators: Sequence[Event] = ()
 ) -> list[Account]:
-    """After each committed iteration, and at the end; none where steps or the start have no time.
-
-    ``workers``, ``coordinators``: events, in the order of time.
-    """
+    """After each committed iteration and at the end, by events in the order of time; none where times are not told."""
     starts = [event for event in workers if event["event"] == "start" and event.get("replicas")]
     timed = [(step.time, step) for step in steps if step.time is not None]
     if not starts or len(timed) < len(steps):  # an older version wrote the first of them
@@ -141,7 +138,6 @@ def svg(found: Sequence[Account]) -> str:
 
 
 def legend(found: Sequence[Account]) -> list[Key]:
-    """What the picture's colours stand for, each with its share at the end."""
     if not found:
         return []
     last = found[-1]

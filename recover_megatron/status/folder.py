@@ -263,10 +263,7 @@ class History:
         self.last_time = max(self.last_time, _number(event.get("time")) or 0.0)
 
     def training(self, now: float, end: float | None = None) -> Training | None:
-        """How the training gets on; None: no iteration is known.
-
-        ``now`` in unix seconds, from which ages count; ``end``: until when it went on, if not until now.
-        """
+        """How the training gets on until ``end``, ages as of ``now`` (unix seconds); None: no iteration is known."""
         if not self.recent:
             return None
         start, last = self.start or {}, self.recent[-1]

@@ -45,7 +45,6 @@ class Headline:
 
 
 def headline(status: RunStatus) -> Headline:
-    """Of a run, as it is now."""
     if status.code is not None:
         verdict = "finished, " if status.code == 0 else ""
         text = f"ENDED: {verdict}exit code {status.code}: {status.reason}"
@@ -106,7 +105,6 @@ def span(seconds: float | None) -> str:
 
 
 def some(things: Sequence[object], most: int = 8) -> str:
-    """The first of them, and how many more there are."""
     shown = ", ".join(map(str, things[:most]))
     return f"{shown} and {len(things) - most} more" if len(things) > most else shown
 

@@ -42,7 +42,6 @@ class RunCollector(Collector):
         self._status = status or self._status
 
     def collect(self) -> Iterator[Metric]:
-        """See ``Collector``."""
         yield _gauge("recover_coordinator_up", "Whether a coordinator of the run answers.", float(self._answers))
         if self._status is not None:
             yield from _of_status(self._status)
