@@ -55,7 +55,8 @@ def accounts(
     timed = [(step.time, step) for step in steps if step.time is not None]
     if not starts or len(timed) < len(steps):  # an older version wrote the first of them
         return []
-    costs, stalls = _recovering(workers), _stalls(coordinators)
+    costs = {(e["iteration"], e["epoch"]): sum(e["seconds"].values()) for e in workers if e["event"] == "recovery"}
+    stalls = _stalls(coordinators)
     launched = [start["time"] for start in starts]
     spent = dict.fromkeys(USES, 0.0)
     usual: deque[float] = deque(maxlen=RECENT)
@@ -85,15 +86,6 @@ def accounts(
         last = max([last, *(event["time"] for event in coordinators if event["event"] == "stop")])
     if found and last > at:
         found.append(Account(last, {**spent, "outside": spent["outside"] + last - at}))
-    return found
-
-
-def _recovering(workers: Sequence[Event]) -> dict[tuple[int, int], float]:
-    """(iteration, epoch) -> seconds of its recoveries, of those that finished."""
-    found = {}
-    for event in workers:
-        if event["event"] == "recovery":
-            found[event["iteration"], event["epoch"]] = sum(event["seconds"].values())
     return found
 
 

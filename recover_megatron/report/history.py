@@ -171,8 +171,7 @@ def _recovery(
     plan: Mapping[str, Any] = plans[0] if plans else {}
     lost = set(plan.get("lost_workers", ())) | {fault["worker"] for fault in faults}
     parts: dict[str, float] = _longest([decided] if decided else [], ("rendezvous",))
-    parts |= _longest(plans)
-    parts |= _longest(finished)
+    parts |= _longest(plans) | _longest(finished)
     total = sum(parts.values())
     parts |= _detect(faults)
     order = [*PHASES, *(name for name in parts if name not in PHASES)]
