@@ -337,7 +337,10 @@ class WorkersFile:
             lock.seek(0)
             same_run = lock.read() == run_id
             entries = (_read_entries(path) if same_run else {}) | own
-            _replace_entries(path, [entries[worker_id] for worker_id in sorted(entries)])
+            lines = ",\n".join("  " + json.dumps(entries[worker_id]) for worker_id in sorted(entries))
+            temporary = path.with_name(path.name + ".tmp")  # one writer at a time: the lock is held
+            temporary.write_text(f"[\n{lines}\n]\n" if entries else "[]\n", encoding="utf-8")
+            os.replace(temporary, path)
             if same_run:
                 return
             # After the file itself: a launcher that finds the old name here drops the entries and writes its own again.
@@ -352,13 +355,6 @@ def _read_entries(path: Path) -> Entries:
         return {int(entry["worker_id"]): entry for entry in entries}
     except (OSError, ValueError, TypeError, KeyError):
         return {}  # missing or not ours: this launcher's own entries are complete without it
-
-
-def _replace_entries(path: Path, entries: list[dict[str, object]]) -> None:
-    temporary = path.with_name(path.name + ".tmp")  # one writer at a time: the lock is held
-    lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
-    temporary.write_text(f"[\n{lines}\n]\n" if entries else "[]\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 class LogFolder:

@@ -130,10 +130,6 @@ def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
     )
 
 
-def summary(workers: Sequence[WorkerProcess], code: int) -> str:
-    return f"{ends(workers)}; exit code {code}"
-
-
 def ends(workers: Sequence[WorkerProcess]) -> str:
     """How all have ended; workers that ended alike are named once, together."""
     finished = [worker for worker in workers if worker.state is WorkerState.FINISHED]

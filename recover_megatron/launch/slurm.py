@@ -86,7 +86,10 @@ def expand(text: str) -> list[str]:
     Several brackets in one name are as many loops, the last one the innermost.  Raises ValueError.
     """
     names: list[str] = []
-    for item in _items(text):
+    items = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", text)  # split at the commas outside of brackets
+    if not items or ",".join(items) != text:
+        raise ValueError(f"node list {text!r} is not one of SLURM's, such as n[1-3,7]")
+    for item in items:
         found = [""]
         for literal, bracket in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
             ends = [literal] if literal else _numbers(bracket, text)
@@ -95,14 +98,6 @@ def expand(text: str) -> list[str]:
             found = [start + end for start in found for end in ends]
         names += found
     return names
-
-
-def _items(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
-    items = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", text)
-    if not items or ",".join(items) != text:
-        raise ValueError(f"node list {text!r} is not one of SLURM's, such as n[1-3,7]")
-    return items
 
 
 def _numbers(bracket: str, text: str) -> list[str]:
