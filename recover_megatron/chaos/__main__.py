@@ -48,8 +48,6 @@ class NoWorkers(Exception):
 
 @dataclass(frozen=True)
 class Held:
-    """A live worker."""
-
     worker: int
     pid: int
     pidfd: int
@@ -100,7 +98,6 @@ class Victims:
         poll.poll(max(0.0, seconds) * 1000)
 
     def close(self) -> None:
-        """Let go of all."""
         for held in self._held.values():
             os.close(held.pidfd)
         self._held.clear()
@@ -173,8 +170,6 @@ def draws(seed: int, mtbf: float, kinds: Sequence[str]) -> Iterator[Draw]:
 
 
 class Chaos:
-    """One run of the command."""
-
     def __init__(self, log_dir: Path, max_kills: float, keep: int) -> None:
         self._victims = Victims(log_dir)
         self._file = EventsFile(log_dir / CHAOS_FILE)
@@ -227,7 +222,6 @@ class Chaos:
         print(f"chaos: {event} " + " ".join(f"{name}={value}" for name, value in fields.items()), flush=True)
 
     def close(self) -> None:
-        """Let go of everything."""
         self._victims.close()
         self._file.close()
 
@@ -261,7 +255,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
     args = _parse(argv)
     chaos = Chaos(args.log_dir, math.inf if args.max_kills is None else args.max_kills, args.keep)
     try:

@@ -97,10 +97,7 @@ class BadSpec(UserError, ValueError):
 
 
 def parse_spec(text: str, workers: int | None = None) -> list[Fault]:
-    """The faults of a specification, in its order; none for an empty text.
-
-    ``workers``: how many there are, if known.  Raises BadSpec (a ValueError) with every reason at once.
-    """
+    """The faults, in order; ``workers``: how many, if known.  Raises BadSpec (a ValueError) with all reasons."""
     faults: list[Fault] = []
     reasons: list[str] = []
     for item in text.split(",") if text.strip() else []:
@@ -182,7 +179,6 @@ class Injector:
             self._inject(fault)
 
     def _visit(self, phase: str, iteration: int) -> Fault | None:
-        """Count the visit; the fault that strikes at it."""
         with self._lock:
             place = phase, iteration
             if place not in self._waiting:

@@ -251,7 +251,8 @@ class ElasticDataParallel:
                     return False
                 self._mark("forward", j, allow=self._allow)
                 if self._seed is not None:
-                    torch.manual_seed(_mixed(self._seed, step, j))
+                    mixed = hashlib.blake2b(f"{self._seed} {step} {j}".encode(), digest_size=8).digest()
+                    torch.manual_seed(int.from_bytes(mixed) >> 1)  # 63 bits
                 try:
                     loss = microbatch(step, j) / self.microbatches
                     self._backward(loss)
@@ -271,12 +272,6 @@ class ElasticDataParallel:
 
     def _mark(self, phase: str, j: int | None = None, *, waiting: bool = False, allow: float = 0.0) -> None:
         self._session.mark(self.completed + 1, phase, j, waiting, allow)
-
-
-def _mixed(seed: int, step: int, j: int) -> int:
-    """A number of 63 bits for these three."""
-    told = hashlib.blake2b(f"{seed} {step} {j}".encode(), digest_size=8).digest()
-    return int.from_bytes(told) >> 1
 
 
 def _check(

@@ -147,12 +147,10 @@ class Status:
     """Of its peer store: where its state is fetched."""
 
     def to_json(self) -> Json:
-        """For the wire."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, told: Json) -> Status:
-        """The inverse of ``to_json``."""
         return cls(**{**told, "ran": tuple(told["ran"])})
 
     def after(self, committed: int) -> Status:

@@ -116,7 +116,6 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm over the last dimension."""
         weight = self.weight + self.offset if self.offset else self.weight
         return F.rms_norm(x, weight.shape, weight, self.eps)
 

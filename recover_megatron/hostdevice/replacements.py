@@ -32,7 +32,6 @@ class Replacement:
 
     @property
     def path(self) -> str:
-        """The dotted name, as in the documentation."""
         classes = {torch.Tensor: "torch.Tensor", dist.ProcessGroupGloo: "torch.distributed.ProcessGroupGloo"}
         owner = classes.get(self.owner, self.owner.__name__)
         return f"{owner}.{self.name}"
@@ -64,7 +63,6 @@ class Stream:
         """Any arguments of ``torch.cuda.Stream``."""
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has passed."""
         return Event() if event is None else event
 
     def synchronize(self, *args: Any, **kwargs: Any) -> None:

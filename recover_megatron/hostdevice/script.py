@@ -61,10 +61,7 @@ class _SpawnSpec(ModuleSpec):
 
 
 def run(target: str, arguments: list[str]) -> None:
-    """Activate the host device and run ``path:FILE`` or ``module:NAME`` as ``__main__`` with ``arguments``.
-
-    Raises ``ScriptMissing``.
-    """
+    """Activate the host device, run ``path:FILE`` or ``module:NAME`` as ``__main__``.  Raises ``ScriptMissing``."""
     kind, _, name = target.partition(":")
     sys.path[0:1] = [os.path.dirname(os.path.abspath(name)) if kind == "path" else os.getcwd()]
     if kind == "path":

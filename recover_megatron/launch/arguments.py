@@ -191,11 +191,9 @@ class Options:
 
     @property
     def fault_tolerant(self) -> bool:
-        """Whether the script goes on when workers die."""
         return self.elastic or "--recover" in self.script_args
 
     def command(self) -> tuple[str, ...]:
-        """What a worker executes."""
         return (sys.executable, *(["-m"] if self.module else []), str(self.script), *self.script_args)
 
 

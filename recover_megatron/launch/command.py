@@ -61,7 +61,9 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
     try:
         options, reserved = _prepare(argv)
         if options.check:
-            log.info(f"all checks have passed; without --check this would start {_would_start(options)}")
+            here = f"{count(options.nproc_per_node)} on this node"
+            everywhere = f", {options.nnodes * options.nproc_per_node} on all" if options.nnodes > 1 else ""
+            log.info(f"all checks have passed; without --check this would start {here}{everywhere}")
             if found := _forecast(options):
                 log.info("what the loss of a node would cost:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
@@ -119,11 +121,6 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
 
 def _forecast(options: arguments.Options) -> preflight.Forecast | None:
     return preflight.forecast(options.script or "", options.script_args, options.nnodes, options.nproc_per_node)
-
-
-def _would_start(options: arguments.Options) -> str:
-    here = f"{count(options.nproc_per_node)} on this node"
-    return here + (f", {options.nnodes * options.nproc_per_node} on all" if options.nnodes > 1 else "")
 
 
 def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | None]:

@@ -121,19 +121,21 @@ class StartUp:
     def _fail(self, text: str, code: int | None = None, again: bool = True) -> None:
         """``again``: the launch is complete without the worker, as soon as another one has its place."""
         plan = self._plan
-        if self.under_way:
-            if not self._plan.fault_tolerant and code is not None:
-                code = LAUNCH_FAILED
+        if not self.under_way:
+            return
+        if code is None:
             ended = [worker.outcome for worker in self._table.launched if not worker.live]
-            code = start_exit_code(ended, self._plan.fault_tolerant) if code is None else code
-            needs = "the training has not begun, and needs all workers"
-            if again and code == EXIT_NO_REPLICA and plan.attempt + 1 < plan.starts:
-                times = f"{plan.attempt + 1} of at most {plan.starts - 1}"
-                self._fail_launch(f"{text}; {needs}: the start is made again ({times})", START_AGAIN)
-                return
-            if not self._plan.fault_tolerant:
-                needs = "a training without --recover needs all workers"
-            self._fail_launch(f"{text}; {needs}: the launch ends with exit code {code}", code)
+            code = start_exit_code(ended, plan.fault_tolerant)
+        elif not plan.fault_tolerant:
+            code = LAUNCH_FAILED
+        needs = "the training has not begun, and needs all workers"
+        if again and code == EXIT_NO_REPLICA and plan.attempt + 1 < plan.starts:
+            times = f"{plan.attempt + 1} of at most {plan.starts - 1}"
+            self._fail_launch(f"{text}; {needs}: the start is made again ({times})", START_AGAIN)
+            return
+        if not plan.fault_tolerant:
+            needs = "a training without --recover needs all workers"
+        self._fail_launch(f"{text}; {needs}: the launch ends with exit code {code}", code)
 
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -217,7 +219,7 @@ class Conclusion:
 
     def tell(self, code: int, verdict: int | None) -> None:
         """Say how it has ended, with which exit code, and from where it can go on."""
-        self._say(messages.summary(self._table.all, code))
+        self._say(f"{messages.ends(self._table.all)}; exit code {code}")
         if verdict is not None and code == verdict != 0:
             self._say(f"the run was ended: {self._control.reason}")
         if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script_args)):

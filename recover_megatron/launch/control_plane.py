@@ -50,7 +50,6 @@ AGAIN_SECONDS = 1.0
 
 
 def has_secret(environ: Mapping[str, str]) -> bool:
-    """Whether the user has chosen the job's secret."""
     return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
 
 
@@ -194,7 +193,6 @@ class ControlPlane:
 
     @property
     def is_open(self) -> bool:
-        """Whether ``open`` has succeeded."""
         return bool(self._variables)
 
     @property

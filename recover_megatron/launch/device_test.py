@@ -121,10 +121,7 @@ _LAST_BYTES = 4096
 
 
 def command_of(given: tuple[str, ...], device: str, drivers: tuple[str, ...] = DRIVERS) -> tuple[str, ...]:
-    """The test before a worker is started: the one ``given``, else ours where the workers use CUDA devices, else none.
-
-    ``device``: --recover-device, which says where they run.
-    """
+    """The test of a worker's device: ``given``, else ours where ``device`` (--recover-device) is CUDA, else none."""
     if given:
         return given
     cuda = device == "cuda" or (device == "auto" and any(map(os.path.exists, drivers)))
@@ -149,10 +146,7 @@ class DeviceTests:
     """How long one may take."""
 
     def begin(self, environment: Mapping[str, str], then: Callable[[str], None]) -> None:
-        """Test the device of the worker with this environment; ``then`` gets why it failed, empty: it has passed.
-
-        Raises OSError where the test cannot be started.
-        """
+        """Test a worker's device; ``then`` gets why it failed, empty: it has passed.  Raises OSError."""
         output = tempfile.TemporaryFile()  # noqa: SIM115  closed when the test has ended
         pid, pidfd = spawn(self._command, environment, output.fileno(), output.fileno(), deaf=True)
         test = _Test(output, self._loop.call_later(self._seconds, lambda: self._late(test, pid)), then)

@@ -58,7 +58,6 @@ def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
 
 
 def why_no_lease(plan: LaunchPlan) -> str:
-    """Why ``lease_path`` is None."""
     return "--lease off" if plan.lease == OFF else "no --log-dir"
 
 
@@ -90,7 +89,6 @@ class LeaseTrial:
         return ""
 
     def in_words(self, why_not: str) -> str:
-        """The outcome, for people."""
         if not why_not:
             return f"either half of the workers may be lost: the lease is at {self._path}"
         return (

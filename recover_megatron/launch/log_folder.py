@@ -64,7 +64,6 @@ class Claim:
         return self.master_addr, self.master_port, self.world_size
 
     def in_words(self) -> str:
-        """The launcher, for people."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
         return f"recover-run with pid {self.pid} on host {self.host}, started {since}"
 
@@ -338,7 +337,10 @@ class WorkersFile:
             lock.seek(0)
             same_run = lock.read() == run_id
             entries = (_read_entries(path) if same_run else {}) | own
-            _replace_entries(path, [entries[worker_id] for worker_id in sorted(entries)])
+            lines = ",\n".join("  " + json.dumps(entries[worker_id]) for worker_id in sorted(entries))
+            temporary = path.with_name(path.name + ".tmp")  # one writer at a time: the lock is held
+            temporary.write_text(f"[\n{lines}\n]\n" if entries else "[]\n", encoding="utf-8")
+            os.replace(temporary, path)
             if same_run:
                 return
             # After the file itself: a launcher that finds the old name here drops the entries and writes its own again.
@@ -355,13 +357,6 @@ def _read_entries(path: Path) -> Entries:
         return {}  # missing or not ours: this launcher's own entries are complete without it
 
 
-def _replace_entries(path: Path, entries: list[dict[str, object]]) -> None:
-    temporary = path.with_name(path.name + ".tmp")  # one writer at a time: the lock is held
-    lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
-    temporary.write_text(f"[\n{lines}\n]\n" if entries else "[]\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
 class LogFolder:
     """Made once per launch, in the main thread, where all of it is called."""
 
@@ -369,8 +364,7 @@ class LogFolder:
         self, folder: Path | None, lock: FolderLock | None, loop: EventLoop, say: Callable[[str], None],
         save_lock: FolderLock | None = None,
     ) -> None:  # fmt: skip
-        """``lock``: of ``folder``; ``say`` tells people of trouble with the disk; ``save_lock``: of --save, held as
-        ``lock`` is."""
+        """``lock``: of ``folder``; ``save_lock``: of --save; ``say`` tells people of trouble with the disk."""
         self._lock = lock
         self._say = loop.from_thread(say)
         self._locks = [held for held in (lock, save_lock) if held]
@@ -384,7 +378,6 @@ class LogFolder:
         return next((reason for lock in self._locks if (reason := lock.share(run_id))), None)
 
     def open_log(self, path: Path) -> LogFile:
-        """The log of one worker."""
         log = LogFile(path, self._say)
         self._logs = [file for file in self._logs if not file.finished] + [log]
         return log

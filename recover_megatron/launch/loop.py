@@ -58,7 +58,6 @@ class EventLoop:
         self._selector.unregister(descriptor)
 
     def call_later(self, seconds: float, callback: Callback) -> Timer:
-        """Call ``callback`` once, ``seconds`` from now."""
         timer = Timer(time.monotonic() + seconds, callback)
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer
@@ -167,17 +166,10 @@ _TWICE_SECONDS = 1.0
 class SignalEvents(Protocol):
     """What is done about signals.  Called in the main thread, between two other callbacks."""
 
-    def child_ended(self) -> None:
-        """Some child of the launcher has ended."""
-
-    def pass_on(self, number: int) -> None:
-        """Send the signal ``number`` to all workers."""
-
-    def stop_asked(self, number: int) -> None:
-        """The signal ``number`` asks for the end of the launch; nothing to do if it is on its way already."""
-
-    def kill_asked(self) -> None:
-        """It was asked before: the launch is to end at once."""
+    def child_ended(self) -> None: ...
+    def pass_on(self, number: int) -> None: ...  # to all workers
+    def stop_asked(self, number: int) -> None: ...  # nothing to do if the end of the launch is on its way already
+    def kill_asked(self) -> None: ...
 
 
 class LaunchSignals:

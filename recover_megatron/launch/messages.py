@@ -19,7 +19,6 @@ NO_CONTROL_PLANE = f"no coordinator for this run, since its nodes share no secre
 
 
 def opening(plan: LaunchPlan) -> str:
-    """What is started."""
     if plan.joins:
         return (
             f"joining the run of {', '.join(f'{host}:{port}' for host, port in plan.joins)} with "
@@ -42,10 +41,7 @@ def worker_ended(
     *,
     tests_device: bool = False,
 ) -> str:
-    """One worker's death, or its end with leftovers; ``others`` workers of this node go on, ``killed`` are next.
-
-    ``others`` None: all workers of the launch have been told to end.
-    """
+    """One worker's end; ``others`` here go on (None: all workers were told to end), ``killed`` are next."""
     how, swept = _how(worker), _swept(left_behind)
     if worker.state is WorkerState.FINISHED:
         return f"worker {worker.worker_id} {how}{swept}"
@@ -63,7 +59,6 @@ def worker_ended(
 
 
 def failed_alike(number: int, words: str, successor: WorkerProcess | None, wait: float) -> str:
-    """Of workers that were started in place of others."""
     why = f"{number} workers that were started in place of others have ended in the same way, one after the other"
     then = "no other is started for that cause; the last restart of --max-restarts is kept for another one"
     if successor is not None:
@@ -125,21 +120,14 @@ DRAINED_BEFORE_ITS_START = "not started: its node is drained"
 
 
 def late(worker: WorkerProcess) -> str:
-    """A newcomer that was not ready in time."""
     return f"the run is over before worker {worker.worker_id} was in it: killing it"
 
 
 def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
-    """For people on other hosts."""
     return (
         f"more workers may join from other hosts: recover-run --join --recover-coordinator {coordinators} "
         f"--world-size {plan.world_size} --master-addr {plan.master_addr} --master-port {plan.master_port}"
     )
-
-
-def summary(workers: Sequence[WorkerProcess], code: int) -> str:
-    """One line on everybody's end, and the exit code."""
-    return f"{ends(workers)}; exit code {code}"
 
 
 def ends(workers: Sequence[WorkerProcess]) -> str:
@@ -162,12 +150,10 @@ def ends(workers: Sequence[WorkerProcess]) -> str:
 
 
 def count(number: int, one: str = "worker", several: str = "workers") -> str:
-    """ "1 worker", "3 workers"."""
     return f"{number} {one if number == 1 else several}"
 
 
 def seconds(worker: WorkerProcess) -> str:
-    """How long ``worker`` ran."""
     if worker.started is None or worker.ended is None:
         return "0.0 s"
     return f"{max(0.0, worker.ended - worker.started):.1f} s"

@@ -251,7 +251,6 @@ class Stream:
         return self._last.decode(errors="replace").strip()
 
     def pause(self) -> None:
-        """Stop reading."""
         if self._watched:
             self._console.loop.unwatch(self.pipe)
             self._watched = False
@@ -387,7 +386,6 @@ class Console:
         return streams, ends[0], ends[1]
 
     def read(self, streams: Sequence[Stream]) -> None:
-        """Begin to read and show ``streams``."""
         for stream in streams:
             stream.wanted = True
             if self._paused is None:

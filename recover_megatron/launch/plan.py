@@ -249,18 +249,12 @@ class OwnPlace:
     """This node's address and, if it hosts a candidate, its socket.  Raises OSError where there can be none."""
 
     def __init__(self, plan: LaunchPlan, other: Address, hosts: bool) -> None:
-        """``other``: where another node listens, for choosing the interface; nothing is sent there.
-
-        ``hosts``: whether this node has a candidate.
-        """
+        """``other``: where another node listens, to choose the interface; ``hosts``: this node has a candidate."""
         self.host = plan.node_address or local_address(other)
-        self.listener: socket.socket | None = None
-        if hosts:
-            self.listener = listen(self.host)
+        self.listener = listen(self.host) if hosts else None
 
     @property
     def address(self) -> Address | None:
-        """Of the candidate here."""
         return (self.host, self.listener.getsockname()[1]) if self.listener else None
 
 
@@ -343,9 +337,8 @@ def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, st
     names = " and ".join(wanted)
     if name is None:
         return {}, f"no interface of this host has the address {host}: torch and NCCL choose one ({names} say which)"
-    return {
-        variable: VARIABLES[variable].format(name) for variable in wanted
-    }, f"workers talk over the interface {name} ({host}): it is set in {names}"
+    chosen = {variable: VARIABLES[variable].format(name) for variable in wanted}
+    return chosen, f"workers talk over the interface {name} ({host}): it is set in {names}"
 
 
 def _addresses(host: str) -> set[str]:
@@ -371,7 +364,6 @@ class WorkerEnvironment:
         self._network: dict[str, str] | None = None
 
     def add(self, variables: Mapping[str, str]) -> None:
-        """All workers get these, too."""
         self._added |= variables
 
     def of(self, worker: WorkerProcess, run_id: str) -> dict[str, str]:

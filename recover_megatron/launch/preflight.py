@@ -180,9 +180,7 @@ class Forecast:
 
     def table(self) -> list[str]:
         """A line for nodes in a row of which the same is to be said, and the advice."""
-        rows = []
-        for said, its in groupby(self.losses, _said):
-            rows.append(f"{_nodes([loss.node for loss in its])}: {said}")
+        rows = [f"{_nodes([loss.node for loss in its])}: {said}" for said, its in groupby(self.losses, _said)]
         return [*rows, self.advice] if self.advice else rows
 
     def warning(self) -> str:

@@ -143,7 +143,6 @@ class Child:
         os.close(self._pidfd)
 
     def send(self, number: int) -> None:
-        """Send it the signal ``number``."""
         signal.pidfd_send_signal(self._pidfd, number)
 
     def wait(self, seconds: float) -> None:
@@ -154,10 +153,7 @@ class Child:
 
 
 def program(module: str, *options: str) -> list[str]:
-    """The command that runs ``main`` of a module of ours, in a process that no folder or variable can change.
-
-    ``options``: more of the interpreter's.
-    """
+    """The command that runs a module's ``main`` whatever folder and variables are; ``options``: the interpreter's."""
     boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
     return [sys.executable, "-I", *options, "-c", boot, str(Path(__file__).resolve().parents[2])]
 
@@ -227,10 +223,7 @@ def find_launch(
     subreaper: int | None = None,
     worker_id: int | None = None,
 ) -> list[Process]:
-    """The living processes of a launch, or of one of its workers.
-
-    ``subreaper``: the launcher, if it lives, all of whose children belong.
-    """
+    """The living processes of a launch, or of one worker; all children of ``subreaper``, the launcher, belong."""
     table, variables = process_table(), {LAUNCH_ID_VARIABLE: launch_id}
     if worker_id is not None:
         variables[WORKER_ID_VARIABLE] = str(worker_id)

@@ -52,8 +52,6 @@ def workers_by_word(text: str, environ: Mapping[str, str], proc: Path = PROC) ->
 
 
 def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
-    """Reads a whole number; ValueError for anything else."""
-
     def read(text: str) -> int:
         if text.strip().lstrip("-").isdecimal() and minimum <= int(text) <= (int(text) if maximum is None else maximum):
             return int(text)
@@ -64,7 +62,6 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """Reads a number of seconds; ValueError for anything else."""
     try:
         value = float(text)
     except ValueError:
@@ -75,7 +72,7 @@ def seconds(text: str) -> float:
 
 
 def lease(text: str) -> str:
-    """Reads ``--lease``: auto, off, or a path, which becomes absolute; ValueError for anything else."""
+    """Reads ``--lease``: auto, off, or a path, which becomes absolute."""
     if text in ("auto", "off"):
         return text
     if not os.path.basename(text):
@@ -86,8 +83,6 @@ def lease(text: str) -> str:
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Reads one of ``words``; ValueError for anything else."""
-
     def read(text: str) -> str:
         if text not in words:
             raise ValueError(f"must be {', '.join(words[:-1])} or {words[-1]}")
@@ -97,7 +92,6 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 
 def workers_here(text: str) -> int:
-    """Reads ``--nproc-per-node``: a number, or one of torchrun's words; ValueError for anything else."""
     count = workers_by_word(text, os.environ)
     try:
         return whole(1)(text) if count is None else count
@@ -123,10 +117,7 @@ INSTALLED = {"pretrain_gpt_recover.py": "pretrain_gpt_recover"}
 
 
 def installed_module(script: str) -> tuple[str, str] | None:
-    """The module to run for ``script``, which is no file here, and where it lies; None: ``script`` is what it says.
-
-    Only for a bare name: a path means that file.
-    """
+    """The module to run for the bare name ``script`` and where it lies; None: a file here, or nothing of ours."""
     if script not in INSTALLED or os.path.lexists(script):
         return None
     spec = _find_module(INSTALLED[script])
@@ -146,7 +137,6 @@ def check_script(script: str) -> list[str]:
 
 
 def check_module(module: str) -> list[str]:
-    """The reasons against ``python -m module``."""
     if _find_module(module) is None:
         return [f"module {module} is not found: check its name, and that it is installed or in PYTHONPATH"]
     return []

@@ -79,7 +79,6 @@ class StandIn:
         self._pipes[session] = pipes
 
     def remove(self, session: int) -> None:
-        """It has ended."""
         for pipe in self._pipes.pop(session, ()):
             os.close(pipe)
 
@@ -225,7 +224,6 @@ class Reaper:
 
 
 def main() -> None:
-    """The reaper's process."""
     launcher = os.getppid()
     # A shell's job table or a terminal must not wait for the reaper: after the launcher it holds nothing of theirs.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

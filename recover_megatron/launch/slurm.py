@@ -55,15 +55,11 @@ class SlurmStep:
 
     @property
     def store_port(self) -> int:
-        """Where node 0 serves the store."""
         return ports(self.job, self.number)[0]
 
 
 def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
-    """The step in whose environment this process is; None: it was not started by srun.
-
-    Raises ValueError for values that SLURM does not set.
-    """
+    """The step of which this process is a task; None: srun started none.  ValueError for what SLURM does not set."""
     if JOB not in environ or STEP not in environ or "SLURM_NODEID" not in environ:
         return None  # the batch script itself, and a shell of salloc, have no step
     text = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
@@ -90,7 +86,10 @@ def expand(text: str) -> list[str]:
     Several brackets in one name are as many loops, the last one the innermost.  Raises ValueError.
     """
     names: list[str] = []
-    for item in _items(text):
+    items = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", text)  # split at the commas outside of brackets
+    if not items or ",".join(items) != text:
+        raise ValueError(f"node list {text!r} is not one of SLURM's, such as n[1-3,7]")
+    for item in items:
         found = [""]
         for literal, bracket in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
             ends = [literal] if literal else _numbers(bracket, text)
@@ -99,14 +98,6 @@ def expand(text: str) -> list[str]:
             found = [start + end for start in found for end in ends]
         names += found
     return names
-
-
-def _items(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
-    items = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", text)
-    if not items or ",".join(items) != text:
-        raise ValueError(f"node list {text!r} is not one of SLURM's, such as n[1-3,7]")
-    return items
 
 
 def _numbers(bracket: str, text: str) -> list[str]:
@@ -180,10 +171,7 @@ def address_of(
 
 
 def shape_of(environ: Mapping[str, str], master_addr: str | None) -> dict[str, str]:
-    """The launch of the step in which this launcher is a task, and its place there, as text of recover-run's options.
-
-    ``nproc_per_node``: the GPUs of this node, if SLURM says.  Raises ValueError with what to change.
-    """
+    """recover-run's options for this step, as text; GPUs where SLURM tells them.  Raises ValueError: what to change."""
     step = step_of(environ)
     if step is None:
         raise ValueError(
@@ -237,10 +225,7 @@ class JobPlacement:
 
 
 def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = address_of) -> JobPlacement:
-    """Where everything of this job is to be: the same, whichever of its processes asks.
-
-    Raises ValueError outside of a job and for an unknown node.
-    """
+    """Where all of this job is, whichever process asks.  Raises ValueError outside of a job, for an unknown node."""
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
         raise ValueError("this is no SLURM job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
     nodes = expand(environ["SLURM_JOB_NODELIST"])

@@ -158,7 +158,6 @@ class WorkerProcess:
 
     @property
     def live(self) -> bool:
-        """Whether it runs or is about to."""
         return self.state in LIVE
 
     @property

@@ -182,38 +182,21 @@ def _bind_reason(error: OSError, address: str, port: int, nnodes: int) -> str:
 class NodeEvents(Protocol):
     """What the threads that talk to the other launchers tell this one.  The event loop calls it in the main thread."""
 
-    def accepted(self, run_id: str) -> None:
-        """This node takes part in the run (other nodes than 0)."""
+    def note(self, text: str) -> None: ...  # for people
+    def failed(self, reason: str, code: int) -> None: ...  # the launch cannot go on here
+    def coordinators(self, candidates: Candidates) -> None: ...  # all are known
 
-    def coordinators(self, candidates: Candidates) -> None:
-        """All candidate coordinators are known."""
+    # Node 0.
+    def store_failed(self, reason: str) -> None: ...  # it is not served
+    def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None: ...  # its workers have ended so
+    def node_lost(self, node_rank: int) -> None: ...  # its launcher is silent, and has not reported
+    def node_back(self, node_rank: int) -> None: ...
 
-    def note(self, text: str) -> None:
-        """Something the user should read."""
-
-    def failed(self, reason: str, code: int) -> None:
-        """The launch cannot go on here: the reason, and the exit code."""
-
-    def store_failed(self, reason: str) -> None:
-        """The store is not served (node 0)."""
-
-    def store_lost(self, reason: str) -> None:
-        """The store of node 0 is gone, or not reached."""
-
-    def store_back(self) -> None:
-        """It is reached again."""
-
-    def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None:
-        """The workers of a node have ended so (node 0)."""
-
-    def node_lost(self, node_rank: int) -> None:
-        """The launcher of a node is not heard of any more, and has not reported (node 0)."""
-
-    def node_back(self, node_rank: int) -> None:
-        """It is heard of again (node 0)."""
-
-    def delivered(self) -> None:
-        """Our report is in the store, or the store is gone (other nodes)."""
+    # Other nodes.
+    def accepted(self, run_id: str) -> None: ...  # this node takes part in the run
+    def store_lost(self, reason: str) -> None: ...  # the store of node 0 is gone, or not reached
+    def store_back(self) -> None: ...
+    def delivered(self) -> None: ...  # our report is in the store, or the store is gone
 
 
 _LONGEST = 1024 * 1024
@@ -239,7 +222,6 @@ class Seal:
 
     @property
     def proves(self) -> bool:
-        """Whether values are proved at all."""
         return self._key is not None
 
     def wrap(self, key: str, run_id: str, value: Any) -> str:

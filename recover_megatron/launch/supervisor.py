@@ -48,11 +48,8 @@ class Supervisor:
         lock: FolderLock | None = None,
         save_lock: FolderLock | None = None,
     ) -> None:
-        """``listener``: the store's, on node 0; ``inherited``: the launcher's environment.
-
-        ``lock``: of the log folder, ``save_lock``: of --save; a node that joins a launch makes sure of them when it
-        knows the run's id.
-        """
+        """``listener``: the store's, on node 0; ``inherited``: the launcher's environment; ``lock``: of the log folder,
+        ``save_lock``: of --save, of which a node that joins a launch makes sure when it knows the run's id."""
         self._plan = plan
         self._inherited = inherited
         self._state = LaunchState.STARTING
@@ -85,7 +82,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
-        self._announce()
+        self._console.say(messages.opening(self._plan))
+        if sets_omp_threads(self._plan, self._inherited):
+            self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
+        if not self._plan.control_plane:
+            self._console.say(messages.NO_CONTROL_PLANE)
         self._table.add(successors.launched(self._plan))
         self._peers.join()
         if self._plan.nnodes == 1:
@@ -116,13 +117,6 @@ class Supervisor:
         if self._state is LaunchState.RUNNING and not self._table.live:
             self._own_workers_ended()
         time.sleep(FAULT_SECONDS)  # what has failed may be called again at once
-
-    def _announce(self) -> None:
-        self._console.say(messages.opening(self._plan))
-        if sets_omp_threads(self._plan, self._inherited):
-            self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
-        if not self._plan.control_plane:
-            self._console.say(messages.NO_CONTROL_PLANE)
 
     def _write_workers(self) -> None:
         """Bring workers.json up to date, once for all changes of a round."""
@@ -202,7 +196,6 @@ class Supervisor:
     # --- a worker's end ---
 
     def worker_exited(self, worker: WorkerProcess) -> None:
-        """The process of ``worker`` has ended."""
         left_behind = self._table.reap(worker)
         self._control.agent.ended(worker.worker_id, worker.how)
         cause = self._table.close(worker)
@@ -214,7 +207,9 @@ class Supervisor:
 
     def go_on_without(self, worker: WorkerProcess, left_behind: int) -> None:
         """Say how ``worker`` has ended, and start what takes its place, or end with the last one."""
-        successor = self._successor_of(worker)
+        successor = None
+        if self._state is LaunchState.RUNNING and self._control.under_way:
+            successor = self._successors.of(worker)
         stopping = self._state is LaunchState.STOPPING
         others = [other for other in (self._table.running if stopping else self._table.live) if other is not successor]
         if self._is_news(worker, left_behind):
@@ -237,12 +232,6 @@ class Supervisor:
             return bool(left_behind) and not self._plan.fault_tolerant  # Megatron has helpers of its own
         told_to = self._state is LaunchState.STOPPING and worker.signal in (signal.SIGTERM, signal.SIGKILL)
         return not told_to and not self._late.told_of(worker)
-
-    def _successor_of(self, worker: WorkerProcess) -> WorkerProcess | None:
-        """The worker that is to take the place of one that has ended, if there is to be one."""
-        if self._state is not LaunchState.RUNNING or not self._control.under_way:
-            return None
-        return self._successors.of(worker)
 
     def _start_tested(self, worker: WorkerProcess) -> None:
         """Raises OSError."""
@@ -284,8 +273,7 @@ class Supervisor:
 
     def peers_ended(self) -> None:
         """Nobody waits for this launcher; its candidate and its exit code are those of the run, which may go on."""
-        others = self._plan.nnodes > 1 or bool(self._plan.joins)
-        if others and self._control.undecided:
+        if (self._plan.nnodes > 1 or self._plan.joins) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
                 "the workers of this node have ended; staying until the coordinator says how the run ends"
@@ -317,7 +305,6 @@ class Supervisor:
         self._shutdown.kill()
 
     def fail_launch(self, reason: str, code: int) -> None:
-        """The launch ends on all nodes."""
         if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
             self._peers.fail(reason, code)
             self._stop(reason, code, START_GRACE_SECONDS)
@@ -333,10 +320,7 @@ class Supervisor:
             self.stop_with_peers(reason, LAUNCH_FAILED)
 
     def _stop(self, reason: str, code: int, grace: float | None = None) -> None:
-        """Ask all workers to end, and see to it that they do within ``grace`` seconds (None: --grace-seconds).
-
-        The first code given stands.
-        """
+        """Have all workers end within ``grace`` seconds (None: --grace-seconds); the first code given stands."""
         if self._state in (LaunchState.STOPPING, LaunchState.ENDED):
             return
         self._state = LaunchState.STOPPING

@@ -58,7 +58,6 @@ class WorkerTable:
         """Of workers that have ended: the last line of each on stderr."""
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:
-        """These are to be started."""
         self._workers |= {worker.worker_id: worker for worker in workers}
 
     # --- the records ---
@@ -70,7 +69,6 @@ class WorkerTable:
 
     @property
     def running(self) -> list[WorkerProcess]:
-        """The workers whose process runs."""
         return [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
 
     @property
@@ -80,12 +78,10 @@ class WorkerTable:
 
     @property
     def live(self) -> list[WorkerProcess]:
-        """The workers that run or are about to."""
         return [worker for worker in self._workers.values() if worker.state in LIVE]
 
     @property
     def first_id(self) -> int:
-        """The lowest worker id here."""
         return min(self._workers)
 
     @property
@@ -207,7 +203,6 @@ class Shutdown:
         self._table.signal(running, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to all workers that run."""
         running = self._table.running
         if running:
             ids = ranges([worker.worker_id for worker in running])

@@ -88,7 +88,6 @@ class Decoder:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Add received bytes."""
         self._buffer += data
 
     def next(self) -> bytes | None:
@@ -229,7 +228,6 @@ class Connection:
             raise Unreachable(str(error)) from error
 
     def receive(self) -> dict[str, Any]:
-        """The next message."""
         try:
             while (body := self._decoder.next()) is None:
                 self._more()

@@ -111,7 +111,6 @@ class Streams:
                 self._waiting.pop(name).close()
 
     def close_in_child(self) -> None:
-        """As ``system.Forked``."""
         for sock in self._waiting.values():
             sock.close()
 
@@ -155,14 +154,10 @@ class PeerStoreServer:
         threading.Thread(target=self._serve, name="recover-peer-store", daemon=True).start()
 
     def put(self, key: str, value: str, epoch: int | None = None) -> None:
-        """Set a value from this process, from any thread: whoever wants it is told.
-
-        ``epoch``: the value is forgotten some epochs later; None: it is kept.
-        """
+        """Set a value, from any thread, and tell who wants it; after some epochs that of an ``epoch`` is forgotten."""
         self._loop.call_soon_threadsafe(self._set, key, value, epoch)
 
     def close_in_child(self) -> None:
-        """As ``system.Forked``."""
         self.listener.close()
 
     def _serve(self) -> None:

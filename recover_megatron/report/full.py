@@ -31,7 +31,6 @@ _SHOWN = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
     parser = _parser(
         "recover-report",
         "Report of a run as one HTML page: audit, loss beside a reference, replicas and quotas, each recovery.",
@@ -80,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def without_page(argv: Sequence[str] | None = None) -> int:
-    """The command that writes no page but draws the loss; returns the exit status."""
     parser = _parser(
         "python -m recover_megatron.report",
         "Summary of a run, from its log folder; checks that each microbatch was counted exactly once.",

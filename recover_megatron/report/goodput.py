@@ -50,15 +50,13 @@ class Account:
 def accounts(
     steps: Sequence[StepRecord], workers: Sequence[Event], coordinators: Sequence[Event] = ()
 ) -> list[Account]:
-    """After each committed iteration, and at the end; none where steps or the start have no time.
-
-    ``workers``, ``coordinators``: events, in the order of time.
-    """
+    """After each committed iteration and at the end, by events in the order of time; none where times are not told."""
     starts = [event for event in workers if event["event"] == "start" and event.get("replicas")]
     timed = [(step.time, step) for step in steps if step.time is not None]
     if not starts or len(timed) < len(steps):  # an older version wrote the first of them
         return []
-    costs, stalls = _recovering(workers), _stalls(coordinators)
+    costs = {(e["iteration"], e["epoch"]): sum(e["seconds"].values()) for e in workers if e["event"] == "recovery"}
+    stalls = _stalls(coordinators)
     launched = [start["time"] for start in starts]
     spent = dict.fromkeys(USES, 0.0)
     usual: deque[float] = deque(maxlen=RECENT)
@@ -88,15 +86,6 @@ def accounts(
         last = max([last, *(event["time"] for event in coordinators if event["event"] == "stop")])
     if found and last > at:
         found.append(Account(last, {**spent, "outside": spent["outside"] + last - at}))
-    return found
-
-
-def _recovering(workers: Sequence[Event]) -> dict[tuple[int, int], float]:
-    """(iteration, epoch) -> seconds of its recoveries, of those that finished."""
-    found = {}
-    for event in workers:
-        if event["event"] == "recovery":
-            found[event["iteration"], event["epoch"]] = sum(event["seconds"].values())
     return found
 
 
@@ -141,7 +130,6 @@ def svg(found: Sequence[Account]) -> str:
 
 
 def legend(found: Sequence[Account]) -> list[Key]:
-    """What the picture's colours stand for, each with its share at the end."""
     if not found:
         return []
     last = found[-1]

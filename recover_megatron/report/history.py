@@ -22,8 +22,6 @@ PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
 
 @dataclass(frozen=True)
 class RecoveryRecord:
-    """One change of the membership, and what it cost."""
-
     time: float
     """Unix seconds: of the fault where the coordinator saw one, else of the plan."""
     launch: int = 0
@@ -85,10 +83,7 @@ class History:
 
 
 def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]) -> History:
-    """The history that these events tell, each sequence in the order of time; an empty one where there are none.
-
-    Raises KeyError, TypeError or AttributeError for an event that does not keep to the schema.
-    """
+    """What events in the order of time tell.  KeyError, TypeError or AttributeError for one not of the schema."""
     starts = _launches(workers, coordinators)
     recoveries = []
     for number, begin in enumerate(starts):
@@ -176,8 +171,7 @@ def _recovery(
     plan: Mapping[str, Any] = plans[0] if plans else {}
     lost = set(plan.get("lost_workers", ())) | {fault["worker"] for fault in faults}
     parts: dict[str, float] = _longest([decided] if decided else [], ("rendezvous",))
-    parts |= _longest(plans)
-    parts |= _longest(finished)
+    parts |= _longest(plans) | _longest(finished)
     total = sum(parts.values())
     parts |= _detect(faults)
     order = [*PHASES, *(name for name in parts if name not in PHASES)]
@@ -240,7 +234,6 @@ def _distinct(events: Iterable[Event], field: str) -> list[Event]:
 
 
 def _end(workers: Sequence[Event], coordinators: Sequence[Event], since: float) -> tuple[str, bool | None]:
-    """How the last launch ended."""
     stops = [event for event in coordinators if event["event"] == "stop" and event["time"] >= since]
     ends = [event for event in workers if event["event"] == "end" and event["time"] >= since]
     if bad := [event for event in stops if event.get("code")]:

@@ -53,7 +53,6 @@ class Axis:
         return (_WIDTH - LEFT - _RIGHT) / max(self.end - self.begin, 1e-9)
 
     def x(self, time: float) -> float:
-        """Where a moment is."""
         return LEFT + (time - self.begin) * self.scale
 
     def picture(self, css: str, words: str, parts: Sequence[str], height: int, gap: int) -> str:
@@ -135,11 +134,7 @@ class Mark:
 
 
 def stretches(events: Sequence[Event], coordinators: Sequence[Event] = (), until: float = 0.0) -> list[Stretch]:
-    """Of each worker of the last launch, by worker and time; none where no plan was told.
-
-    ``events``, ``coordinators``: those of the training workers and of the coordinators, in the order of time.
-    ``until``: the run was seen to go on until then, at least.
-    """
+    """Of each worker of the last launch, by events in the order of time, to ``until`` at least; none without a plan."""
     began = max((n for n, event in enumerate(events) if event["event"] == "start"), default=0)
     told = events[began:]
     plans = [event for event in told if event["event"] == "plan" and event.get("grid")]
@@ -242,13 +237,11 @@ def _span(found: Sequence[Stretch]) -> tuple[float, float]:
 
 
 def _seen(found: Sequence[Stretch], marks: Sequence[Mark]) -> list[Mark]:
-    """The marks within the lanes' time."""
     begin, end = _span(found)
     return [mark for mark in marks if begin <= mark.time <= end]
 
 
 def _lanes(found: Sequence[Stretch]) -> list[int]:
-    """The workers to show, ascending."""
     struck = {stretch.worker for stretch in found if stretch.kind != "training"}
     first = sorted({stretch.worker for stretch in found}, key=lambda worker: (worker not in struck, worker))
     return sorted(first[:MOST])
@@ -288,7 +281,6 @@ def _count(counts: Mapping[str, int], kind: str) -> str:
 
 
 def _were(kind: str, found: Sequence[Stretch]) -> str:
-    """The workers that were ever that."""
     workers = sorted({stretch.worker for stretch in found if stretch.kind == kind})
     more = f" and {len(workers) - 8} more" if len(workers) > 8 else ""
     return f"{_short(kind)} at some time: workers {', '.join(map(str, workers[:8]))}{more}" if workers else ""

@@ -81,16 +81,6 @@ def checkpoints(events: Sequence[Event]) -> Table | None:
     return Table(["iteration", "complete", "folder"], rows[-MOST:], frozenset({"iteration"})) if rows else None
 
 
-def started_with(start: Mapping[str, object]) -> list[list[str]]:
-    """Rows for what the training was started with, as far as it was told."""
-    rows = []
-    if isinstance(argv := start.get("argv"), list):
-        rows.append(["command line", shlex.join(map(str, argv))])
-    if isinstance(versions := start.get("versions"), dict):
-        rows.append(["versions", ", ".join(f"{name} {version}" for name, version in versions.items())])
-    return rows
-
-
 _REFRESH = 30
 """Seconds after which a browser loads the page of a run that goes on again."""
 _MAX_ROWS = 500
@@ -334,7 +324,10 @@ def _setup(report: Report) -> Table:
         rows.append(["replicas at the start", str(len(start.get("replicas", ())))])
         rows.append(["shape", _pairs(start.get("shape", {}))])
         rows.append(["microbatches of an iteration", _maybe(start.get("microbatches"))])
-        rows += started_with(start)
+        if isinstance(argv := start.get("argv"), list):
+            rows.append(["command line", shlex.join(map(str, argv))])
+        if isinstance(versions := start.get("versions"), dict):
+            rows.append(["versions", ", ".join(f"{name} {version}" for name, version in versions.items())])
         rows.append(["started", _date(start["time"])])
     if report.history.launches > 1:
         rows.append(["launches into this folder", str(report.history.launches)])

@@ -95,10 +95,7 @@ def draw_replicas(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def draw_quotas(axes: Any, steps: Sequence[StepRecord]) -> None:
-    """How many microbatches each replica counted in each iteration, as colours; white: none.
-
-    Of a long run each column is the mean over several iterations.
-    """
+    """Microbatches by replica and iteration, as colours; white: none.  Of a long run a column is a mean of several."""
     replicas = sorted({replica for step in steps for replica in step.microbatches})
     width = math.ceil(len(steps) / _MAX_COLUMNS) or 1
     columns = [steps[at : at + width] for at in range(0, len(steps), width)]
@@ -139,7 +136,6 @@ def draw_recoveries(axes: Any, recoveries: Sequence[RecoveryRecord]) -> None:
 
 
 def draw_throughput(axes: Any, steps: Sequence[StepRecord]) -> None:
-    """Samples per second of each iteration."""
     _line(axes, rates(steps), color=_RUN, linewidth=1)
     mark_changes(axes, steps)
     axes.set(xlabel="iteration", ylabel="samples per second")

@@ -189,7 +189,6 @@ def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
 
 
 def compare(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> Comparison:
-    """Compare the iterations that both have."""
     pairs = _pairs(run, reference)
     unlike = []
     for mine, theirs in pairs:

@@ -116,7 +116,6 @@ def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
 
 
 def in_short(violations: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
     return violations[0] + (f" (and {len(violations) - 1} more)" if len(violations) > 1 else "")
 
 

@@ -25,10 +25,7 @@ Event = dict[str, Any]
 
 
 class EventsFile:
-    """A writer of events; several processes may write to one file, and die while they do.
-
-    The disk neither stops nor ends its caller (``log_writer``).
-    """
+    """Writes events, as several processes may to one file; the disk neither stops nor ends them (``log_writer``)."""
 
     def __init__(self, path: Path) -> None:
         """``path`` is opened to add to it, and its folder made, with the first event."""
@@ -101,10 +98,7 @@ class Lines:
         self._file: tuple[int, int] | None = None
 
     def new(self, upto: bytes = b"") -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file has begun anew, and its new objects.
-
-        ``upto``: read of each line what comes before this, as a whole object.
-        """
+        """Whether the file has begun anew, and its new objects; ``upto``: of each line only what comes before this."""
         try:
             with open(self._path, "rb") as file:
                 about = os.fstat(file.fileno())

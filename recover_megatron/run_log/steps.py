@@ -29,8 +29,6 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One committed iteration."""
-
     iteration: int
     """Counted from 1."""
     loss: float | None
@@ -97,10 +95,7 @@ def audit_problem(step: StepRecord) -> str | None:
 
 
 def read_steps(path: Path) -> Iterator[StepRecord]:
-    """The steps of a file, in order.
-
-    A last line that was cut by a crash is left out; raises ValueError, naming the line, for a bad one before it.
-    """
+    """The steps in order, but a last line cut by a crash; raises ValueError, naming the line, for a bad one before."""
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
@@ -112,10 +107,7 @@ def read_steps(path: Path) -> Iterator[StepRecord]:
 
 
 class StepsFile:
-    """The writer of steps.jsonl.
-
-    The disk neither stops nor ends its caller (``log_writer``); if it is well, a line is on it when ``append`` returns.
-    """
+    """Writes steps.jsonl; no disk stops its caller (``log_writer``), one that is well has a line after ``append``."""
 
     def __init__(
         self,

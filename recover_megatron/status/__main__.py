@@ -48,7 +48,6 @@ class DrainExit(IntEnum):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="recover-status",
         description="A live view of a running job, asked of its coordinator. Looking changes nothing in the run; with "
@@ -96,7 +95,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
     if sys.stdout is None:  # started with stdout closed (>&-): the exit code is all that can be told
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     parser = make_parser()

@@ -101,8 +101,6 @@ class EventHook:
 
 
 class Exporter:
-    """``look`` again and again."""
-
     def __init__(self, args: argparse.Namespace) -> None:
         self._folder: Path = args.log_dir
         self._watch = Watch(parse_addresses(args.coordinators), find_secret(os.environ), ANSWER_SECONDS)
@@ -144,7 +142,6 @@ class Exporter:
             self._tell(status)
 
     def close(self) -> None:
-        """No more looks."""
         self._watch.close()
         if self._hook is not None:
             self._hook.close(LAST_SECONDS)
@@ -189,7 +186,6 @@ class Exporter:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process; ends with 0 on SIGTERM."""
     parser = argparse.ArgumentParser(prog="recover-exporter")
     parser.add_argument("--log-dir", type=Path, required=True)
     parser.add_argument("--coordinators", required=True)

@@ -263,17 +263,15 @@ class History:
         self.last_time = max(self.last_time, _number(event.get("time")) or 0.0)
 
     def training(self, now: float, end: float | None = None) -> Training | None:
-        """How the training gets on; None: no iteration is known.
-
-        ``now`` in unix seconds, from which ages count; ``end``: until when it went on, if not until now.
-        """
+        """How the training gets on until ``end``, ages as of ``now`` (unix seconds); None: no iteration is known."""
         if not self.recent:
             return None
         start, last = self.start or {}, self.recent[-1]
         if last.iteration >= start.get("iteration", 0) and self._steps_written < start.get("time", 0.0):
             return None  # an earlier launch has made it; this one makes its first, and begins the file anew then
-        pace = self._pace()
-        rate = self._samples() / sum(pace) if pace and sum(pace) > 0 else None
+        pace = [step.seconds for step in list(self.recent)[1:]]
+        samples = last.consumed_samples - self.recent[0].consumed_samples
+        rate = samples / sum(pace) if pace and sum(pace) > 0 else None
         mean = sum(pace) / len(pace) if pace else None
         iters, world, flops = (_number(start.get(name)) for name in ("train_iters", "world", "flops_per_sample"))
         saved = self._saved or {}
@@ -300,12 +298,6 @@ class History:
         of = len(self.start["replicas"])
         work = sum(min(1.0, replicas / of) * seconds for replicas, seconds in self._worked) - self._recovering
         return min(1.0, max(0.0, work / (now - self.start["time"])))
-
-    def _pace(self) -> Sequence[float]:
-        return [step.seconds for step in list(self.recent)[1:]]
-
-    def _samples(self) -> int:
-        return self.recent[-1].consumed_samples - self.recent[0].consumed_samples
 
 
 def worker_processes(folder: Path) -> dict[int, dict[str, Any]]:

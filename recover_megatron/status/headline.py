@@ -45,14 +45,14 @@ class Headline:
 
 
 def headline(status: RunStatus) -> Headline:
-    """Of a run, as it is now."""
     if status.code is not None:
         verdict = "finished, " if status.code == 0 else ""
         text = f"ENDED: {verdict}exit code {status.code}: {status.reason}"
         return Headline("ENDED", text, Level.CRITICAL if status.code else Level.OK)
-    if status.stall is not None:
-        who = f"waits for workers {some(status.stall.workers)}" if len(status.stall.workers) > 1 else "waits"
-        return _stalled(f"for {span(status.stall.seconds)}: {who}{_where_all(status)}")
+    if (stall := status.stall) is not None:
+        who = f"waits for workers {some(stall.workers)}" if len(stall.workers) > 1 else "waits"
+        where = f", {stall.where[0]}" if len(stall.workers) == 1 and stall.where else ""
+        return _stalled(f"for {span(stall.seconds)}: {who}{where}")
     if status.state in ("standby", "gathering", "rendezvous"):
         return _between(status)
     if (culprit := held_up_by(status)) is not None:
@@ -106,18 +106,12 @@ def span(seconds: float | None) -> str:
 
 
 def some(things: Sequence[object], most: int = 8) -> str:
-    """The first of them, and how many more there are."""
     shown = ", ".join(map(str, things[:most]))
     return f"{shown} and {len(things) - most} more" if len(things) > most else shown
 
 
 def _stalled(text: str) -> Headline:
     return Headline("STALLED", f"STALLED {text}", Level.CRITICAL)
-
-
-def _where_all(status: RunStatus) -> str:
-    assert status.stall is not None
-    return f", {status.stall.where[0]}" if len(status.stall.workers) == 1 and status.stall.where else ""
 
 
 def _between(status: RunStatus) -> Headline:

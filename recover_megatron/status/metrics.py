@@ -42,8 +42,8 @@ class RunCollector(Collector):
         self._status = status or self._status
 
     def collect(self) -> Iterator[Metric]:
-        """See ``Collector``."""
-        yield _gauge("recover_coordinator_up", "Whether a coordinator of the run answers.", float(self._answers))
+        up = "Whether a coordinator of the run answers."
+        yield GaugeMetricFamily("recover_coordinator_up", up, value=float(self._answers))
         if self._status is not None:
             yield from _of_status(self._status)
         yield from _of_history(self._history)
@@ -87,7 +87,7 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
         ]
     for name, text, value in rows:
         if value is not None:
-            yield _gauge(name, text, float(value))
+            yield GaugeMetricFamily(name, text, value=float(value))
     if training is not None and status.restarts is not None:
         yield CounterMetricFamily("recover_restarts", "Workers started in place of others.", float(status.restarts))
 
@@ -111,7 +111,3 @@ def _buckets(times: Sequence[float]) -> list[tuple[str, float]]:
         counts[bisect_left(BUCKETS, seconds)] += 1
     bounds: Iterable[str] = [*map(str, BUCKETS), "+Inf"]
     return [(bound, float(sum(counts[: n + 1]))) for n, bound in enumerate(bounds)]
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)

@@ -51,8 +51,6 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class Replica:
-    """One that runs."""
-
     replica: int
     workers: Sequence[WorkerStatus]
     quota: int | None
@@ -87,8 +85,6 @@ class Gone:
 
 @dataclass(frozen=True)
 class Fault:
-    """One of the last faults."""
-
     ago: float
     kind: str
     worker: int | None
@@ -98,8 +94,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class RecoveryStatus:
-    """One of the last plans."""
-
     ago: float
     epoch: int
     reason: str
@@ -229,7 +223,6 @@ class RunStatus:
         return [drain.node for drain in self.drains if drain.state in ("asked", "moving")]
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
         return {"schema": SCHEMA, "replicas_running": len(self.grid), **asdict(self)}
 
     def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
@@ -268,10 +261,7 @@ def _exit(entry: Raw) -> str:
 
 
 def read(answer: Raw, address: str) -> RunStatus:
-    """The status in an answer of the coordinator at ``address``: a ``view``, or ``stop``.
-
-    Raises KeyError, TypeError or ValueError for rows that no coordinator of this version makes.
-    """
+    """The status in a ``view`` or ``stop`` of ``address``.  KeyError, TypeError, ValueError: not of this version."""
     answer = printable(answer)
     if answer["type"] == "stop":
         return RunStatus(address, "stopped", code=answer["code"], reason=answer["reason"], epoch=answer["epoch"])

@@ -283,7 +283,6 @@ class _Console(Console):
     """One whose reader may go away (``| head``): ``BrokenPipeError``, where rich would end with exit code 1."""
 
     def on_broken_pipe(self) -> None:
-        """Called by rich in the handler of that exception."""
         self.quiet = True
         raise  # noqa: PLE0704 - the exception that is being handled
 
@@ -295,7 +294,6 @@ def _console() -> Console:
 
 
 def show_once(status: RunStatus) -> None:
-    """Print one view, all of it."""
     _console().print(render(status))
 
 

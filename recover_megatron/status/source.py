@@ -75,7 +75,6 @@ class Watch:
         raise OtherVersion(told) if any(isinstance(error, OtherVersion) for error in complaints) else NoAnswer(told)
 
     def close(self) -> None:
-        """End the connection."""
         if self._observer is not None:
             self._observer.close()
             self._observer = None
@@ -125,7 +124,6 @@ class FolderSource:
         return status.with_files(training, worker_processes(self._folder))
 
     def close(self) -> None:
-        """End the connection."""
         if self._watch is not None:
             self._watch.close()
 

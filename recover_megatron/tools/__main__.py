@@ -50,7 +50,6 @@ def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:
 
 
 def listed(files: Path) -> str:
-    """What there is, for people."""
     lines = [f"{name:<12}{files / place}" for name, place in COPIED.items() if (files / place).is_dir()]
     return "\n".join(["recover-tools copy NAME FOLDER copies one of these:", *lines, "", str(__doc__).strip()])
 

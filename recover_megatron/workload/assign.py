@@ -123,9 +123,8 @@ def runs(count: int, stages: int, group: int) -> bool:
 def group_size(count: int, stages: int, usual: int) -> int:
     """The size of the groups for ``count`` microbatches on ``stages`` stages; ``usual``: as the user wants them.
 
-    The usual size if that can be, else the largest below it, else the smallest above it.
-
-    Raises ValueError for fewer microbatches than stages.
+    The usual size if that can be, else the largest below it, else the smallest above it.  Raises ValueError for fewer
+    microbatches than stages.
     """
     if not 1 <= stages <= count:
         raise ValueError(f"an interleaved schedule of {stages} stages cannot run {count} microbatches")

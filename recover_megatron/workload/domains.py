@@ -177,8 +177,6 @@ class Training:
 
 @dataclass(frozen=True)
 class NodeLoss:
-    """Of one node."""
-
     node: int
     workers: int
     """Lost with it."""

@@ -73,8 +73,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Placement:
-    """What to do with the candidates."""
-
     replicas: Mapping[int, tuple[int, ...]]
     """The new replicas: id -> workers by position, in the order of the ids."""
     rebuild: Mapping[int, int]
@@ -266,7 +264,6 @@ EXACT = 16
 
 
 def edge(one: int, other: int) -> Edge:
-    """The edge between two nodes."""
     return (one, other) if one < other else (other, one)
 
 

@@ -133,12 +133,10 @@ class Instances:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """All of them."""
         return tuple(range(len(self.homes)))
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """All that hold anything."""
         return tuple(worker for its in self.homes for worker in its if worker is not None)
 
     def without_copies(self) -> Instances:
@@ -146,11 +144,9 @@ class Instances:
         return Instances(tuple(self.holders(unit)[:1] for unit in self.units))
 
     def holders(self, unit: int) -> tuple[int, ...]:
-        """The workers that have the state of a shard."""
         return tuple(worker for worker in self.homes[unit] if worker is not None)
 
     def held(self, worker: int) -> tuple[int, ...]:
-        """The shard of which ``worker`` has the state."""
         return tuple(unit for unit, its in enumerate(self.homes) if worker in its)
 
     def parts(self, unit: int, numel: int) -> list[Part]:
