@@ -79,16 +79,6 @@ def test_strangers_on_the_port_hurt_nobody(pool: ThreadPoolExecutor, words: byte
         stranger.close()
 
 
-def test_a_member_with_another_secret_is_turned_away(pool: ThreadPoolExecutor) -> None:
-    store = Dictionary()
-    right = pool.submit(opening, store, 0, timeout=2)
-    wrong = pool.submit(opening, store, 1, secret=b"another secret", timeout=2)
-    with pytest.raises((EpochRevoked, TimeoutError)):
-        wrong.result(DEADLINE)
-    with pytest.raises((EpochRevoked, TimeoutError)):
-        right.result(DEADLINE)
-
-
 def test_a_listener_that_does_not_know_the_secret_gets_no_data(pool: ThreadPoolExecutor) -> None:
     """Somebody answers at the address of the successor without knowing the secret."""
     store = Dictionary()
@@ -105,13 +95,16 @@ def test_a_listener_that_does_not_know_the_secret_gets_no_data(pool: ThreadPoolE
             assert connection.recv(100) == b""
 
 
-def test_a_connection_of_another_epoch_or_column_is_turned_away(pool: ThreadPoolExecutor) -> None:
-    """Epoch 1 of another column points at this one's listener: right secret, wrong ring."""
+@pytest.mark.parametrize(("name", "secret"), [("another", SECRET), ("column", b"another secret")])
+def test_a_connection_of_another_ring_or_with_another_secret_is_turned_away(
+    pool: ThreadPoolExecutor, name: str, secret: bytes
+) -> None:
+    """Its own store points at this ring's listener."""
     store, other = Dictionary(), Dictionary()
     first = pool.submit(opening, store, 0)
     host, port = address(store, 0)
-    other.set("ring/another/1/1", f"{host} {port} -")
-    stray = pool.submit(opening, other, 0, name="another", timeout=2)
+    other.set(f"ring/{name}/1/1", f"{host} {port} -")
+    stray = pool.submit(opening, other, 0, name=name, secret=secret, timeout=2)
     with pytest.raises((EpochRevoked, TimeoutError)):
         stray.result(DEADLINE)
     assert summed(pool, first, pool.submit(opening, store, 1)) == [[2.0] * 10] * 2
