@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recover_megatron.collectives.epoch import CollectiveMismatch, EpochRevoked
@@ -100,7 +100,7 @@ def test_a_ring_whose_slots_are_full_of_sent_partial_sums_goes_on(
         assert all(torch.equal(shard, wanted[rank]) for shard in shards)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 6),
     cuts=st.lists(st.integers(0, 500), max_size=10).map(sorted),

@@ -181,34 +181,20 @@ def test_waiting_for_a_neighbour_takes_no_processor_time() -> None:
     assert together(2, work)[0] < 0.25
 
 
-class Full:
-    """A listener whose ``accept`` finds no descriptor left, the first times."""
-
-    def __init__(self, listener: socket.socket, times: int) -> None:
-        self._listener = listener
-        self.times = times
-
-    def accept(self) -> Any:
-        if self.times:
-            self.times -= 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return self._listener.accept()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._listener, name)
-
-
 def test_a_member_without_descriptors_waits_and_is_no_fault_of_the_work(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Handshake.__init__
+    accept, failures = socket.socket.accept, iter([errno.EMFILE] * 4)
 
-    def full(self: Handshake, listener: socket.socket, *args: Any) -> None:
-        made(self, Full(listener, 2), *args)  # type: ignore[arg-type]
+    def full(self: socket.socket) -> Any:
+        if code := next(failures, None):
+            raise OSError(code, "Too many open files")
+        return accept(self)
 
-    monkeypatch.setattr(Handshake, "__init__", full)
+    monkeypatch.setattr(socket.socket, "accept", full)
     store = Dictionary()
     assert summed(pool, *(pool.submit(opening, store, rank) for rank in range(2))) == [[2.0] * 10] * 2
+    assert next(failures, None) is None
 
 
 def test_a_stranger_that_says_nothing_is_dropped_after_a_while(
