@@ -86,16 +86,16 @@ def test_a_ring_whose_slots_are_full_of_sent_partial_sums_goes_on(
     transport_kind: str, size: int, depth: int, shadows: int
 ) -> None:
     """The case of the model in test_schedule: as many partial sums as slots, in hundreds of segments a member."""
-    tuning, buckets, elements = Tuning(segment_bytes=64, least_bytes=64, depth=depth), 8, 16
+    tuning, buckets, numel = Tuning(segment_bytes=64, least_bytes=64, depth=depth), 8, size * depth * 8 * 16
 
     def work(group: Group) -> list[torch.Tensor]:
-        mine = [Bucket(integers(group.rank, size * depth * 8 * elements)) for _ in range(buckets)]
+        mine = [Bucket(integers(group.rank, numel)) for _ in range(buckets)]
         for handle in [group.reduce_scatter(bucket, shadows=range(1, shadows + 1)) for bucket in mine]:
             handle.wait(DEADLINE)
         length = mine[0].flat.numel() // size
         return [bucket.flat[group.rank * length : (group.rank + 1) * length] for bucket in mine]
 
-    wanted = sum(integers(rank, size * depth * 8 * elements) for rank in range(size)).chunk(size)
+    wanted = sum(integers(rank, numel) for rank in range(size)).chunk(size)
     for rank, shards in enumerate(together(size, work, transport_kind=transport_kind, tuning=tuning)):
         assert all(torch.equal(shard, wanted[rank]) for shard in shards)
 
