@@ -43,9 +43,8 @@ from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.ring.executor import Tuning
 from recover_megatron.collectives.ring.progress import Handle
-from tests.collectives.together import PlainEpoch
+from tests.collectives.together import DEADLINE, PlainEpoch
 from tests.doubles.nccl import library as nccl_double
-from tests.harness.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -72,7 +71,6 @@ class Scenario:
     nccl: dict[str, Any] = field(default_factory=dict)
     """What NCCL's double is made with."""
     segment_bytes: int = 256
-    least_bytes: int = 16
     depth: int = 3
     rerun: bool = True
     announce: bool = True
@@ -81,7 +79,6 @@ class Scenario:
     """Whether each worker has a child, forked with its connections open, that outlives it."""
     faults: list[Fault] = field(default_factory=list)
     seed: int = 0
-    timeout: float = patient(60)
 
 
 @dataclass
@@ -144,7 +141,7 @@ class Crew:
     def __exit__(self, *exception: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(patient(60))
+        self._process.wait(DEADLINE)
 
 
 # ---- a worker ----------------------------------------------------------------------------------------------------
@@ -213,9 +210,9 @@ class Worker:
         self.epoch.on_revoke(token.cancel)
         progress = progress_thread(token, torch.device("cpu"), "sums", s.collective)
         return open_group(
-            self.epoch, self.store, name="column", secret=b"the crew's secret", timeout=s.timeout,
+            self.epoch, self.store, name="column", secret=b"the crew's secret", timeout=DEADLINE,
             transport_kind=s.transport_kind, collective=s.collective, hook=self.boundary,
-            tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth), communicators=self.communicators,
+            tuning=Tuning(s.segment_bytes, 16, s.depth), communicators=self.communicators,
             progress=progress,
         )  # fmt: skip
 
@@ -349,7 +346,7 @@ class Membership:
             self.fork(me)
         self.live = set(self.pids)
         self.open_epoch()
-        deadline = time.monotonic() + self.scenario.timeout
+        deadline = time.monotonic() + DEADLINE
         while len(self.outcome.results) < len(self.live) and not self.outcome.problems:
             alive = self.live & self.handles.keys()
             sources = [*(self.controls[w] for w in alive), *(self.handles[w] for w in alive)]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from recover_megatron.collectives.ledger import Ledger, Reduced, Span
 from tests.collectives.crew import Outcome, Result, Scenario, gradient
+
+
+def elements(spans: Iterable[Span | Reduced]) -> list[int]:
+    return [element for span in spans for element in range(span.start, span.stop)]
 
 
 def sum_of(workers: Sequence[int], bucket: int, scenario: Scenario) -> torch.Tensor:

@@ -21,14 +21,13 @@ from torch.distributed.fsdp import fully_shard
 
 from recover_megatron.collectives import column as column_module
 from recover_megatron.collectives.column import Column, ShardGroup, whole_shard_groups
-from recover_megatron.collectives.epoch import EpochRevoked, Known
-from recover_megatron.collectives.group_factory import open_group, open_ring_listener
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.ledger import Bucket, Reduced, Span
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.membership import Session
 from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost
 from recover_megatron.membership.wire import read_secret_file
-from tests.collectives.together import DEADLINE, PlainEpoch
+from tests.collectives.together import DEADLINE
 from tests.membership.cluster import Cluster, cluster
 
 SECRET = b"the secret of a test"
@@ -63,7 +62,9 @@ def test_members_learn_everybodys_status_and_sum(control: Cluster) -> None:
         assert column.members == []
         column.join({"mine": column.me})
         assert not column.over
+        door: Any = column._ring_listener
         column.group([bucket]).all_reduce(bucket).wait(DEADLINE)
+        assert door.listener.fileno() == -1, "a door is closed when all have met"
         column.agree(1)
         return column.committed, column.members, column.statuses, set(bucket.flat.tolist())
 
@@ -100,21 +101,17 @@ def test_the_next_epoch_brings_what_was_finished_anywhere_to_all(control: Cluste
     assert columns(control, 3, work) == [[100.0] * 5 + [3.0] * 5] * 3
 
 
-@pytest.fixture
-def default_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("default_group")
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-def test_gradients_accumulate_into_the_bucket_and_the_optimizer_steps_with_it(sharded: bool) -> None:
+def test_gradients_accumulate_into_the_bucket_and_the_optimizer_steps_with_it(
+    sharded: bool, request: pytest.FixtureRequest
+) -> None:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)).double()
     x = torch.randn(5, 3, dtype=torch.float64)
     wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     if sharded:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        request.addfinalizer(dist.destroy_process_group)
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
 
     def held() -> list[torch.Tensor]:
@@ -151,26 +148,6 @@ def test_what_is_reduced_is_put_back_however_the_block_ends(error: type[Exceptio
         if error:
             raise error
     assert bucket.flat.tolist() == [2, 1, 1, 2, 2, 2]
-
-
-@pytest.mark.parametrize("transport_kind", ["tcp", "tcp-inline"])
-def test_members_that_know_each_others_doors_need_no_store(transport_kind: Any) -> None:
-    ring_listeners = [open_ring_listener(transport_kind=transport_kind) for _ in range(3)]
-    known = Known({f"ring/column/1/{rank}": ring_listener.address for rank, ring_listener in enumerate(ring_listeners)})
-
-    def member(rank: int) -> list[float]:
-        group = open_group(
-            PlainEpoch(1, [0, 1, 2], rank), known, name="column", secret=SECRET, timeout=DEADLINE,
-            transport_kind=transport_kind, ring_listener=ring_listeners[rank],
-        )  # fmt: skip
-        bucket = Bucket(torch.full((100,), float(rank)))
-        group.all_reduce(bucket).wait(DEADLINE)
-        group.close()
-        return bucket.flat.unique().tolist()
-
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(member, range(3))) == [[3.0]] * 3
-    assert all(one.listener.fileno() == -1 for one in ring_listeners), "a door is closed when all have met"
 
 
 def test_a_forked_child_does_not_keep_a_door_open() -> None:

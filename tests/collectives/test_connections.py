@@ -79,16 +79,6 @@ def test_strangers_on_the_port_hurt_nobody(pool: ThreadPoolExecutor, words: byte
         stranger.close()
 
 
-def test_a_member_with_another_secret_is_turned_away(pool: ThreadPoolExecutor) -> None:
-    store = Dictionary()
-    right = pool.submit(opening, store, 0, timeout=2)
-    wrong = pool.submit(opening, store, 1, secret=b"another secret", timeout=2)
-    with pytest.raises((EpochRevoked, TimeoutError)):
-        wrong.result(DEADLINE)
-    with pytest.raises((EpochRevoked, TimeoutError)):
-        right.result(DEADLINE)
-
-
 def test_a_listener_that_does_not_know_the_secret_gets_no_data(pool: ThreadPoolExecutor) -> None:
     """Somebody answers at the address of the successor without knowing the secret."""
     store = Dictionary()
@@ -105,13 +95,16 @@ def test_a_listener_that_does_not_know_the_secret_gets_no_data(pool: ThreadPoolE
             assert connection.recv(100) == b""
 
 
-def test_a_connection_of_another_epoch_or_column_is_turned_away(pool: ThreadPoolExecutor) -> None:
-    """Epoch 1 of another column points at this one's listener: right secret, wrong ring."""
+@pytest.mark.parametrize(("name", "secret"), [("another", SECRET), ("column", b"another secret")])
+def test_a_connection_of_another_ring_or_with_another_secret_is_turned_away(
+    pool: ThreadPoolExecutor, name: str, secret: bytes
+) -> None:
+    """Its own store points at this ring's listener."""
     store, other = Dictionary(), Dictionary()
     first = pool.submit(opening, store, 0)
     host, port = address(store, 0)
-    other.set("ring/another/1/1", f"{host} {port} -")
-    stray = pool.submit(opening, other, 0, name="another", timeout=2)
+    other.set(f"ring/{name}/1/1", f"{host} {port} -")
+    stray = pool.submit(opening, other, 0, name=name, secret=secret, timeout=2)
     with pytest.raises((EpochRevoked, TimeoutError)):
         stray.result(DEADLINE)
     assert summed(pool, first, pool.submit(opening, store, 1)) == [[2.0] * 10] * 2
@@ -188,34 +181,20 @@ def test_waiting_for_a_neighbour_takes_no_processor_time() -> None:
     assert together(2, work)[0] < 0.25
 
 
-class Full:
-    """A listener whose ``accept`` finds no descriptor left, the first times."""
-
-    def __init__(self, listener: socket.socket, times: int) -> None:
-        self._listener = listener
-        self.times = times
-
-    def accept(self) -> Any:
-        if self.times:
-            self.times -= 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return self._listener.accept()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._listener, name)
-
-
 def test_a_member_without_descriptors_waits_and_is_no_fault_of_the_work(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Handshake.__init__
+    accept, failures = socket.socket.accept, iter([errno.EMFILE] * 4)
 
-    def full(self: Handshake, listener: socket.socket, *args: Any) -> None:
-        made(self, Full(listener, 2), *args)  # type: ignore[arg-type]
+    def full(self: socket.socket) -> Any:
+        if code := next(failures, None):
+            raise OSError(code, "Too many open files")
+        return accept(self)
 
-    monkeypatch.setattr(Handshake, "__init__", full)
+    monkeypatch.setattr(socket.socket, "accept", full)
     store = Dictionary()
     assert summed(pool, *(pool.submit(opening, store, rank) for rank in range(2))) == [[2.0] * 10] * 2
+    assert next(failures, None) is None
 
 
 def test_a_stranger_that_says_nothing_is_dropped_after_a_while(

@@ -75,17 +75,6 @@ def test_a_death_or_a_stop_with_every_kind_of_group(crew: Crew, way: dict, op: s
         survive(crew, scenario, Fault(2, at, "stop"))
 
 
-@rings
-def test_all_but_one_die_one_after_the_other(crew: Crew, way: dict) -> None:
-    outcome = survive(crew, Scenario(4, [400, 33], **way), Fault(0, 12), Fault(3, 40), Fault(1, 90))
-    assert [result.worker for result in outcome.results] == [2]
-
-
-def test_two_die_at_the_same_boundary(crew: Crew) -> None:
-    for at in range(0, 40, 9):
-        survive(crew, Scenario(5, [200]), Fault(1, at), Fault(3, at))
-
-
 @pytest.mark.parametrize("step", [23, 2])
 def test_a_death_at_the_boundaries_of_the_resumption(crew: Crew, step: int) -> None:
     """Worker 1 dies in the first epoch, worker 2 anywhere in the second: exchange, pull or the rest."""
@@ -132,5 +121,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 @settings(max_examples=int(os.environ.get("RECOVER_EXAMPLES", "150")))
 @given(scenarios())
 @example(Scenario(2, [1], faults=[Fault(0, 1)]))
+@example(Scenario(4, [400, 33], faults=[Fault(0, 12), Fault(3, 40), Fault(1, 90)]))
+@example(Scenario(5, [200], transport_kind="tcp-inline", faults=[Fault(1, 27), Fault(3, 27)]))
 def test_any_sequence_of_deaths_leaves_what_the_ledgers_say(crew: Crew, scenario: Scenario) -> None:
     survive(crew, scenario)

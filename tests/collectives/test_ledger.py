@@ -114,14 +114,14 @@ def test_merge_finds_what_is_reduced_anywhere_and_who_holds_it(history: list[tup
         assert held[element] == ((states[holders[0]], holders) if holders else None)
 
 
-def test_a_segment_finished_in_two_epochs_is_a_contradiction() -> None:
-    with pytest.raises(LedgerError, match="different epochs"):
-        merge([Ledger(4, [Reduced(0, 3, 1)]), Ledger(4, [Reduced(2, 4, 2)])])
-
-
-def test_buckets_of_different_sizes_are_a_contradiction() -> None:
-    with pytest.raises(LedgerError, match="differ in size"):
-        merge([Ledger(4), Ledger(5)])
+@pytest.mark.parametrize(
+    ("ledgers", "told"),
+    [([Ledger(4, [Reduced(0, 3, 1)]), Ledger(4, [Reduced(2, 4, 2)])], "different epochs"),
+     ([Ledger(4), Ledger(5)], "differ in size")],
+)  # fmt: skip
+def test_segments_finished_in_two_epochs_and_buckets_of_two_sizes_contradict(ledgers: list[Ledger], told: str) -> None:
+    with pytest.raises(LedgerError, match=told):
+        merge(ledgers)
 
 
 def test_the_holders_share_the_supplying() -> None:

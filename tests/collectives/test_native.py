@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.collectives.epoch import EpochRevoked
@@ -23,6 +23,7 @@ from recover_megatron.collectives.native import ALIGNED_BYTES, Message, Operatio
 from recover_megatron.collectives.nccl import communicator, groups, library
 from recover_megatron.collectives.nccl.groups import NcclNative
 from recover_megatron.collectives.ring.schedule import within
+from tests.collectives.expected import elements
 from tests.collectives.together import DEADLINE, together
 from tests.doubles.nccl import library as nccl_double
 
@@ -106,27 +107,6 @@ def check(bucket: Bucket, rank: int, size: int) -> None:
     for spans, wanted in ((bucket.ledger.reduced, total(size, numel)), (bucket.ledger.local, gradient(rank, numel))):
         for span in spans:
             assert torch.equal(bucket.flat[span.start : span.stop], wanted[span.start : span.stop])
-
-
-def elements(spans: Sequence[Any]) -> list[int]:
-    return [element for span in spans for element in range(span.start, span.stop)]
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 6), st.integers(0, 500), st.integers(0, 5), st.data())
-def test_each_member_gets_its_own_shard_and_those_that_it_shadows(
-    size: int, numel: int, shadows: int, data: st.DataObject
-) -> None:
-    shards = shards_of(data.draw(st.lists(st.integers(0, numel), min_size=size - 1, max_size=size - 1)), numel)
-    shadows = min(shadows, size - 1)
-
-    def work(group: Group) -> None:
-        bucket = Bucket(gradient(group.rank, numel))
-        group.reduce_scatter(bucket, shards, shadows=range(1, shadows + 1)).wait(DEADLINE)
-        assert elements(bucket.ledger.reduced) == elements(owned(shards, group.rank, shadows))
-        check(bucket, group.rank, size)
-
-    members(size, work)
 
 
 def test_a_shadows_chunk_goes_to_its_holder_alone() -> None:

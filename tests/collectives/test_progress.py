@@ -20,6 +20,7 @@ class Scripted(Executor[Task]):
     """Carries nothing out: ``work`` is called for the first task, ``settled`` when the thread settles."""
 
     scratch_peak = 0
+    closed = False
 
     def __init__(self, work: Callable[[], None], settled: Callable[[], None] = lambda: None) -> None:
         self.tasks: list[Task] = []
@@ -37,10 +38,11 @@ class Scripted(Executor[Task]):
         self._work()
 
     def settle(self) -> None:
+        assert not self.closed, "it may be used by another owner"
         self._settled()
 
     def close(self) -> None:
-        self.tasks.clear()
+        self.closed = True
 
 
 def failing(error: BaseException) -> Callable[[], None]:
@@ -115,42 +117,23 @@ def test_a_device_that_fails_while_the_group_settles_ends_every_handle_with_its_
         thread.submit(executor, Task())
 
 
-class InTurn(Executor[Task]):
-    """Finishes a task at each turn, and notes it in ``order``."""
-
-    scratch_peak = 0
-
-    def __init__(self, name: str, order: list[str]) -> None:
-        self._name = name
-        self._order = order
-        self._tasks: list[Task] = []
-        self.closed = False
-
-    def add(self, task: Task) -> None:
-        self._tasks.append(task)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._tasks)
-
-    def advance(self) -> None:
-        self._order.append(self._name)
-        self._tasks.pop(0).handle.finish()
-
-    def settle(self) -> None:
-        assert not self.closed, "it may be used by another owner"
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_tasks_of_several_executors_are_carried_out_in_the_order_in_which_they_were_handed_in() -> None:
     order: list[str] = []
     token = CancelToken(7)
     thread = ProgressThread(token, "of a device")
-    dense, experts = InTurn("dense", order), InTurn("experts", order)
-    for executor in (dense, experts):
+
+    def serve(name: str) -> Scripted:
+        """It finishes a task at each turn, and notes it in ``order``."""
+
+        def finish_one() -> None:
+            order.append(name)
+            executor.tasks.pop(0).handle.finish()
+
+        executor = Scripted(finish_one)
         thread.serve(executor)
+        return executor
+
+    dense, experts = serve("dense"), serve("experts")
     wanted = ["dense", "experts", "experts", "dense", "experts"] * 20
     for name in wanted:
         thread.submit(dense if name == "dense" else experts, Task())

@@ -38,6 +38,7 @@ from recover_megatron.collectives.ring.schedule import (
     segments,
     within,
 )
+from tests.collectives.expected import elements
 
 
 class Rule(Enum):
@@ -191,22 +192,18 @@ def spans(draw: st.DrawFn) -> list[Span]:
     return [Span(a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
 
 
-def members_of(spans: list[Span]) -> list[int]:
-    return [element for span in spans for element in range(span.start, span.stop)]
-
-
 @given(spans(), st.integers(1, 50))
 def test_segments_hold_every_element_once_and_none_is_too_long(chunk: list[Span], length: int) -> None:
     cuts = segments(chunk, length)
-    assert [element for part in cuts for element in members_of([part])] == members_of(chunk)
+    assert [element for part in cuts for element in elements([part])] == elements(chunk)
     assert all(0 < len(part) <= length for part in cuts)
 
 
 @given(spans(), st.integers(1, 7), st.sampled_from([1, 1, 4, 32]))
 def test_even_chunks_share_every_element_out_once(spans: list[Span], size: int, cut: int) -> None:
     chunks = even_chunks(spans, size, cut)
-    assert [element for chunk in chunks for element in members_of(chunk)] == members_of(spans)
-    lengths = [len(members_of(chunk)) for chunk in chunks]
+    assert [element for chunk in chunks for element in elements(chunk)] == elements(spans)
+    lengths = [len(elements(chunk)) for chunk in chunks]
     full = even_part(sum(lengths), size, cut)
     assert full % cut == 0
     assert full < sum(lengths) / size + cut
@@ -220,9 +217,9 @@ def test_within_keeps_to_the_shards(spans: list[Span], size: int) -> None:
     cuts = [Span(at * 200 // (2 * size), (at + 1) * 200 // (2 * size)) for at in range(2 * size)]
     shards = [cuts[rank::size] for rank in range(size)]  # two parts each
     chunks = within(spans, shards)
-    assert sorted(element for chunk in chunks for element in members_of(chunk)) == members_of(spans)
+    assert sorted(element for chunk in chunks for element in elements(chunk)) == elements(spans)
     for shard, chunk in zip(shards, chunks, strict=True):
-        assert set(members_of(chunk)) <= set(members_of(shard))
+        assert set(elements(chunk)) <= set(elements(shard))
 
 
 def walk(model: RingModel, choose: Callable[[list[Move]], Move]) -> list[Move]:
@@ -286,7 +283,9 @@ def test_every_segment_is_summed_in_the_documented_order_and_nobody_deadlocks(
     programs = [
         plan(rank, chunks, length, reduce=reduce, gather_hops=hops, depth=depth) for rank in range(size)
     ]  # fmt: skip
-    moves = walk(RingModel(programs, Tuning(depth=depth).slots), random.choice)
+    slots = Tuning(depth=depth).slots
+    assert all(program.partials + 1 <= slots for program in programs), "room for all partial sums and one arrival"
+    moves = walk(RingModel(programs, slots), random.choice)
     buckets = carry(programs, moves, own, reduce)
     for owner, cut in enumerate(own):
         order = [(owner + step) % size for step in range(1, size + 1)] if reduce else [owner]
@@ -365,17 +364,11 @@ def test_collectives_handed_in_together_do_not_block_each_other(missing: int) ->
                 walk(RingModel(programs, Tuning(depth=depth).slots), random.choice)
 
 
-@given(st.integers(2, 24), st.integers(1, 6), st.integers(1, 6), st.integers(0, 23))
-def test_there_is_room_for_all_partial_sums_and_one_arrival(size: int, blocks: int, depth: int, hops: int) -> None:
-    for program in programs_of(size, blocks, depth, min(hops, size - 1))[:2]:
-        assert program.partials + 1 <= Tuning(depth=depth).slots
-
-
 @given(st.integers(0, 100000), st.integers(2, 64), st.integers(1, 4))
 def test_what_a_member_holds_is_at_most_two_chunks_and_two_segments(numel: int, size: int, depth: int) -> None:
     chunks = even_chunks([Span(0, numel)] if numel else [], size)
     length = segment_length(chunks, 4096, 256, depth)
-    longest = max(len(members_of(chunk)) for chunk in chunks)
+    longest = max(len(elements(chunk)) for chunk in chunks)
     for rank in (0, size - 1):
         program = plan(rank, chunks, length, reduce=True, gather_hops=size - 1, depth=depth)
         segment = max((len(receive.span) for receive in program.receives), default=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -38,73 +37,58 @@ def test_what_becomes_of_what_is_held(told: list[dict[str, int]], kept: str | No
 # ---- carried out
 
 
-class Worker:
-    """A rank through several epochs."""
-
-    def __init__(self, library: Library, name: int) -> None:
-        self.library = library
-        self.name = name
-        self.keeper = Keeper()
-        self.stream = Stream(torch.device("cpu", name))
-        self.communicator: Communicator | None = None
-
-    def open(self, epoch: int, members: list[Worker], store: Any, token: CancelToken) -> Communicator:
-        rank = members.index(self)
-        opening = Opening(self.library, self.keeper, store, token, prefix=f"c/{epoch}", rank=rank, size=len(members))
-        self.communicator = opened(opening, DEADLINE)
-        return self.communicator
-
-    def gathered(self, members: list[Worker]) -> list[float]:
-        assert self.communicator is not None
-        output = torch.zeros(len(members))
-        self.communicator.wait(all_gather(self.communicator, self.stream, output, torch.tensor([float(self.name)])))
-        return output.tolist()
-
-
 DEVICE = 3
 
 
 class Crew:
-    """Workers on a device that is not the first one."""
+    """Workers, by number, on a device that is not the first one."""
 
     def __init__(self, library: Library, size: int) -> None:
         self.library = library
         self.pool = ThreadPoolExecutor(size, initializer=set_device, initargs=[DEVICE])
-        self.workers = [Worker(library, name) for name in range(size)]
+        self.keepers = [Keeper() for _ in range(size)]
+        self.streams = [Stream(torch.device("cpu", worker)) for worker in range(size)]
         self.epoch = 0
-        self.used: list[tuple[Worker, CancelToken, Communicator]] = []
+        self.used: list[tuple[int, CancelToken, Communicator]] = []
 
-    def round(self, names: list[int]) -> list[str]:
+    def round(self, members: list[int]) -> list[str]:
         """An epoch of these workers: one all-gather.  Returns the management calls that it took."""
-        members = [self.workers[name] for name in names]
         self.epoch += 1
         del self.library.core.calls[:]
-        store, epoch = Dictionary(), self.epoch
-        tokens = [CancelToken(epoch) for _ in members]
-        opened = list(self.pool.map(lambda it, token: it.open(epoch, members, store, token), members, tokens))
-        calls = list(self.library.core.calls)
-        for result in list(self.pool.map(lambda it: it.gathered(members), members)):
-            assert result == [float(name) for name in names]
-        self.used += zip(members, tokens, opened, strict=True)
-        return [call for call in calls if call != "abort"]
+        store, prefix, size = Dictionary(), f"c/{self.epoch}", len(members)
+
+        def open_its(rank: int, worker: int) -> tuple[int, CancelToken, Communicator]:
+            token = CancelToken(self.epoch)
+            opening = Opening(self.library, self.keepers[worker], store, token, prefix=prefix, rank=rank, size=size)
+            return worker, token, opened(opening, DEADLINE)
+
+        def gathered(worker: int, _: CancelToken, communicator: Communicator) -> list[float]:
+            output, source = torch.zeros(size), torch.tensor([float(worker)])
+            communicator.wait(all_gather(communicator, self.streams[worker], output, source))
+            return output.tolist()
+
+        using = list(self.pool.map(open_its, range(size), members))
+        assert list(self.pool.map(lambda its: gathered(*its), using)) == [[float(worker) for worker in members]] * size
+        self.used += using
+        return [call for call in self.library.core.calls if call != "abort"]
 
     def end(self, waiting: Sequence[int] = ()) -> None:
         """All epochs so far end; ``waiting`` are in an operation that the others do not take part in."""
 
-        def end(worker: Worker, token: CancelToken, communicator: Communicator) -> None:
-            if worker.name in waiting:
-                all_gather(communicator, worker.stream, torch.zeros(communicator.size), torch.ones(1))
+        def end(worker: int, token: CancelToken, communicator: Communicator) -> None:
+            if worker in waiting:
+                all_gather(communicator, self.streams[worker], torch.zeros(communicator.size), torch.ones(1))
             token.cancel("a test ends the epoch")
             communicator.settle()
-            worker.keeper.give(communicator)
+            self.keepers[worker].give(communicator)
 
         list(self.pool.map(lambda used: end(*used), self.used))
         self.used.clear()
 
     def close(self) -> None:
         """Whatever was made is aborted, by threads that have its device."""
-        for worker in self.workers:
-            worker.keeper.close()
+        for keeper in self.keepers:
+            keeper.close()
         self.pool.shutdown()
         core = self.library.core
         eventually(lambda: not core.live, "every communicator is aborted")
@@ -149,11 +133,12 @@ def test_a_column_takes_nothing_of_another_one(crew: Crew) -> None:
 
 def test_an_opening_that_nobody_joins_is_ended_by_the_switch_and_by_its_timeout() -> None:
     library, token = double(), CancelToken(1)
-    worker = Worker(library, 0)
-    opening = Opening(library, worker.keeper, Dictionary(), token, prefix="c", rank=0, size=2)
+
+    def alone() -> Opening:
+        return Opening(library, Keeper(), Dictionary(), token, prefix="c", rank=0, size=2)
+
     with pytest.raises(TimeoutError, match="not all members have opened it"):
-        opened(opening, 0.01)
+        opened(alone(), 0.01)
     token.cancel("a test ends the epoch")
-    again = Opening(library, worker.keeper, Dictionary(), token, prefix="c", rank=0, size=2)
     with pytest.raises(EpochRevoked):
-        opened(again, DEADLINE)
+        opened(alone(), DEADLINE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -239,20 +239,9 @@ def _in_thread(work: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def _gather(unique_id: UniqueId, ranks: Any, ended: Callable[[], bool]) -> Mapping[int, str] | None:
-    table = {}
-    for rank in ranks:
-        address = net().take(f"{unique_id.text}|{rank}", ended)
-        if address is None:
-            return None
-        table[rank] = address.decode()
-    return table
-
-
 def _root(unique_id: UniqueId, nranks: int) -> None:
     """Tells all ranks where the others are, when all have come (guide, "Creating a Communicator")."""
-    table = _gather(unique_id, range(nranks), lambda: False)
-    assert table is not None
-    text = json.dumps([table[rank] for rank in range(nranks)]).encode()
-    for rank in range(nranks):
-        net().deliver(table[rank], f"{unique_id.text}|{rank}|table", text)
+    came = [net().take(f"{unique_id.text}|{rank}", lambda: False) for rank in range(nranks)]
+    addresses = [address.decode() for address in came if address is not None]
+    for rank, address in enumerate(addresses):
+        net().deliver(address, f"{unique_id.text}|{rank}|table", json.dumps(addresses).encode())
