@@ -120,7 +120,6 @@ class Aside:
 
     @property
     def finished(self) -> bool:
-        """Whether it is closed, with nothing left to do."""
         return self._closed and not self._jobs
 
     def _wait(self, seconds: float, in_all: float) -> bool:

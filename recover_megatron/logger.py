@@ -105,8 +105,6 @@ def _inherited_lines() -> LineFormat | None:
 
 
 class StderrHandler(logging.Handler):
-    """Writes to the present ``sys.stderr``."""
-
     def emit(self, record: logging.LogRecord) -> None:
         """Write ``record``; never raises for a stderr that is closed, full or broken."""
         write_stderr(self.format(record))

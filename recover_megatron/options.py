@@ -63,12 +63,10 @@ class Flag:
 
     @property
     def dest(self) -> str:
-        """Its attribute of argparse's namespace."""
         return self.name[2:].replace("-", "_")
 
     @property
     def switch(self) -> bool:
-        """Whether it takes no value."""
         return isinstance(self.default, bool)
 
     @property
@@ -135,13 +133,11 @@ def checked(config: Dataclass, flags: Sequence[Flag]) -> list[str]:
 
 
 def seconds_above_0(value: float) -> None:
-    """A check."""
     if not 0 < value < math.inf:
         raise ValueError("give a number of seconds above 0")
 
 
 def seconds_from_0(value: float) -> None:
-    """A check."""
     if not 0 <= value < math.inf:
         raise ValueError("give a number of seconds, 0 or more")
 

@@ -59,7 +59,6 @@ class Digest:
         return self._state - (1 << 64) if self._state >> 63 else self._state
 
     def add(self, tensor: torch.Tensor) -> None:
-        """The next tensor."""
         view = bytes_of(tensor)
         if view.storage_offset() % 8:
             view = view.clone()  # words begin where words can
@@ -99,7 +98,6 @@ def _on_host(numbers: torch.Tensor) -> list[int]:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """``Digest`` of several tensors."""
     together = Digest()
     for tensor in tensors:
         together.add(tensor)

@@ -92,13 +92,11 @@ class Assignment:
 
     @property
     def epoch_groups(self) -> EpochGroups:
-        """The groups of the present epoch."""
         assert self._epoch_groups is not None, "start() was not called"
         return self._epoch_groups
 
     @property
     def decision(self) -> Decision:
-        """What the present epoch decided."""
         assert self.taken_up is not None, "start() was not called"
         return self.taken_up
 
@@ -207,7 +205,6 @@ class Assignment:
     # ---- a new epoch
 
     def stand(self, replica: int, position: int) -> None:
-        """Have this place."""
         self.replica, self.position = replica, position
         self.slot = self.grid.replicas[replica][position]
         self.inner_rank = self.grid.inner_rank_of[position]

@@ -284,7 +284,6 @@ class Decision:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """The ids of the replicas."""
         return tuple(self.grid)
 
     @property

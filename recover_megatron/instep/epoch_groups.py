@@ -61,7 +61,6 @@ class CommunicationConfig:
 
     @cached_property
     def offers(self) -> Offers:
-        """The states that this worker gives to others."""
         return Offers(self.peer_store.streams, self.pairs)
 
     @cached_property
@@ -125,7 +124,6 @@ class EpochGroups:
 
     @property
     def over(self) -> bool:
-        """Whether the epoch has ended: cheap."""
         return self._cancel_token.cancelled
 
     def end(self, reason: str | PeerLost) -> None:

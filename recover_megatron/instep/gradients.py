@@ -43,7 +43,6 @@ class Gradients:
 
     @property
     def columns(self) -> list[Column]:
-        """Every column once, in order."""
         return list(dict.fromkeys(column for column, _ in self._parts))
 
     def begin(self) -> None:

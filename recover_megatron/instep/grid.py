@@ -35,7 +35,6 @@ class LaunchGrid:
 
     @property
     def launched(self) -> int:
-        """Number of replicas at launch."""
         return len(self.replicas) - self.more
 
     @property
@@ -50,7 +49,6 @@ class LaunchGrid:
 
     @property
     def world(self) -> int:
-        """Number of workers at launch."""
         return self.launched * self.size
 
     def with_room_for(self, most: int) -> LaunchGrid:

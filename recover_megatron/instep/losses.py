@@ -52,7 +52,6 @@ class Failure:
 
     @property
     def workers(self) -> list[int]:
-        """Their ids."""
         return [lost.worker for lost in self.lost]
 
     def __str__(self) -> str:

@@ -123,7 +123,6 @@ class Boundary:
 
     @property
     def _next(self) -> int:
-        """The number of the step that follows."""
         return self._progress.at + 1
 
     def _wanted(self) -> bool:

@@ -75,7 +75,6 @@ class Shards:
 
     @property
     def columns(self) -> list[Column]:
-        """All of this worker's."""
         return list(self._columns)
 
     # ---- layouts
@@ -113,7 +112,6 @@ class Shards:
         return bool(self._gone) or any(self._layouts[column] != self.wanted(column) for column in self._columns)
 
     def layout(self, column: Column) -> AnyLayout:
-        """The present one."""
         return self._layouts[column]
 
     def wanted(self, column: Column) -> AnyLayout:

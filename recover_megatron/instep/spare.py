@@ -80,12 +80,10 @@ class Spare:
         """When a main thread that has not arrived counts as stuck; None: not as long as the epoch lasts."""
 
     def start(self) -> None:
-        """Join from now on."""
         threading.Thread(target=self._run, name="spare", daemon=True).start()
 
     @property
     def seconds(self) -> float:
-        """How long it has been one."""
         return time.perf_counter() - self._since
 
     def arrive(self, **offer: object) -> Outcome:
@@ -254,5 +252,4 @@ class UntakenPlaces:
         return f"it could not take its place: {error}"
 
     def taken(self) -> None:
-        """It has one."""
         self._times = 0

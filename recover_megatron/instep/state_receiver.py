@@ -168,7 +168,6 @@ class _Missing:
 
     @property
     def complete(self) -> bool:
-        """Whether all have arrived."""
         return self.arrived == self._wanted
 
     def take(self, *, wait: bool) -> int | None:
@@ -388,7 +387,6 @@ class Receiver:
                 self._progress()
 
     def _at_rest(self) -> bool:
-        """Whether nobody receives."""
         return self._running == self._away if self._missing.complete else not self._running
 
     def _one(self, work: Callable[[], Any]) -> None:

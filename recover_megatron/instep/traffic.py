@@ -232,7 +232,6 @@ class Traffic:
 
     @contextmanager
     def during(self, mode: Mode) -> Iterator[None]:
-        """Run a part of the training in ``mode``."""
         before, self.mode = self.mode, mode
         try:
             yield
@@ -247,7 +246,6 @@ class Traffic:
 
     @property
     def me(self) -> Slot:
-        """This worker's slot."""
         if self.recovery is None or not self.recovery.assignment.started:
             return self.slot
         return self.recovery.assignment.slot

@@ -98,7 +98,6 @@ class Sink:
 
     @property
     def written(self) -> int:
-        """Bytes, so far."""
         with self._news:
             return self._written
 
@@ -354,7 +353,6 @@ class Console:
 
     @property
     def written(self) -> int:
-        """Bytes that have."""
         return self._out.written + self._err.written
 
     def say(self, text: str) -> None:

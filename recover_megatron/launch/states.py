@@ -118,8 +118,6 @@ class WorkerState(enum.StrEnum):
 
 
 class LaunchState(enum.StrEnum):
-    """Where the launch of this node is."""
-
     STARTING = "starting"
     RUNNING = "running"
     WAITING = "waiting"

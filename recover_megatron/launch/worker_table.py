@@ -64,7 +64,6 @@ class WorkerTable:
 
     @property
     def all(self) -> list[WorkerProcess]:
-        """In the order in which they were added."""
         return list(self._workers.values())
 
     @property

@@ -95,7 +95,6 @@ class Buckets:
         return id(group) in self._number
 
     def number(self, bucket: Any) -> int:
-        """The number of one of Megatron's buckets."""
         return self._number_of_bucket[id(bucket)]
 
     def part(self, number: int) -> tuple[Column, int]:

@@ -144,7 +144,6 @@ class MemoryTier:
         self._cost += time.monotonic() - began
 
     def _most(self, *values: float) -> list[float]:
-        """Of each the largest that any worker says."""
         mine = self._recovery.assignment
         return mine.epoch_groups.most(values, tuple(sorted(mine.live)))
 

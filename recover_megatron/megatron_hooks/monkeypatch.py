@@ -38,8 +38,6 @@ SCRIPT = "pretrain_gpt"
 
 @dataclass(frozen=True)
 class Megatron:
-    """The Megatron that this process imports."""
-
     version: str
     root: Path
     """The folder that holds ``megatron/``: site-packages or a checkout."""

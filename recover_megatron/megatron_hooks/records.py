@@ -236,7 +236,6 @@ class Console:
         self._epoch = 0
 
     def planned(self, recovery: Recovery, iteration: int) -> None:
-        """A new plan has been taken up, in ``iteration``."""
         decision, failure = recovery.assignment.decision, recovery.planner.lost
         if decision.epoch == self._epoch:
             return
@@ -268,7 +267,6 @@ class Console:
         _say(losses.rollback_line(target, source, seconds, replicas))
 
     def step(self, recovery: Recovery, outcome: Outcome, iteration: int) -> None:
-        """A step is over."""
         decision, of = recovery.assignment.decision, recovery.assignment.grid.launched
         if self._kept:
             seconds = sum(outcome.seconds.values())

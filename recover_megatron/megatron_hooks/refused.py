@@ -445,6 +445,5 @@ def not_settled(args: argparse.Namespace) -> list[str]:
 
 @functools.cache
 def say(settled: Settled) -> None:
-    """Tell the user, once."""
     if os.environ.get("RANK", "0") == "0":
         log.info(f"with --recover {settled}")

@@ -394,7 +394,6 @@ def _same_memory(one: Any, other: Any) -> bool:
 
 
 def _fits(tensor: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether it can be received into."""
     return (
         isinstance(tensor, torch.Tensor)
         and (list(tensor.shape), tensor.dtype) == (list(shape), dtype)

@@ -57,8 +57,6 @@ class NominalCount:
 
 @dataclass(eq=False)
 class MegatronTrainer:
-    """One step of one worker."""
-
     _schedule: Callable[..., Any]
     _call: dict[str, Any]
     """The keyword arguments with which Megatron called the schedule."""
@@ -81,7 +79,6 @@ class MegatronTrainer:
         return self._parts.buckets.gradients
 
     def compute(self, ids: Sequence[int], *, again: bool) -> None:
-        """See ``instep.step.Trainer``."""
         self._parts.buckets.new_pass(again=again)
         before = self._accumulated.counts(self._model)
         backward = [0 for _ in self._model]

@@ -146,7 +146,6 @@ class TrainingHooks:
 
     @property
     def begun(self) -> bool:
-        """Whether ``train`` has been entered."""
         return self._groups.recovery is not None
 
     def install(self) -> None:

@@ -73,7 +73,6 @@ class StepGuard:
         return cls(torch.cuda.Event if device.type == "cuda" else None)
 
     def begin(self) -> None:
-        """The update of an iteration begins."""
         if self._make_event is None:
             return
         with self._lock:

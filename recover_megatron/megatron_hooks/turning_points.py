@@ -163,5 +163,4 @@ class TurningPoints(Hooks):
 
 
 def _microbatches() -> int:
-    """How many one iteration has, over all replicas."""
     return get_num_microbatches() * get_args().data_parallel_size

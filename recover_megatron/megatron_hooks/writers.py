@@ -54,11 +54,9 @@ class Stub:
         self._aside = Aside(name)
 
     def add_scalar(self, *args: Any, **kwargs: Any) -> None:
-        """TensorBoard's."""
         self._tell("add_scalar", args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """W&B's."""
         self._tell("log", args, kwargs)
 
     def flush(self) -> None:

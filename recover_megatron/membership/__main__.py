@@ -27,7 +27,6 @@ BACKLOG = 4096
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     defaults = Settings()
     parser = argparse.ArgumentParser(
         prog="recover-coordinator",
@@ -110,7 +109,6 @@ def read_scope(descriptor: int | None) -> Scope | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the run is over; the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if not 0 < args.world <= MAX_WORKERS:

@@ -99,7 +99,6 @@ class Admission:
             self._roster.exclude(worker, "it was put out of the run before", now)
 
     def node_agent(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        """A launcher attaches."""
         node = message["node"]
         node_agent = self._roster.node_agents.setdefault(node, NodeAgentStatus(node, None, now))
         self._roster.bind(node_agent, session, now)

@@ -84,7 +84,6 @@ class Client:
         self._thread = threading.Thread(target=self._run, name="recover-session", daemon=True)
 
     def start(self) -> None:
-        """Begin, once the owner is ready to be notified."""
         self._thread.start()
 
     # -- for the owner, any thread ------------------------------------------------------------------------------------
@@ -336,7 +335,6 @@ class Client:
     # -- fork ---------------------------------------------------------------------------------------------------------
 
     def close_in_child(self) -> None:
-        """The session is the parent's."""
         self._forked = True
         self.condition = threading.Condition(threading.RLock())
         for sock in [*self._abandoned, *([self._sock] if self._sock else [])]:

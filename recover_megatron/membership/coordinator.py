@@ -425,7 +425,6 @@ class Coordinator:
         self._out.do(StepDown())
 
     def _stop(self, over: RunOver, now: float) -> None:
-        """The run is over, or may not go on here."""
         absent = Workers()
         if self.state is State.RENDEZVOUS:
             absent = self.rendezvous.members & self.roster.with_fate(Fate.LIVE) - self.roster.reached

@@ -54,7 +54,6 @@ class ExceptionReport:
 
     @staticmethod
     def of(name: str, message: Mapping[str, Any]) -> ExceptionReport:
-        """That of a checked message."""
         microbatch = message.get("microbatch")
         tried = frozenset(message.get("tried", ())) | ({microbatch} if microbatch is not None else frozenset())
         group, iteration, error = message["group"], message["iteration"], message["error"]

@@ -126,7 +126,6 @@ class Epochs:
     # -- its commits --------------------------------------------------------------------------------------------------
 
     def done(self, worker: Member, iteration: int, now: float) -> None:
-        """A member has reported an iteration."""
         before = self.is_ready(worker)
         worker.done = max(worker.done, iteration)
         worker.progress.marked = now
@@ -271,7 +270,6 @@ class Rendezvous:
 
     @property
     def members(self) -> Workers:
-        """Those that have to join it."""
         return self.opened.members
 
     def open(self, members: Workers, now: float) -> None:
@@ -343,7 +341,6 @@ class Rendezvous:
 
     @property
     def all_joined(self) -> bool:
-        """Whether every member has joined."""
         return self._joined == len(self.members)
 
     def may_follow(self, unreached: Container[int], now: float) -> bool:

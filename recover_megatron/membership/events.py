@@ -121,8 +121,6 @@ class AskWitness:
 
 @dataclass(frozen=True)
 class Log:
-    """One record of the event log."""
-
     record: Mapping[str, Json]
 
 
@@ -150,11 +148,9 @@ class Outbox:
         self._effects: list[CoordinatorEffect] = []
 
     def do(self, effect: CoordinatorEffect) -> None:
-        """Add an effect."""
         self._effects.append(effect)
 
     def log(self, event: str, **fields: Json) -> None:
-        """Add a record of the event log."""
         self.do(Log({"event": event, **fields}))
 
     def send(self, sessions: Iterable[int], message: Mapping[str, Any]) -> None:
@@ -211,8 +207,6 @@ class Dial:
 
 @dataclass(frozen=True)
 class Say:
-    """Send a message on the current connection."""
-
     message: Mapping[str, Any]
 
 

@@ -196,7 +196,6 @@ class Leadership:
         return 2 * len(running & roster.reached) > len(running)
 
     def lead(self, now: float) -> None:
-        """Begin a term."""
         self.witness.took_over = self.evidence.highest_term > 0
         self.term = next_term(self.evidence.highest_term, self._salt)
         self._led_at = now
@@ -205,7 +204,6 @@ class Leadership:
 
     @property
     def lead_message(self) -> Mapping[str, Any]:
-        """What tells a member who leads."""
         return {"type": "lead", "term": self.term}
 
     @property

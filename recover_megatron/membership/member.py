@@ -162,7 +162,6 @@ class Member(Follower):
             super()._tick(now)
 
     def leave(self) -> list[MemberEffect]:
-        """Leave in order."""
         # With the last epoch without a part: ``idle`` is not heard while the next one is being made.
         bye = {"type": "bye", "idle": self.idle_in} if self.idle_in else {"type": "bye"}
         self._effects = [Say(bye)] if self._connected else []

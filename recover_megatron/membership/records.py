@@ -33,7 +33,6 @@ MOST_ADDED = 3
 
 
 def to_runs(workers: Iterable[int]) -> Runs:
-    """Pack a set of worker ids."""
     runs: Runs = []
     for worker in sorted(workers):
         if runs and worker == runs[-1][1] + 1:
@@ -202,7 +201,6 @@ class Presentation:
 
     @property
     def mentioned(self) -> Workers:
-        """Every worker in it."""
         opened = self.opened.members if self.opened is not None else frozenset()
         return self.formed.members | opened | self.dead | self.left | self.aside
 
@@ -260,7 +258,6 @@ class Evidence:
         self._aside_in = (0, 0)  # the term and epoch of that one
 
     def add(self, presentation: Presentation) -> None:
-        """Merge one more presentation."""
         self.highest_term = max(self.highest_term, presentation.term)
         self.committed = max(self.committed, presentation.committed)
         self.dead |= presentation.dead

@@ -138,7 +138,6 @@ class Roster:
 
     @property
     def reached(self) -> Workers:
-        """The live workers that are connected."""
         return frozenset(n for n, w in self.workers.items() if w.session is not None and w.fate is Fate.LIVE)
 
     @property
@@ -152,7 +151,6 @@ class Roster:
         return frozenset(n for n in self.newcomers if self.workers[n].back)
 
     def with_fate(self, fate: Fate) -> Workers:
-        """The workers of that fate."""
         return frozenset(n for n, w in self.workers.items() if w.fate is fate)
 
     def idle(self, epoch: Formed) -> Workers:
@@ -160,7 +158,6 @@ class Roster:
         return frozenset(n for n, w in self.workers.items() if w.idle_in == epoch.epoch > 0) & epoch.members
 
     def sessions_of(self, members: Iterable[WorkerId]) -> list[int]:
-        """The sessions of those members that have one."""
         return [s for n in sorted(members) if (s := self.workers[n].session) is not None]
 
     @property

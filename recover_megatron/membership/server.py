@@ -391,7 +391,6 @@ class Journal:
         )
 
     def __call__(self, record: Mapping[str, Json]) -> None:
-        """Write one record."""
         self._file.put(_line(record))
 
     def close(self) -> None:

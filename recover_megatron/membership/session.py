@@ -91,7 +91,6 @@ class Session:
 
     @property
     def settings(self) -> Settings:
-        """The times of the run."""
         return self._core.settings
 
     # -- views --------------------------------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ class Scope:
     """By the name of a node's launcher: what the witness calls it."""
 
     def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` reads."""
         return {"kind": self.kind, "places": dict(self.places)}
 
     @staticmethod
@@ -109,7 +108,6 @@ class Slurm:
     name = "SLURM"
 
     def look(self, places: Iterable[str]) -> dict[str, bool]:
-        """As ``Source.look``."""
         program = shutil.which("scontrol")
         if program is None:
             raise NoAnswer("there is no scontrol")

@@ -234,7 +234,6 @@ TO_MEMBER: Mapping[str, Schema] = {
 
 
 def encode(message: Mapping[str, Any], limit: int = MAX_TO_MEMBER) -> bytes:
-    """As ``connection.encode``."""
     return connection.encode(message, limit)
 
 

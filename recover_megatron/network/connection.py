@@ -84,7 +84,6 @@ class Decoder:
 
     @property
     def pending(self) -> int:
-        """Bytes of an incomplete frame that are held."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
@@ -119,7 +118,6 @@ async def read(reader: asyncio.StreamReader, limit: int) -> dict[str, Any] | Non
 
 
 def nonce() -> str:
-    """32 fresh random bytes, in hex."""
     return secrets.token_hex(32)
 
 

@@ -83,7 +83,6 @@ class Streams:
             handler(name, sock)
 
     def arrived(self, name: str, sock: socket.socket) -> None:
-        """One has come; it is proved."""
         with self._changed:
             handler = self._handlers.get(name.partition("/")[0])
             if handler is None:

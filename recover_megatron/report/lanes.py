@@ -49,7 +49,6 @@ class Axis:
 
     @property
     def scale(self) -> float:
-        """Of a second."""
         return (_WIDTH - LEFT - _RIGHT) / max(self.end - self.begin, 1e-9)
 
     def x(self, time: float) -> float:

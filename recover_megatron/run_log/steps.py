@@ -60,7 +60,6 @@ class StepRecord:
         return json.dumps(fields)
 
     def to_line(self) -> bytes:
-        """With its line end."""
         return (self.to_json() + "\n").encode()
 
     @classmethod
@@ -139,7 +138,6 @@ class StepsFile:
         self.append_line(step.iteration, step.to_line())
 
     def append_line(self, iteration: int, line: bytes) -> None:
-        """The same for ``Step.to_line`` of a step."""
         self._file.put(line, wanted=lambda: self._may_write() and iteration > self._last)
         self._file.settle()
 

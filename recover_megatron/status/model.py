@@ -337,7 +337,6 @@ def _replicas_of_launch(answer: Raw) -> int | None:
 
 
 def _spare(worker: WorkerStatus) -> WorkerStatus:
-    """One that joined with a place has lost it since."""
     if worker.note or worker.replica is None:
         return worker
     return replace(worker, note=f"replica {worker.replica} is not whole")

@@ -62,12 +62,10 @@ class Layout:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """All of them: each is named by its worker."""
         return self.ring
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """All that hold anything."""
         return self.ring
 
     def without_copies(self) -> Layout:

@@ -114,7 +114,6 @@ class _Exchange:
             self.changed.notify_all()
 
     def wait(self, group: str, keys: Sequence[str]) -> list[bytes]:
-        """The values, when all are there."""
         with self.changed:
             self.changed.wait_for(lambda: self._over or all((group, key) in self._known for key in keys))
             if self._over:
@@ -244,7 +243,6 @@ class GlooGroups:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Drop the groups."""
         last, self.backends = self.backends, {}
         dropping = threading.Thread(target=last.clear, name="dropping groups of gloo's", daemon=True)
         dropping.start()

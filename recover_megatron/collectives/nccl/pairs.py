@@ -151,7 +151,6 @@ class Pair:
         return found
 
     def receive(self, parts: Sequence[torch.Tensor], ask: Callable[[], None]) -> int:
-        """As ``StateTransport``."""
         with _as_lost():
             packed = self._packed(parts)
             self._exchange(packed, RECEIVING_SECONDS, launched=ask)

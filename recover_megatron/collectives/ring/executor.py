@@ -72,8 +72,6 @@ def parts_of(flat: torch.Tensor, program: Program) -> Parts:
 
 @dataclass(eq=False)
 class RingTask(Task):
-    """One collective on one bucket."""
-
     its: BucketCollective
     program: Program
     to_send: Sequence[torch.Tensor]
@@ -203,7 +201,6 @@ class Ring(Executor[RingTask]):
         self._sending.append((run, pending, partial))
 
     def _reap(self) -> None:
-        """Take back what has gone."""
         sending = self._sending
         while sending and sending[0][1].done:
             run, _, partial = sending.popleft()

@@ -57,8 +57,6 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A message from the predecessor."""
-
     span: Span
     hop: int
     action: Action
@@ -79,7 +77,6 @@ Chunks = Sequence[Sequence[Span]]
 
 
 def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
-    """The same, to be a key."""
     return tuple(map(tuple, chunks))
 
 

@@ -219,7 +219,6 @@ class Handshake:
 
 
 def _is_connected(sock: socket.socket) -> bool:
-    """Whether the other host has answered."""
     try:
         sock.getpeername()
     except OSError:
@@ -250,7 +249,6 @@ class SharedMemory:
 
     @classmethod
     def make(cls, count: int, size: int) -> SharedMemory:
-        """New memory."""
         descriptor = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, count * size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

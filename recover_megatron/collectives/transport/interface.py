@@ -201,7 +201,6 @@ class StagedTransport(Transport):
         self._inner.on_sent(callback)
 
     def _reap(self) -> None:
-        """Take back host memory whose message has gone."""
         while self._sending and self._sending[0].done:
             self._host.give(self._sending.popleft().host)
 

@@ -66,7 +66,6 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Of the payload."""
         return self.numel * self.dtype.itemsize
 
     def write_header(self, slot: int) -> None:
@@ -91,7 +90,6 @@ class Message:
         self.parts.append(memory_of(tensor))
 
     def advance(self, count: int) -> None:
-        """So many bytes of it were moved."""
         parts = self.parts
         while parts and count >= len(parts[0]):
             count -= len(parts.pop(0))
@@ -331,7 +329,6 @@ class TcpTransport(Transport):
             self._longest_shared = max(self._longest_shared, message.nbytes)
 
     def _poll(self) -> None:
-        """Block until something can move."""
         assert self._out is not None
         assert self._in is not None
         full = self._theirs is not None and not self._free  # then only the successor's word helps

@@ -179,13 +179,11 @@ class OuterBucket:
 
     @property
     def param_data(self) -> torch.Tensor:
-        """The model's parameters, flat."""
         shard: torch.Tensor = self.group.model_weight_buffer.get_shard_from_local_buffer()
         return shard
 
     @property
     def grad_data(self) -> torch.Tensor:
-        """Their gradients, flat."""
         shard: torch.Tensor = self.group.main_grad_buffer.get_shard_from_local_buffer()
         return shard
 

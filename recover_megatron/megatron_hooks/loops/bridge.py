@@ -103,14 +103,12 @@ class BridgeRun:
     # ---- what the recovery asks of the loop
 
     def operations(self, samples: int) -> float:
-        """See ``recover_megatron.integrate.Services``."""
         return float(_function(FLOPS, "num_floating_point_operations")(self.arguments.config, batch_size=samples))
 
     def finish_saves(self) -> None:
         """See ``recover_megatron.integrate.Services``: asynchronous ones are refused."""
 
     def forget(self) -> None:
-        """See ``recover_megatron.integrate.Services``."""
         _function(INITIALIZE, "destroy_global_state")()
 
     # ---- where Bridge's functions take other arguments than the roles

@@ -12,8 +12,6 @@ CHECKPOINTING = "megatron.training.checkpointing"
 
 
 class Services:
-    """See ``recover_megatron.integrate.Services``."""
-
     def operations(self, samples: int) -> float:
         return float(training.num_floating_point_operations(get_args(), samples))
 

@@ -64,7 +64,6 @@ class LayoutPieces:
         return {column: self.shards.wanted(column) for column in self.shards.columns}
 
     def column(self, fragments: ShardFragments) -> Column:
-        """The column that shares ``fragments``."""
         return self.buckets.part(next(iter(fragments.buckets)))[0]
 
     def make(self, fragments: ShardFragments, layouts: Layouts) -> Held:

@@ -402,7 +402,6 @@ class LossScales:
         return math.sqrt(math.fsum(its.squares / scales.get(its.column, 1.0) ** 2 for its in told))
 
     def skips(self, told: Sequence[UnitSums]) -> bool:
-        """Whether the step is to be skipped."""
         return any(_scaled(one) and _overflowed(told, column) for one, _, column in self._every)
 
     @contextmanager
