@@ -158,13 +158,13 @@ class _Missing:
     def __init__(self, numbers: range) -> None:
         self.changed = threading.Condition()
         self._todo = deque(numbers)
-        self._wanted = self._left = len(numbers)
-        self.arrived = 0
+        self._wanted, self.arrived = len(numbers), 0
+        self._given_up = False
 
     @property
     def over(self) -> bool:
         """Whether nothing is to be asked for any more."""
-        return not self._left
+        return self._given_up or self.complete
 
     @property
     def complete(self) -> bool:
@@ -179,20 +179,20 @@ class _Missing:
 
     def came(self) -> None:
         with self.changed:
-            self._left -= 1
             self.arrived += 1
             self.changed.notify_all()
 
     def give_back(self, numbers: Sequence[int]) -> None:
         with self.changed:
-            self._todo.extendleft(reversed(numbers))
+            if not self._given_up:
+                self._todo.extendleft(reversed(numbers))
             self.changed.notify_all()
 
     def give_up(self) -> None:
         """Nobody is to ask for anything any more."""
         with self.changed:
             self._todo.clear()
-            self._left = 0
+            self._given_up = True
             self.changed.notify_all()
 
 

@@ -404,6 +404,17 @@ def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more
     assert same(into["column"], after)
 
 
+def test_a_chunk_that_comes_when_all_was_given_up_keeps_nobody_waiting() -> None:
+    missing = state_receiver._Missing(range(3))
+    came, lost = (missing.take(wait=True) for _ in range(2))
+    missing.give_up()
+    missing.came()
+    missing.give_back([came or 0, lost or 0])
+    assert missing.over
+    assert not missing.complete
+    assert missing.take(wait=True) is None
+
+
 # ---- the connections
 
 
