@@ -213,8 +213,11 @@ def overlap(place: Place) -> str:
         using = list(Counter(nvidia_smi("--query-compute-apps=gpu_uuid").splitlines()).values())
     if place.gpus > 1 and max(using, default=0) > nodes * each // min(place.gpus, each):
         raise Failed(f"a GPU is used by others than its workers: processes of each GPU: {using}")
+    told = "".join(log.read_text(errors="replace") for log in killed.folder.rglob("worker-*.log"))
+    states = [told.count(f"{how} from device to device") for how in ("comes", "does not come")]
     meaning = "sums beside TP stop neither by themselves nor at a death"
-    return f"{meaning}; {difference(killed, calm)}; processes of each GPU: {using or 'not told'}"
+    came = f"states that came from device to device: {states[0]}, that did not: {states[1]}"
+    return f"{meaning}; {difference(killed, calm)}; {came}; processes of each GPU: {using or 'not told'}"
 
 
 def nvidia_smi(query: str) -> str:
