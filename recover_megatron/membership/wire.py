@@ -26,7 +26,7 @@ from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 __all__ = ["WireError"]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 MAX_HANDSHAKE = 4 << 10
 """Bytes of one message before the other side has proved that it knows the secret."""
