@@ -103,7 +103,7 @@ class EpochGroups:
     all_heard: Callable[[], None] = lambda: None
     """Waits until all who live know that this epoch is over: see ``CancelToken``; needed for rings over NCCL."""
     in_touch: Callable[[], None] = lambda: None
-    """Likewise."""
+    """Waits until the coordinator has answered: see ``CancelToken``; needed for the same."""
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
