@@ -15,17 +15,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.pairs import Pairs
 from recover_megatron.collectives.state_transport import bytes_of
-from recover_megatron.instep.state_holder import KIND, Offer, Offers, flatten, new_memory
+from recover_megatron.instep.state_holder import KIND, Offer, Offers, Path, flatten, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Source
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from tests.doubles.nccl import library as nccl_double
 from tests.harness import REPOSITORY
+from tests.harness.waiting import DEADLINE
 
 KEY = "5/state/1"
 SECRET = b"what the workers of the test share"
@@ -83,6 +86,33 @@ def fetch(sources: Sequence[Source], shared: int = 1 << 30, place: Any = new_mem
     """``shared``: of the tree's tensors; more than there are: all."""
     named = {"stay": lambda: None, "awaited": lambda: None} | named
     return Receiver(sources, place, **named).fetch(lambda tree: min(shared, len(flatten(tree)[1])))
+
+
+def woken_in_the_middle(holder: Holder, pairs: Pairs | None = None) -> None:
+    """Fetch what ``holder`` gives, four tensors, and be told in the middle that nothing of it is wanted any more."""
+    into, middle, go_on, original = state_of(2, 4), threading.Event(), threading.Event(), holder.given.parts
+
+    def parts(number: int) -> list[torch.Tensor]:
+        if number == 9:
+            middle.set()
+            go_on.wait(DEADLINE)
+        return original(number)
+
+    def stay() -> None:
+        if middle.is_set():
+            raise EpochRevoked(5, "the test ends it")
+
+    def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return into["column"][int(path[1])]
+
+    holder.given.parts = parts  # type: ignore[method-assign]
+    with pytest.raises(EpochRevoked):
+        fetch([holder.source(pairs=pairs)], place=place, stay=stay)
+    after = [tensor.clone() for tensor in into["column"]]
+    go_on.set()
+    with pytest.raises(PeerLost):
+        holder.given.wait(lambda: None)  # the holder has noticed, and has sent what it had to send
+    assert same(into["column"], after)
 
 
 @contextlib.contextmanager

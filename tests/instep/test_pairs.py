@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
 import threading
 import time
 import weakref
@@ -29,7 +30,7 @@ from tests.doubles.nccl import streams
 from tests.doubles.nccl.communicator import Communicator
 from tests.doubles.nccl.core import IN_PROGRESS, Core, Errors, NcclError
 from tests.harness.waiting import DEADLINE, eventually
-from tests.instep.states import Holder, fetch, holder_process, same, source, state_of
+from tests.instep.states import Holder, fetch, holder_process, same, source, state_of, woken_in_the_middle
 
 CHUNK = 1 << 14
 MINE, THEIRS = torch.device("cpu", 0), torch.device("cpu", 1)
@@ -126,13 +127,19 @@ def test_a_receiver_opens_few_pairs_however_many_hold_the_state() -> None:
 def test_nothing_is_received_into_memory_that_an_earlier_kernel_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator gives out what was freed behind a kernel of the same stream; NCCL's stream does not wait for it."""
     model, original, idle = streams.current_stream(MINE), Pair._exchange, list[bool]()
-    model.submit(lambda: time.sleep(1.0))
+    waited, drained = threading.Event(), Pair._drained
+    model.submit(lambda: waited.wait(DEADLINE))
+
+    def waits(self: Pair) -> None:
+        waited.set()
+        drained(self)
 
     def exchange(self: Pair, *message: Any, **named: Any) -> None:
         if self._device == MINE:
             idle.append(model.idle)
         original(self, *message, **named)
 
+    monkeypatch.setattr(Pair, "_drained", waits)
     monkeypatch.setattr(Pair, "_exchange", exchange)
     assert same(fetch([holder(8).source(pairs=Pairs(MINE))])[0], state_of(1, 8))
     assert idle[0]
@@ -349,22 +356,28 @@ def test_a_message_that_an_abort_completes_is_not_believed(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("errors", "mates"),
-    [*((errors, 1) for errors in Errors), (Errors.NEVER, 0)],
-    ids=["at once", "late", "never", "alone"],
+    ("errors", "mates", "number"),
+    [
+        *((errors, 1, signal.SIGKILL) for errors in Errors),
+        (Errors.NEVER, 0, signal.SIGKILL),
+        (Errors.NEVER, 1, signal.SIGSTOP),
+    ],
+    ids=["at once", "late", "never", "alone", "stopped"],
 )
 def test_a_holder_that_is_killed_in_the_middle(
-    nccl: Core, errors: Errors, mates: int, monkeypatch: pytest.MonkeyPatch
+    nccl: Core, errors: Errors, mates: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has not given comes from the other, whatever NCCL says of its death; without another one it is told."""
+    monkeypatch.setattr(pairs_module, "RECEIVING_SECONDS", 1.0 if number == signal.SIGSTOP else DEADLINE)
     nccl.errors = errors
     others, killed, original = [holder(16, 1) for _ in range(mates)], threading.Event(), Pair.receive
 
     def receive(self: Pair, parts: Sequence[torch.Tensor], ask: Callable[[], None]) -> int:
         def asked() -> None:
             if not killed.is_set():
-                victim.kill()  # with a receive in the stream, that nobody will send to
-                victim.wait()
+                victim.send_signal(number)  # with a receive in the stream, that nobody will send to
+                if number == signal.SIGKILL:
+                    victim.wait()
                 killed.set()
             ask()
 
@@ -419,28 +432,5 @@ def test_what_is_given_up_is_not_stood_behind(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("nccl")
-def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    its, into, middle, go_on = holder(4), state_of(2, 4), threading.Event(), threading.Event()
-    original = its.given.parts
-
-    def parts(number: int) -> list[torch.Tensor]:
-        if number == 9:
-            middle.set()
-            go_on.wait(DEADLINE)
-        return original(number)
-
-    def stay() -> None:
-        if middle.is_set():
-            raise EpochRevoked(5, "the test ends it")
-
-    its.given.parts = parts  # type: ignore[method-assign]
-    place = lambda path, shape, dtype: into["column"][int(path[1])]  # noqa: E731
-    with pytest.raises(EpochRevoked), ThreadPoolExecutor(1) as pool:
-        pool.submit(fetch, [its.source(pairs=Pairs(MINE))], place=place, stay=stay).result(DEADLINE)
-    after = [tensor.clone() for tensor in into["column"]]
-    go_on.set()
-    with pytest.raises(PeerLost):
-        its.given.wait(lambda: None)
-    assert same(into["column"], after)
+def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more() -> None:
+    woken_in_the_middle(holder(4), Pairs(MINE))

@@ -24,7 +24,7 @@ from recover_megatron.instep.state_receiver import Source
 from recover_megatron.network.connection import Challenge, Unreachable
 from recover_megatron.network.peer_store import PeerStoreServer, Streams, open_stream
 from tests.harness.waiting import DEADLINE
-from tests.instep.states import SECRET, Holder, fetch, holder_process, same, source, state_of
+from tests.instep.states import SECRET, Holder, fetch, holder_process, same, source, state_of, woken_in_the_middle
 
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
@@ -381,27 +381,7 @@ def test_who_waits_for_an_offer_is_woken_by_the_end_of_the_epoch() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more() -> None:
-    holder, middle, go_on = Holder(state_of(1, 4)), threading.Event(), threading.Event()
-    into, original = state_of(2, 4), holder.given.parts
-
-    def parts(number: int) -> list[torch.Tensor]:
-        if number == 9:
-            middle.set()
-            go_on.wait(DEADLINE)
-        return original(number)
-
-    def stay() -> None:
-        if middle.is_set():
-            raise EpochRevoked(5, "the test ends it")
-
-    holder.given.parts = parts  # type: ignore[method-assign]
-    with pytest.raises(EpochRevoked):
-        fetch([holder.source()], place=lambda path, shape, dtype: into["column"][int(path[1])], stay=stay)
-    after = [tensor.clone() for tensor in into["column"]]
-    go_on.set()
-    with pytest.raises(PeerLost):
-        holder.given.wait(lambda: None)  # the holder has noticed, and has sent what it had to send
-    assert same(into["column"], after)
+    woken_in_the_middle(Holder(state_of(1, 4)))
 
 
 def test_a_chunk_that_comes_when_all_was_given_up_keeps_nobody_waiting() -> None:
