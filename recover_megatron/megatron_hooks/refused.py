@@ -75,6 +75,9 @@ RULES = [
          "--recover finishes the step"),
     yet("--enable-ft-package", "its ft_launcher restarts all workers when one dies; recover-run keeps them running, "
          "and --recover-hang-timeout finds one that hangs"),
+    yet("--fault-injector-ranks, --fault-injector-num-ranks", "its plan is sent to all when train() is entered, for "
+         "which a worker that comes later would wait; --recover-inject has a worker end, hang or fail where you say",
+         is_set("fault_injector_ranks", "fault_injector_num_ranks")),
     yet("--hybrid-context-parallel", "its microbatches differ in size"),
     yet("--perform-rl-step", "its microbatches are not known by their numbers"),
     Rule("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0): start it without "
@@ -105,6 +108,10 @@ RULES = [
     yet("--non-persistent-ckpt-type local", "NVRx takes such a checkpoint for complete where every rank has written "
          "its own, and a restart would find none that was begun while one is lost; --recover-memory-tier keeps states "
          "in the memory of other nodes", is_one_of("non_persistent_ckpt_type", "local")),
+    yet("--logits-load-dir", "a worker takes the teacher's n-th logits for the n-th microbatch that it runs, which "
+         "after a death is another one"),
+    yet("--logits-save-dir", "they are saved by the worker that computed them, which after a death has those of "
+         "others, too, and a run that loads them would take them for its own"),
     Rule("--recover cannot be combined with --iterations-to-skip and a batch that grows yet",
          all_of(is_set("iterations_to_skip"), is_set("rampup_batch_size", "step_batch_size_schedule"))),
     Rule("--qk-clip needs --bf16 or --fp16: without them Megatron itself does not find the attention, and ends in the "
@@ -133,8 +140,9 @@ SHARDED_RULES = [
                is_set("fp8_param")),
     _of_shards("--fp4-param-gather", "its parameters are not views of the buffer that is gathered",
                is_set("fp4_param")),
-    _of_shards("--reduce-scatter-with-fp32-accumulation", "the ring sums in the gradients' type: use "
+    _of_shards("--ddp-reduce-scatter-with-fp32-accumulation", "gradients are summed in their own type: use "
                "--accumulate-allreduce-grads-in-fp32"),
+    _of_shards("--save-wgrads-interval", "no worker has the sum of all gradients, of which it would save what it has"),
     _of_shards("--qk-clip", "it scales whole weights, of whose copies in 32 bits a worker has a part alone; Megatron "
                "itself ends with an error there"),
     _of_shards("--mtp-detach-heads", "their gradients have a norm of their own"),
@@ -399,12 +407,15 @@ SETTLED = (
             "needed"),
     Settled("--moe-token-dispatcher-type flex",
             lambda args: is_one_of("moe_token_dispatcher_type", "flex")(args) or is_set("moe_enable_deepep")(args),
-            {"moe_token_dispatcher_type": "alltoall", "moe_enable_deepep": False},
+            {"moe_token_dispatcher_type": "alltoall", "moe_enable_deepep": False,
+             "moe_flex_dispatcher_backend": "deepep", "moe_expert_rank_capacity_factor": None, "moe_paged_stash": False},
             "the buffers of DeepEP and HybridEP keep the addresses of dead workers, and their kernels can't be "
-            "aborted; tokens go by alltoall"),
-    Settled("CUDA graphs", has_cuda_graphs,
-            {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False},
-            "a replayed graph passes none of the places where microbatches are seeded and counted"),
+            "aborted; tokens go by alltoall, in buffers as large as it takes"),
+    Settled("CUDA graphs", lambda args: has_cuda_graphs(args) or is_set("optimizer_cuda_graph")(args),
+            {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False,
+             "optimizer_cuda_graph": False},
+            "NCCL does not give up a communicator as long as there is a graph with an operation over it: a worker "
+            "would have to drop its graphs before it can leave its dead mates, and to capture others"),
     Settled("--tp-comm-overlap", is_set("tp_comm_overlap"), {"tp_comm_overlap": False},
             "its userbuffers can neither be aborted nor made anew: an orphan's kernels would wait for its dead mate "
             "for good"),
@@ -417,6 +428,10 @@ SETTLED = (
     Settled("--use-sharp, --use-nccl-ub", is_set("use_sharp", "nccl_ub"),
             {"use_sharp": False, "nccl_ub": False, "fsdp_manual_registration": False},
             "the gradients do not go through Megatron's data-parallel groups, which both are for"),
+    Settled("--distributed-timeout-seconds-after-init", is_set("distributed_timeout_seconds_after_init"),
+            {"distributed_timeout_seconds_after_init": None},
+            "a worker that comes later would wait for all others in its second iteration; who hangs is found by "
+            "--recover-hang-timeout"),
     Settled("--log-straggler", is_set("log_straggler"), {"log_straggler": False},
             "it reports to a rank that it chooses at the start; recover-report shows each replica's seconds"),
     Settled("--log-max-attention-logit", all_of(is_set("log_max_attention_logit"), unless(_finds_attention)),

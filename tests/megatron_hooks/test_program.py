@@ -6,6 +6,7 @@ import argparse
 import ast
 import functools
 import inspect
+import re
 import shlex
 import subprocess
 import sys
@@ -16,9 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron.training import global_vars, training
+import torch
+from megatron.core import utils as core_utils
+from megatron.training import arguments, global_vars, training
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.utils import common_utils
+from packaging.version import Version
 
 from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
@@ -404,7 +408,8 @@ FLAGS = (
     "--tp-comm-overlap --overlap-moe-expert-parallel-comm --delay-wgrad-compute --use-sharp --use-nccl-ub "
     "--overlap-param-gather-with-optimizer-step --log-straggler --log-max-attention-logit --error-injection-rate 9 "
     "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --optimizer muon --use-distributed-optimizer "
-    "--use-megatron-fsdp --fsdp-double-buffer --use-precision-aware-optimizer"
+    "--use-megatron-fsdp --fsdp-double-buffer --use-precision-aware-optimizer "
+    "--distributed-timeout-seconds-after-init 60"
 ).split()
 SETTLED = [its for its in refused.SETTLED if its.flag != "--optimizer dist_muon"]
 """Each of these by one of the flags."""
@@ -495,6 +500,61 @@ def test_a_package_that_an_optimizer_needs_and_that_is_not_here_is_named(
     reasons = flags.problems(parsed(True, "--optimizer", optimizer), RecoverConfig(enabled=True))
     wanted = "--optimizer {} needs the Python package emerging-optimizers, which is not installed"
     assert any(wanted.format(optimizer.removeprefix("dist_")) in reason for reason in reasons)
+
+
+SPREAD = "--num-experts 64 --moe-grouped-gemm --expert-model-parallel-size 8 --moe-token-dispatcher-type"
+FSDP = "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor"
+WITH_COMPANIONS = [
+    f"{SPREAD} flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash "
+    "--use-transformer-engine-op-fuser --moe-hybridep-num-sms 16",
+    f"{SPREAD} flex --moe-flex-dispatcher-backend ncclep --moe-ncclep-static-shape --moe-ncclep-zero-copy",
+    f"{SPREAD} flex --moe-enable-deepep --moe-deepep-num-sms 20",
+    "--cuda-graph-impl full_iteration --optimizer-cuda-graph --te-rng-tracker --no-check-for-nan-in-loss-and-grad",
+    "--cuda-graph-impl transformer_engine --cuda-graph-modules attn --te-rng-tracker --delay-offload-until-cuda-graph "
+    "--fine-grained-activation-offloading --offload-modules core_attn",
+    "--external-cuda-graph --te-rng-tracker --cuda-graph-scope attn",
+    "--tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-rs-dgrad",
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --fp8-format e4m3 --fp8-recipe mxfp8 "
+    "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag",
+    "--use-distributed-optimizer --use-nccl-ub --overlap-grad-reduce",
+    "--use-sharp --sharp-enabled-group dp",
+    "--optimizer muon --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    f"{FSDP} --fsdp-double-buffer --use-nccl-ub --fsdp-manual-registration --untie-embeddings-and-output-weights",
+]
+"""What is switched off or done in another way, each with flags that belong to it in NVIDIA's configurations."""
+
+
+@pytest.mark.parametrize("given", WITH_COMPANIONS)
+def test_what_is_switched_off_leaves_nothing_behind_that_megatron_refuses(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """On a Blackwell with Transformer Engine, as far as Megatron looks at either when it checks its flags."""
+    device = SimpleNamespace(name="B200", major=10, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device_=None: device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device_=None: (10, 0))
+    monkeypatch.setattr(core_utils, "_te_version", Version("2.14.0"))
+    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_CPU_OFFLOAD_V1"):
+        monkeypatch.setenv(variable, "1")
+    if "fsdp" in given:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    fixed = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 64 --max-position-embeddings 64 "
+    fixed += (
+        "--micro-batch-size 1 --global-batch-size 64 --train-iters 1 --bf16 --vocab-size 128 --lr 1e-3 --mock-data "
+    )
+    fixed += "--disable-bias-linear --no-rope-fusion --no-gradient-accumulation-fusion --tokenizer-type NullTokenizer"
+    for enabled in (False, True):
+        args = parsed(enabled, *fixed.split(), *given.split())
+        args.rank, args.world_size = 0, 64
+        arguments.validate_args(args)
+        arguments.core_transformer_config_from_args(args)
+
+
+def test_every_flag_that_is_refused_or_settled_is_one_of_megatrons() -> None:
+    """By another name it would never be."""
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    named = set(re.findall(r"--(?!recover)[a-z][a-z0-9-]+", Path(refused.__file__).read_text(encoding="utf-8")))
+    assert named - known == set()
 
 
 def test_what_comes_past_the_parser_is_refused_and_not_run_as_it_is() -> None:
