@@ -151,6 +151,7 @@ def _device(row: Callable[..., None]) -> None:
         current_stream=lambda device=None: only_stream,
         stream=lambda stream: contextlib.nullcontext(),
     )
+    row(cuda, "nothing is captured in a graph", is_current_stream_capturing=lambda: False)
     row(cuda, "the host has no cache to empty, and a torch without CUDA no such function", empty_cache=lambda: None)
     uncounted = "memory of the device is not counted: Megatron reports 0"
     row(cuda, uncounted, device_memory_used=lambda device=None: 0)

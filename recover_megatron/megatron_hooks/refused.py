@@ -408,7 +408,8 @@ SETTLED = (
     Settled("--moe-token-dispatcher-type flex",
             lambda args: is_one_of("moe_token_dispatcher_type", "flex")(args) or is_set("moe_enable_deepep")(args),
             {"moe_token_dispatcher_type": "alltoall", "moe_enable_deepep": False,
-             "moe_flex_dispatcher_backend": "deepep", "moe_expert_rank_capacity_factor": None, "moe_paged_stash": False},
+             "moe_flex_dispatcher_backend": "deepep", "moe_expert_rank_capacity_factor": None,
+             "moe_paged_stash": False},
             "the buffers of DeepEP and HybridEP keep the addresses of dead workers, and their kernels can't be "
             "aborted; tokens go by alltoall, in buffers as large as it takes"),
     Settled("CUDA graphs", lambda args: has_cuda_graphs(args) or is_set("optimizer_cuda_graph")(args),
@@ -432,6 +433,9 @@ SETTLED = (
             {"distributed_timeout_seconds_after_init": None},
             "a worker that comes later would wait for all others in its second iteration; who hangs is found by "
             "--recover-hang-timeout"),
+    Settled("--gpu-sniff-test-interval", is_set("gpu_sniff_test_interval"), {"gpu_sniff_test_interval": None},
+            "a worker that comes later would wait for all others before its first iteration; recover-run tests "
+            "a device before it starts another worker on it"),
     Settled("--log-straggler", is_set("log_straggler"), {"log_straggler": False},
             "it reports to a rank that it chooses at the start; recover-report shows each replica's seconds"),
     Settled("--log-max-attention-logit", all_of(is_set("log_max_attention_logit"), unless(_finds_attention)),

@@ -113,6 +113,13 @@ RECIPES = [
     Recipe("experts-in-later-stages-sharded", pp(3), f"{EXPERTS} {LATER_EXPERTS} {AUXILIARY} {SHARDED} {ADAM}"),
     Recipe("experts-in-every-other-layer", pp(2), f"{EXPERTS} --num-layers 4 --moe-layer-freq 2 {AUXILIARY}"),
     Recipe("experts-interleaved", pp(2, 24), f"{EXPERTS} {INTERLEAVED} {AUXILIARY} --moe-z-loss-coeff 1e-3"),
+    Recipe("experts-jitter", dp(3), f"{EXPERTS} {AUXILIARY} --moe-input-jitter-eps 1e-2", dropout=True),
+    Recipe("experts-forced", dp(3), f"{EXPERTS} {AUXILIARY} --moe-router-force-load-balancing", dropout=True),
+    Recipe("experts-traced", dp(3), f"{EXPERTS} {AUXILIARY} --moe-routing-trace-path OUT"),
+    Recipe("experts-average-quantiles", dp(3), f"{EXPERTS} --moe-router-load-balancing-type quantile_balancing "
+           "--moe-aux-loss-coeff 0 --moe-router-quantile-balancing-ema 0.9"),
+    Recipe("experts-padded", dp(3), f"{EXPERTS} {AUXILIARY} --moe-expert-capacity-factor 1.0 "
+           "--moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall"),
     Recipe("experts-tensor-parallel", tp(2), f"{EXPERTS} {AUXILIARY} --sequence-parallel"),
     Recipe("experts-sharded", ep(2), f"{SPREAD} {AUXILIARY} {SHARDED} {ADAM}"),
     # prediction of several tokens
@@ -122,6 +129,9 @@ RECIPES = [
     Recipe("mtp-pipeline-experts", pp(2), f"{ROPE} --mtp-num-layers 1 {EXPERTS} {AUXILIARY} --moe-z-loss-coeff 1e-3"),
     Recipe("mtp-interleaved", pp(2, 24), f"{ROPE} --mtp-num-layers 1 {INTERLEAVED}"),
     Recipe("mtp-per-token", pp(3), f"{ROPE} --mtp-num-layers 1 --calculate-per-token-loss"),
+    Recipe("mtp-repeated", pp(3), f"{ROPE} --mtp-num-layers 2 --mtp-use-repeated-layer"),
+    Recipe("mtp-detached", dp(3), f"{ROPE} --mtp-num-layers 1 --mtp-detach-heads"),
+    Recipe("mtp-standalone", pp(3), f"{ROPE} --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tmL"),
     # the model's parts
     Recipe("qk-layernorm", dp(4), "--qk-layernorm"),
     Recipe("swiglu", tp(2), "--swiglu --disable-bias-linear --ffn-hidden-size 32"),
@@ -132,6 +142,9 @@ RECIPES = [
     Recipe("rope-partial", dp(4), f"{ROPE} --rotary-percent 0.5"),
     Recipe("llama", tp(2), f"--swiglu --ffn-hidden-size 32 --normalization RMSNorm {ROPE} --disable-bias-linear "
            "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"),
+    Recipe("window", dp(3), f"{ROPE} --window-size 4,0 --window-attn-skip-freq 2"),
+    Recipe("learnable-softmax", dp(3), "--softmax-type learnable"),
+    Recipe("mup", dp(3), "--use-mup --mup-width-mult 2.0"),
     Recipe("untied", pp(3), "--untie-embeddings-and-output-weights"),
     Recipe("tied", pp(2)),
     Recipe("tied-overlap", pp(3), OVERLAP),
@@ -182,6 +195,8 @@ RECIPES = [
     Recipe("bf16", tp(2), "--bf16", near=300),
     Recipe("bf16-bf16-gradients", dp(3), "--bf16 --grad-reduce-in-bf16", near=1000),
     Recipe("bf16-sharded-overlap", dp(3), f"--bf16 {SHARDED} {OVERLAP} --overlap-param-gather {ADAM}", near=300),
+    Recipe("bf16-added-up-in-fp32", dp(3), "--bf16 --grad-reduce-in-bf16 "
+           "--ddp-param-name-patterns-for-fp32-local-accumulation all", near=1000),
     Recipe("per-token", pp(3), "--calculate-per-token-loss"),
     Recipe("adam", dp(4), ADAM),
     Recipe("no-clipping", dp(3), "--clip-grad 0"),
@@ -199,17 +214,27 @@ RECIPES = [
     Recipe("log-interval-3", dp(3), "--log-interval 3", iterations=9),
     Recipe("log-interval-7", pp(2), "--log-interval 7", iterations=14),
     Recipe("log-interval-100", dp(3), "--log-interval 100"),
+    Recipe("checkpoint-beside", dp(3), "--non-persistent-ckpt-type global --non-persistent-save-interval 2",
+           checkpoint="torch_dist"),
     Recipe("exit-interval", dp(3), "--exit-interval 6", iterations=6, checkpoint="torch_dist"),
+    Recipe("phases", dp(3), "--train-samples 96 --phase-transition-iterations 5,8", iterations=5, data=True,
+           checkpoint="torch_dist"),
+    Recipe("timeout-after-start", dp(3), "--distributed-timeout-seconds-after-init 60"),
+    Recipe("watched", dp(3), "--check-for-large-grads --check-for-spiky-loss --rerun-mode validate_results "
+           "--train-sync-interval 2 --exit-duration-in-mins 100"),
     Recipe("indexed-data", dp(3), "--num-workers 2", data=True),
     Recipe("indexed-data-pipeline", pp(2), "--num-workers 1", data=True),
     Recipe("shuffled", dp(4), "--dataloader-type cyclic --num-workers 2 --eval-interval 2 --eval-iters 2", data=True),
     Recipe("shuffled-whole", tp(3), "--dataloader-type cyclic --no-data-sharding", data=True),
     Recipe("packed-sequences", dp(3), "--reset-position-ids --reset-attention-mask --eod-mask-loss", data=True),
+    Recipe("documents-apart-sets", dp(3), "--dataloader-inter-document-masking", data=True),
     Recipe("left-out", dp(4), "--iterations-to-skip 1 4 6 7", iterations=9, left_out=(1, 4, 6, 7)),
     Recipe("left-out-data", pp(3), "--iterations-to-skip 3 4 --num-workers 1", data=True, left_out=(3, 4)),
     Recipe("validation-sets", tp(3), f"{SETS} --eval-global-batch-size 3", data=True),
     Recipe("validation-sets-pipeline", pp(3), f"{SETS} --eval-global-batch-size 6 --num-workers 1", data=True),
     Recipe("evaluation", dp(3), "--eval-interval 2 --eval-iters 2"),
+    Recipe("evaluation-later", pp(3), "--eval-interval 2 --eval-iters 2 --start-eval-at-iter 4 "
+           "--eval-micro-batch-size 2 --eval-global-batch-size 12"),
 ]  # fmt: skip
 
 PHASES = ("data", "forward", "backward", "reduce-scatter", "agree", "optimizer")
@@ -268,7 +293,7 @@ def argv(recipe: Recipe, out: Path, data: str) -> list[str]:
     if recipe.checkpoint:
         flags += ["--save", str(out / "checkpoints"), "--save-interval", "4"]
     flags += ["--tensorboard-dir", str(out / "board"), "--tensorboard-log-interval", "1"]
-    flags += ["--tensorboard-queue-size", "1", *shlex.split(recipe.flags)]
+    flags += ["--tensorboard-queue-size", "1", *shlex.split(recipe.flags.replace("OUT", str(out)))]
     if recipe.data:
         flags = [flag for flag in flags if flag not in ("--mock-data", "--split", "90,10,0")]
         sets = ["--train-data-path", data, "--valid-data-path", *(data + more for more in FEW)]
