@@ -53,7 +53,8 @@ class ForkServer:
     """The client's side; use as a context manager."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.harness.server"],
             stdin=subprocess.PIPE,
