@@ -257,6 +257,7 @@ class Checkpoints:
             complete = self._attempt is not None and dist.get_rank() == 0 and not get_args().async_save
             if complete and recovery is not None:
                 self._publish(recovery, self._folders)
+                self._attempt = None  # what is written from here on (main: the tokenizer) belongs to the checkpoint
             return original(self._folders.get(path, path), *args, **kwargs)
 
         return written
