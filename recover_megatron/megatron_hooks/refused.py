@@ -80,9 +80,14 @@ RULES = [
          is_set("fault_injector_ranks", "fault_injector_num_ranks")),
     yet("--hybrid-context-parallel", "its microbatches differ in size"),
     yet("--perform-rl-step", "its microbatches are not known by their numbers"),
-    Rule("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0): start it without "
-         "--recover",
-         lambda args: getattr(args, "skip_train", False) or getattr(args, "train_iters", None) == 0),
+    Rule("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0, "
+         "--freeze-all-layers): start it without --recover",
+         lambda args: is_set("skip_train", "freeze_all_layers")(args) or getattr(args, "train_iters", None) == 0),
+    yet("--ckpt-pg-tensors-cache-path", "it keeps in files who writes which part of a checkpoint, and after a death "
+        "nobody would write those of the dead"),
+    yet("--use-precision-aware-optimizer", "with types other than float32 (--main-grads-dtype, --main-params-dtype, "
+        "--exp-avg-dtype, --exp-avg-sq-dtype) Transformer Engine's optimizer holds and rounds the main parameters and "
+        "the moments, of which shadows would need the same bits"),
     yet("--muon-tp-mode {args.muon_tp_mode}", "in the middle of the update it asks the other tensor ranks, of which "
          "one may be dead: take blockwise",
          all_of(is_one_of("optimizer", *EMERGING), is_above_one("tensor_model_parallel_size"),
@@ -132,14 +137,9 @@ UNTESTED = [
 _of_shards = partial(yet, among="--recover with --use-distributed-optimizer")
 
 SHARDED_RULES = [
-    _of_shards("--use-precision-aware-optimizer", "with types other than float32 (--main-grads-dtype, "
-               "--main-params-dtype, --exp-avg-dtype, --exp-avg-sq-dtype) Transformer Engine's optimizer holds and "
-               "rounds the main parameters and the moments, of which shadows would need the same bits"),
     _of_shards("--optimizer-cpu-offload", "its state moves between devices by itself"),
-    _of_shards("--fp8-param-gather", "its parameters are not views of the buffer that is gathered",
-               is_set("fp8_param")),
-    _of_shards("--fp4-param-gather", "its parameters are not views of the buffer that is gathered",
-               is_set("fp4_param")),
+    *(_of_shards(f"--{its}-param-gather", "its parameters are not views of the buffer that is gathered",
+                 is_set(f"{its}_param")) for its in ("fp8", "fp4")),
     _of_shards("--ddp-reduce-scatter-with-fp32-accumulation", "gradients are summed in their own type: use "
                "--accumulate-allreduce-grads-in-fp32"),
     _of_shards("--save-wgrads-interval", "no worker has the sum of all gradients, of which it would save what it has"),
@@ -254,8 +254,9 @@ _yet = partial(yet, among=_WITH)
 FSDP_RULES = [
     _yet("--check-weight-hash-across-dp-replicas-interval", "it compares parameters that are not whole"),
     _yet("--ddp-average-in-collective", "the step sums over shard groups, and does not average"),
-    _yet("--megatron-fsdp-enable-fine-grained-param-gather", "it has not been tried"),
-    _yet("--fp16", "it has not been tried"),
+    *(_yet(its, "it has not been tried") for its in ("--fp16", "--megatron-fsdp-enable-fine-grained-param-gather")),
+    _yet("--megatron-fsdp-version 2", "it is another implementation, of which nothing is wrapped: take 1",
+         lambda args: getattr(args, "megatron_fsdp_version", 1) != 1),
     Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: a replica is a shard group, and of one alone "
          "nothing is left when one of its workers dies", unless(is_above_one("num_distributed_optimizer_instances"))),
     Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: with no_shard it is plain data parallelism, "
