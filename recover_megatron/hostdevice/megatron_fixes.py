@@ -160,6 +160,12 @@ def _with_rms_norm(class_name: str) -> Callable[[ModuleType], None]:
     return apply
 
 
+def _no_inference_layers(module: ModuleType) -> None:
+    if not module.HAVE_TE and hasattr(module, "is_inference_column_parallel_linear"):
+        _expect(module, "is_inference_column_parallel_linear", ["module"])
+        module.is_inference_column_parallel_linear = lambda module: False  # type: ignore[attr-defined]
+
+
 def _norms_of_vision(module: ModuleType) -> None:
     """Where Megatron does not take torch's own there is nothing to mend."""
     import torch
@@ -239,6 +245,12 @@ FIXES = {
         "megatron.core.transformer.torch_norm",
         _with_rms_norm("WrappedTorchNorm"),
         "the local transformer's layers take torch's RMSNorm, which Megatron refuses with sequence parallelism",
+    ),
+    "no-inference-layers": Fix(
+        "megatron.core.tensor_parallel.inference_layers",
+        _no_inference_layers,
+        "multi-token prediction of Megatron main asks whether a layer is one of Transformer Engine's for inference, "
+        "which without it is no class: a TypeError",
     ),
     "norms-of-vision": Fix(
         "megatron.core.models.vision.clip_vit_model",
