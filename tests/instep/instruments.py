@@ -37,6 +37,19 @@ def other_flag(worker: str, flag: str, value: str) -> None:
         sys.argv[sys.argv.index(flag) + 1] = value
 
 
+def skip_above(norm: str) -> None:
+    """As in a script of the user's own: an update whose gradients have a larger norm is left out."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    complete = OptimizerConfig.__post_init__
+
+    def with_limit(self: Any) -> None:
+        self.grad_norm_skip_threshold = float(norm)
+        complete(self)
+
+    OptimizerConfig.__post_init__ = with_limit  # type: ignore[method-assign]
+
+
 def double() -> None:
     """Have parameters and gradients in float64, for which Megatron has no flag."""
     from megatron.core.optimizer import optimizer

@@ -161,6 +161,21 @@ def test_all_skip_the_same_steps_of_a_loss_scale_whose_gradients_are_spread(runs
     assert skipped == [step.iteration for step in runs.reference(case).steps if step.grad_norm is None] != []
 
 
+@pytest.mark.parametrize("flags", [SHARDED, (SHARDED[0], "--recover-shadow-device", "cpu"), ()], ids=" ".join)
+def test_all_leave_out_the_same_updates_of_a_norm_that_is_too_large(runs: Runs, flags: tuple[str, ...]) -> None:
+    """Shadows, too, which are asked for when their owner is lost."""
+    usual = runs.reference(Case(DP4, model=ADAM, flags=flags))
+    limit = sorted(step.grad_norm or 0.0 for step in usual.steps)[len(usual.steps) // 2]
+    strikes = (Strike(1, 0, 3, "optimizer"), Strike(2, 0, 6, "backward"))
+    case = Case(DP4, strikes, model=ADAM, flags=flags).throughout("instruments.skip_above", limit)
+    result = runs.check(case, near=10)
+    left_out = [(step.grad_norm or 0.0) > limit for step in result.steps]
+    assert any(left_out)
+    assert not all(left_out)
+    result_of_usual = [step.loss for step in usual.steps]
+    assert [step.loss for step in result.steps] != pytest.approx(result_of_usual, rel=1e-4)
+
+
 def test_float16_gradients_are_added_up_in_float32_without_being_asked_for(runs: Runs) -> None:
     fp16 = "--fp16 --initial-loss-scale 65536"
     case = Case(DP4, (Strike(1, 0, 3, "backward"), Strike(2, 0, 5, "reduce-scatter")), model=tuple(fp16.split()))

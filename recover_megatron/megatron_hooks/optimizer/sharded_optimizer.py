@@ -303,7 +303,8 @@ class ShardedOptimizer:
     def _update(self, original: Callable[[], Any], told: Sequence[UnitSums]) -> Any:
         top, norm = self._optimizer, self._scales.norm(told)
         zeros = math.fsum(its.zeros for its in told)
-        if not self._scales.skips(told):
+        # Megatron leaves out an update of a larger norm, which all know alike.
+        if not self._scales.skips(told) and not norm > getattr(top.config, "grad_norm_skip_threshold", math.inf):
             self._aside.begin(norm, self._scales.now())
         with (
             self._scales.dividing(told),
