@@ -122,7 +122,7 @@ def grouped(model: Any, count: int) -> AbstractContextManager[None]:
 
 
 _MASK = (1 << 64) - 1
-SAME_ON_TENSOR_RANKS = ("data-parallel-rng",)
+SAME_ON_TENSOR_RANKS = ("data-parallel-rng", "mtp-hsm-rng")
 
 
 def mix(*numbers: int) -> int:

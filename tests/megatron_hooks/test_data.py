@@ -267,6 +267,25 @@ def test_generators_of_transformer_engine_are_seeded_in_place_with_the_numbers_o
     assert not torch.equal(first[0], first[1])
 
 
+def test_what_is_mixed_over_a_whole_layer_is_mixed_alike_on_its_tensor_and_context_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in Megatron, whose streams of these names do not have such a rank in their seed; dropout's has."""
+    monkeypatch.setattr(microbatches, "get_args", lambda: SimpleNamespace(seed=7))
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    tracker = Tracker({name: torch.Generator().get_state() for name in ("mtp-hsm-rng", "model-parallel-rng")})
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    seeded = []
+    for rank in (0, 1):
+        for getter in ("tensor_model_parallel", "context_parallel", "expert_model_parallel"):
+            monkeypatch.setattr(parallel_state, f"get_{getter}_rank", lambda rank=rank: rank)
+        microbatches.MicrobatchSeeds(torch.device("cpu")).seed(2, 3, 0)
+        seeded.append(dict(tracker.states))
+    one, other = seeded
+    assert torch.equal(one["mtp-hsm-rng"], other["mtp-hsm-rng"])
+    assert not torch.equal(one["model-parallel-rng"], other["model-parallel-rng"])
+
+
 @pytest.mark.parametrize(
     "kept",
     [list, lambda states: SimpleNamespace(data=states), lambda states: {"(0, 1)": states}],
