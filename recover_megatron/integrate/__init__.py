@@ -40,8 +40,12 @@ def misfit(owner: Any, name: str, parameters: Sequence[str], *, named: Sequence[
     original = getattr(owner, name, None)
     if not callable(original):
         return f"there is no {where}"
-    found = tuple(inspect.signature(original).parameters)
-    if found[: len(parameters)] != tuple(parameters):
+    return unlike(where, tuple(inspect.signature(original).parameters), parameters, named)
+
+
+def unlike(where: str, found: Sequence[str], parameters: Sequence[str], named: Sequence[str]) -> str | None:
+    """The same of the function ``where``, whose parameters are ``found``."""
+    if tuple(found[: len(parameters)]) != tuple(parameters):
         return f"{where} takes ({', '.join(found)}), expected ({', '.join(parameters)}, ...)"
     if missing := [one for one in named if one not in found]:
         return f"{where} takes ({', '.join(found)}), without {', '.join(missing)}"
@@ -68,6 +72,7 @@ class Seam:
     module: str
     """Where the loop looks it up: the module of the caller where it was imported by name."""
     name: str
+    """In the module; of a method ``Class.method``."""
     parameters: tuple[str, ...] = ()
     """What its parameters begin with."""
     named: tuple[str, ...] = ()
@@ -75,36 +80,50 @@ class Seam:
     adapt: Callable[[Wrapper], Wrapper] | None = None
     """Where it takes its arguments otherwise than the role: makes a wrapper of this function from one of the role."""
     optional: bool = False
-    """Whether a version may lack it: then nothing is wrapped."""
+    """Whether a version may lack it, or the class of a method: then nothing is wrapped."""
+    formerly: str = ""
+    """Of a method: its class in older versions."""
 
     def owner(self) -> Any:
-        """The module, imported; None where there is none."""
+        """The module, imported, or the class in it; None where there is none."""
         try:
-            return importlib.import_module(self.module)
+            found = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
                 raise  # it is there, and lacks something itself
             return None
+        if not self._class:
+            return found
+        return getattr(found, self._class, None) or (getattr(found, self.formerly, None) if self.formerly else None)
+
+    @property
+    def _class(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def _function(self) -> str:
+        return self.name.rpartition(".")[2]
 
     @property
     def present(self) -> bool:
-        """Whether there is such a name."""
-        return getattr(self.owner(), self.name, None) is not None
+        """Whether there is such a function, or the class that must have it."""
+        return (owner := self.owner()) is not None and bool(self._class or getattr(owner, self.name, None))
 
     def misfit(self) -> str | None:
         """Why it does not fit, in words; None where it does."""
         if (owner := self.owner()) is None:
-            return None if self.optional else f"there is no module {self.module}"
+            what = f"{self.module}.{self._class}" if self._class else f"module {self.module}"
+            return None if self.optional else f"there is no {what}"
         if self.optional and not self.present:
             return None
-        return misfit(owner, self.name, self.parameters, named=self.named)
+        return misfit(owner, self._function, self.parameters, named=self.named)
 
     def wrap(self, wrapper: Wrapper, supported: str) -> None:
         """Have ``wrapper``, one of the role, called in its place.  Raises UserError as ``wrap`` does."""
         if self.optional and not self.present:
             return
         own = wrapper if self.adapt is None else self.adapt(wrapper)
-        wrap(self.owner(), self.name, self.parameters, own, supported)
+        wrap(self.owner(), self._function, self.parameters, own, supported)
 
 
 @dataclass(frozen=True)
@@ -236,10 +255,14 @@ class Loop:
         ]
         return found + [reason for seams in self.seams.values() for seam in seams if (reason := seam.misfit())]
 
+    def refusals(self) -> list[str]:
+        """The same as messages, for the user."""
+        return [f"--recover: {self.name}: {reason} ({self.supported})" for reason in self.misfits()]
+
     def check(self) -> None:
         """Raises UserError with everything that does not fit, before anything is wrapped."""
-        if reasons := self.misfits():
-            raise UserError(*(f"--recover: {self.name}: {reason} ({self.supported})" for reason in reasons))
+        if reasons := self.refusals():
+            raise UserError(*reasons)
 
     def wrap(self, role: str, wrapper: Wrapper) -> None:
         """Wrap the functions that fill ``role``; none where this loop has none."""

@@ -16,11 +16,9 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.gradients import Column, Gradients
@@ -194,8 +192,8 @@ def install(known: Callable[[], Buckets | None]) -> None:
 
         return wrapper
 
-    wrap = partial(monkeypatch.wrap, _ParamAndGradBucketGroup)
-    wrap("start_param_sync", ("self", "force_sync"), of_ours(start_param_sync, gathers=True))
-    wrap("finish_param_sync", ("self", "skip_next_bucket_dispatch"), of_ours(finish_param_sync, gathers=True))
-    wrap("start_grad_sync", ("self", "force_all_reduce"), of_ours(start_grad_sync))
-    wrap("finish_grad_sync", ("self", "force_all_reduce"), of_ours(finish_grad_sync))
+    group = "_ParamAndGradBucketGroup"
+    monkeypatch.wrap(f"{group}.start_param_sync", of_ours(start_param_sync, gathers=True))
+    monkeypatch.wrap(f"{group}.finish_param_sync", of_ours(finish_param_sync, gathers=True))
+    monkeypatch.wrap(f"{group}.start_grad_sync", of_ours(start_grad_sync))
+    monkeypatch.wrap(f"{group}.finish_grad_sync", of_ours(finish_grad_sync))

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -113,12 +112,12 @@ def is_stopped(pid: int) -> bool:
 
 def install(parts: Parts) -> None:
     """Wrap Megatron-Core's writer and the caller of its process; raises UserError if they are not the ones we know."""
-    monkeypatch.wrap(FileSystemWriterAsync, "get_save_function_and_args", ("self",), _telling)
-    monkeypatch.wrap(FileSystemWriterAsync, "retrieve_write_results", ("self",), parts.noting_results)
-    monkeypatch.wrap(PersistentAsyncCaller, "schedule_async_call", ("self", "async_req"), _schedule)
-    monkeypatch.wrap(PersistentAsyncCaller, "is_current_async_call_done", ("self", "blocking", "no_dist"), _is_done)
-    monkeypatch.wrap(PersistentAsyncCaller, "close", ("self", "abort"), _close)
-    monkeypatch.wrap(filesystem_async, "get_write_results_queue", ("mp_mode",), _results_queue)
+    monkeypatch.wrap("FileSystemWriterAsync.get_save_function_and_args", _telling)
+    monkeypatch.wrap("FileSystemWriterAsync.retrieve_write_results", parts.noting_results)
+    monkeypatch.wrap("PersistentAsyncCaller.schedule_async_call", _schedule)
+    monkeypatch.wrap("PersistentAsyncCaller.is_current_async_call_done", _is_done)
+    monkeypatch.wrap("PersistentAsyncCaller.close", _close)
+    monkeypatch.wrap("get_write_results_queue", _results_queue)
 
 
 def nothing() -> None:

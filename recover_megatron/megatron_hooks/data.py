@@ -13,8 +13,6 @@ their number with them (``TaggedDataset``), so what ``get`` returns is checked, 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import signal
 import weakref
 from collections import deque
@@ -35,7 +33,6 @@ from recover_megatron.megatron_hooks.microbatches import InOrder, InTurn, Order,
 SAMPLE = "recover_sample"
 """The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""
 
-INFILLING = "megatron.training.datasets.fim_dataset"
 
 Batch = dict[str, Any]
 
@@ -292,9 +289,7 @@ def install(loop: Loop) -> None:
     """Wrap the seams: where the loop builds its loaders, and where a data set draws random numbers."""
     loop.wrap("loader", _with_sources)
     loop.wrap("endless", _endless)
-    if importlib.util.find_spec(INFILLING) is not None:
-        dataset = importlib.import_module(INFILLING).GPTFIMDataset
-        monkeypatch.wrap(dataset, "_query_document_sample_shuffle_indices", ("self", "idx"), _by_index)
+    monkeypatch.wrap("GPTFIMDataset._query_document_sample_shuffle_indices", _by_index)
 
 
 def _by_index(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -118,12 +118,7 @@ class Groups:
 
     def install(self, loop: Loop) -> None:
         """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
-        monkeypatch.wrap(
-            parallel_state,
-            "create_group",
-            ("ranks", "timeout", "backend", "pg_options", "use_local_synchronization", "group_desc"),
-            self._create_group,
-        )
+        monkeypatch.wrap("create_group", self._create_group)
         loop.wrap("initialize", self._initialize)
         # Megatron takes a line with another number of GPUs than `args.world_size` for one of another job, and then
         # finds no start of its own.

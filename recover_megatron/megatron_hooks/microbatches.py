@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
@@ -47,7 +46,7 @@ class Accumulated:
 
     def install(self) -> None:
         """Wrap the seam; must come before the model is built."""
-        monkeypatch.wrap(DistributedDataParallel, "_make_backward_post_hook", ("self", "param"), self._counting)
+        monkeypatch.wrap("DistributedDataParallel._make_backward_post_hook", self._counting)
 
     def _counting(self, make: Callable[..., Any]) -> Callable[..., Any]:
         counts = self._counts

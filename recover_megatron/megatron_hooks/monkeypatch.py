@@ -1,4 +1,4 @@
-"""Which Megatron this is, wheel or checkout; and functions of it that are wrapped, once checked to be the ones we know.
+"""Which Megatron this is, wheel or checkout; and the functions of Megatron-Core that are wrapped (``SEAMS``).
 
 Those of a training loop are wrapped by their roles: ``recover_megatron.integrate``.
 """
@@ -13,12 +13,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recover_megatron import integrate
 from recover_megatron.errors import UserError
+from recover_megatron.integrate import Seam, Wrapper
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
@@ -77,7 +76,7 @@ def find_megatron(*, brings_script: bool = False) -> Megatron:
             f"or put a Megatron-LM checkout first on PYTHONPATH ({SUPPORTED})"
         )
     core = Path(spec.origin).parent
-    version = _read_version(core / "package_info.py")
+    version = read_version(core / "package_info.py")
     megatron = Megatron(version, core.parent.parent)
     if megatron.release > NEWEST:
         if os.environ.get("RANK", "0") == "0":
@@ -100,7 +99,7 @@ def find_megatron(*, brings_script: bool = False) -> Megatron:
     return megatron
 
 
-def _read_version(package_info: Path) -> str:
+def read_version(package_info: Path) -> str:
     """Megatron's version without importing it (importing megatron.core imports torch)."""
     try:
         text = package_info.read_text(encoding="utf-8")
@@ -112,8 +111,75 @@ def _read_version(package_info: Path) -> str:
     return f"{found['MAJOR']}.{found['MINOR']}.{found.get('PATCH', '0')}"
 
 
-wrap = partial(integrate.wrap, supported=SUPPORTED)
-"""Replace ``owner.name`` by ``wrapper(owner.name)``; see `integrate.wrap`."""
+_PARALLEL = "megatron.core.parallel_state"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_DDP = "megatron.core.distributed"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_WRITERS = "megatron.core.dist_checkpointing.strategies"
+_FSDP = f"{_DDP}.fsdp.src.megatron_fsdp.param_and_grad_buffer"
+_ADAPTER = f"{_DDP}.fsdp.mcore_fsdp_adapter"
+
+SEAMS = {
+    seam.name: seam
+    for seam in (
+        Seam(_PARALLEL, "create_group", ("ranks", "timeout", "backend", "pg_options", "use_local_synchronization",
+                                         "group_desc")),
+        Seam(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor")),
+        Seam(_SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config", "vp_stage",
+                                                    "collect_non_loss_data", "num_microbatches")),
+        Seam(f"{_DDP}.distributed_data_parallel", "DistributedDataParallel._make_backward_post_hook",
+             ("self", "param")),
+        Seam(f"{_DDP}.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_grad_sync",
+             ("self", "force_all_reduce")),
+        Seam(f"{_DDP}.param_and_grad_buffer", "_ParamAndGradBucketGroup.finish_grad_sync",
+             ("self", "force_all_reduce")),
+        Seam(f"{_DDP}.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_param_sync", ("self", "force_sync")),
+        Seam(f"{_DDP}.param_and_grad_buffer", "_ParamAndGradBucketGroup.finish_param_sync",
+             ("self", "skip_next_bucket_dispatch")),
+        Seam(_OPTIMIZER, "DistributedOptimizer.__init__", ("self", "optimizer", "config")),
+        Seam(_OPTIMIZER, "DistributedOptimizer._copy_model_grads_to_main_grads", ("self",)),
+        Seam(_OPTIMIZER, "DistributedOptimizer._copy_main_params_to_model_params", ("self",)),
+        Seam(_OPTIMIZER, "DistributedOptimizer.get_parameter_state_dp_zero", ("self",)),
+        Seam(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_dp_reshardable", ("self",)),
+        Seam(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_fully_reshardable", ("self",)),
+        Seam(f"{_WRITERS}.filesystem_async", "FileSystemWriterAsync.get_save_function_and_args", ("self",)),
+        Seam(f"{_WRITERS}.filesystem_async", "FileSystemWriterAsync.retrieve_write_results", ("self",)),
+        Seam(f"{_WRITERS}.filesystem_async", "get_write_results_queue", ("mp_mode",)),
+        Seam(f"{_WRITERS}.async_utils", "PersistentAsyncCaller.schedule_async_call", ("self", "async_req")),
+        Seam(f"{_WRITERS}.async_utils", "PersistentAsyncCaller.is_current_async_call_done",
+             ("self", "blocking", "no_dist")),
+        Seam(f"{_WRITERS}.async_utils", "PersistentAsyncCaller.close", ("self", "abort")),
+        Seam("megatron.training.datasets.fim_dataset", "GPTFIMDataset._query_document_sample_shuffle_indices",
+             ("self", "idx"), optional=True),
+    )
+}  # fmt: skip
+"""What is wrapped of Megatron-Core, and replaced in a distributed optimizer, with --recover."""
+
+FSDP_SEAMS = {
+    seam.name: seam
+    for seam in (
+        Seam(_FSDP, "GradReducePipeline._bucket_group_gradient_reduce",
+             ("self", "bucket_group", "async_op", "outer_fsdp_group_grad_reduce")),
+        Seam(_FSDP, "update_uneven_dtensor_chunk_metadata", ("dtensor",)),
+        Seam(_FSDP, "validate_uneven_dtensor", ("dtensor",)),
+        Seam(_ADAPTER, "FullyShardedDataParallelV1.__init__", ("self", "config", "ddp_config"),
+             formerly="FullyShardedDataParallel"),
+        Seam(_ADAPTER, "FullyShardedDataParallelV1.sync_rng_states_across_tp_group", ("self",),
+             formerly="FullyShardedDataParallel"),
+    )
+}  # fmt: skip
+"""The same with --use-megatron-fsdp."""
+
+
+def misfits(seams: dict[str, Seam]) -> list[str]:
+    """Everything of these seams that does not fit this Megatron, in words."""
+    reasons = [reason for seam in seams.values() if (reason := seam.misfit())]
+    return [f"--recover: {reason} ({SUPPORTED})" for reason in reasons]
+
+
+def wrap(name: str, wrapper: Wrapper) -> None:
+    """Have ``wrapper`` called in place of the function of one of ``SEAMS``, or UserError where it does not fit."""
+    (SEAMS | FSDP_SEAMS)[name].wrap(wrapper, SUPPORTED)
 
 
 @contextmanager

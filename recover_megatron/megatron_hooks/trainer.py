@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.gradients import Gradients
@@ -36,10 +35,7 @@ class NominalCount:
     count: int | None = None
 
     def install(self) -> None:
-        parameters = (
-            "model", "output_tensor", "loss_func", "config", "vp_stage", "collect_non_loss_data", "num_microbatches",
-        )  # fmt: skip
-        monkeypatch.wrap(schedules, "forward_step_calc_loss", parameters, self._wrap)
+        monkeypatch.wrap("forward_step_calc_loss", self._wrap)
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         place = 6

@@ -10,7 +10,6 @@ from typing import Any
 import megatron.core
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.pipeline_parallel import schedules
 from megatron.training import get_args
 
 from recover_megatron import __version__
@@ -40,7 +39,7 @@ class FaultInjection:
 
     def install(self) -> None:
         """Wrap the seam; raises UserError if this Megatron's is not the one we know."""
-        monkeypatch.wrap(schedules, "backward_step", ("input_tensor", "output_tensor"), self._striking_backward)
+        monkeypatch.wrap("backward_step", self._striking_backward)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
         """A phase was reached, of ``iteration``; None: of that under way."""

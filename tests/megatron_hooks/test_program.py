@@ -30,6 +30,7 @@ from recover_megatron.collectives import torch_nccl
 from recover_megatron.collectives.nccl import library
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.integrate import Loop, Seam
+from recover_megatron.megatron_hooks import monkeypatch as patches
 from recover_megatron.megatron_hooks import refused
 from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
@@ -338,6 +339,27 @@ def test_a_missing_megatron_is_told_with_the_command_that_installs_it(tmp_path: 
     assert done.returncode == 2
     assert "pip install megatron-core==0.19.2" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_all_seams_that_do_not_fit_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the loop and of Megatron-Core, methods too."""
+    module = "megatron.core.parallel_state"
+    others = [
+        Seam(module, "create_group", ("timeout",)),
+        Seam(module, "Group.close"),
+        Seam("megatron.core.no", "where"),
+    ]
+    monkeypatch.setattr(patches, "SEAMS", patches.SEAMS | {seam.name: seam for seam in others})
+    worker = FaultTolerance.__new__(FaultTolerance)
+    worker.__dict__.update(_loop=Loop("mine", "1 alone", {"train": [Seam(module, "train")]}, None))  # type: ignore[arg-type]
+    with pytest.raises(UserError) as told:
+        worker.install()
+    reasons = told.value.reasons
+    assert f"--recover: mine: there is no {module}.train (1 alone)" in reasons
+    assert any(f"{module}.create_group takes (ranks, " in reason for reason in reasons)
+    assert any(f"there is no {module}.Group" in reason for reason in reasons)
+    assert any("there is no module megatron.core.no" in reason for reason in reasons)
+    assert len([reason for reason in reasons if "it has nothing for" not in reason]) == 4
 
 
 def train(then: Callable[[], Any] = sys.exit) -> None:

@@ -59,7 +59,7 @@ from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
-from recover_megatron.megatron_hooks import checkpoint_writers, children, data, writers
+from recover_megatron.megatron_hooks import checkpoint_writers, children, data, monkeypatch, writers
 from recover_megatron.megatron_hooks.checkpoint_writers import WriterKilled
 from recover_megatron.megatron_hooks.entry.program import NO_DATA, EndedEarly, check_exit_was_asked_for
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
@@ -138,7 +138,8 @@ class FaultTolerance:
 
     def install(self) -> None:
         """Wrap all seams; raises UserError if this loop's or Megatron-Core's are not the ones we know."""
-        self._loop.check()
+        if reasons := [*self._loop.refusals(), *monkeypatch.misfits(monkeypatch.SEAMS)]:
+            raise UserError(*reasons)
         if reasons := variables.refusals(os.environ):
             raise UserError("; ".join(reasons))
         for line in variables.overrule(os.environ):  # of a worker that recover-run has not started

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -90,8 +91,8 @@ class FsdpBuckets:
                     bucket = OuterBucket(group)
                     self.outer.append((chunk, column, bucket))
                     self.parameters.append((column, bucket.param_data))
-            names = ("bucket_group", "async_op", OUTER_SUM)
-            monkeypatch.wrap(pipeline, "_bucket_group_gradient_reduce", names, self._inside_alone(pipeline))
+            reduce = pipeline._bucket_group_gradient_reduce
+            pipeline._bucket_group_gradient_reduce = wraps(reduce)(self._inside_alone(pipeline)(reduce))
             accumulated.watch(chunk, list(chunk.module.raw_param.values()))
         self.shards = None if shadows is None else Shards(columns, shadows, assignment)
         self.gradients = Gradients(parts, self.shards)

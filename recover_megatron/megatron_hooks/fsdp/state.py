@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.training import get_args
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
 
+from recover_megatron import integrate
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.errors import UserError
 from recover_megatron.instep.process_group import EpochGroup
@@ -137,11 +136,13 @@ def install_meshes(alone: Callable[[], bool]) -> None:
 
         return ask
 
-    monkeypatch.wrap(device_mesh, "_get_pg_from_name", ("mesh", "name"), _ours_first)
-    monkeypatch.wrap(param_and_grad_buffer, "update_uneven_dtensor_chunk_metadata", ("dtensor",), not_alone)
-    monkeypatch.wrap(param_and_grad_buffer, "validate_uneven_dtensor", ("dtensor",), not_alone)
-    monkeypatch.wrap(FullyShardedDataParallel, "__init__", ("self", "config", "ddp_config"), _unsharded)
-    monkeypatch.wrap(FullyShardedDataParallel, "sync_rng_states_across_tp_group", ("self",), not_alone)
+    if reasons := monkeypatch.misfits(monkeypatch.FSDP_SEAMS):
+        raise UserError(*reasons)
+    integrate.wrap(device_mesh, "_get_pg_from_name", ("mesh", "name"), _ours_first, monkeypatch.SUPPORTED)
+    monkeypatch.wrap("update_uneven_dtensor_chunk_metadata", not_alone)
+    monkeypatch.wrap("validate_uneven_dtensor", not_alone)
+    monkeypatch.wrap("FullyShardedDataParallelV1.__init__", _unsharded)
+    monkeypatch.wrap("FullyShardedDataParallelV1.sync_rng_states_across_tp_group", not_alone)
 
 
 def _unsharded(original: Callable[..., None]) -> Callable[..., None]:

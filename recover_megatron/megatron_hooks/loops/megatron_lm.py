@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.training import get_args, training
-
 from recover_megatron.integrate import Loop, Seam
 from recover_megatron.megatron_hooks.monkeypatch import SUPPORTED
 
@@ -12,13 +10,21 @@ CHECKPOINTING = "megatron.training.checkpointing"
 
 
 class Services:
+    """See ``recover_megatron.integrate``.  Megatron is imported when the training asks: a script reads ``SEAMS``."""
+
     def operations(self, samples: int) -> float:
+        from megatron.training import get_args, training
+
         return float(training.num_floating_point_operations(get_args(), samples))
 
     def finish_saves(self) -> None:
+        from megatron.training import training
+
         training.maybe_finalize_async_save(blocking=True)
 
     def forget(self) -> None:
+        from megatron.training import training
+
         training.destroy_global_state()
 
 

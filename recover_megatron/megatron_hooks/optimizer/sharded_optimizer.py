@@ -31,10 +31,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import optimizer as optimizer_module
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import get_args
 
-from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Orphaned
 from recover_megatron.instep.gradients import Parameters, alive
 from recover_megatron.instep.overlap import Overlap
@@ -47,8 +45,6 @@ from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 
-_OVERRIDDEN = ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params", "get_parameter_state_dp_zero",
-               "sharded_param_state_dp_reshardable", "sharded_param_state_fully_reshardable")  # fmt: skip
 _groups_of: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 """Optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all."""
 
@@ -66,9 +62,7 @@ def install() -> None:
 
         return __init__
 
-    if missing := [name for name in _OVERRIDDEN if not callable(getattr(DistributedOptimizer, name, None))]:
-        raise UserError(f"--recover: DistributedOptimizer of this Megatron has no {', '.join(missing)}")
-    monkeypatch.wrap(DistributedOptimizer, "__init__", ("self", "optimizer", "config"), noting)
+    monkeypatch.wrap("DistributedOptimizer.__init__", noting)
 
 
 def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
