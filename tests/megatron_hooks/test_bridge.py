@@ -21,7 +21,7 @@ from recover_megatron.instep.faults import Disagreement
 from recover_megatron.megatron_hooks.loops import bridge
 from recover_megatron.megatron_hooks.loops.bridge_arguments import SECTIONS, BridgeArguments
 from recover_megatron.run_log.steps import StepRecord, read_steps, violations
-from scripts.bridge_seams import misfits, signatures
+from scripts.check_megatron import Sources, misfits, signatures
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer, Run
 
@@ -125,21 +125,24 @@ def parameters_of(release: str) -> dict[str, list[str] | None]:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_function_that_is_wrapped_is_in_the_recorded_releases(release: str) -> None:
-    assert misfits(parameters_of(release), bridge.seams()) == []
+    assert misfits(parameters_of(release), bridge.seams()) == {}
 
 
 def test_a_function_that_is_gone_or_takes_other_arguments_is_named() -> None:
     found = parameters_of("0.6.2")
     step, setup = f"{bridge.TRAIN}.train_step", f"{bridge.PRETRAIN}.setup"
     found |= {step: ["forward_step_func", "model"], setup: None}
-    gone, other = misfits(found, bridge.seams())
-    assert gone == f"there is no {setup}"
-    assert other.startswith(f"{step} takes (forward_step_func, model), expected (forward_step_func, data_iterator, ")
+    reasons = misfits(found, bridge.seams())
+    assert reasons.keys() == {setup, step}
+    assert reasons[setup] == f"there is no {setup}"
+    assert reasons[step].startswith(
+        f"{step} takes (forward_step_func, model), expected (forward_step_func, data_iterator, "
+    )
 
 
 def test_the_double_takes_what_bridge_takes_in_the_same_order() -> None:
     theirs = parameters_of("0.6.2")
-    for name, its in signatures(DOUBLE, bridge.seams()).items():
+    for name, its in signatures(Sources(DOUBLE), bridge.seams()).items():
         assert its is not None, f"the double has no {name}"
         if every := theirs[name]:  # else it is Megatron-LM's or Megatron-Core's own
             assert [one for one in every if one in its] == its, name
@@ -149,7 +152,7 @@ def test_the_double_takes_what_bridge_takes_in_the_same_order() -> None:
 def test_every_function_that_is_wrapped_is_in_these_sources() -> None:
     root = Path(os.environ["RECOVER_BRIDGE_SOURCE"])
     root = root / "src" if (root / "src").is_dir() else root
-    assert misfits(signatures(root, bridge.seams()), bridge.seams()) == []
+    assert misfits(signatures(Sources(root), bridge.seams()), bridge.seams()) == {}
 
 
 def test_bridges_configuration_is_read_and_set_by_the_names_of_megatrons_flags() -> None:

@@ -4,7 +4,7 @@ What Bridge's functions take otherwise than Megatron-LM's is translated here (th
 configuration and counters are seen through ``BridgeArguments``, which stands where ``megatron.training.get_args()``
 looks.  What is refused: ``bridge_arguments.problems``.
 
-The seams are those of the releases that ``SUPPORTED`` names; ``scripts/bridge_seams.py`` compares them with sources.
+The seams are those of the releases that ``SUPPORTED`` names; ``scripts/check_megatron.py`` compares them with sources.
 """
 
 from __future__ import annotations
