@@ -3,14 +3,10 @@
     python scripts/check_megatron.py CHECKOUT          # of Megatron-LM or Megatron-Bridge, or an unpacked wheel
     python scripts/check_megatron.py CHECKOUT --json   # the parameters, as tests/megatron_hooks/bridge_parameters.json
 
-Of every function that is wrapped or replaced one line:
-
-    fits                        with the parameters that are expected
-    fits, its body changed      since the Megatron that is installed here: somebody is to read it
-    does not fit                why
-
-Then what is read by its name: of modules and classes each name where it is looked for, of other objects whether the
-name is still anywhere.  Exit code 0: all fit; 1: what does not is named.
+Of every function that is wrapped or replaced one line: it fits; it fits, but its body is not that of the Megatron that
+is installed here (somebody is to read it); it does not fit.  Then what is read by its name: of modules and classes each
+name where it is looked for, of other objects whether the name is still anywhere.  Exit code 0: all fit; 1: what does
+not is named, with the reason.
 """
 
 from __future__ import annotations
@@ -27,9 +23,8 @@ from pathlib import Path
 
 import recover_megatron
 from recover_megatron.integrate import Seam, unlike
+from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.loops.megatron_lm import SEAMS
-from recover_megatron.megatron_hooks.monkeypatch import FSDP_SEAMS, parse_release, read_version
-from recover_megatron.megatron_hooks.monkeypatch import SEAMS as CORE_SEAMS
 
 PACKAGE = Path(recover_megatron.__file__).parent
 Found = tuple[str, ast.AST]
@@ -81,9 +76,9 @@ class Sources:
         asked = [alias.name for alias in node.names if (alias.asname or alias.name) in (name, "*")]
         if not asked:
             return None
-        package = module.split(".")
-        up = node.level - (self.root.joinpath(*package) / "__init__.py").is_file()
-        origin = ".".join([*(package[: len(package) - up] if node.level else []), *filter(None, [node.module])])
+        is_package = self.root.joinpath(*module.split("."), "__init__.py").is_file()
+        package = module if is_package else module.rpartition(".")[0]
+        origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
         if self.tree(origin) is None:
             return None if asked == ["*"] else (origin, ast.Module([], []))
         return self.find(origin, name if asked == ["*"] else asked[0])
@@ -136,21 +131,17 @@ def signatures(sources: Sources, wanted: Sequence[Seam]) -> dict[str, list[str] 
         node = sources.function(seam)
         its = node.args if isinstance(node, Function) else ast.arguments([], [], None, [], [], None, [])
         names = [each.arg for each in (*its.posonlyargs, *its.args, *its.kwonlyargs)]
-        found[_path(seam)] = None if node is None else names
+        found[f"{seam.module}.{seam.name}"] = None if node is None else names
     return found
-
-
-def _path(seam: Seam) -> str:
-    return f"{seam.module}.{seam.name}"
 
 
 def misfits(found: dict[str, list[str] | None], wanted: Sequence[Seam]) -> dict[str, str]:
     """What does not fit -> why.  What comes from elsewhere is checked where it is imported: at the start."""
     reasons = {}
-    for seam in wanted:
-        its = found[_path(seam)]
-        why = f"there is no {_path(seam)}" if its is None and not seam.optional else None
-        reasons[_path(seam)] = unlike(_path(seam), its, seam.parameters, seam.named) if its else why
+    for name, seam in ((f"{seam.module}.{seam.name}", seam) for seam in wanted):
+        its = found[name]
+        why = f"there is no {name}" if its is None and not seam.optional else None
+        reasons[name] = unlike(name, its, seam.parameters, seam.named) if its else why
     return {name: why for name, why in reasons.items() if why}
 
 
@@ -192,16 +183,6 @@ def _asked(node: ast.AST) -> tuple[str, list[str]]:
     return "", []
 
 
-def compare(sources: Sources, tested: Sources, wanted: Sequence[Seam]) -> list[str]:
-    """Print one line a function; returns why some do not fit."""
-    reasons = misfits(signatures(sources, wanted), wanted)
-    for seam in wanted:
-        changed = tested.body(seam) and sources.body(seam) != tested.body(seam)
-        how = "does not fit" if _path(seam) in reasons else "fits, its body changed" if changed else "fits"
-        print(f"{how:24}{_path(seam)}")
-    return list(reasons.values())
-
-
 def main() -> int:
     """Print what fits and what does not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,26 +192,32 @@ def main() -> int:
     given = parser.parse_args()
     root = given.checkout / "src" if (given.checkout / "src" / "megatron").is_dir() else given.checkout
     sources = tested = Sources(root)
-    bridge, core = ((root / "megatron" / one).is_dir() for one in ("bridge", "core"))
-    if bridge:
+    if is_bridge := (root / "megatron" / "bridge").is_dir():
         from recover_megatron.megatron_hooks.loops.bridge import seams  # imports Megatron, which takes its time
 
         wanted = seams()
-    elif core:
-        wanted = [*(seam for its in SEAMS.values() for seam in its), *CORE_SEAMS.values(), *FSDP_SEAMS.values()]
+    elif (root / "megatron" / "core").is_dir():
+        of_core = monkeypatch.SEAMS | monkeypatch.FSDP_SEAMS
+        wanted = [*(seam for its in SEAMS.values() for seam in its), *of_core.values()]
     else:
         parser.error(f"{given.checkout} has neither megatron/core nor megatron/bridge")
+    found = signatures(sources, wanted)
+    why = misfits(found, wanted)
     if given.json:
-        found = signatures(sources, wanted)
         print(json.dumps({name: " ".join(its or ()) for name, its in found.items()}, indent=1))
-        return bool(misfits(found, wanted))
+        return bool(why)
     newer = False
-    if not bridge and (spec := importlib.util.find_spec("megatron.core")) and spec.origin:
+    if not is_bridge and (spec := importlib.util.find_spec("megatron.core")) and spec.origin:
         tested = Sources(Path(spec.origin).parents[2])
-        its, installed = (read_version(one.root / "megatron/core/package_info.py") for one in (sources, tested))
-        newer = parse_release(its) >= parse_release(installed)
+        files = (one.root / "megatron/core/package_info.py" for one in (sources, tested))
+        its, installed = map(monkeypatch.read_version, files)
+        newer = monkeypatch.parse_release(its) >= monkeypatch.parse_release(installed)
         print(f"Megatron {its}, compared with {installed}")
-    reasons = compare(sources, tested, wanted)
+    for name, seam in zip(found, wanted, strict=True):
+        changed = tested.body(seam) and sources.body(seam) != tested.body(seam)
+        how = "does not fit" if name in why else "fits, its body changed" if changed else "fits"
+        print(f"{how:24}{name}")
+    reasons = list(why.values())
     if newer:
         exact, anywhere = reads(tested)
         reasons += [f"there is no {'.'.join(its)}" for its in sorted(exact) if sources.find(*its) is None]
