@@ -38,11 +38,13 @@ from recover_megatron.workload.assign import group_size
 class Accumulated:
     """How many microbatches entered the gradient of each model chunk, since the start of the run.
 
-    Counted where it happens: by the hook that adds a gradient to the buffer.
+    Counted where it happens: by the hooks that add gradients to the buffer.  Some dense parameter gets one from every
+    microbatch, though not each does: a vision transformer's may have none from a sample without an image.
     """
 
     def __init__(self) -> None:
-        self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+        """Of each chunk, by dense parameter."""
 
     def install(self) -> None:
         """Wrap the seam; must come before the model is built."""
@@ -53,14 +55,15 @@ class Accumulated:
 
         def _make_backward_post_hook(ddp: Any, param: torch.nn.Parameter) -> Callable[..., None]:
             add_to_buffer = make(ddp, param)
-            # The first dense parameter of a chunk gets a gradient from every microbatch (an expert's may get none).
-            if ddp in counts or not getattr(param, "allreduce", True):
+            if not getattr(param, "allreduce", True):
                 return add_to_buffer
-            counts[ddp] = 0
+            of_chunk = counts.setdefault(ddp, [])
+            place = len(of_chunk)
+            of_chunk.append(0)
 
             def count(*unused: Any) -> None:
                 add_to_buffer(*unused)
-                counts[ddp] += 1
+                of_chunk[place] += 1
 
             return count
 
@@ -70,27 +73,28 @@ class Accumulated:
         """Count for a chunk in Megatron-FSDP, whose own hooks of ``parameters`` have been registered before."""
         for param in parameters:
             if param.requires_grad and getattr(param, "allreduce", True):
-                self._counts[fsdp] = 0
+                self._counts[fsdp] = [0]
                 param.register_post_accumulate_grad_hook(lambda _: self._add(fsdp))
                 return
 
     def _add(self, chunk: Any) -> None:
-        self._counts[chunk] += 1
+        self._counts[chunk][0] += 1
 
-    def counts(self, model: Sequence[Any]) -> list[int | None]:
-        """By chunk; None for one without a trainable dense parameter, of which nothing can be counted."""
-        return [self._counts.get(chunk) for chunk in model]
+    def counts(self, model: Sequence[Any]) -> list[list[int]]:
+        """By chunk, by parameter; of one without a trainable dense parameter nothing can be counted."""
+        return [list(self._counts.get(chunk, ())) for chunk in model]
 
-    def check(self, model: Sequence[Any], before: Sequence[int | None], microbatches: Sequence[int]) -> None:
+    def check(self, model: Sequence[Any], before: Sequence[list[int]], microbatches: Sequence[int]) -> None:
         """Raise Disagreement unless exactly so many of its ``microbatches`` were added to each chunk since ``before``.
 
         By chunk; without those of which Megatron runs no backward pass, see ``has_gradient``.
         """
         counts = zip(before, self.counts(model), microbatches, strict=True)
         for number, (old, new, its) in enumerate(counts):
-            if old is not None and new is not None and new - old != its:
+            added = max((now - then for now, then in zip(new, old, strict=True)), default=its)
+            if added != its:
                 raise Disagreement(
-                    f"chunk {number} added the gradients of {new - old} microbatches, not of its {its}: "
+                    f"chunk {number} added the gradients of {added} microbatches, not of its {its}: "
                     "stopping before this step is reported as good"
                 )
 

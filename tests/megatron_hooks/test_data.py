@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.training.datasets.fim_dataset import GPTFIMDataset
 
 from recover_megatron.instep.decision import Rollback as Target
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.megatron_hooks import data, microbatches, rejoin
 from recover_megatron.megatron_hooks.data import LoaderKilled, Source, TaggedDataset, _reading
 from recover_megatron.megatron_hooks.microbatches import InOrder, InTurn, Shuffled, skipped_before, with_skipped
@@ -265,6 +266,26 @@ def test_generators_of_transformer_engine_are_seeded_in_place_with_the_numbers_o
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert not torch.equal(first[0], first[1])
+
+
+def test_a_microbatch_is_counted_by_whichever_dense_parameter_it_has_a_gradient_of() -> None:
+    """Not each has one: that of a vision transformer from a sample without an image."""
+    accumulated, chunk, parameter = (
+        microbatches.Accumulated(),
+        torch.nn.Linear(1, 1),
+        torch.nn.Parameter(torch.zeros(1)),
+    )
+    make = accumulated._counting(lambda ddp, param: lambda *_: None)
+    of_vision, of_both = make(chunk, parameter), make(chunk, parameter)
+    for _ in range(3):
+        of_vision()
+        of_both()
+    before = accumulated.counts([chunk])
+    for hook in (of_vision, of_both, of_both, of_both):
+        hook()
+    accumulated.check([chunk], before, [3])
+    with pytest.raises(Disagreement, match="added the gradients of 3 microbatches, not of its 4"):
+        accumulated.check([chunk], before, [4])
 
 
 def test_what_is_mixed_over_a_whole_layer_is_mixed_alike_on_its_tensor_and_context_ranks(
