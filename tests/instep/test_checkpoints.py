@@ -20,7 +20,17 @@ from tests.harness.patience import patient
 from tests.instep.altered import altered
 from tests.instep.conftest import Runs
 from tests.instep.logged import checkpoint, saved_arguments
-from tests.instep.runs import LAYOUTS, PARAMETERS, QUICK_TO_SEE_A_HANG, Case, Result, Strike, check_rows, check_steps
+from tests.instep.runs import (
+    ADAM,
+    LAYOUTS,
+    PARAMETERS,
+    QUICK_TO_SEE_A_HANG,
+    Case,
+    Result,
+    Strike,
+    check_rows,
+    check_steps,
+)
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, losses
 
 pytestmark = pytest.mark.slow
@@ -237,7 +247,7 @@ SIZES = "num-layers,hidden-size,num-attention-heads,max-position-embeddings,seq-
 
 def test_a_run_whose_model_is_that_of_its_checkpoint_survives_and_takes_a_newcomer(runs: Runs) -> None:
     """--use-checkpoint-args: the sizes of the model are in the checkpoint alone, for who comes later, too."""
-    case, saved = Case(DP4, iterations=12), runs.out / "saved"
+    case, saved = Case(DP4, iterations=12, model=ADAM), runs.out / "saved"
     whole = runs(case.with_flags("--save", str(saved), "--save-interval", "4"), "whole")
     assert whole.ended.ok, whole.told()
     load = ("--use-checkpoint-args", "--load", str(saved), "--ckpt-step", "4", "--exit-on-missing-checkpoint")
