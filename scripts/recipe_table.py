@@ -3,12 +3,13 @@
     python scripts/recipe_table.py            writes the table where it is out of date
     python scripts/recipe_table.py --all      prints what is said of each configuration
 
-Each line of scripts/recipes/VERSION.tsv goes through Megatron's own parser and through what --recover refuses.
+Each line of scripts/recipes/*.tsv goes through Megatron's own parser and through what --recover refuses.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 from collections import Counter
@@ -34,6 +35,8 @@ KINDS = {
     "release": "release tests: GPT, Mixtral, DeepSeek-V3 (proxy), Nemotron",
     "tests": "functional tests: GPT, experts, hybrid",
     "examples": "examples",
+    "main": "functional tests that only Megatron's main has",
+    "performance": "published performance recipes and runs",
 }
 
 
@@ -51,7 +54,8 @@ class Recipe:
     """One configuration."""
 
     name: str
-    argv: tuple[str, ...]
+    flags: tuple[tuple[str, ...], ...]
+    """Each with its values."""
 
     @property
     def kind(self) -> str:
@@ -65,6 +69,8 @@ class Verdict:
     recipe: Recipe
     answer: Answer
     reasons: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+    """What Megatron's parser does not know: flags of another Megatron, which the answer does without."""
 
 
 def recipes() -> Iterator[Recipe]:
@@ -73,8 +79,7 @@ def recipes() -> Iterator[Recipe]:
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.startswith("#"):
                 name, _, flags = line.partition("\t")
-                words = (filter(None, re.split("[=,]", f"--{flag}")) for flag in flags.split())
-                yield Recipe(name, tuple(chain.from_iterable(words)))
+                yield Recipe(name, tuple(tuple(re.split("[=,]", f"--{flag}")) for flag in flags.split()))
 
 
 def verdicts() -> list[Verdict]:
@@ -84,21 +89,30 @@ def verdicts() -> list[Verdict]:
     from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard, cannot_shard_model, settle
 
     plain, untested = RecoverConfig(enabled=True), RecoverConfig(enabled=True, untested=True)
-    parser = add_recover_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    parser = add_recover_arguments(add_megatron_arguments(parser))
     parser.set_defaults(rerun_mode="disabled")
+
+    @functools.cache
+    def known(words: tuple[str, ...]) -> bool:
+        try:
+            return not parser.parse_known_args(words)[1]
+        except argparse.ArgumentError:
+            return False
 
     def refusals(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
         found = [*cannot_recover(args, config), *cannot_shard(args, config), *cannot_shard_model(args, config, WORLD)]
         return list(dict.fromkeys(found))
 
     def judge(recipe: Recipe) -> Verdict:
-        args = parser.parse_args(list(recipe.argv))
+        unknown = tuple(" ".join(words) for words in recipe.flags if not known(words))
+        args = parser.parse_args([*chain.from_iterable(filter(known, recipe.flags))])
         switched = [its.flag for its in settle(args) if its.off]
         anyway, unless = refusals(args, untested), refusals(args, plain)
         if refused := anyway or unless:
             answer = Answer.REFUSED if anyway else Answer.UNTESTED
-            return Verdict(recipe, answer, tuple(map(_flag, refused)))
-        return Verdict(recipe, Answer.SWITCHED if switched else Answer.TAKEN, tuple(switched))
+            return Verdict(recipe, answer, tuple(map(_flag, refused)), unknown)
+        return Verdict(recipe, Answer.SWITCHED if switched else Answer.TAKEN, tuple(switched), unknown)
 
     return [judge(recipe) for recipe in recipes()]
 
@@ -129,13 +143,22 @@ def tables(found: list[Verdict]) -> str:
         lines += ["", f"| {title} | in how many | of these it alone |", "| --- | --- | --- |"]
         for reason, number in sorted(named.items(), key=lambda item: (-item[1], item[0])):
             lines.append(f"| `{reason}` | {number} | {alone[reason]} |")
-    lines += ["", "| release and example | |", "| --- | --- |"]
-    for its in found:
-        if its.recipe.kind != "tests":
-            name = its.recipe.name.removeprefix("release/")
-            reasons = ", ".join(f"`{reason}`" for reason in its.reasons)
-            lines.append(f"| {name} | {its.answer.value}{': ' if reasons else ''}{reasons} |")
+    lines += ["", "| not a flag, or a value, of Megatron 0.19.2 | in how many |", "| --- | --- |"]
+    foreign = Counter(flag for its in found for flag in its.unknown)
+    lines += [f"| `{flag}` | {number} |" for flag, number in sorted(foreign.items())]
+    for title, these in (
+        ("release and example", [its for its in found if its.recipe.kind not in ("tests", "performance")]),
+        ("recipe or run", [its for its in found if its.recipe.kind == "performance"]),
+    ):
+        lines += ["", f"| {title} | |", "| --- | --- |", *map(_row, these)]
     return "\n".join(lines)
+
+
+def _row(its: Verdict) -> str:
+    name = its.recipe.name.removeprefix("release/").removeprefix("performance/")
+    reasons = ", ".join(f"`{reason}`" for reason in its.reasons)
+    foreign = "; without " * bool(its.unknown) + ", ".join(f"`{flag}`" for flag in its.unknown)
+    return f"| {name} | {its.answer.value}{': ' if reasons else ''}{reasons}{foreign} |"
 
 
 def updated() -> Page:
@@ -149,7 +172,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="print what is said of each, and write nothing")
     if parser.parse_args().all:
         for its in verdicts():
-            print(its.answer.value, its.recipe.name, ", ".join(its.reasons), sep="\t")
+            print(its.answer.value, its.recipe.name, ", ".join(its.reasons), ", ".join(its.unknown), sep="\t")
     else:
         updated().settle()
 

@@ -155,7 +155,8 @@ def _device(row: Callable[..., None]) -> None:
     row(cuda, "the host has no cache to empty, and a torch without CUDA no such function", empty_cache=lambda: None)
     uncounted = "memory of the device is not counted: Megatron reports 0"
     row(cuda, uncounted, device_memory_used=lambda device=None: 0)
-    row(cuda.memory, uncounted, memory_stats_as_nested_dict=lambda device=None: {})
+    none = {name: {"all": {"current": 0, "peak": 0}} for name in ("reserved_bytes", "allocated_bytes", "allocation")}
+    row(cuda.memory, uncounted, memory_stats_as_nested_dict=lambda device=None: none)
     row(torch.accelerator, "data loaders would pin memory for it", is_available=lambda: False)
 
 

@@ -28,7 +28,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.microbatches import InOrder, InTurn, Order, Shuffled
+from recover_megatron.megatron_hooks.microbatches import ByNumber, InOrder, InTurn, Order, Shuffled
 
 SAMPLE = "recover_sample"
 """The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""
@@ -306,11 +306,52 @@ def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int, *args: Any, **kwargs: Any) -> Any:
         if dataset is None:
             return build(dataset, consumed_samples, *args, **kwargs)
+        if get_args().dataloader_type == "external":
+            return _external(dataset, consumed_samples)
         loader = build(TaggedDataset(dataset), consumed_samples, *args, **kwargs)
         order = _order_of(dataset, loader.batch_sampler, consumed_samples)
         return Source(loader, loader.batch_sampler.micro_batch_size, consumed_samples, order)
 
     return build_pretraining_data_loader
+
+
+class _Numbered(torch.utils.data.Dataset):
+    """The microbatches of a loader of the user's own, each under its number in the run."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getitem__(self, number: int) -> Batch:
+        return {**self._loader.microbatch(number), SAMPLE: torch.tensor([number])}
+
+
+def _only(batches: list[Batch]) -> Batch:
+    return batches[0]
+
+
+def _external(loader: Any, consumed: int) -> Source:
+    """What a loader of the user's own gives (--dataloader-type external), by its numbers.
+
+    Raises UserError for one that gives batches one after the other alone.
+    """
+    args = get_args()
+    flag = "--recover with --dataloader-type external"
+    if not callable(getattr(loader, "microbatch", None)):
+        raise UserError(
+            f"{flag} needs a loader with a method microbatch(number): {type(loader).__name__} gives batches one after "
+            "the other, and a lost one must be read again by its number in the run"
+        )
+    size = args.micro_batch_size
+    if getattr(args, "full_validation", False) or (getattr(args, "eval_micro_batch_size", None) or size) != size:
+        raise UserError(f"{flag} cannot be combined with --full-validation or another --eval-micro-batch-size")
+    made = torch.utils.data.DataLoader(
+        _Numbered(loader),
+        batch_size=1,
+        collate_fn=_only,
+        num_workers=args.num_workers,
+        persistent_workers=args.num_workers > 0,
+    )
+    return Source(made, size, consumed, ByNumber(size))
 
 
 def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order:

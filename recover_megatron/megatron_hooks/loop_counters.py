@@ -23,7 +23,9 @@ CONSUMED = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",
 )  # fmt: skip
 """Megatron's arguments that say what the run has consumed, what it will do at its end, and what it began from."""
-LAUNCH = ("iteration", "consumed_train_samples", "num_floating_point_operations_so_far")
+LAUNCH = (
+    "iteration", "consumed_train_samples", "skipped_train_samples", "num_floating_point_operations_so_far",
+)  # fmt: skip
 """Megatron's arguments that say where the run began, which is what its loop begins from."""
 
 
@@ -80,14 +82,19 @@ class LoopCounters:
         args.skipped_train_samples += counters["dropped"] * iterations
         done = counters["version"] + iterations
         version = args.iteration = args.curr_iteration = with_skipped(done, to_skip())
-        args.consumed_train_samples += counters["batch"] * (version - done)
-        args.skipped_train_samples += counters["batch"] * (version - done)
+        for _ in range(version - done):  # left out: as many samples each as a step would have had there
+            update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+            batch = get_current_running_global_batch_size()
+            args.consumed_train_samples += batch
+            args.skipped_train_samples += batch
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        # What train() counts by itself from here on; exact unless the batch size is ramped up.
-        self._launch = counters["launch"]
-        samples = args.consumed_train_samples - self._launch["consumed_train_samples"]
-        samples -= counters["batch"] * sum(self._launch["iteration"] < left_out <= version for left_out in to_skip())
-        args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
+        # What train() counts by itself from here on; exact unless a batch that grows is decreased, too.
+        launch = self._launch = counters["launch"]
+        left_out = sum(launch["iteration"] < iteration <= version for iteration in to_skip())
+        samples = args.consumed_train_samples - launch["consumed_train_samples"]
+        samples -= args.skipped_train_samples - launch["skipped_train_samples"]
+        samples += counters["dropped"] * (version - launch["iteration"] - left_out)
+        args.num_floating_point_operations_so_far = launch["num_floating_point_operations_so_far"]
         if samples > 0:
             args.num_floating_point_operations_so_far += self._operations(samples)
         return int(version)

@@ -5,6 +5,7 @@ Microbatch j of the iteration that starts at ``consumed`` samples begins at cons
     InOrder    --dataloader-type single: the samples from there on
     Shuffled   --dataloader-type cyclic: those that Megatron's shuffling sampler gives the data-parallel rank j % ranks,
                epoch after epoch
+    ByNumber   --dataloader-type external: what the user's loader gives for (consumed + j * size) / size
     InTurn     --full-validation: one sample for each rank in turn, each rank's again and again
 
 The samples of iterations that are left out (--iterations-to-skip) count as consumed, and nobody reads them.  A state's
@@ -221,6 +222,17 @@ class InOrder:
         return list(range(first, first + self._size)) if first + self._size <= self._total else None
 
 
+class ByNumber:
+    """Microbatches that a loader of the user's own gives by their number in the run; ``size``: in samples."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def samples(self, first: int) -> list[int]:
+        """The number alone of the microbatch that begins at sample ``first``."""
+        return [first // self._size]
+
+
 class InTurn:
     """The samples of a data set of ``total``, one for each of the ``ranks`` of the launch in turn: microbatches of one.
 
@@ -311,7 +323,7 @@ def skipped_before(iteration: int, begun: int, skipped: Iterable[int]) -> int:
     return found
 
 
-Order = InOrder | InTurn | Shuffled
+Order = ByNumber | InOrder | InTurn | Shuffled
 
 
 def _unread(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_current_running_global_batch_size,
+)
 from megatron.training import get_args, global_vars
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import is_last_rank
@@ -57,6 +61,8 @@ class Records:
         """That of the steps in ``_lines``."""
         self._first = True
         """Whether no step of this run can have been written yet, for all that this worker knows."""
+        self._left_out = (-1, 0)
+        """An iteration that this worker has made, and how many samples had been left out until then."""
 
     def joined_late(self) -> None:
         """The run has begun without this worker."""
@@ -65,13 +71,19 @@ class Records:
     def step(self, recovery: Recovery, outcome: Outcome, result: tuple[Any, ...], seconds: float) -> None:
         """A step is over: ``result`` is what train_step returned."""
         _to_megatrons_writers(recovery, outcome)
+        args = get_args()
+        iteration = args.curr_iteration + 1
+        skipped = skipped_before(iteration, args.iteration, to_skip())
+        (before, left_out), left_out_now = self._left_out, args.skipped_train_samples
+        # Megatron adds to them what the batch of this iteration was decreased by, when train_step has returned.
+        decreased = get_current_global_batch_size() - get_current_running_global_batch_size()
+        self._left_out = iteration, left_out_now + decreased
         if not self._candidate(recovery):
             return
-        args = get_args()
         loss, grad_norm = result[0].get("lm loss"), result[5]
         total = sum(map(len, outcome.counted.values()))
         step = StepRecord(
-            iteration=args.curr_iteration + 1,
+            iteration=iteration,
             loss=None if loss is None else float(loss),
             grad_norm=None if grad_norm is None else float(grad_norm),
             consumed_samples=args.consumed_train_samples + total * args.micro_batch_size,
@@ -79,7 +91,8 @@ class Records:
             replicas=len(outcome.counted),
             seconds=seconds,
             microbatches=outcome.counted,
-            skipped=skipped_before(args.curr_iteration + 1, args.iteration, to_skip()),
+            skipped=skipped,
+            skipped_samples=left_out_now - left_out if skipped and before == iteration - 1 - skipped else None,
             time=round(time.time(), 3),
         )
         self._keep(step)

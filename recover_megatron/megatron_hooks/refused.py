@@ -94,16 +94,13 @@ RULES = [
                 lambda args: getattr(args, "muon_tp_mode", "blockwise") != "blockwise")),
     _spreads_weights("--tensor-parallel-num-weight-shards", "tensor_model_parallel_size"),
     _spreads_weights("--expert-tensor-parallel-num-weight-shards", "expert_tensor_parallel_size"),
-    Rule("--recover needs --dataloader-type single or cyclic, not {args.dataloader_type}: a loader of your own gives "
-         "batches one after the other, and a lost one must be read by its number",
-         lambda args: getattr(args, "dataloader_type", None) not in (None, "single", "cyclic")),
-    Rule("--recover cannot be combined with --rerun-mode {args.rerun_mode}: Megatron 0.18 to 0.19 does not start with "
-         "it either (ValueError: it looks for a mode report_determinism_stats, which its flag does not take); a "
-         "Megatron that does runs each step twice and compares the n-th result with the n-th, which after a death is "
-         "of another microbatch",
+    Rule("--recover takes no loaders of the type {args.dataloader_type}: single, cyclic or external",
+         lambda args: getattr(args, "dataloader_type", None) not in (None, "single", "cyclic", "external")),
+    Rule("--recover cannot be combined with --rerun-mode {args.rerun_mode}: no Megatron up to 0.20 starts with it "
+         "(ValueError: it looks for a mode report_determinism_stats, which its flag does not take)",
          lambda args: getattr(args, "rerun_mode", "disabled") != "disabled"),
     yet("--moe-router-load-balancing-type global_aux_loss", "in the forward pass a router sums its tokens over all "
-         "replicas, so the loss of a rank's n-th microbatch is made of the n-th ones of all others: of a lost one "
+         "replicas, so the loss of a rank's n-th microbatch is made of the first n ones of all others: of a lost one "
          "nobody would have them, and what runs them again comes too late (aux_loss and seq_aux_loss need no other "
          "replica)", balances_by("global_aux_loss")),
     yet("delayed FP8 scaling", "its scales are a history of what each worker has computed, to which a re-run adds and "
@@ -117,8 +114,6 @@ RULES = [
          "after a death is another one"),
     yet("--logits-save-dir", "they are saved by the worker that computed them, which after a death has those of "
          "others, too, and a run that loads them would take them for its own"),
-    Rule("--recover cannot be combined with --iterations-to-skip and a batch that grows yet",
-         all_of(is_set("iterations_to_skip"), is_set("rampup_batch_size", "step_batch_size_schedule"))),
     Rule("--qk-clip needs --bf16 or --fp16: without them Megatron itself does not find the attention, and ends in the "
          "first step with an AttributeError", all_of(is_set("qk_clip"), unless(is_set("bf16", "fp16")))),
     Rule("--qk-clip with --tensor-model-parallel-size {args.tensor_model_parallel_size} needs "
@@ -425,6 +420,10 @@ SETTLED = (
             is_set("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
             {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
             "the schedule of the one was not examined, and by the other gradients come after the sum"),
+    Settled("--defer-embedding-wgrad-compute", is_set("defer_embedding_wgrad_compute"),
+            {"defer_embedding_wgrad_compute": False},
+            "with --overlap-grad-reduce these gradients come after the sum, and Megatron cannot put off those of one "
+            "microbatch, which may be all that is run again"),
     Settled("--overlap-param-gather-with-optimizer-step", is_set("overlap_param_gather_with_optimizer_step"),
             {"overlap_param_gather_with_optimizer_step": False}, "the update is one step, all or nothing"),
     Settled("--use-sharp, --use-nccl-ub", is_set("use_sharp", "nccl_ub"),

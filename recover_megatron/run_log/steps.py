@@ -47,6 +47,8 @@ class StepRecord:
     """Replica id -> the ids j whose gradients this replica accumulated."""
     skipped: int = 0
     """How many iterations directly before it were left out on purpose (--iterations-to-skip)."""
+    skipped_samples: int | None = None
+    """How many samples these consumed; None where its writer does not know, and in files of older versions."""
     time: float | None = None
     """Unix seconds when it was over, by its writer's clock; None in files of older versions."""
 
@@ -55,8 +57,9 @@ class StepRecord:
         fields = asdict(self)
         if not self.skipped:
             del fields["skipped"]
-        if self.time is None:
-            del fields["time"]
+        for name in ("skipped_samples", "time"):
+            if fields[name] is None:
+                del fields[name]
         return json.dumps(fields)
 
     def to_line(self) -> bytes:
@@ -211,7 +214,9 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
     size = samples_per_microbatch(steps)
     for before, step in pairwise(steps):
         consumed = step.consumed_samples - before.consumed_samples
-        if consumed % (1 + step.skipped) == 0:  # those that were left out have consumed as many samples each
+        if step.skipped_samples is not None:
+            consumed -= step.skipped_samples
+        elif consumed % (1 + step.skipped) == 0:  # as many samples each, unless the batch grows
             consumed //= 1 + step.skipped
         total = microbatches_per_iteration([step]) if expected is None else expected
         if step.iteration != before.iteration + 1 + step.skipped:

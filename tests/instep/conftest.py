@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 from tests.harness.forkserver import ForkServer, Run
 from tests.instep.runs import Case, Result, check, check_rows
@@ -90,3 +93,26 @@ class Runs:
 @pytest.fixture
 def runs(forkserver: ForkServer, reference: Reference, tmp_path: Path) -> Runs:
     return Runs(forkserver, reference, tmp_path)
+
+
+FEW = {"-few": 15, "-fewer": 8}
+"""Validation sets: what is added to the prefix -> documents."""
+
+
+@pytest.fixture(scope="session")
+def indexed_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prefix of a small indexed data set of documents of different lengths, each with an end mark.
+
+    Beside it are those of ``FEW``.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = tmp_path_factory.mktemp("indexed") / "text"
+    source = random.Random(0)
+    for more, documents in (("", 400), *FEW.items()):
+        builder = IndexedDatasetBuilder(f"{prefix}{more}.bin", dtype=numpy.int32)
+        for _ in range(documents):
+            tokens = [source.randrange(126) for _ in range(source.randrange(3, 40))]
+            builder.add_document(torch.tensor([*tokens, 126], dtype=torch.int32), [len(tokens) + 1])
+        builder.finalize(f"{prefix}{more}.idx")
+    return str(prefix)

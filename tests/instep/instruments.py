@@ -50,6 +50,13 @@ def skip_above(norm: str) -> None:
     OptimizerConfig.__post_init__ = with_limit  # type: ignore[method-assign]
 
 
+def without(names: str) -> None:
+    """Leave flags of these names out, each with its value; ``names``: with commas in between."""
+    for name in names.split(","):
+        at = sys.argv.index(f"--{name}")
+        del sys.argv[at : at + 2]
+
+
 def double() -> None:
     """Have parameters and gradients in float64, for which Megatron has no flag."""
     from megatron.core.optimizer import optimizer
@@ -99,6 +106,58 @@ def maxima() -> None:
         return clip_qk(model, *args, **kwargs)
 
     training.clip_qk = printing
+
+
+def own_loaders() -> None:
+    """Have the script's provider return loaders of its own, over its data sets (--dataloader-type external)."""
+    from megatron.training import get_args
+
+    from recover_megatron.megatron_hooks.entry import gpt_script
+
+    provider = gpt_script.train_valid_test_datasets_provider
+
+    class Loader:
+        def __init__(self, samples: Any) -> None:
+            self._samples = samples
+
+        def microbatch(self, number: int) -> Any:
+            size = get_args().micro_batch_size
+            first = number * size
+            return torch.utils.data.default_collate([self._samples[first + n] for n in range(size)])
+
+    def providing(*args: Any, **kwargs: Any) -> Any:
+        return [its if its is None else Loader(its) for its in provider(*args, **kwargs)]
+
+    providing.is_distributed = True  # type: ignore[attr-defined]
+    gpt_script.train_valid_test_datasets_provider = providing
+
+
+def infilling(prefix: str) -> None:
+    """Read the indexed data set ``prefix``, and have NullTokenizer do what --fim-data asks of a tokenizer."""
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    sys.argv.remove("--mock-data")
+    sys.argv += ["--data-path", prefix]
+    NullTokenizer.ids_to_text = lambda self, ids, remove_special_tokens=False: " ".join(map(str, ids))
+    NullTokenizer.text_to_ids = lambda self, text: [int(word) for word in text.split()]
+    NullTokenizer.tokens_to_ids = lambda self, tokens: int(tokens) if isinstance(tokens, str) else [*map(int, tokens)]
+
+
+def uneven_gathers() -> None:
+    """Have gloo gather parts of different sizes, too, as NCCL does: by a broadcast of each."""
+    gather = dist.all_gather
+
+    def all_gather(parts: Any, mine: Any, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.numel() for part in parts}) == 1:
+            return gather(parts, mine, group, async_op)
+        for rank, part in enumerate(parts):
+            if rank == dist.get_rank(group):
+                part.copy_(mine)
+            if part.numel():
+                dist.broadcast(part, dist.get_global_rank(group, rank), group)
+        return None
+
+    dist.all_gather = all_gather
 
 
 def with_wandb() -> None:

@@ -20,7 +20,17 @@ from tests.harness.patience import patient
 from tests.instep.altered import altered
 from tests.instep.conftest import Runs
 from tests.instep.logged import checkpoint, saved_arguments
-from tests.instep.runs import LAYOUTS, PARAMETERS, QUICK_TO_SEE_A_HANG, Case, Result, Strike, check_steps
+from tests.instep.runs import (
+    ADAM,
+    LAYOUTS,
+    PARAMETERS,
+    QUICK_TO_SEE_A_HANG,
+    Case,
+    Result,
+    Strike,
+    check_rows,
+    check_steps,
+)
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, losses
 
 pytestmark = pytest.mark.slow
@@ -230,3 +240,19 @@ def test_a_worker_without_a_part_in_a_checkpoint_is_waited_for_by_nobody(runs: R
     result = runs.check(saving(case.with_flags("--no-ckpt-fully-parallel-save"), runs.out, 4))
     assert sorted(result.grid.items()) == [(0, [4]), (1, [1]), (2, [2]), (3, [3])]
     check_saved(result, [4, 8])
+
+
+SIZES = "num-layers,hidden-size,num-attention-heads,max-position-embeddings,seq-length"
+
+
+def test_a_run_whose_model_is_that_of_its_checkpoint_survives_and_takes_a_newcomer(runs: Runs) -> None:
+    """--use-checkpoint-args: the sizes of the model are in the checkpoint alone, for who comes later, too."""
+    case, saved = Case(DP4, iterations=12, model=ADAM), runs.out / "saved"
+    whole = runs(case.with_flags("--save", str(saved), "--save-interval", "4"), "whole")
+    assert whole.ended.ok, whole.told()
+    load = ("--use-checkpoint-args", "--load", str(saved), "--ckpt-step", "4", "--exit-on-missing-checkpoint")
+    struck = replace(case, strikes=(Strike(1, 0, 6, "backward"),), restarts=1).patient(f"9-:{DP4.replicas}")
+    result = runs(struck.altered("instruments.without", SIZES).with_flags(*load))
+    assert list(result.ended.codes) == [0, -9, 0, 0], result.told()
+    check_rows(result.steps, whole.steps[4:], told=str(case))
+    assert result.replicas[-1] == DP4.replicas

@@ -32,6 +32,7 @@ from tests.instep.runs import (
     check,
     check_audit,
     check_parameters,
+    check_rows,
     check_steps,
     distance,
 )
@@ -94,6 +95,45 @@ def test_a_flag_that_changes_how_gradients_are_summed_or_applied_changes_nothing
     runs.check(case)
 
 
+EXTERNAL_CASES = [
+    Case(DP4, (Strike(1, 0, 3, "data"), Strike(2, 0, 5, "reduce-scatter")), evaluated=True),
+    Case(Layout("pp2-dp3", 3, pipeline=2), (Strike(1, 1, 3, "forward"), Strike(0, 0, 5, "agree")), 30, restarts=1,
+         model=("--num-workers", "1")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some("external", EXTERNAL_CASES, 1), ids=str)
+def test_what_a_loader_of_the_users_own_gives_by_number_is_trained_as_megatrons_own(runs: Runs, case: Case) -> None:
+    external = case.altered("instruments.own_loaders").with_flags("--dataloader-type", "external")
+    check(runs(external), runs.reference(case))
+
+
+def test_a_loader_that_gives_batches_one_after_the_other_alone_is_refused(runs: Runs) -> None:
+    result = runs(Case(DP4).with_flags("--dataloader-type", "external"))
+    assert set(result.ended.codes) == {2}, result.told()
+    said = "--recover with --dataloader-type external needs a loader with a method microbatch(number): MockGPTDataset"
+    assert said in result.said
+
+
+INFILLING = tuple(
+    "--fim-data --fim-rate 0.6 --fim-spm-rate 0.5 --fim-prefix-token 120 --fim-middle-token 121 --fim-suffix-token 122 "
+    "--fim-pad-token 123 --fim-eod-token 126".split()
+)
+INFILLING_CASES = [
+    Case(DP4, (Strike(1, 0, 3, "data"), Strike(2, 0, 5, "reduce-scatter")), model=(*INFILLING, "--num-workers", "2")),
+    Case(TP2, (Strike(1, 0, 3, "backward"), Strike(0, 1, 5, "agree")), 30, restarts=1,
+         model=(*INFILLING, "--fim-split-sample", "60", "--fim-fragment-rate", "0.7")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some("infilling", INFILLING_CASES, 1), ids=str)
+def test_samples_for_infilling_are_those_of_the_run_without_deaths(runs: Runs, indexed_data: str, case: Case) -> None:
+    case = case.throughout("instruments.infilling", indexed_data)
+    runs.check(case)
+    plain = replace(case, model=case.model[len(INFILLING) :])
+    assert [step.loss for step in runs.reference(case).steps] != [step.loss for step in runs.reference(plain).steps]
+
+
 GLITCH = 2 * SAMPLES + 5
 """A sample of iteration 3: microbatch 5, which worker 1 runs."""
 
@@ -139,6 +179,26 @@ def test_muon_whose_layers_would_be_spread_is_survived_with_all_state_in_every_w
 def test_muon_without_a_death_is_stock_megatrons(runs: Runs) -> None:
     """Not with its layers spread: gloo gathers parts of one size alone."""
     runs.check_stock(Case(DP4, model=MUON), script=STOCK)
+
+
+LAYER_WISE = (*MUON, "--bf16", "--use-distributed-optimizer", "--ckpt-format", "torch_dist")
+DP2 = Layout("dp2", 2)
+
+
+@pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs the Python package emerging-optimizers")
+def test_a_checkpoint_of_muon_whose_layers_were_spread_is_resumed_and_so_is_ours(runs: Runs) -> None:
+    """Stock Megatron spreads them (gloo is taught to gather parts of different sizes); with --recover nobody does."""
+    case = Case(DP2, model=LAYER_WISE).throughout("instruments.uneven_gathers")
+    theirs, ours = runs.out / "theirs", runs.out / "ours"
+    save, load = (["--save-interval", "4", "--save"], ["--ckpt-step", "4", "--exit-on-missing-checkpoint", "--load"])
+    expected = runs.stock(case, *save, str(theirs)).recorded[4:]
+    struck = replace(case, strikes=(Strike(1, 0, 6, "backward"),))
+    resumed = runs(struck.with_flags(*load, str(theirs)), "resumed")
+    check_rows(resumed.steps, expected, SIXTEEN_BITS, "of theirs")
+    struck = replace(case, strikes=(Strike(0, 0, 2, "all-gather"),))
+    assert runs(struck.with_flags(*save, str(ours)), "run").ended.codes == [-9, 0]
+    stock = replace(runs, out=runs.out / "again").stock(case, *load, str(ours)).recorded
+    check_rows(stock, expected, SIXTEEN_BITS, "of ours")
 
 
 HALF_CASES = [

@@ -116,7 +116,6 @@ BAD = [
     (GOOD, "--global-batch-size 15", "global batch size 15 is not a multiple of micro batch size 2 x 1"),
     (GOOD, "--num-layers four", "argument --num-layers: invalid int value: 'four'"),
     (GOOD, "--hidden-size 33", "Megatron refuses these flags"),
-    (GOOD, "--recover --dataloader-type external", "--recover needs --dataloader-type single or cyclic"),
     (GOOD, "--recover --recover-log-dir /proc/nowhere", "--recover-log-dir /proc/nowhere: "),
     (GOOD, "--recover --recover-min-replicas 0", "--recover-min-replicas 0: give 1 or more"),
     (GOOD, "--wandb-project mine", "--wandb-project mine needs the Python package wandb, which is not"),
@@ -140,7 +139,7 @@ BAD = [
     (GOOD, "--recover --use-megatron-fsdp --num-distributed-optimizer-instances 2",
      "--use-megatron-fsdp with --num-distributed-optimizer-instances 2 needs --overlap-grad-reduce: without it"),
     (GOOD, "--recover --rerun-mode report_stats",
-     "--recover cannot be combined with --rerun-mode report_stats: Megatron 0.18 to 0.19 does not start with it"),
+     "--recover cannot be combined with --rerun-mode report_stats: no Megatron up to 0.20 starts with it"),
     (GOOD, "--recover --te-rng-tracker", "--recover takes --te-rng-tracker only with --recover-untested: "),
     (GOOD, "--recover --inprocess-restart", "--recover cannot be combined with --inprocess-restart yet: when"),
     (GOOD, "--recover --enable-ft-package", "--recover cannot be combined with --enable-ft-package yet: its"),
@@ -431,7 +430,7 @@ FLAGS = (
     "--overlap-param-gather-with-optimizer-step --log-straggler --log-max-attention-logit --error-injection-rate 9 "
     "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --optimizer muon --use-distributed-optimizer "
     "--use-megatron-fsdp --fsdp-double-buffer --use-precision-aware-optimizer "
-    "--distributed-timeout-seconds-after-init 60 --gpu-sniff-test-interval 9"
+    "--distributed-timeout-seconds-after-init 60 --gpu-sniff-test-interval 9 --defer-embedding-wgrad-compute"
 ).split()
 SETTLED = [its for its in refused.SETTLED if its.flag != "--optimizer dist_muon"]
 """Each of these by one of the flags."""

@@ -226,3 +226,27 @@ def test_what_the_log_counts_from_the_start_of_the_run_leaves_out_what_is_run_ag
     tracker["cumulative_correct_values"], tracker["cumulative_total_values"] = torch.ones(1), torch.ones(1)
     log.load(at_the_start)
     assert set(tracker) == {"values"}, "Megatron begins to count anew"
+
+
+def test_what_is_left_out_of_a_batch_that_grows_counts_as_many_samples_as_megatron_has_counted(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 samples a batch, from the 60th sample on 20; iterations 6, 7 and 8 are left out: 10 and twice 20 samples."""
+    batch = BATCH
+
+    def update(consumed: int, consistency_check: bool = True) -> None:
+        nonlocal batch
+        batch = BATCH if consumed < 6 * BATCH else 2 * BATCH
+
+    orphan = make(loaded=True)
+    monkeypatch.setattr(loop_counters, "update_num_microbatches", update)
+    for name in ("get_current_global_batch_size", "get_current_running_global_batch_size"):
+        monkeypatch.setattr(loop_counters, name, lambda: batch)
+    orphan.args.iterations_to_skip = (6, 7, 8)
+    orphan.state.begin()
+    orphan.update()
+    orphan.state.settle()
+    orphan.state.resume()
+    assert (orphan.args.curr_iteration, orphan.args.consumed_train_samples) == (8, 4 * BATCH + 10 + 10 + 20 + 20)
+    assert orphan.args.skipped_train_samples == 10 + 20 + 20
+    assert orphan.args.num_floating_point_operations_so_far == BATCH, "of iteration 5 alone: one per sample here"

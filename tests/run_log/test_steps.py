@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -194,6 +195,20 @@ def test_the_audit_knows_iterations_that_were_left_out_and_what_they_consumed() 
     assert violations(steps(0, 40)) == ["iteration 5 follows iteration 2 in steps.jsonl"]
     assert violations(steps(2, 32)) != []
     assert violations(steps(2, 41)) != []
+
+
+def test_samples_that_were_left_out_count_as_many_as_the_line_says() -> None:
+    """The batch grew from 4 microbatches of 2 samples to 6 in what was left out."""
+    four, six = {0: [0, 2], 1: [1, 3]}, {0: [0, 2, 4], 1: [1, 3, 5]}
+    made = [step(iteration, consumed_samples=8 * iteration, microbatches=four) for iteration in (1, 2)]
+
+    def last(samples: int, **more: Any) -> StepRecord:
+        return step(5, consumed_samples=48, microbatches=six, skipped=2, skipped_samples=samples, **more)
+
+    assert violations([*made, last(20)]) == []
+    assert violations([*made, last(18)]) == ["iteration 5: microbatches [6] were not counted"]
+    assert StepRecord.from_json(last(20).to_json()) == last(20)
+    assert "skipped_samples" not in made[0].to_json()
 
 
 def test_new_lines_are_read_once_and_never_by_half(tmp_path: Path) -> None:

@@ -284,9 +284,18 @@ def test_the_docs_say_what_becomes_of_each_of_nvidias_configurations() -> None:
 
 def test_a_configuration_is_refused_by_every_flag_that_cannot_be_kept() -> None:
     found = {its.recipe.name: its for its in recipe_table.verdicts()}
-    assert len(found) > 230
+    assert len(found) > 270
     fsdp = found["examples/megatron_fsdp/train_llama3_8b_fsdp_h100_fp8"]
     assert fsdp.answer is recipe_table.Answer.REFUSED
     assert "delayed FP8 scaling" in fsdp.reasons
     mixtral = found["release/mixtral/mixtral_8x7b_alltoall_tp2pp4ep4_release"]
-    assert (mixtral.answer, mixtral.reasons) == (recipe_table.Answer.TAKEN, ())
+    assert (mixtral.answer, mixtral.reasons, mixtral.unknown) == (recipe_table.Answer.TAKEN, (), ())
+
+
+def test_what_this_megatron_does_not_know_of_a_recipe_is_named_and_the_rest_is_judged() -> None:
+    found = {its.recipe.name: its for its in recipe_table.verdicts()}
+    run = found["performance/swiss-ai/apertus_70b"]
+    assert {"--optimizer ademamix", "--goldfish-loss"} <= set(run.unknown)
+    graphs = found["performance/moe-model-zoo/qwen3_235b_256xh100"]
+    assert graphs.answer is recipe_table.Answer.SWITCHED
+    assert "CUDA graphs" in graphs.reasons

@@ -144,8 +144,18 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
     found = copy.deepcopy(args)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if getattr(found, "use_checkpoint_args", False):
+            _take_those_of_checkpoint(found)
         flags.in_plain_words(partial(arguments.validate_args, found, dict(DEFAULTS)))
     return found
+
+
+def _take_those_of_checkpoint(args: argparse.Namespace) -> None:
+    """--use-checkpoint-args: as Megatron does before it validates; without a checkpoint they stay as they are."""
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    for folder in ("pretrained_checkpoint", "load"):
+        load_args_from_checkpoint(args, load_arg=folder)
 
 
 def load(config: RecoverConfig) -> Program:
