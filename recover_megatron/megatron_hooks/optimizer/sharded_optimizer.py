@@ -43,6 +43,7 @@ from recover_megatron.instep.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
+from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
@@ -69,6 +70,7 @@ def install() -> None:
     if missing := [name for name in _OVERRIDDEN if not callable(getattr(DistributedOptimizer, name, None))]:
         raise UserError(f"--recover: DistributedOptimizer of this Megatron has no {', '.join(missing)}")
     monkeypatch.wrap(DistributedOptimizer, "__init__", ("self", "optimizer", "config"), noting)
+    precision.install()
 
 
 def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
