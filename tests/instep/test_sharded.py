@@ -22,6 +22,7 @@ from tests.instep.altered import altered
 from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, PHASES, SHARDED_PHASES, Cell, case_of, cells, visits
 from tests.instep.conftest import Runs
 from tests.instep.runs import (
+    HALF_MOMENTS,
     INTERLEAVED,
     MODEL,
     NO_EVALUATION,
@@ -315,9 +316,9 @@ def test_each_feature_with_deaths_in_it_trains_as_without(runs: Runs, tmp_path: 
 
 
 AWARE = "--bf16 --use-precision-aware-optimizer"
-HALF_MOMENTS = f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-AWARE_DP4 = Layout("aware-dp4", 4, flags=f"{HALF_MOMENTS} {OVERLAP}")
-AWARE_TP2 = Layout("aware-tp2-dp3", 3, tensor=2, flags=HALF_MOMENTS)
+HALF = f"--bf16 {HALF_MOMENTS}"
+AWARE_DP4 = Layout("aware-dp4", 4, flags=f"{HALF} {OVERLAP}")
+AWARE_TP2 = Layout("aware-tp2-dp3", 3, tensor=2, flags=HALF)
 AWARE_EXPERTS = Layout(
     "aware-experts", 3, inner_ranks=2,
     flags=f"{AWARE} --exp-avg-dtype bf16 --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2",
@@ -327,7 +328,7 @@ IN_16_BITS = {
         AWARE_DP4, Strike(2, 0, 3, "update", visit=2), Strike(0, 0, 5, "param-gather")
     ),
     "in-the-norm-and-in-the-agreement": sharded(
-        Layout("aware-grads", 4, flags=f"{HALF_MOMENTS} --main-grads-dtype bf16"),
+        Layout("aware-grads", 4, flags=f"{HALF} --main-grads-dtype bf16"),
         Strike(0, 0, 3, "norm"), Strike(2, 0, 5, "agree"),
     ),
     "all-in-32-bits": sharded(
@@ -340,7 +341,7 @@ IN_16_BITS = {
         AWARE_DP4, Strike(1, 0, 3, "update", visit=2), Strike(2, 0, 3, "update"), flags=TWO_SHADOWS
     ),
     "stages": sharded(
-        Layout("aware-pp2-dp3", 3, pipeline=2, flags=HALF_MOMENTS), Strike(1, 1, 3, "shadow"), Strike(0, 0, 5, "update")
+        Layout("aware-pp2-dp3", 3, pipeline=2, flags=HALF), Strike(1, 1, 3, "shadow"), Strike(0, 0, 5, "update")
     ),
     "experts": sharded(AWARE_EXPERTS, Strike(0, 1, 3, "norm"), Strike(2, 1, 5, "param-gather")),
     "who-takes-a-place": sharded(AWARE_TP2, Strike(1, 1, 3, "update"), iterations=LONG, restarts=1).patient("5-:3"),
@@ -358,9 +359,13 @@ def test_moments_and_gradients_in_16_bits_are_those_of_the_failure_free_run_at_a
 def test_a_checkpoint_of_remainders_is_gone_on_with_as_by_stock_megatron(
     runs: Runs, forkserver: ForkServer, saved_by: str
 ) -> None:
-    """Main parameters are written as what the model's lack, by whichever of the two: each goes on with them."""
+    """Main parameters are written as what the model's lack, by whichever of the two: each goes on with them.
+
+    It is the same to the last bit as if it had not been interrupted.
+    """
     scripts = {"stock": [STOCK], "ours": [OURS, "--recover"]}
-    shared = [*MODEL, *SHARDED, *HALF_MOMENTS.split(), *NO_EVALUATION, "--global-batch-size", "12"]
+    shared = [*MODEL, *SHARDED, *HALF.split(), *NO_EVALUATION, "--global-batch-size", "12"]
+    shared += ["--hidden-dropout", "0", "--attention-dropout", "0"]
     saving = ["--save", str(runs.out / "saved"), "--save-interval", "4", "--train-iters", "8"]
 
     def trained(name: str, *argv: str, by: str) -> list[float]:
@@ -369,12 +374,12 @@ def test_a_checkpoint_of_remainders_is_gone_on_with_as_by_stock_megatron(
         assert run.ok, run.tail()
         return [record["loss"] for record in losses(out / "losses.jsonl")]
 
-    whole = trained("whole", *saving, "--exit-interval", "4", by=saved_by)
-    assert len(whole) == 4
-    loading = ["--load", str(runs.out / "saved"), "--train-iters", "8"]
-    stock, ours = (trained(f"on-{by}", *loading, by=by) for by in scripts)
-    assert len(stock) == len(ours) == 4
-    assert all(math.isclose(mine, its, rel_tol=3e-3) for mine, its in zip(ours, stock, strict=True)), (ours, stock)
+    whole = trained("whole", *saving, by=saved_by)
+    loading = ["--load", str(runs.out / "saved"), "--ckpt-step", "4", "--train-iters", "8"]
+    again = {by: trained(f"on-{by}", *loading, by=by) for by in scripts}
+    assert again[saved_by] == whole[4:]
+    (other,) = again.keys() - {saved_by}
+    assert again[other] == pytest.approx(whole[4:], rel=1e-3)
 
 
 @pytest.mark.parametrize("form", ["dp-reshardable", "fully-reshardable", "moments in 16 bits"])
@@ -403,6 +408,10 @@ def test_a_checkpoint_after_deaths_holds_the_state_of_the_failure_free_run_and_l
     ours, theirs = states
     assert ours["step"] == theirs["step"] == 8
     assert set(ours["state"]) == set(theirs["state"]) != set()
+    lacked = set[int]()
     for key, its in theirs["state"].items():
         mine, wanted = torch.tensor(ours["state"][key]), torch.tensor(its)
         assert float((mine - wanted).norm()) <= near * 1e-5 * float(wanted.norm()), key
+        if layout is AWARE_DP4 and key.endswith(" param"):  # whose first 16 bits alone are as near
+            lacked |= set((mine.view(torch.int32) & 0xFFFF).tolist())
+    assert layout is not AWARE_DP4 or len(lacked) > 1000
