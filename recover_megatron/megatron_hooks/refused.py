@@ -122,8 +122,8 @@ RULES = [
 UNTESTED = [
     Rule("--recover takes --te-rng-tracker only with --recover-untested: Transformer Engine's random states are set "
          "per microbatch, which was run on a stand-in alone", is_set("te_rng_tracker")),
-    Rule("--recover takes --use-precision-aware-optimizer with bf16 types on GPUs only with --recover-untested: there "
-         "was no Transformer Engine, whose optimizer has the moments; a stand-in's was run",
+    Rule("--recover takes --use-precision-aware-optimizer with bf16 types on GPUs only with --recover-untested: they "
+         "were run with a stand-in of Transformer Engine's optimizer alone",
          all_of(lambda args: not hostdevice.is_active(), keeps(*BF16))),
 ]  # fmt: skip
 """What is refused without --recover-untested: it is built, and a part of it needs a GPU or Transformer Engine."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, differing_units
@@ -133,6 +134,12 @@ def test_a_half_is_rounded_away_from_zero_and_a_checkpoint_may_have_it_rounded_t
     for model in (up, main.bfloat16()):
         assert torch.equal(precision.whole(model, main), main)
     assert torch.equal(precision.whole(up, precision.remainder(main).float()), main)
+
+
+def test_a_configuration_by_which_transformer_engine_would_keep_main_parameters_is_refused() -> None:
+    with pytest.raises(UserError, match="was made before --recover began"):
+        precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True))
+    precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False))
 
 
 def test_a_state_that_came_from_another_worker_is_updated_as_there() -> None:

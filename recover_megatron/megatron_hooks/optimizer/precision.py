@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+from recover_megatron.errors import UserError
 from recover_megatron.megatron_hooks import monkeypatch
 
 _BY_ITSELF = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
@@ -48,6 +49,15 @@ def install() -> None:
         return __post_init__
 
     monkeypatch.wrap(OptimizerConfig, "__post_init__", ("self",), kept_by_megatron)
+
+
+def check(config: Any) -> None:
+    """Raise UserError for an optimizer's configuration that was made before ``install``."""
+    if getattr(config, _BY_ITSELF, False):
+        raise UserError(
+            "--recover: the optimizer's configuration was made before --recover began, so Transformer Engine would "
+            "keep the main parameters (--use-precision-aware-optimizer): make it in the training, or leave that out"
+        )
 
 
 def has_remainders(optimizer: Any, dtype: torch.dtype) -> bool:

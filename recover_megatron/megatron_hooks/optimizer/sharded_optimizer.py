@@ -64,6 +64,7 @@ def install() -> None:
                 parameter: number for number, group in enumerate(groups) for parameter in group["params"]
             }
             original(self, optimizer, *args, **kwargs)
+            precision.check(self.config)
 
         return __init__
 
