@@ -1,4 +1,4 @@
-"""Stand-ins for the apex kernels that Megatron's path without TransformerEngine is written for.
+"""Stand-ins for the apex kernels that Megatron's path without TransformerEngine is written for, and for its FusedAdam.
 
 Without them Megatron falls back to ``torch.optim.AdamW``, whose per-parameter ``step`` its distributed optimizer cannot
 reload, and to ``torch.nn.LayerNorm``, which it refuses to combine with sequence parallelism.
@@ -18,7 +18,12 @@ from torch.optim.adamw import adamw
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW with apex's interface: the step count belongs to the parameter group."""
+    """Adam or AdamW with the interface of apex and of Transformer Engine: the step count belongs to the group.
+
+    As the latter it can keep the moments in bfloat16 (``exp_avg_dtype``, ``exp_avg_sq_dtype``; None: as the parameter),
+    the main parameters of those in bfloat16 (``master_weights``), whole or by the 16 bits that the parameter lacks
+    (``store_param_remainders``), and read gradients of any type from ``decoupled_grad``.  It computes in float32.
+    """
 
     def __init__(
         self,
@@ -30,36 +35,125 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
         capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype | None = None,
+        exp_avg_sq_dtype: torch.dtype | None = None,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
     ) -> None:
         self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
+        self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self._gradient = "decoupled_grad" if use_decoupled_grad else "grad"
+        self.store_param_remainders = store_param_remainders and master_weights
+        self._scales: dict[Any, dict[str, torch.Tensor]] = {}
+        """Transformer Engine's: of each moment that is not in float32; in bfloat16 they are ones."""
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step with the gradients in ``grad``; parameters without one are left alone."""
+        """One step with the gradients that are there; parameters without one are left alone."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            used = [p for p in group["params"] if p.grad is not None]
+            used = [p for p in group["params"] if getattr(p, self._gradient, None) is not None]
             for p in used:
                 if not self.state[p]:
-                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    self.initialize_state(p, self._has_remainder(p))
+            full = [self._in_full(p) for p in used]
             if group["bias_correction"]:
-                self._update_all(used, group)
+                self._update_all(full, group)
             else:
-                for p in used:
-                    self._update(p, group)
+                for its in full:
+                    self._update(its, group)
+            for p, its in zip(used, full, strict=True):
+                self._keep(p, its)
 
-    def _update_all(self, used: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        for name in self.name_to_dtype_map:
+            self._allot(param, name).zero_()
+        if self.master_weights:
+            self._allot(param, "master_param").copy_(torch.zeros_like(param) if store_param_remainders else param)
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        state: torch.Tensor = self.state[param][state_name]
+        return state.float() if state.dtype == torch.bfloat16 else state
+
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        remainder = state_name == "master_param" and self._has_remainder(param)
+        assert unscaled_state.dtype == (torch.int16 if remainder else torch.float32)
+        state = self.state[param]
+        (state[state_name] if state_name in state else self._allot(param, state_name)).copy_(unscaled_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments in float32, but in a parameter's own type."""
+        told = super().state_dict()
+        every = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in told["param_groups"] for number in group["params"]]
+        for number, p in zip(numbers, every, strict=True):
+            if number in told["state"]:
+                told["state"][number] = {name: self.get_unscaled_state(p, name) for name in self.state[p]}
+        return told
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if None in self.name_to_dtype_map.values():
+            return  # in the parameter's type, as torch has made them
+        every = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, p in zip(numbers, every, strict=True):
+            self.state.pop(p, None)
+            for name, value in state_dict["state"].get(number, {}).items():
+                remainder = name == "master_param" and self._has_remainder(p)
+                self.set_scaled_state(p, name, value if remainder else value.float())
+
+    def _has_remainder(self, p: torch.Tensor) -> bool:
+        return self.store_param_remainders and p.dtype == torch.bfloat16
+
+    def _allot(self, p: torch.Tensor, name: str) -> torch.Tensor:
+        """Memory for a state; what was in it is not asked."""
+        main = torch.int16 if self._has_remainder(p) else torch.float32
+        dtype = main if name == "master_param" else self.name_to_dtype_map[name] or p.dtype
+        if dtype == torch.bfloat16:
+            self._scales.setdefault(p, {})[name] = torch.ones(1)
+        self.state[p][name] = torch.empty_like(p, dtype=dtype)
+        return self.state[p][name]
+
+    def _in_full(self, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(main parameter, gradient, both moments): what is kept so itself, else a copy in float32."""
+        state, gradient = self.state[p], getattr(p, self._gradient)
+        main = p
+        if self.master_weights and p.dtype != torch.float32:
+            main = state["master_param"]
+        if main.dtype == torch.int16:
+            high = p.view(torch.int16).int() - (main < 0).int()  # a negative remainder was rounded up
+            main = (high << 16 | main.int() & 0xFFFF).view(torch.float32)
+        moments = [state[name] for name in self.name_to_dtype_map]
+        for name, moment in zip(self.name_to_dtype_map, moments, strict=True):
+            if moment.dtype == torch.bfloat16:
+                assert self._scales[p][name] == 1.0
+        return main, *(its.to(main.dtype) for its in (gradient, *moments))
+
+    def _keep(self, p: torch.Tensor, full: tuple[torch.Tensor, ...]) -> None:
+        state, main = self.state[p], full[0]
+        for name, its in zip(self.name_to_dtype_map, full[2:], strict=True):
+            if its is not state[name]:
+                state[name].copy_(its)
+        if self._has_remainder(p):
+            bits = main.view(torch.int32)
+            state["master_param"].copy_(bits.to(torch.int16))
+            p.view(torch.int16).copy_(((bits >> 16) + (bits.to(torch.int16) < 0)).to(torch.int16))
+        elif main is not p:
+            p.copy_(main)
+
+    def _update_all(self, full: list[tuple[torch.Tensor, ...]], group: dict[str, Any]) -> None:
         """In one pass over memory, as apex's kernel does it: four times as fast as a call for each operation."""
         (beta1, beta2), rule = group["betas"], adamw if self.adam_w_mode else adam
         rule(
-            used,
-            [p.grad for p in used],
-            [self.state[p]["exp_avg"] for p in used],
-            [self.state[p]["exp_avg_sq"] for p in used],
+            *([its[at] for its in full] for at in range(4)),
             [],
-            [torch.tensor(float(group["step"]) - 1) for _ in used],  # of which the rule counts each up
+            [torch.tensor(float(group["step"]) - 1) for _ in full],  # of which the rule counts each up
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -70,17 +164,17 @@ class FusedAdam(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, full: tuple[torch.Tensor, ...], group: dict[str, Any]) -> None:
         """Without the correction of the bias, which torch's own rule always has."""
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        grad, state = p.grad, self.state[p]
+        p, grad, exp_avg, exp_avg_sq = full
         if self.adam_w_mode:
             p.mul_(1 - lr * decay)
         else:
             grad = grad.add(p, alpha=decay)
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-lr)
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        p.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(group["eps"]), value=-lr)
 
 
 class FusedLayerNormAffineFunction:
@@ -126,6 +220,8 @@ def install() -> None:
         "apex": {},
         "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization": {},
+        # Megatron looks for the precision-aware optimizer there alone; torch's import finds it without its parents.
+        "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
     }
     for name, contents in members.items():

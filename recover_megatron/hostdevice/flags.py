@@ -63,6 +63,19 @@ def has_cuda_graphs(args: Any) -> bool:
     return getattr(args, "cuda_graph_impl", None) not in (None, "none") or older(args)
 
 
+BF16, SCALED = ("bf16", "bfloat16"), ("fp16", "float16", "fp8", "uint8")
+"""Types of the precision-aware optimizer, as they are given and as torch calls them."""
+
+
+def keeps(*types: str) -> Condition:
+    """Whether the precision-aware optimizer is given, to keep anything in one of ``types``."""
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    aware = is_set("use_precision_aware_optimizer")
+    return lambda args: (
+        aware(args) and any(str(getattr(args, name, "fp32")).removeprefix("torch.") in types for name in names)
+    )
+
+
 def reasons(rules: Iterable[Rule], args: Any) -> list[str]:
     """All that apply to Megatron's arguments, in the rules' order."""
     return [rule.reason.format(args=args) for rule in rules if rule.when(args)]
@@ -107,8 +120,8 @@ RULES = [
          "core/transformer/moe/token_dispatcher.py",
          lambda args: is_set("moe_enable_deepep")(args) or is_one_of("moe_token_dispatcher_type", "flex")(args),
          "use alltoall or allgather"),
-    _out("--use-precision-aware-optimizer", "needs TransformerEngine's FusedAdam",
-         "core/optimizer/optimizer_config.py"),
+    _out("--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8", _TE, "core/optimizer/__init__.py",
+         keeps(*SCALED), "use fp32 or bf16"),
     _out("--optimizer-cpu-offload", "there is no device to offload from",
          "core/optimizer/cpu_offloading/hybrid_optimizer.py"),
     _out("--cpu-offloading-num-layers", _TE, "core/transformer/transformer_block.py"),

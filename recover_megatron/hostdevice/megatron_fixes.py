@@ -116,15 +116,19 @@ def _warn_of_instances(module: ModuleType) -> None:
     module.validate_args = validate_and_warn  # type: ignore[attr-defined]
 
 
-def _keeps_logits(module: ModuleType) -> None:
-    """2.9.0 is what --qk-clip and --log-max-attention-logit ask for, and nothing else."""
-    is_min = _expect(module, "is_te_min_version", ["version", "check_equality"])
+def _te_from(*versions: str) -> Callable[[ModuleType], None]:
+    """Have a module find a Transformer Engine that is as new as these, by which it asks for what is here, too."""
 
-    @functools.wraps(is_min)
-    def is_min_or_ours(version: str, check_equality: bool = True) -> bool:
-        return version == "2.9.0" or bool(is_min(version, check_equality))
+    def apply(module: ModuleType) -> None:
+        is_min = _expect(module, "is_te_min_version", ["version", "check_equality"])
 
-    module.is_te_min_version = is_min_or_ours  # type: ignore[attr-defined]
+        @functools.wraps(is_min)
+        def is_min_or_ours(version: str, check_equality: bool = True) -> bool:
+            return version in versions or bool(is_min(version, check_equality))
+
+        module.is_te_min_version = is_min_or_ours  # type: ignore[attr-defined]
+
+    return apply
 
 
 def _shards_on_host(module: ModuleType) -> None:
@@ -221,9 +225,18 @@ FIXES = {
     ),
     "logits-kept": Fix(
         "megatron.training.arguments",
-        _keeps_logits,
+        _te_from("2.9.0"),
         "--qk-clip and --log-max-attention-logit are refused without Transformer Engine 2.9, of which they need the "
         "largest logits: the host device's attention keeps them, too",
+    ),
+    "remainders": Fix(
+        "megatron.core.optimizer",
+        _te_from("2.1.0.dev0"),
+        "--use-precision-aware-optimizer asks whether the optimizer can keep main parameters by what a parameter in "
+        "bfloat16 lacks: the host device's can",
+    ),
+    "remainders-by-default": Fix(
+        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "the same, asked where its flags are read"
     ),
     "shards-on-host": Fix(
         "megatron.core.distributed.torch_fully_sharded_data_parallel",

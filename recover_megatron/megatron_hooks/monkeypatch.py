@@ -136,6 +136,7 @@ SEAMS = {
         Seam(f"{_DDP}.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_param_sync", ("self", "force_sync")),
         Seam(f"{_DDP}.param_and_grad_buffer", "_ParamAndGradBucketGroup.finish_param_sync",
              ("self", "skip_next_bucket_dispatch")),
+        Seam("megatron.core.optimizer.optimizer_config", "OptimizerConfig.__post_init__", ("self",)),
         Seam(_OPTIMIZER, "DistributedOptimizer.__init__", ("self", "optimizer", "config")),
         Seam(_OPTIMIZER, "DistributedOptimizer._copy_model_grads_to_main_grads", ("self",)),
         Seam(_OPTIMIZER, "DistributedOptimizer._copy_main_params_to_model_params", ("self",)),

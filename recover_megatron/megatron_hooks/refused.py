@@ -23,6 +23,8 @@ from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.flags import (
+    BF16,
+    SCALED,
     Condition,
     Rule,
     all_of,
@@ -31,6 +33,7 @@ from recover_megatron.hostdevice.flags import (
     is_given,
     is_one_of,
     is_set,
+    keeps,
     reasons,
     unless,
 )
@@ -85,9 +88,9 @@ RULES = [
          lambda args: is_set("skip_train", "freeze_all_layers")(args) or getattr(args, "train_iters", None) == 0),
     yet("--ckpt-pg-tensors-cache-path", "it keeps in files who writes which part of a checkpoint, and after a death "
         "nobody would write those of the dead"),
-    yet("--use-precision-aware-optimizer", "with types other than float32 (--main-grads-dtype, --main-params-dtype, "
-        "--exp-avg-dtype, --exp-avg-sq-dtype) Transformer Engine's optimizer holds and rounds the main parameters and "
-        "the moments, of which shadows would need the same bits"),
+    yet("--use-precision-aware-optimizer without --use-distributed-optimizer", "it has not been tried",
+         all_of(is_set("use_precision_aware_optimizer"), unless(is_set("use_distributed_optimizer",
+                                                                       "use_megatron_fsdp")))),
     yet("--muon-tp-mode {args.muon_tp_mode}", "in the middle of the update it asks the other tensor ranks, of which "
          "one may be dead: take blockwise",
          all_of(is_one_of("optimizer", *EMERGING), is_above_one("tensor_model_parallel_size"),
@@ -126,15 +129,21 @@ RULES = [
 UNTESTED = [
     Rule("--recover takes --te-rng-tracker only with --recover-untested: Transformer Engine's random states are set "
          "per microbatch, which was run on a stand-in alone", is_set("te_rng_tracker")),
+    Rule("--recover takes --use-precision-aware-optimizer with bf16 types on GPUs only with --recover-untested: they "
+         "were run with a stand-in of Transformer Engine's optimizer alone",
+         all_of(lambda args: not hostdevice.is_active(), keeps(*BF16))),
 ]  # fmt: skip
 """What is refused without --recover-untested: it is built, and a part of it needs a GPU or Transformer Engine."""
 
 _of_shards = partial(yet, among="--recover with --use-distributed-optimizer")
 
 SHARDED_RULES = [
+    _of_shards("--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8", "each piece of a parameter "
+               "is rounded by its largest element, and after a death pieces are cut in other places: take fp32 or bf16",
+               keeps(*SCALED)),
     _of_shards("--optimizer-cpu-offload", "its state moves between devices by itself"),
-    *(_of_shards(f"--{its}-param-gather", "its parameters are not views of the buffer that is gathered",
-                 is_set(f"{its}_param")) for its in ("fp8", "fp4")),
+    _of_shards("--fp8-param-gather or --fp4-param-gather", "its parameters are not views of the buffer that is "
+               "gathered", is_set("fp8_param", "fp4_param")),
     _of_shards("--ddp-reduce-scatter-with-fp32-accumulation", "gradients are summed in their own type: use "
                "--accumulate-allreduce-grads-in-fp32"),
     _of_shards("--save-wgrads-interval", "no worker has the sum of all gradients, of which it would save what it has"),
@@ -252,6 +261,7 @@ FSDP_RULES = [
     *(_yet(its, "it has not been tried") for its in ("--fp16", "--megatron-fsdp-enable-fine-grained-param-gather")),
     _yet("--megatron-fsdp-version 2", "it is another implementation, of which nothing is wrapped: take 1",
          lambda args: getattr(args, "megatron_fsdp_version", 1) != 1),
+    _yet("types other than fp32 of --use-precision-aware-optimizer", "it has not been tried", keeps(*BF16)),
     Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: a replica is a shard group, and of one alone "
          "nothing is left when one of its workers dies", unless(is_above_one("num_distributed_optimizer_instances"))),
     Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: with no_shard it is plain data parallelism, "
@@ -350,13 +360,6 @@ def _spreads_layers(args: argparse.Namespace) -> bool:
     return optimizer == "dist_muon" or (optimizer in EMERGING and spread)
 
 
-def _keeps_all_in_float32(args: argparse.Namespace) -> bool:
-    """Whether the precision-aware optimizer is given, and is to keep all in float32, as the other one does."""
-    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    fp32 = all(str(getattr(args, name, "fp32")) in ("fp32", "torch.float32") for name in names)
-    return fp32 and is_set("use_precision_aware_optimizer")(args) and not is_set("optimizer_cpu_offload")(args)
-
-
 _finds_attention = all_of(is_set("bf16", "fp16"), unless(is_set("use_megatron_fsdp")))
 """Whether Megatron's ``clip_qk``, which looks for it at a fixed depth of wrappers, does."""
 
@@ -389,9 +392,9 @@ SETTLED = (
             {"optimizer": "muon", "use_distributed_optimizer": False, "overlap_param_gather": False},
             "--optimizer muon, with the optimizer's state of all parameters in every worker (in bf16 8 bytes each): "
             "shards would be whole layers, of which nobody else had a copy"),
-    Settled("--use-precision-aware-optimizer", _keeps_all_in_float32, {"use_precision_aware_optimizer": False},
-            "its types are all float32 here, and so are the other optimizer's; its main parameters take 4 bytes "
-            "each in a shard, where Transformer Engine may keep the 2 that a weight in 16 bits lacks"),
+    Settled("--use-precision-aware-optimizer with --use-megatron-fsdp",
+            all_of(is_set("use_megatron_fsdp"), keeps("fp32", "float32"), unless(keeps(*BF16, *SCALED))),
+            {"use_precision_aware_optimizer": False}, "its types are all float32, as are the other optimizer's"),
     Settled("--use-megatron-fsdp with one shard group",
             all_of(is_set("use_megatron_fsdp"), unless(is_above_one("num_distributed_optimizer_instances"))),
             {"num_distributed_optimizer_instances": 2},

@@ -27,7 +27,6 @@ CANNOT = {
     "moe_router_fusion": True,
     "moe_token_dispatcher_type": "flex",
     "moe_enable_deepep": True,
-    "use_precision_aware_optimizer": True,
     "optimizer_cpu_offload": True,
     "cpu_offloading_num_layers": 1,
     "fine_grained_activation_offloading": True,
@@ -52,6 +51,9 @@ def test_each_is_named_with_what_to_do_and_the_file(name, value):
 @pytest.mark.parametrize(
     ("values", "problems"),
     [
+        ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}, 0),
+        ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp8"}, 1),
+        ({"use_precision_aware_optimizer": True, "main_params_dtype": "torch.float16"}, 1),
         ({"bf16": True, "masked_softmax_fusion": True}, 1),
         ({"fp16": True, "masked_softmax_fusion": True}, 1),
         ({"masked_softmax_fusion": True}, 0),

@@ -314,7 +314,8 @@ def reaching(where: str) -> None:
 def loaded_state(out: str) -> None:
     """Load a checkpoint, and tell what stock Megatron's distributed optimizer then holds; no step.
 
-    Rank 0 writes ``out``, {"step": the iteration, "state": {"parameter name tensor": values}}.
+    Rank 0 writes ``out``, {"step": the iteration, "state": {"parameter name tensor": values}}.  Where it holds the
+    last 16 bits of main parameters in 32 bits, they are put together with the model's.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.training import get_args, training
@@ -334,7 +335,12 @@ def loaded_state(out: str) -> None:
                     at = starts[bucket]
                     for key in ("param", "exp_avg", "exp_avg_sq"):
                         name = f"{names[id(parameter)]} {key}"
-                        state[name] = tensors[key][at + start : at + stop].tolist()
+                        values = tensors[key][at + start : at + stop]
+                        if key == "param" and getattr(one.optimizer, "store_param_remainders", False):
+                            low = values.int()
+                            high = parameter.detach().view(-1).view(torch.int16).int() - (low < 0).int()
+                            values = (high * 65536 + (low & 0xFFFF)).view(torch.float32)
+                        state[name] = values.tolist()
         if dist.get_rank() == 0:
             Path(out).write_text(json.dumps({"step": get_args().iteration, "state": state}))
         dist.barrier()

@@ -50,6 +50,8 @@ their norm, which the workers of a replica find between them, have an effect."""
 ADAM = tuple("--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear".split())
 """With an epsilon well above rounding: see the text above.  Without the biases of attention keys."""
 SHARDED = (*ADAM, "--use-distributed-optimizer")
+HALF_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+"""Of bf16 models; the main parameters are in 32 bits."""
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 QUICK_TO_SEE_A_HANG = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout", f"{patient(6):g}"]
 QUICK_TO_SEE_A_HANG += ["--recover-hang-timeout", f"{patient(6):g}"]

@@ -25,6 +25,7 @@ from tests.instep.conftest import FEW
 from tests.instep.logged import checkpoint, console, differences, scalars
 from tests.instep.runs import (
     GRAD_NORM,
+    HALF_MOMENTS,
     INTERLEAVED,
     LATENT,
     MODEL,
@@ -206,6 +207,9 @@ RECIPES = [
     Recipe("bf16-sharded-overlap", dp(3), f"--bf16 {SHARDED} {OVERLAP} --overlap-param-gather {ADAM}", near=300),
     Recipe("bf16-added-up-in-fp32", dp(3), "--bf16 --grad-reduce-in-bf16 "
            "--ddp-param-name-patterns-for-fp32-local-accumulation all", near=1000),
+    Recipe("bf16-moments", tp(2), f"--bf16 {SHARDED} {HALF_MOMENTS} {ADAM}", near=300),
+    Recipe("bf16-moments-and-gradients", pp(3), f"--bf16 {SHARDED} {HALF_MOMENTS} --main-grads-dtype bf16 {ADAM}",
+           near=1000),
     Recipe("per-token", pp(3), "--calculate-per-token-loss"),
     Recipe("adam", dp(4), ADAM),
     Recipe("no-clipping", dp(3), "--clip-grad 0"),

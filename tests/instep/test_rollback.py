@@ -21,6 +21,7 @@ from tests.instep.conftest import Runs
 from tests.instep.runs import (
     ADAM,
     CLIPPED,
+    HALF_MOMENTS,
     INTERLEAVED,
     NO_EVALUATION,
     OVERLAP,
@@ -84,6 +85,11 @@ SCENARIOS = [
         "a shard and its shadow",
         Case(DP4, (Strike(1, 0, 6, "backward"), Strike(2, 0, 6, "forward")), 10, model=SHARDED), 2,
         said="the optimizer state of workers 1 had no other copy",
+    ),
+    Scenario(
+        "moments in 16 bits",
+        Case(Layout("aware-dp4", 4, flags=f"--bf16 {HALF_MOMENTS}"),
+             (Strike(1, 0, 6, "backward"), Strike(2, 0, 6, "forward")), 10, model=SHARDED), 2, near=300.0,
     ),
     Scenario("a position with its shards", Case(TP2, BOTH, 10, model=SHARDED), 1),
     Scenario(
@@ -201,6 +207,8 @@ SHARD_SCENARIOS = [
     Scenario("nobody comes", SPREAD, 1, (2, 4)),
     spread("three replicas", Layout("sharded-pp2-dp3", 3, pipeline=2), "aaabbb", (3, 4, 5), 1),
     spread("16 bits, parameters arrive later", Layout("sharded-bf16", 2, pipeline=2, flags=f"--bf16 {OVERLAP}"),
+           "aabb", (2, 3), 1, near=300.0),
+    spread("moments in 16 bits", Layout("sharded-aware", 2, pipeline=2, flags=f"--bf16 {HALF_MOMENTS} {OVERLAP}"),
            "aabb", (2, 3), 1, near=300.0),
     spread("shadows in host memory", Layout("sharded-host", 2, pipeline=2,
                                             flags=f"--bf16 {OVERLAP} --recover-shadow-device cpu"),

@@ -17,10 +17,12 @@ import torch
 
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import EVERYTHING, SEED, some
+from tests.harness.forkserver import ForkServer
 from tests.instep.altered import altered
 from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, PHASES, SHARDED_PHASES, Cell, case_of, cells, visits
 from tests.instep.conftest import Runs
 from tests.instep.runs import (
+    HALF_MOMENTS,
     INTERLEAVED,
     MODEL,
     NO_EVALUATION,
@@ -32,7 +34,7 @@ from tests.instep.runs import (
     check_sharded,
     check_steps_until,
 )
-from tests.megatron_hooks.tiny import OURS
+from tests.megatron_hooks.tiny import OURS, STOCK, losses
 
 pytestmark = pytest.mark.slow
 
@@ -313,23 +315,92 @@ def test_each_feature_with_deaths_in_it_trains_as_without(runs: Runs, tmp_path: 
     assert not any("shadows differ" in path.read_text() for path in tmp_path.glob("events*.jsonl"))
 
 
-@pytest.mark.parametrize("form", ["dp-reshardable", "fully-reshardable"])
+AWARE = "--bf16 --use-precision-aware-optimizer"
+HALF = f"--bf16 {HALF_MOMENTS}"
+AWARE_DP4 = Layout("aware-dp4", 4, flags=f"{HALF} {OVERLAP}")
+AWARE_TP2 = Layout("aware-tp2-dp3", 3, tensor=2, flags=HALF)
+AWARE_EXPERTS = Layout(
+    "aware-experts", 3, inner_ranks=2,
+    flags=f"{AWARE} --exp-avg-dtype bf16 --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2",
+)  # fmt: skip
+IN_16_BITS = {
+    "in-the-update-and-the-gathering": sharded(
+        AWARE_DP4, Strike(2, 0, 3, "update", visit=2), Strike(0, 0, 5, "param-gather")
+    ),
+    "in-the-norm-and-in-the-agreement": sharded(
+        Layout("aware-grads", 4, flags=f"{HALF} --main-grads-dtype bf16"),
+        Strike(0, 0, 3, "norm"), Strike(2, 0, 5, "agree"),
+    ),
+    "all-in-32-bits": sharded(
+        Layout("aware-fp32", 4, flags=f"{AWARE} {OVERLAP}"), Strike(1, 0, 3, "reduce-scatter"),
+    ),
+    "shadows-in-host-memory": sharded(
+        AWARE_DP4, Strike(2, 0, 3, "param-gather"), Strike(0, 0, 5, "update"), flags=ON_THE_HOST
+    ),
+    "neighbours-with-two-shadows": sharded(
+        AWARE_DP4, Strike(1, 0, 3, "update", visit=2), Strike(2, 0, 3, "update"), flags=TWO_SHADOWS
+    ),
+    "stages": sharded(
+        Layout("aware-pp2-dp3", 3, pipeline=2, flags=HALF), Strike(1, 1, 3, "shadow"), Strike(0, 0, 5, "update")
+    ),
+    "experts": sharded(AWARE_EXPERTS, Strike(0, 1, 3, "norm"), Strike(2, 1, 5, "param-gather")),
+    "who-takes-a-place": sharded(AWARE_TP2, Strike(1, 1, 3, "update"), iterations=LONG, restarts=1).patient("5-:3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some("16 bits", list(IN_16_BITS), 2))
+def test_moments_and_gradients_in_16_bits_are_those_of_the_failure_free_run_at_all_holders(
+    runs: Runs, name: str
+) -> None:
+    runs.check(IN_16_BITS[name].with_flags("--recover-verify-interval", "3"), 300.0, by=check_sharded)
+
+
+@pytest.mark.parametrize("saved_by", ["stock", "ours"])
+def test_a_checkpoint_of_remainders_is_gone_on_with_as_by_stock_megatron(
+    runs: Runs, forkserver: ForkServer, saved_by: str
+) -> None:
+    """Main parameters are written as what the model's lack, by whichever of the two: each goes on with them.
+
+    It is the same to the last bit as if it had not been interrupted.
+    """
+    scripts = {"stock": [STOCK], "ours": [OURS, "--recover"]}
+    shared = [*MODEL, *SHARDED, *HALF.split(), *NO_EVALUATION, "--global-batch-size", "12"]
+    shared += ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    saving = ["--save", str(runs.out / "saved"), "--save-interval", "4", "--train-iters", "8"]
+
+    def trained(name: str, *argv: str, by: str) -> list[float]:
+        out = runs.out / name
+        run = forkserver.run(2, [*scripts[by], *shared, *argv], out, losses=out / "losses.jsonl", timeout=240)
+        assert run.ok, run.tail()
+        return [record["loss"] for record in losses(out / "losses.jsonl")]
+
+    whole = trained("whole", *saving, by=saved_by)
+    loading = ["--load", str(runs.out / "saved"), "--ckpt-step", "4", "--train-iters", "8"]
+    again = {by: trained(f"on-{by}", *loading, by=by) for by in scripts}
+    assert again[saved_by] == whole[4:]
+    (other,) = again.keys() - {saved_by}
+    assert again[other] == pytest.approx(whole[4:], rel=1e-3)
+
+
+@pytest.mark.parametrize("form", ["dp-reshardable", "fully-reshardable", "moments in 16 bits"])
 def test_a_checkpoint_after_deaths_holds_the_state_of_the_failure_free_run_and_loads_in_stock_megatron(
     runs: Runs, form: str
 ) -> None:
     """At another data-parallel size; all of the optimizer's state is compared, as stock Megatron has loaded it."""
     flags = ("--dist-ckpt-optim-fully-reshardable",) if form == "fully-reshardable" else ()
-    saving = ("--save-interval", "4", *flags)
-    case = sharded(OVERLAPPED, Strike(1, 0, 2, "update"), Strike(0, 0, 4, "update", visit=2))
+    saving, layout, near = ("--save-interval", "4", *flags), OVERLAPPED, 1.0
+    if form == "moments in 16 bits":
+        layout, near = AWARE_DP4, 300.0
+    case = sharded(layout, Strike(1, 0, 2, "update"), Strike(0, 0, 4, "update", visit=2))
     saved = {name: str(runs.out / name / "saved") for name in ("broken", "whole")}
     result = runs(case.with_flags(*saving, "--save", saved["broken"]), "broken")
-    check_sharded(result, runs.reference(case))
+    check_sharded(result, runs.reference(case), near)
     assert runs(case.failure_free.with_flags(*saving, "--save", saved["whole"]), "whole").ended.ok
     states = []
     for name, folder in saved.items():
         out = runs.out / f"state-{name}"
         loader = [*altered("instruments.loaded_state", out / "state.json"), OURS]
-        argv = [*loader, *MODEL, *OVERLAPPED.argv, *SHARDED, *NO_EVALUATION, *flags]
+        argv = [*loader, *MODEL, *layout.argv, *SHARDED, *NO_EVALUATION, *flags]
         argv += ["--train-iters", "8", "--load", folder]
         run = runs.forkserver.run(2, argv, out, timeout=240)
         assert run.ok, run.tail()
@@ -337,6 +408,10 @@ def test_a_checkpoint_after_deaths_holds_the_state_of_the_failure_free_run_and_l
     ours, theirs = states
     assert ours["step"] == theirs["step"] == 8
     assert set(ours["state"]) == set(theirs["state"]) != set()
+    lacked = set[int]()
     for key, its in theirs["state"].items():
         mine, wanted = torch.tensor(ours["state"][key]), torch.tensor(its)
-        assert float((mine - wanted).norm()) <= 1e-5 * float(wanted.norm()), key
+        assert float((mine - wanted).norm()) <= near * 1e-5 * float(wanted.norm()), key
+        if layout is AWARE_DP4 and key.endswith(" param"):  # whose first 16 bits alone are as near
+            lacked |= set((mine.view(torch.int32) & 0xFFFF).tolist())
+    assert layout is not AWARE_DP4 or len(lacked) > 1000

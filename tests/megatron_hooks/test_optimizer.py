@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
+from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, differing_units
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import LossScales, UnitSums
@@ -19,6 +22,9 @@ from tests.harness.waiting import DEADLINE
 
 CLIP = 0.5
 SIZES = (5, 3, 1)
+HALVES = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+FULL = dict.fromkeys(HALVES, torch.float32)
+MIXED = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float32}
 
 
 class Two:
@@ -74,7 +80,11 @@ def gradients(step: int) -> list[torch.Tensor]:
     return [scale * torch.randn(size, generator=source) for size in SIZES]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam])
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.AdamW, FusedAdam, partial(FusedAdam, **HALVES), partial(FusedAdam, **MIXED)],
+    ids=["torch", "fused", "moments-in-16-bits", "one-moment-in-16-bits"],
+)
 def test_a_shadow_has_the_bits_of_what_it_is_a_shadow_of_and_their_state(kind: Any) -> None:
     two = Two(kind)
     host = HostShadows([two], CLIP)  # type: ignore[list-item]
@@ -89,6 +99,66 @@ def test_a_shadow_has_the_bits_of_what_it_is_a_shadow_of_and_their_state(kind: A
         assert set(its) == set(shadow.state) >= {"exp_avg", "exp_avg_sq"}
         assert all(torch.equal(its[name], shadow.state[name]) for name in ("exp_avg", "exp_avg_sq"))
     assert set(two.inner.state) == {fragment.tensor for fragment in two.own}
+
+
+@pytest.mark.parametrize("types", [FULL, HALVES, MIXED], ids=["fp32", "bf16", "one-bf16"])
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+def test_main_parameters_kept_whole_are_those_that_the_optimizer_would_keep_as_remainders(
+    decoupled: bool, types: dict[str, torch.dtype]
+) -> None:
+    """And the model's parameters and the moments, bit for bit; a step later what a checkpoint has of them, too."""
+    torch.manual_seed(2)
+    model = torch.randn(4000).bfloat16()
+    main = model.float()
+    settings: dict[str, Any] = {"lr": 0.003, "weight_decay": 0.1, "adam_w_mode": decoupled, **types}
+    theirs = FusedAdam([model], master_weights=True, use_decoupled_grad=True, store_param_remainders=True, **settings)
+    ours = FusedAdam([main], **settings)
+    for _ in range(50):
+        gradient = torch.randn(4000)
+        model.decoupled_grad, main.grad = gradient, gradient.clone()
+        theirs.step()
+        ours.step()
+        assert torch.equal(precision.nearest(main), model)
+        kept = theirs.state[model]
+        assert torch.equal(precision.remainder(main), kept["master_param"])
+        assert torch.equal(precision.whole(model, kept["master_param"].float()), main)
+        assert all(torch.equal(ours.state[main][name], kept[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_a_half_is_rounded_away_from_zero_and_a_checkpoint_may_have_it_rounded_to_even() -> None:
+    half = torch.tensor([0x3F808000, 0x3F818000, 0xBF808000 - 2**32, 0x3F807FFF, 0x3F808001], dtype=torch.int32)
+    main = half.view(torch.float32)
+    up = torch.tensor([0x3F81, 0x3F82, 0xBF81 - 2**16, 0x3F80, 0x3F81], dtype=torch.int16).view(torch.bfloat16)
+    assert torch.equal(precision.nearest(main), up)
+    assert not torch.equal(main.bfloat16(), up)
+    for model in (up, main.bfloat16()):
+        assert torch.equal(precision.whole(model, main), main)
+    assert torch.equal(precision.whole(up, precision.remainder(main).float()), main)
+
+
+def test_a_configuration_by_which_transformer_engine_would_keep_main_parameters_is_refused() -> None:
+    with pytest.raises(UserError, match="was made before --recover began"):
+        precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True))
+    precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False))
+
+
+def test_a_state_that_came_from_another_worker_is_updated_as_there() -> None:
+    """Transformer Engine's optimizer has a scale for each moment that is not in float32."""
+    first, again = torch.ones(3), torch.ones(3)
+    there, here = FusedAdam([first], **HALVES), FusedAdam([again], **HALVES)
+    first.grad = torch.tensor([1.0, 2.0, 3.0])
+    there.step()
+    again.copy_(first)
+    here.param_groups[0]["step"] = 1
+    here.state[again] = {name: value.clone() for name, value in there.state[first].items()}
+    precision.set_scales(here, [(again, here.state[again])])
+    for tensor, optimizer in ((first, there), (again, here)):
+        tensor.grad = torch.tensor([-1.0, 0.1, 5.0])
+        optimizer.step()
+    assert torch.equal(first, again)
+    precision.set_scales(here, [])
+    with pytest.raises(KeyError):
+        here.step()
 
 
 def test_the_training_goes_on_while_shadows_are_updated_and_the_next_update_waits_for_them() -> None:

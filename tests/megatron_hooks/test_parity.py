@@ -57,6 +57,13 @@ LAYOUTS = [
         replicas=2,
     ),
     Layout("bf16", 2, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", replicas=2),
+    Layout(
+        "bf16-moments",
+        2,
+        "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+        "--exp-avg-sq-dtype bf16",
+        replicas=2,
+    ),
     Layout("per-token-loss", 2, "--calculate-per-token-loss", replicas=2),
     Layout("ramp-up", 2, "--rampup-batch-size 8 4 96 --global-batch-size 16", schedule=STEPWISE, replicas=2),
     Layout("step-schedule", 2, schedule=(*STEPWISE, "--step-batch-size-schedule", "0:8 80:16"), replicas=2),

@@ -58,6 +58,9 @@ MONKEYPATCH = {
         "finish_grad_sync finish_param_sync start_grad_sync start_param_sync"
     ),
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": "__init__",
+    "megatron.core.optimizer.optimizer_config.AdamOptimizerConfig": "__post_init__",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig": "__post_init__",
+    "megatron.core.optimizer.optimizer_config.SGDOptimizerConfig": "__post_init__",
     "megatron.core.parallel_state": "create_group",
     "megatron.core.pipeline_parallel.schedules": "forward_step_calc_loss",
     "megatron.training.checkpointing": (
@@ -608,11 +611,15 @@ AWARE = "--use-precision-aware-optimizer --use-distributed-optimizer"
      ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", None),
      ("--optimizer muon --muon-tp-mode duplicated", None),
      ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode duplicated", "--muon-tp-mode duplicated"),
-     ("--use-precision-aware-optimizer --exp-avg-dtype bf16", "with --use-precision-aware-optimizer yet"),
+     ("--use-precision-aware-optimizer", "without --use-distributed-optimizer"),
      ("--freeze-all-layers", "trains nothing (--skip-train, --train-iters 0, --freeze-all-layers)"),
-     (f"{AWARE} --main-params-dtype fp16", "with --use-precision-aware-optimizer yet"),
-     (f"{AWARE} --exp-avg-sq-dtype fp8", "with --use-precision-aware-optimizer yet"),
-     (f"{AWARE} --optimizer-cpu-offload", "with --use-precision-aware-optimizer yet")],
+     (AWARE, None),
+     (f"{AWARE} --main-params-dtype fp16", "is rounded by its largest element"),
+     (f"{AWARE} --exp-avg-dtype fp16", "is rounded by its largest element"),
+     (f"{AWARE} --exp-avg-sq-dtype fp8", "is rounded by its largest element"),
+     (f"{AWARE} --exp-avg-dtype bf16", "only with --recover-untested"),
+     (f"{AWARE} --main-grads-dtype bf16", "only with --recover-untested"),
+     (f"{AWARE} --optimizer-cpu-offload", "with --optimizer-cpu-offload yet")],
 )  # fmt: skip
 def test_what_trains_otherwise_or_asks_others_in_the_update_or_ends_megatron_itself_is_refused(
     flags: str, reason: str | None
@@ -620,3 +627,5 @@ def test_what_trains_otherwise_or_asks_others_in_the_update_or_ends_megatron_its
     args, config = parsed(True, *flags.split()), RecoverConfig(enabled=True)
     found = [*cannot_recover(args, config), *cannot_shard(args, config)]
     assert any(reason in its for its in found) if reason else found == []
+    if reason == "only with --recover-untested":
+        assert not any(reason in its for its in cannot_recover(args, RecoverConfig(enabled=True, untested=True)))

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from recover_megatron.instep.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 
 Primaries = Callable[[ShardFragments], Iterator[ShardFragment]]
@@ -159,21 +160,34 @@ class ShardedCheckpoint:
         """All that this worker speaks for of a bucket, the gaps between parameters too: a file must have no holes."""
         number, size = self._numbers[id(bucket)], bucket.numel_unpadded
         own = sorted((p for p in self._primaries(self._fragments) if p.bucket == number), key=lambda p: p.start)
-        like = own[0] if own else None
         found = []
         for start, stop in self._parts(self._fragments, number):
             at = start
             for fragment in [p for p in own if start <= p.start < stop]:
                 if at < fragment.start:
-                    found.append(
-                        _entry(key, at, size, instance, _empty(like, self._keys, fragment.start - at), padding=True)
-                    )
-                found.append(_entry(key, fragment.start, size, instance, _tensors(fragment)))
+                    empty = self._empty(number, own, fragment.start - at)
+                    found.append(_entry(key, at, size, instance, empty, padding=True))
+                found.append(_entry(key, fragment.start, size, instance, self._written(fragment)))
                 at = fragment.stop
             if at < min(stop, size):
-                empty = _empty(like, self._keys, min(stop, size) - at)
+                empty = self._empty(number, own, min(stop, size) - at)
                 found.append(_entry(key, at, size, instance, empty, padding=True))
         return found
+
+    def _written(self, fragment: ShardFragment) -> dict[str, torch.Tensor]:
+        """As stock Megatron writes them: moments at least in float32, and the remainder where it keeps that."""
+        found = {name: its.float() if its.element_size() < 4 else its for name, its in _tensors(fragment).items()}
+        if self._fragments.has_remainder(fragment):
+            found["param"] = precision.remainder(fragment.tensor)
+        return found
+
+    def _empty(self, bucket: int, own: Sequence[ShardFragment], numel: int) -> dict[str, torch.Tensor]:
+        """Elements that are no parameter's, in the types of ``own``, the pieces of this bucket, if there are any."""
+        model = self._fragments.buckets[bucket].param_data.dtype
+        main = torch.int16 if precision.has_remainders(self._optimizer, model) else torch.float32
+        types = {**dict.fromkeys(self._keys, torch.float32), "param": main}
+        types |= {name: its.dtype for fragment in own[:1] for name, its in self._written(fragment).items()}
+        return {key: torch.zeros(numel, dtype=types[key]) for key in self._keys}
 
     @contextmanager
     def loading_into(self, held: dict[int, list[ShardFragment]]) -> Iterator[None]:
@@ -202,6 +216,8 @@ class ShardedCheckpoint:
             for fragment, entry in zip(every, self.found(state, every), strict=True):
                 fragment.state = dict(inner.state[fragment.tensor])
                 _copy(fragment, entry)
+                if fragments.has_remainder(fragment):
+                    fragment.tensor.copy_(precision.whole(fragment.model, fragment.tensor))
             fragments.install(held)
 
         others = dict.fromkeys((name for name in OTHER_FORMATS if hasattr(optimizer, name)), _refuse)
@@ -224,12 +240,6 @@ def _lists(state: Any) -> Iterator[tuple[tuple[int, Any, int], list[dict[str, An
 def _tensors(fragment: ShardFragment) -> dict[str, torch.Tensor]:
     states = {name: value for name, value in fragment.state.items() if isinstance(value, torch.Tensor)}
     return {"param": fragment.tensor.detach(), **states}
-
-
-def _empty(like: ShardFragment | None, keys: tuple[str, ...], numel: int) -> dict[str, torch.Tensor]:
-    known = _tensors(like) if like is not None else {}
-    types = {key: known[key].dtype if key in known else torch.float32 for key in keys}
-    return {key: torch.zeros(numel, dtype=dtype) for key, dtype in types.items()}
 
 
 def _entry(

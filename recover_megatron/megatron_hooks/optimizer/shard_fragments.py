@@ -6,8 +6,8 @@
 
 A unit's owner and its shadows cut it in the same places and update it by the same calls on tensors of the same shapes,
 so that they get the same bits, on processors of one kind.  A piece of a 32-bit parameter is the model's own memory;
-of a 16-bit one it is a copy in 32 bits, as Megatron has it.  Shadows may be kept on the host (``shadow_device``): then
-they are copies, too, and updated *aside*, see `shadows`.
+of a 16-bit one it is a copy in 32 bits, as Megatron has it (`precision`).  Shadows may be kept on the host
+(``shadow_device``): then they are copies, too, and updated *aside*, see `shadows`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from recover_megatron.collectives.state_transport import Digest
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.shards import ElementRange
+from recover_megatron.megatron_hooks.optimizer import precision
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ class ShardFragments:
         for number, start, stop, parameter_range in self._cut(parts):
             master = made[parameter_range.parameter]
             fragment = self._fragment(number, start, stop, parameter_range, shadow=False, tensor=master.detach())
+            if self.has_remainder(fragment):
+                fragment.tensor.copy_(precision.whole(fragment.model, fragment.tensor))
             fragment.state = dict(inner.state.get(master, {}))
             found.append(fragment)
         self.install({unit: found})
@@ -168,6 +171,7 @@ class ShardFragments:
         for fragment in self._updated:
             if fragment.state:
                 inner.state[fragment.tensor] = fragment.state
+        precision.set_scales(inner, ((fragment.tensor, fragment.state) for fragment in self))
         # Megatron's own lists, of one part of each parameter: nothing is to be done for them any more.
         for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
                      "shard_fp32_from_float16_groups"):  # fmt: skip
@@ -188,6 +192,10 @@ class ShardFragments:
         """The model's parameter of which it is a part."""
         ranges = self.table[fragment.bucket]
         return ranges[bisect_right(ranges, fragment.start, key=lambda its: its.start) - 1].parameter
+
+    def has_remainder(self, fragment: ShardFragment) -> bool:
+        """Whether stock Megatron would keep what the model lacks of it, and not the whole (`precision`)."""
+        return precision.has_remainders(self._optimizer, fragment.model.dtype)
 
     @property
     def aside(self) -> Iterator[ShardFragment]:
@@ -267,7 +275,7 @@ class ShardFragments:
         for fragment in self._updated:
             fragment.tensor.grad = None
             if fragment.is_copy:
-                fragment.model.copy_(fragment.tensor)
+                self._show(fragment)
             if not fragment.state and fragment.tensor in state:
                 fragment.state = state[fragment.tensor]
 
@@ -275,7 +283,10 @@ class ShardFragments:
         """Copy what was updated aside of a unit to the model."""
         for fragment in self.held[unit]:
             if fragment.aside:
-                fragment.model.copy_(fragment.tensor)
+                self._show(fragment)
+
+    def _show(self, fragment: ShardFragment) -> None:
+        fragment.model.copy_(precision.nearest(fragment.tensor) if self.has_remainder(fragment) else fragment.tensor)
 
     def sums(self, unit: int, *, zeros: bool) -> torch.Tensor:
         """[sum of the squares, number of zeros] of the gradients of a unit that count, float64, on their device."""

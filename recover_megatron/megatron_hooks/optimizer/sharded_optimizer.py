@@ -41,6 +41,7 @@ from recover_megatron.instep.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
+from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
@@ -59,10 +60,12 @@ def install() -> None:
                 parameter: number for number, group in enumerate(groups) for parameter in group["params"]
             }
             original(self, optimizer, *args, **kwargs)
+            precision.check(self.config)
 
         return __init__
 
     monkeypatch.wrap("DistributedOptimizer.__init__", noting)
+    precision.install()
 
 
 def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
