@@ -17,6 +17,7 @@ Random numbers are a function of (seed, iteration, microbatch, position), never 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -54,8 +55,7 @@ class Accumulated:
 
         def _make_backward_post_hook(ddp: Any, param: torch.nn.Parameter) -> Callable[..., None]:
             add_to_buffer = make(ddp, param)
-            # The first dense parameter of a chunk gets a gradient from every microbatch (an expert's may get none).
-            if ddp in counts or not getattr(param, "allreduce", True):
+            if param is not _counted(ddp.module):
                 return add_to_buffer
             counts[ddp] = 0
 
@@ -94,6 +94,17 @@ class Accumulated:
                     f"chunk {number} added the gradients of {new - old} microbatches, not of its {its}: "
                     "stopping before this step is reported as good"
                 )
+
+
+def _counted(chunk: torch.nn.Module) -> torch.nn.Parameter | None:
+    """The parameter by which the microbatches of a chunk are counted: one that gets one gradient from each of them.
+
+    An expert may get none.  What several parts of a model share gets one from each of these, where every part has a
+    backward pass of its own (--overlap-moe-expert-parallel-comm): embeddings, and the output layer.
+    """
+    dense = [its for its in chunk.named_parameters() if its[1].requires_grad and getattr(its[1], "allreduce", True)]
+    inner = [param for name, param in dense if not re.search(r"\b(embedding|output_layer)\b", name)]
+    return next(iter([*inner, *(param for _, param in dense)]), None)
 
 
 def has_gradient(output: Any) -> bool:

@@ -408,10 +408,6 @@ SETTLED = (
     Settled("--tp-comm-overlap", is_set("tp_comm_overlap"), {"tp_comm_overlap": False},
             "its userbuffers can neither be aborted nor made anew: an orphan's kernels would wait for its dead mate "
             "for good"),
-    Settled("--overlap-moe-expert-parallel-comm, --delay-wgrad-compute",
-            is_set("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-            {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
-            "the schedule of the one was not examined, and by the other gradients come after the sum"),
     Settled("--overlap-param-gather-with-optimizer-step", is_set("overlap_param_gather_with_optimizer_step"),
             {"overlap_param_gather_with_optimizer_step": False}, "the update is one step, all or nothing"),
     Settled("--use-sharp, --use-nccl-ub", is_set("use_sharp", "nccl_ub"),

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_config
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+from megatron.core.utils import get_model_config, unwrap_model
 
 from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.hooks import ProgressReports
@@ -153,18 +154,22 @@ class MegatronTrainer:
         In ``backward`` it counts, by chunk, those of which there is to be a backward pass.
         """
         original = self._call["forward_step_func"]
-        chunks = {id(chunk): number for number, chunk in enumerate(self._model)}
-        calls = dict.fromkeys(chunks, 0)
+        # For a plan, of which the forward pass is made later, Megatron gives what is inside of its wrappers.
+        chunks = {id(its): number for number, chunk in enumerate(self._model) for its in (chunk, unwrap_model(chunk))}
+        calls = [0 for _ in self._model]
 
         def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            j = ids[calls[id(model)]]
-            calls[id(model)] += 1
+            chunk = chunks[id(model)]
+            j = ids[calls[chunk]]
+            calls[chunk] += 1
             self._progress.mark("forward", microbatch=j)
             self._progress.inject("forward")
-            self._seeds.seed(self._iteration, j, chunks[id(model)])
-            with self._parts.logits.microbatch(chunks[id(model)], j):
-                output, loss_func = original(data_iterator, model, *args, **kwargs)
-            backward[chunks[id(model)]] += has_gradient(output)
+            self._seeds.seed(self._iteration, j, chunk)
+            self._parts.logits.begin_pass(chunk, j)
+            output, loss_func = original(data_iterator, model, *args, **kwargs)
+            if not isinstance(output, AbstractSchedulePlan):
+                self._parts.logits.end_pass()
+            backward[chunk] += has_gradient(output)
             return output, loss_func
 
         return forward_step

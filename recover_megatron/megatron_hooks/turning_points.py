@@ -9,6 +9,7 @@ from typing import Any
 
 import megatron.core
 import torch
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import get_args
@@ -39,8 +40,10 @@ class FaultInjection:
     """Tells where it is."""
 
     def install(self) -> None:
-        """Wrap the seam; raises UserError if this Megatron's is not the one we know."""
+        """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
         monkeypatch.wrap(schedules, "backward_step", ("input_tensor", "output_tensor"), self._striking_backward)
+        parameters = ("f_schedule_plan", "b_schedule_plan")
+        monkeypatch.wrap(TransformerModelChunkSchedulePlan, "run", parameters, self._striking_backward_beside)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
         """A phase was reached, of ``iteration``; None: of that under way."""
@@ -66,6 +69,14 @@ class FaultInjection:
             return original(*args, **kwargs)
 
         return backward_step
+
+    def _striking_backward_beside(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(forward: Any, backward: Any, *args: Any, **kwargs: Any) -> Any:
+            if backward is not None:
+                self.inject("backward")
+            return original(forward, backward, *args, **kwargs)
+
+        return run
 
 
 @dataclass(eq=False)

@@ -52,6 +52,8 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 SHARDED = "--use-distributed-optimizer"
 SETS = "--full-validation --multiple-validation-sets --eval-interval 3 --eval-iters 1"
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 2000"
+BESIDE = f"{SPREAD} {AUXILIARY} --bf16 --overlap-moe-expert-parallel-comm"
+""" Forward passes run beside backward passes of the microbatch before."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,14 @@ RECIPES = [
     Recipe("experts-interleaved", pp(2, 24), f"{EXPERTS} {INTERLEAVED} {AUXILIARY} --moe-z-loss-coeff 1e-3"),
     Recipe("experts-tensor-parallel", tp(2), f"{EXPERTS} {AUXILIARY} --sequence-parallel"),
     Recipe("experts-sharded", ep(2), f"{SPREAD} {AUXILIARY} {SHARDED} {ADAM}"),
+    # forward passes beside backward passes
+    Recipe("beside", ep(3), f"{BESIDE} --moe-z-loss-coeff 1e-3", near=300),
+    Recipe("beside-overlap", ep(3), f"{BESIDE} {OVERLAP}", near=300),
+    Recipe("beside-sharded", ep(3), f"{BESIDE} {OVERLAP} --overlap-param-gather {SHARDED} {ADAM}", near=300,
+           checkpoint="torch_dist"),
+    Recipe("beside-interleaved", dp(2, "ep2-pp2-", 24, inner_ranks=2, pipeline=2), f"{BESIDE} {INTERLEAVED} {OVERLAP}", near=300),
+    Recipe("beside-mtp", ep(3), f"{BESIDE} {ROPE} --mtp-num-layers 1 {OVERLAP}", near=300),
+    Recipe("beside-dropout", ep(2), f"{BESIDE} {DROPOUT} --recompute-granularity selective", near=300, dropout=True),
     # prediction of several tokens
     Recipe("mtp", dp(3), f"{ROPE} --mtp-num-layers 1"),
     Recipe("mtp-two", dp(3), f"{ROPE} --mtp-num-layers 2"),
@@ -300,7 +310,7 @@ def test_deaths_change_no_number_that_is_logged_and_no_tensor_that_is_saved(
     # --recover draws random numbers by microbatch; the plain script has not all that there is for data and losses.
     plain = with_recover(stock, (), recipe) if recipe.dropout else []
     # And Megatron's checkpoint writer, a process of its own, imports it without the host device.
-    beyond = any(part in recipe.name for part in ("mtp", "sets", "async")) or recipe.layout.context > 1
+    beyond = any(part in recipe.name for part in ("mtp", "sets", "async", "beside")) or recipe.layout.context > 1
     script = OURS if plain or beyond else STOCK
     told = f"{recipe.name} with {[strike.spec(recipe.layout) for strike in strikes]}, {restarts} restarts: "
 
