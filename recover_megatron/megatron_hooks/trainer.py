@@ -20,13 +20,19 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data import of_ids
-from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds, grouped, has_gradient
+from recover_megatron.megatron_hooks.microbatches import (
+    Accumulated,
+    MicrobatchSeeds,
+    grouped,
+    has_gradient,
+    whole_pass,
+)
 from recover_megatron.megatron_hooks.training_parts import TrainingParts
 
 
@@ -83,7 +89,7 @@ class MegatronTrainer:
         self._parts.buckets.new_pass(again=again)
         before = self._accumulated.counts(self._model)
         backward = [0 for _ in self._model]
-        with self._finalize_held(), grouped(self._call["model"], len(ids)):
+        with self._finalize_held(), grouped(self._call["model"], len(ids)), whole_pass(self._model):
             losses = self._schedule(
                 **{
                     **self._call,
@@ -155,7 +161,7 @@ class MegatronTrainer:
         """
         original = self._call["forward_step_func"]
         # For a plan, of which the forward pass is made later, Megatron gives what is inside of its wrappers.
-        chunks = {id(its): number for number, chunk in enumerate(self._model) for its in (chunk, unwrap_model(chunk))}
+        chunks = {id(its): number for number, chunk in enumerate(self._model) for its in _wrapped(chunk)}
         calls = [0 for _ in self._model]
 
         def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -191,3 +197,10 @@ class MegatronTrainer:
             yield
         finally:
             config.finalize_model_grads_func = original
+
+
+def _wrapped(chunk: Any) -> Iterator[Any]:
+    """A chunk of the model, and what is inside of its wrappers."""
+    while chunk is not None:
+        yield chunk
+        chunk = getattr(chunk, "module", None)

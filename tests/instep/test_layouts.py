@@ -53,7 +53,7 @@ SHARDED = "--use-distributed-optimizer"
 SETS = "--full-validation --multiple-validation-sets --eval-interval 3 --eval-iters 1"
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 2000"
 BESIDE = f"{SPREAD} {AUXILIARY} --bf16 --overlap-moe-expert-parallel-comm"
-""" Forward passes run beside backward passes of the microbatch before."""
+"""Forward passes run beside backward passes of the microbatch before."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,19 @@ RECIPES = [
     Recipe("experts-sharded", ep(2), f"{SPREAD} {AUXILIARY} {SHARDED} {ADAM}"),
     # forward passes beside backward passes
     Recipe("beside", ep(3), f"{BESIDE} --moe-z-loss-coeff 1e-3", near=300),
-    Recipe("beside-overlap", ep(3), f"{BESIDE} {OVERLAP}", near=300),
     Recipe("beside-sharded", ep(3), f"{BESIDE} {OVERLAP} --overlap-param-gather {SHARDED} {ADAM}", near=300,
            checkpoint="torch_dist"),
-    Recipe("beside-interleaved", dp(2, "ep2-pp2-", 24, inner_ranks=2, pipeline=2), f"{BESIDE} {INTERLEAVED} {OVERLAP}", near=300),
+    Recipe("beside-interleaved", dp(3, "ep2-pp2-", 24, inner_ranks=2, pipeline=2), f"{BESIDE} {INTERLEAVED} {OVERLAP} "
+           "--calculate-per-token-loss --moe-shared-expert-intermediate-size 32", near=300),
+    Recipe("beside-interleaved-mtp", dp(2, "ep2-pp2-", 24, inner_ranks=2, pipeline=2), f"{BESIDE} {INTERLEAVED} {ROPE} "
+           f"--mtp-num-layers 1 {OVERLAP} --overlap-param-gather {SHARDED} {ADAM}", near=300),
     Recipe("beside-mtp", ep(3), f"{BESIDE} {ROPE} --mtp-num-layers 1 {OVERLAP}", near=300),
+    Recipe("beside-tensors", tp(2, inner_ranks=2), f"{BESIDE} --expert-tensor-parallel-size 1 --sequence-parallel "
+           f"{OVERLAP} {SHARDED} {ADAM}", near=300),
     Recipe("beside-dropout", ep(2), f"{BESIDE} {DROPOUT} --recompute-granularity selective", near=300, dropout=True),
+    Recipe("beside-fp16", ep(3), f"{BESIDE.replace('bf16', 'fp16')} --accumulate-allreduce-grads-in-fp32 "
+           "--initial-loss-scale 65536 --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream "
+           f"{LATER_EXPERTS} --log-interval 7 --eval-interval 2 --eval-iters 2", near=300, iterations=14),
     # prediction of several tokens
     Recipe("mtp", dp(3), f"{ROPE} --mtp-num-layers 1"),
     Recipe("mtp-two", dp(3), f"{ROPE} --mtp-num-layers 2"),
