@@ -181,11 +181,11 @@ INTERLEAVED_EXPERTS = Layout("experts-vpp-dp3", 3, pipeline=2, inner_ranks=2, fl
 BESIDE_CASES = [
     Case(EXPERTS, (Strike(1, 1, 3, "backward", visit=2), Strike(0, 0, 5, "reduce-scatter")), flags=SHARDED[1:2]),
     Case(EXPERTS, (Strike(1, 1, 3, "norm"), Strike(2, 0, 5, "forward", visit=3)), model=BESIDE_ADAM, flags=SHARDED),
-    Case(INTERLEAVED_EXPERTS, (Strike(0, 2, 3, "backward", visit=5),), model=BESIDE_ADAM, flags=SHARDED),
+    Case(INTERLEAVED_EXPERTS, (Strike(0, 2, 3, "backward", visit=3),), model=BESIDE_ADAM, flags=SHARDED),
     Case(INTERLEAVED_EXPERTS, (Strike(1, 1, 3, "agree"),), flags=SHARDED[1:2]),
     Case(replace(EXPERTS, name="experts-dp4", replicas=4, samples=8), (Strike(1, 1, 3, "reduce-scatter"),)),
 ]  # fmt: skip
-"""Of the fourth a pass has two microbatches, of the last one it has one."""
+"""Of the last one a pass has one microbatch."""
 
 
 def beside(case: Case) -> Case:
@@ -209,12 +209,13 @@ def test_what_a_pass_that_was_given_up_has_kept_of_late_weights_is_dropped(runs:
 
 @pytest.mark.parametrize("layout", some("beside stock", [EXPERTS, INTERLEAVED_EXPERTS], 1), ids=str)
 def test_forward_passes_beside_backward_passes_compute_what_they_compute_alone(runs: Runs, layout: Layout) -> None:
-    case = beside(Case(layout))
+    # Tied, an embedding's two gradients are added up in 16 bits, or each to the buffer.
+    case = beside(Case(layout, model=("--untie-embeddings-and-output-weights",)))
     alone = replace(case, model=tuple(flag for flag in case.model if flag != "--overlap-moe-expert-parallel-comm"))
     steps = [[(step.loss, step.grad_norm) for step in runs.reference(its).steps] for its in (case, alone)]
     assert steps[0] == steps[1]
     check_parameters(runs.reference(case), runs.reference(alone), 1e-9)
-    check_rows(runs.reference(case).steps, runs.stock(case).recorded)
+    check_rows(runs.reference(case).steps, runs.stock(case).recorded, SIXTEEN_BITS)
 
 
 # ---- biases of routers
