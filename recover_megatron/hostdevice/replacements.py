@@ -62,6 +62,10 @@ class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Any arguments of ``torch.cuda.Stream``."""
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
     def record_event(self, event: Any = None) -> Any:
         return Event() if event is None else event
 

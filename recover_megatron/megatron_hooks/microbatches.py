@@ -18,14 +18,16 @@ Random numbers are a function of (seed, iteration, microbatch, position), never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel.utils import get_comm_stream
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
@@ -53,10 +55,13 @@ class Accumulated:
 
     def _counting(self, make: Callable[..., Any]) -> Callable[..., Any]:
         counts = self._counts
+        countable: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
         def _make_backward_post_hook(ddp: Any, param: torch.nn.Parameter) -> Callable[..., None]:
             add_to_buffer = make(ddp, param)
-            if not getattr(param, "allreduce", True):
+            if ddp not in countable:
+                countable[ddp] = _countable(ddp.module)
+            if id(param) not in countable[ddp]:
                 return add_to_buffer
             of_chunk = counts.setdefault(ddp, [])
             place = len(of_chunk)
@@ -100,6 +105,17 @@ class Accumulated:
                 )
 
 
+def _countable(chunk: torch.nn.Module) -> set[int]:
+    """Ids of the dense parameters of a chunk that get one gradient at most from a microbatch; an expert may get none.
+
+    What several parts of a model share gets one from each of these, where every part has a backward pass of its own
+    (--overlap-moe-expert-parallel-comm): embeddings, and the output layer.  A chunk of nothing else has one part.
+    """
+    dense = [its for its in chunk.named_parameters() if its[1].requires_grad and getattr(its[1], "allreduce", True)]
+    inner = [its for its in dense if not re.search(r"\b(embedding|output_layer)\b", its[0])]
+    return {id(param) for _, param in inner or dense}
+
+
 def has_gradient(output: Any) -> bool:
     """Whether Megatron runs a backward pass from this output of a forward step (``schedules.backward_step``).
 
@@ -123,6 +139,29 @@ def grouped(model: Any, count: int) -> AbstractContextManager[None]:
     stages, usual = config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage
     size = group_size(count, stages, usual or stages)
     return monkeypatch.replaced(config, microbatch_group_size_per_vp_stage=size)
+
+
+@contextmanager
+def whole_pass(model: Sequence[Any]) -> Iterator[None]:
+    """A pass over these chunks runs meanwhile; where an exception ends it, what it has begun is dropped.
+
+    With --delay-wgrad-compute Transformer Engine keeps what the gradient of a weight is computed from in a queue, and
+    takes the oldest.  With --overlap-moe-expert-parallel-comm there is a second stream: whoever waits for this one
+    afterwards waits for both.
+    """
+    try:
+        yield
+    except BaseException:
+        for module in (module for chunk in model for module in chunk.modules()):
+            # Fused operations are kept in tuples, so that they are no modules of the model.
+            fused = getattr(module, "_fused_ops", None) or getattr(module, "_fused_grouped_swiglu_ops", None) or ()
+            for its in (module, *(inner for whole in fused for inner in whole.modules())):
+                queue = getattr(getattr(its, "wgrad_store", None), "context", None)
+                while queue is not None and not queue.empty():
+                    queue.get()
+        if (beside := get_comm_stream()) is not None:
+            torch.cuda.current_stream().wait_stream(beside)
+        raise
 
 
 _MASK = (1 << 64) - 1

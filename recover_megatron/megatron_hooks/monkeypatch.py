@@ -125,6 +125,8 @@ SEAMS = {
         Seam(_PARALLEL, "create_group", ("ranks", "timeout", "backend", "pg_options", "use_local_synchronization",
                                          "group_desc")),
         Seam(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor")),
+        Seam("megatron.core.models.common.model_chunk_schedule_plan", "TransformerModelChunkSchedulePlan.run",
+             ("f_schedule_plan", "b_schedule_plan")),
         Seam(_SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config", "vp_stage",
                                                     "collect_non_loss_data", "num_microbatches")),
         Seam(f"{_DDP}.distributed_data_parallel", "DistributedDataParallel._make_backward_post_hook",

@@ -308,18 +308,14 @@ def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: i
     elif outer != "no_shard":
         found.append(f"{_WITH} and --outer-dp-sharding-strategy {outer}: take no_shard or optim")
     if config.verify_interval:
-        found.append(
-            f"{_WITH} cannot be combined with --recover-verify-interval yet: a shard that is replaced may have been "
-            "gathered by its mates before"
-        )
+        found.append(f"{_WITH} cannot be combined with --recover-verify-interval yet: a shard that is replaced may "
+                     "have been gathered by its mates before")  # fmt: skip
     return found
 
 
 def _too_small(args: argparse.Namespace, world: int) -> list[str]:
-    """A shard group of one worker keeps whole gradients, and Megatron scales those once a microbatch, all that is in.
-
-    Seen in Megatron-FSDP of 0.19.2 (``GradReducePipeline``), with experts, whose shard groups are the smaller ones.
-    """
+    """A shard group of one worker (one of experts is the smaller) keeps whole gradients; Megatron-FSDP 0.19.2
+    (``GradReducePipeline``) scales those once a microbatch, all that is in."""
     tensor, experts = args.tensor_model_parallel_size, getattr(args, "expert_model_parallel_size", None) or 1
     workers = world // (getattr(args, "num_distributed_optimizer_instances", None) or 1)
     sizes = [("--num-distributed-optimizer-instances", workers // tensor)]
@@ -419,14 +415,18 @@ SETTLED = (
     Settled("--tp-comm-overlap", is_set("tp_comm_overlap"), {"tp_comm_overlap": False},
             "its userbuffers can neither be aborted nor made anew: an orphan's kernels would wait for its dead mate "
             "for good"),
-    Settled("--overlap-moe-expert-parallel-comm, --delay-wgrad-compute",
-            is_set("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-            {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False},
-            "the schedule of the one was not examined, and by the other gradients come after the sum"),
     Settled("--defer-embedding-wgrad-compute", is_set("defer_embedding_wgrad_compute"),
             {"defer_embedding_wgrad_compute": False},
             "with --overlap-grad-reduce these gradients come after the sum, and Megatron cannot put off those of one "
             "microbatch, which may be all that is run again"),
+    Settled("--overlap-moe-expert-parallel-comm with --use-megatron-fsdp",
+            all_of(is_set("overlap_moe_expert_parallel_comm"), is_set("use_megatron_fsdp"),
+                   unless(all_of(is_set("untie_embeddings_and_output_weights"), unless(is_set("mtp_num_layers"))))),
+            {"overlap_moe_expert_parallel_comm": False, "ep_overlap_early_attn_memory_release": False},
+            "Megatron 0.19.2 itself gets a wrong gradient there of an embedding that several parts of the model share"),
+    Settled("--delay-wgrad-compute with --use-megatron-fsdp",
+            all_of(is_set("delay_wgrad_compute"), is_set("use_megatron_fsdp")), {"delay_wgrad_compute": False},
+            "it was not tried"),
     Settled("--overlap-param-gather-with-optimizer-step", is_set("overlap_param_gather_with_optimizer_step"),
             {"overlap_param_gather_with_optimizer_step": False}, "the update is one step, all or nothing"),
     Settled("--use-sharp, --use-nccl-ub", is_set("use_sharp", "nccl_ub"),

@@ -20,7 +20,6 @@ Since the log's last row: ``LogTotals``, which go with the state of a worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -296,6 +295,7 @@ class AttentionLogits:
         self._heads = 0
         self._total = 0
         self._rows: dict[int, torch.Tensor] = {}
+        self._pass: tuple[int, int] | None = None
         wanted = any(getattr(args, name, False) for name in LOGIT_FLAGS)
         for chunk in model:
             self._chunks.append([])
@@ -314,13 +314,24 @@ class AttentionLogits:
         """A step of ``total`` microbatches, over all replicas, begins: what was left of another one is dropped."""
         self._total = total
         self._rows = {}
+        self._pass = None
 
-    @contextmanager
-    def microbatch(self, chunk: int, j: int) -> Iterator[None]:
-        """Chunk ``chunk`` of the model runs its forward pass of microbatch ``j`` meanwhile."""
+    def begin_pass(self, chunk: int, j: int) -> None:
+        """Chunk ``chunk`` of the model runs its forward pass of microbatch ``j`` from here on.
+
+        Beside it may run the backward pass of another microbatch, whose layers may be computed again: what these tell
+        counts for ``j`` then, which is in the same batch.
+        """
+        self.end_pass()
         for attention, _ in self._chunks[chunk]:
             attention.current_max_attn_logits = None
-        yield
+        self._pass = chunk, j
+
+    def end_pass(self) -> None:
+        """The forward pass under way is over, if there is one."""
+        if self._pass is None:
+            return
+        (chunk, j), self._pass = self._pass, None
         for attention, heads in self._chunks[chunk]:
             largest = attention.current_max_attn_logits
             if largest is not None:
@@ -333,6 +344,7 @@ class AttentionLogits:
 
         Each has seen a part of a sequence; the first one tells what all have seen.
         """
+        self.end_pass()
         if not self._rows or parallel_state.get_context_parallel_world_size() == 1:
             return
         whole = torch.stack([self._rows.pop(j) for j in ids])

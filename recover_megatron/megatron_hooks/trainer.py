@@ -18,13 +18,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data import of_ids
-from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds, grouped, has_gradient
+from recover_megatron.megatron_hooks.microbatches import (
+    Accumulated,
+    MicrobatchSeeds,
+    grouped,
+    has_gradient,
+    whole_pass,
+)
 from recover_megatron.megatron_hooks.training_parts import TrainingParts
 
 
@@ -78,7 +85,7 @@ class MegatronTrainer:
         self._parts.buckets.new_pass(again=again)
         before = self._accumulated.counts(self._model)
         backward = [0 for _ in self._model]
-        with self._finalize_held(), grouped(self._call["model"], len(ids)):
+        with self._finalize_held(), grouped(self._call["model"], len(ids)), whole_pass(self._model):
             losses = self._schedule(
                 **{
                     **self._call,
@@ -149,18 +156,22 @@ class MegatronTrainer:
         In ``backward`` it counts, by chunk, those of which there is to be a backward pass.
         """
         original = self._call["forward_step_func"]
-        chunks = {id(chunk): number for number, chunk in enumerate(self._model)}
-        calls = dict.fromkeys(chunks, 0)
+        # For a plan, of which the forward pass is made later, Megatron gives what is inside of its wrappers.
+        chunks = {id(its): number for number, chunk in enumerate(self._model) for its in _wrapped(chunk)}
+        calls = [0 for _ in self._model]
 
         def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            j = ids[calls[id(model)]]
-            calls[id(model)] += 1
+            chunk = chunks[id(model)]
+            j = ids[calls[chunk]]
+            calls[chunk] += 1
             self._progress.mark("forward", microbatch=j)
             self._progress.inject("forward")
-            self._seeds.seed(self._iteration, j, chunks[id(model)])
-            with self._parts.logits.microbatch(chunks[id(model)], j):
-                output, loss_func = original(data_iterator, model, *args, **kwargs)
-            backward[chunks[id(model)]] += has_gradient(output)
+            self._seeds.seed(self._iteration, j, chunk)
+            self._parts.logits.begin_pass(chunk, j)
+            output, loss_func = original(data_iterator, model, *args, **kwargs)
+            if not isinstance(output, AbstractSchedulePlan):
+                self._parts.logits.end_pass()
+            backward[chunk] += has_gradient(output)
             return output, loss_func
 
         return forward_step
@@ -182,3 +193,10 @@ class MegatronTrainer:
             yield
         finally:
             config.finalize_model_grads_func = original
+
+
+def _wrapped(chunk: Any) -> Iterator[Any]:
+    """A chunk of the model, and what is inside of its wrappers."""
+    while chunk is not None:
+        yield chunk
+        chunk = getattr(chunk, "module", None)

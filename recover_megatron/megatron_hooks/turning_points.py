@@ -38,8 +38,9 @@ class FaultInjection:
     """Tells where it is."""
 
     def install(self) -> None:
-        """Wrap the seam; raises UserError if this Megatron's is not the one we know."""
+        """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
         monkeypatch.wrap("backward_step", self._striking_backward)
+        monkeypatch.wrap("TransformerModelChunkSchedulePlan.run", self._striking_backward_beside)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
         """A phase was reached, of ``iteration``; None: of that under way."""
@@ -65,6 +66,14 @@ class FaultInjection:
             return original(*args, **kwargs)
 
         return backward_step
+
+    def _striking_backward_beside(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(forward: Any, backward: Any, *args: Any, **kwargs: Any) -> Any:
+            if backward is not None:
+                self.inject("backward")
+            return original(forward, backward, *args, **kwargs)
+
+        return run
 
 
 @dataclass(eq=False)

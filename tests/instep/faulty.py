@@ -64,6 +64,27 @@ def beside_step(
         training.train_step = train_step_and_more
 
 
+def in_dispatch(worker: str, iteration: str, visit: str) -> None:
+    """Kill that worker of the launch where it sends tokens to their experts for the ``visit``-th time in an iteration.
+
+    By --overlap-moe-expert-parallel-comm: from the second microbatch on in the middle of a backward pass, too.
+    """
+    from megatron.core.models.common.utils import TransformerLayerNode
+    from megatron.training import get_args
+
+    forward, left = TransformerLayerNode.forward, [int(visit)]
+
+    def counted(self: Any, *inputs: Any) -> Any:
+        if self.name == "moe_dispatch" and get_args().curr_iteration + 1 == int(iteration):
+            left[0] -= 1
+            if not left[0]:
+                kill_me()
+        return forward(self, *inputs)
+
+    if os.environ.get("RANK") == worker:
+        TransformerLayerNode.forward = counted
+
+
 def broken_device() -> None:
     """Have every orphan find its device broken when it comes out of the training."""
     from recover_megatron.megatron_hooks import rejoin

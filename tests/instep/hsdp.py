@@ -50,6 +50,9 @@ BIASES = replace(
     flags=f"{EXPERTS.flags.replace(' aux_loss', ' seq_aux_loss')} --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02",
 )  # fmt: skip
+BESIDE = with_flags(
+    EXPERTS, "beside", f"{MIXED} --overlap-moe-expert-parallel-comm --untie-embeddings-and-output-weights"
+)
 FOUR = Layout("hsdp-of-four", 2, inner_ranks=4, samples=16, flags=TWO.flags)
 TENSOR_EXPERTS = Layout(
     "hsdp-tp2-ep2", 2, tensor=2, inner_ranks=2,
@@ -59,7 +62,7 @@ CONTEXT = replace(TWO, name="hsdp-cp2", context=2, inner_ranks=1)
 """The context is split among the two workers of a shard group."""
 CONTEXT_FOUR = replace(FOUR, name="hsdp-cp2-of-four", context=2, inner_ranks=2)
 SIXTEEN_BITS = hsdp(2, more=MIXED)
-NEAR = {SIXTEEN_BITS: 100.0}
+NEAR = {SIXTEEN_BITS: 100.0, BESIDE: 100.0}
 """A last bit of a parameter of 16 bits is more than one of 32."""
 OUTER_TWO, OUTER_THREE = (with_flags(layout, "outer", OUTER) for layout in (TWO, THREE))
 OUTER_TENSOR, OUTER_EXPERTS = (with_flags(layout, "outer", OUTER) for layout in (TENSOR, EXPERTS))

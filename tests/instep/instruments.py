@@ -15,7 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
+from queue import Queue
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,6 +74,66 @@ def double() -> None:
     # It knows float32 alone; no norm is above 1.
     optimizer.clip_grad_by_total_norm_fp32 = lambda *unused, **named: None
     torch.set_default_dtype(torch.float64)  # the layer norms'
+
+
+class Late(torch.autograd.Function):
+    """A matrix multiplication whose backward pass keeps what the gradient of the weight is computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, store: Any) -> Any:
+        ctx.save_for_backward(rows, weight)
+        ctx.store, ctx.biased = store, bias is not None
+        return torch.nn.functional.linear(rows, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows, weight = ctx.saved_tensors
+        ctx.store.context.put((rows, grad))
+        return grad @ weight, None, grad.flatten(0, -2).sum(dim=0) if ctx.biased else None, None
+
+
+def late_weights() -> None:
+    """Have --delay-wgrad-compute on layers that do as Transformer Engine's: ``wgrad_store``, ``backward_dw``, hooks.
+
+    Of all linear layers but the last one, as Megatron has it with Transformer Engine.  Tensor ranks are not taken.
+    """
+    from megatron.core.distributed import distributed_data_parallel
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.training import arguments
+
+    validate, make = arguments.validate_args, distributed_data_parallel.DistributedDataParallel.__init__
+
+    def validate_args(args: Any, *more: Any, **named: Any) -> Any:
+        args = validate(args, *more, **named)
+        args.delay_wgrad_compute = True
+        return args
+
+    def delay(layer: Any) -> None:
+        store, hooks = SimpleNamespace(context=Queue()), []
+        layer.wgrad_store, layer.register_wgrad_accumulation_and_reduce_hooks = store, hooks.append
+        layer.weight.skip_backward_post_hook = True
+        layer._forward_impl = lambda input, weight, bias, **unused: Late.apply(input, weight, bias, store)
+
+        def backward_dw() -> None:
+            if store.context.empty():  # an expert without a token
+                return
+            rows, grad = store.context.get()
+            layer.weight.grad = grad.flatten(0, -2).t() @ rows.flatten(0, -2)
+            for hook in hooks:
+                hook()
+
+        layer.backward_dw = backward_dw
+
+    def make_late(self: Any, config: Any, ddp_config: Any, module: Any, *rest: Any, **named: Any) -> None:
+        assert config.delay_wgrad_compute
+        assert ddp_config.delay_wgrad_compute
+        for name, layer in module.named_modules():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and "output_layer" not in name:
+                delay(layer)
+        make(self, config, ddp_config, module, *rest, **named)
+
+    arguments.validate_args = validate_args
+    distributed_data_parallel.DistributedDataParallel.__init__ = make_late
 
 
 def unwarmed() -> None:

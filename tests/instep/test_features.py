@@ -56,7 +56,7 @@ DEEPSEEK = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
 )
 OFF = tuple(
-    "--moe-token-dispatcher-type flex --cuda-graph-impl local --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
+    "--moe-token-dispatcher-type flex --cuda-graph-impl local "
     "--use-sharp --use-nccl-ub --log-straggler --log-max-attention-logit --error-injection-rate 1 "
     "--rerun-mode validate_results".split()
 )
@@ -245,6 +245,53 @@ def test_float16_gradients_are_added_up_in_float32_without_being_asked_for(runs:
     assert "--fp16: gradients are added up in float32" in result.log(0)
 
 
+# ---- forward passes beside backward passes
+BESIDE = (
+    "--bf16 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+)
+BESIDE_ADAM = tuple("--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-2".split())
+INTERLEAVED_EXPERTS = Layout("experts-vpp-dp3", 3, pipeline=2, inner_ranks=2, flags=f"{EXPERTS.flags} {INTERLEAVED}")
+BESIDE_CASES = [
+    Case(EXPERTS, (Strike(1, 1, 3, "backward", visit=2), Strike(0, 0, 5, "reduce-scatter")), flags=SHARDED[1:2]),
+    Case(EXPERTS, (Strike(1, 1, 3, "norm"), Strike(2, 0, 5, "forward", visit=3)), model=BESIDE_ADAM, flags=SHARDED),
+    Case(INTERLEAVED_EXPERTS, (Strike(0, 2, 3, "backward", visit=3),), model=BESIDE_ADAM, flags=SHARDED),
+    Case(INTERLEAVED_EXPERTS, (Strike(1, 1, 3, "agree"),), flags=SHARDED[1:2]),
+    Case(replace(EXPERTS, name="experts-dp4", replicas=4, samples=8), (Strike(1, 1, 3, "reduce-scatter"),)),
+]  # fmt: skip
+"""Of the last one a pass has one microbatch."""
+
+
+def beside(case: Case) -> Case:
+    return replace(case, model=(*BESIDE.split(), *case.model))
+
+
+@pytest.mark.parametrize("case", some("beside", BESIDE_CASES, 1), ids=lambda case: f"{case}{case.flags}")
+def test_gradients_of_weights_that_are_computed_late_are_counted_once(runs: Runs, case: Case) -> None:
+    late = beside(case).throughout("instruments.late_weights")
+    check_steps(runs.reference(late), runs.reference(beside(case)), SIXTEEN_BITS)
+    runs.check(late, SIXTEEN_BITS)
+
+
+def test_what_a_pass_that_was_given_up_has_kept_of_late_weights_is_dropped(runs: Runs) -> None:
+    """Its mate dies in the middle of a layer's backward pass, and it takes a place again."""
+    case = beside(Case(EXPERTS, (), 12, restarts=1, doomed=(3,)).altered("faulty.in_dispatch", 3, 4, 4))
+    case = case.throughout("instruments.late_weights").patient("6-:3")
+    result = runs.check(case, SIXTEEN_BITS, replicas=3)
+    assert 2 in result.grid[1]
+
+
+@pytest.mark.parametrize("layout", some("beside stock", [EXPERTS, INTERLEAVED_EXPERTS], 1), ids=str)
+def test_forward_passes_beside_backward_passes_compute_what_they_compute_alone(runs: Runs, layout: Layout) -> None:
+    # Tied, an embedding's two gradients are added up in 16 bits, or each to the buffer.
+    case = beside(Case(layout, model=("--untie-embeddings-and-output-weights",)))
+    alone = replace(case, model=tuple(flag for flag in case.model if flag != "--overlap-moe-expert-parallel-comm"))
+    steps = [[(step.loss, step.grad_norm) for step in runs.reference(its).steps] for its in (case, alone)]
+    assert steps[0] == steps[1]
+    check_parameters(runs.reference(case), runs.reference(alone), 1e-9)
+    check_rows(runs.reference(case).steps, runs.stock(case).recorded, SIXTEEN_BITS)
+
+
 # ---- biases of routers
 FOUR = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
 BIAS = f"{FOUR} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"
@@ -330,6 +377,13 @@ def test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(runs: Runs
     assert ours.keys() == theirs.keys()
     near = {at: MAXIMA if at[0] <= 10 else LATER_MAXIMA for at in ours}
     assert {at: (ours[at], theirs[at]) for at in ours if ours[at] != pytest.approx(theirs[at], rel=near[at])} == {}
+
+
+def test_the_largest_logits_of_planned_passes_are_those_of_the_batch(runs: Runs) -> None:
+    layout = replace(EXPERTS, name="clip-beside-dp3", flags=f"{EXPERTS.flags} {BESIDE} {CLIP}")
+    test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(
+        runs, Case(layout, (Strike(1, 1, 3, "backward", visit=2), Strike(2, 0, 5, "all-gather")))
+    )
 
 
 @pytest.mark.parametrize("case", some("stock clipping", CLIP_CASES, 1), ids=lambda case: case.layout.name)

@@ -67,6 +67,7 @@ WITH_FLAGS = {
         hsdp.with_flags(hsdp.TWO, "meta", "--init-model-with-meta-device"), DEATH, 30, restarts=1
     ),
     "biases of routers": Case(hsdp.BIASES, (Strike(1, 2, 3, "reduce-scatter"),), 7),
+    "forward passes beside backward passes": Case(hsdp.BESIDE, (Strike(1, 2, 3, "backward", visit=2),), 12, restarts=1),
     "native collective": Case(hsdp.TWO, DEATH).over_nccl(),
 }
 

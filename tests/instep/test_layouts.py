@@ -62,6 +62,8 @@ RELEASE = (
     f"{SHARDED} --overlap-grad-reduce --overlap-param-gather {ADAM} --manual-gc --disable-bias-linear --clip-grad 1.0 "
     f"--weight-decay 0.1 --adam-beta2 0.95 --bf16 --untie-embeddings-and-output-weights {TOLD} --eval-iters 2"
 )
+BESIDE = f"{SPREAD} {AUXILIARY} --bf16 --overlap-moe-expert-parallel-comm"
+"""Forward passes run beside backward passes of the microbatch before."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,21 @@ RECIPES = [
            "--moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall"),
     Recipe("experts-tensor-parallel", tp(2), f"{EXPERTS} {AUXILIARY} --sequence-parallel"),
     Recipe("experts-sharded", ep(2), f"{SPREAD} {AUXILIARY} {SHARDED} {ADAM}"),
+    # forward passes beside backward passes
+    Recipe("beside", ep(3), f"{BESIDE} --moe-z-loss-coeff 1e-3", near=300),
+    Recipe("beside-sharded", ep(3), f"{BESIDE} {OVERLAP} --overlap-param-gather {SHARDED} {ADAM}", near=300,
+           checkpoint="torch_dist"),
+    Recipe("beside-interleaved", dp(3, "ep2-pp2-", 24, inner_ranks=2, pipeline=2), f"{BESIDE} {INTERLEAVED} {OVERLAP} "
+           "--calculate-per-token-loss --moe-shared-expert-intermediate-size 32", near=300),
+    Recipe("beside-interleaved-mtp", dp(2, "ep2-pp2-", 24, inner_ranks=2, pipeline=2), f"{BESIDE} {INTERLEAVED} {ROPE} "
+           f"--mtp-num-layers 1 {OVERLAP} --overlap-param-gather {SHARDED} {ADAM}", near=300),
+    Recipe("beside-mtp", ep(3), f"{BESIDE} {ROPE} --mtp-num-layers 1 {OVERLAP}", near=300),
+    Recipe("beside-tensors", tp(2, inner_ranks=2), f"{BESIDE} --expert-tensor-parallel-size 1 --sequence-parallel "
+           f"{OVERLAP} {SHARDED} {ADAM}", near=300),
+    Recipe("beside-dropout", ep(2), f"{BESIDE} {DROPOUT} --recompute-granularity selective", near=300, dropout=True),
+    Recipe("beside-fp16", ep(3), f"{BESIDE.replace('bf16', 'fp16')} --accumulate-allreduce-grads-in-fp32 "
+           "--initial-loss-scale 65536 --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream "
+           f"{LATER_EXPERTS} --log-interval 7 --eval-interval 2 --eval-iters 2", near=300, iterations=14),
     # prediction of several tokens
     Recipe("mtp", dp(3), f"{ROPE} --mtp-num-layers 1"),
     Recipe("mtp-two", dp(3), f"{ROPE} --mtp-num-layers 2"),
@@ -356,7 +373,7 @@ def test_deaths_change_no_number_that_is_logged_and_no_tensor_that_is_saved(
     # --recover draws random numbers by microbatch; the plain script has not all that there is for data and losses.
     plain = with_recover(stock, (), recipe) if recipe.dropout else []
     # And Megatron's checkpoint writer, a process of its own, imports it without the host device.
-    beyond = any(part in recipe.name for part in ("mtp", "sets", "async")) or recipe.layout.context > 1
+    beyond = any(part in recipe.name for part in ("mtp", "sets", "async", "beside")) or recipe.layout.context > 1
     script = OURS if plain or beyond else STOCK
     told = f"{recipe.name} with {[strike.spec(recipe.layout) for strike in strikes]}, {restarts} restarts: "
 

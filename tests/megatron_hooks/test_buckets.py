@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,12 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.megatron_hooks import buckets as module
+from recover_megatron.megatron_hooks import microbatches as passes
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp import buckets as fsdp_buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, padding
 from recover_megatron.megatron_hooks.fsdp.state import abandon
-from recover_megatron.megatron_hooks.microbatches import Accumulated
+from recover_megatron.megatron_hooks.microbatches import Accumulated, whole_pass
 
 SCALE = 1 / 4
 
@@ -185,3 +187,62 @@ def test_megatron_itself_frees_a_bucket_whoever_holds_it(allocator: Any) -> None
     held = buckets.allocate(3, 8, torch.float32, torch.device("cpu")).data
     buckets.free(3)
     assert held.untyped_storage().nbytes() == 0
+
+
+class Shared(torch.nn.Module):
+    """What several parts of a model may have, experts, what is not trained, and what one part alone has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(2, 2)
+        self.experts = torch.nn.Linear(2, 2)
+        for param in self.experts.parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+        self.norm = torch.nn.LayerNorm(2)
+        self.output_layer = torch.nn.Linear(2, 2)
+
+
+def test_microbatches_are_counted_by_what_gets_one_gradient_from_each() -> None:
+    chunk = Shared()
+    for param in (chunk.norm.weight, chunk.norm.bias, chunk.embedding.weight):
+        counted = counted_by(chunk)
+        assert counted is param
+        param.requires_grad_(False)
+    assert counted_by(torch.nn.Linear(2, 2).requires_grad_(False)) is None
+
+
+def counted_by(chunk: torch.nn.Module) -> torch.nn.Parameter | None:
+    """The parameter by which a chunk's microbatches are counted."""
+    accumulated, ddp = Accumulated(), torch.nn.Module()
+    ddp.module = chunk
+    make = accumulated._counting(lambda ddp, param: lambda *unused: None)
+    for param in (param for param in chunk.parameters() if param.requires_grad):
+        before = accumulated.counts([ddp])
+        make(ddp, param)()
+        if accumulated.counts([ddp]) == [1] != before:
+            return param
+    return None
+
+
+def test_what_a_pass_has_kept_that_is_given_up_is_dropped_and_both_streams_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beside, waited = object(), list[Any]()
+    monkeypatch.setattr(passes, "get_comm_stream", lambda: beside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
+    chunk, hidden = Shared(), torch.nn.Sequential(torch.nn.Linear(1, 1))
+    chunk.experts._fused_ops = (hidden,)  # type: ignore[assignment]
+    layers = [chunk.norm, hidden[0]]
+    for layer in layers:
+        layer.wgrad_store = SimpleNamespace(context=Queue())  # type: ignore[assignment]
+        layer.wgrad_store.context.put("of a microbatch")
+    chunk.output_layer.wgrad_store = SimpleNamespace(context=None)  # type: ignore[assignment]
+    with whole_pass([chunk]):
+        pass
+    assert [layer.wgrad_store.context.qsize() for layer in layers] == [1, 1]
+    assert waited == []
+    with pytest.raises(RuntimeError, match="a mate"), whole_pass([chunk]):
+        raise RuntimeError("a mate is dead")
+    assert [layer.wgrad_store.context.qsize() for layer in layers] == [0, 0]
+    assert waited == [beside]
