@@ -270,13 +270,10 @@ def test_generators_of_transformer_engine_are_seeded_in_place_with_the_numbers_o
 
 def test_a_microbatch_is_counted_by_whichever_dense_parameter_it_has_a_gradient_of() -> None:
     """Not each has one: that of a vision transformer from a sample without an image."""
-    accumulated, chunk, parameter = (
-        microbatches.Accumulated(),
-        torch.nn.Linear(1, 1),
-        torch.nn.Parameter(torch.zeros(1)),
-    )
+    accumulated, chunk = microbatches.Accumulated(), torch.nn.Module()
+    chunk.module = torch.nn.Linear(1, 1)
     make = accumulated._counting(lambda ddp, param: lambda *_: None)
-    of_vision, of_both = make(chunk, parameter), make(chunk, parameter)
+    of_vision, of_both = (make(chunk, parameter) for parameter in chunk.module.parameters())
     for _ in range(3):
         of_vision()
         of_both()
