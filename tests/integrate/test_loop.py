@@ -87,6 +87,22 @@ def test_a_function_that_a_version_may_lack_is_wrapped_where_it_is(module: Modul
     assert not hasattr(module, "later")
 
 
+def test_a_method_is_wrapped_in_its_class_which_older_versions_may_have_by_another_name(module: ModuleType) -> None:
+    class Old:
+        def train(self, model: str) -> str:
+            return f"trained {model}"
+
+    module.Old = Old  # type: ignore[attr-defined]
+    seam = Seam("loop_of_a_test", "New.train", ("self", "model"))
+    assert seam.misfit() == "there is no loop_of_a_test.New"
+    assert Seam("loop_of_a_test", "New.train", optional=True).misfit() is None
+    assert Seam("loop_of_a_test", "Old.stop", optional=True).misfit() == "there is no Old.stop"
+    known = replace(seam, formerly="Old")
+    assert known.misfit() is None
+    known.wrap(lambda original: lambda self, model: original(self, model.upper()), "supported: 1")
+    assert Old().train("gpt") == "trained GPT"
+
+
 PAGE = (REPOSITORY / "docs" / "integrate.md").read_text(encoding="utf-8")
 
 

@@ -579,7 +579,7 @@ def test_every_flag_that_is_refused_or_settled_is_one_of_megatrons() -> None:
     known = {flag for action in parser._actions for flag in action.option_strings}
     known |= {"--ckpt-pg-tensors-cache-path", "--megatron-fsdp-version"}  # of 0.20
     named = set(re.findall(r"--(?!recover)[a-z][a-z0-9-]+", Path(refused.__file__).read_text(encoding="utf-8")))
-    assert named - known == set()
+    assert named - known <= {"--ckpt-pg-tensors-cache-path", "--megatron-fsdp-version"}  # Megatron 0.20 has them
 
 
 def test_what_comes_past_the_parser_is_refused_and_not_run_as_it_is() -> None:
