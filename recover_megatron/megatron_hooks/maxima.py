@@ -13,6 +13,7 @@ a layer that is computed again in the backward pass, an attempt that was given u
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.integrate import misfit
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.refused import scales_by_history
+from recover_megatron.megatron_hooks.refused import Settled, say, scales_by_history
 
 
 class _Maxima:
@@ -137,6 +138,15 @@ FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
 FORGOTTEN = "global_fp8_buffer_pos_fwd_recompute"
 """Where a module finds the scales that it is to take when it computes again; unknown after ``reset``."""
 
+ONCE_A_STEP = Settled(
+    "--fp8-recipe delayed",
+    scales_by_history,
+    {},
+    "scales change once a step, not after each microbatch, by the largest values of the whole batch: a history is of "
+    "--fp8-amax-history-len steps, and in the first one all scales are 1",
+    off=False,
+)
+
 
 @functools.cache
 def _engine() -> tuple[Any, Any, Callable[..., None]]:
@@ -146,11 +156,15 @@ def _engine() -> tuple[Any, Any, Callable[..., None]]:
     Engine does both after each pass of a microbatch.  Raises UserError where it is another one than we know.
     """
     try:
-        import transformer_engine.pytorch as engine
-        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as manager
-        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as module
-    except ImportError as error:
-        raise UserError(f"--fp8-recipe delayed needs Transformer Engine: {error}") from None
+        names = (
+            "transformer_engine.pytorch",
+            "transformer_engine.pytorch.fp8",
+            "transformer_engine.pytorch.module.base",
+        )
+        engine, scaling, base = map(importlib.import_module, names)
+        manager, module = scaling.FP8GlobalStateManager, base.TransformerEngineBaseModule
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"--fp8-recipe delayed with --recover: Transformer Engine is another one: {error}") from None
     known = [
         (manager, "reduce_and_update_fp8_tensors", ("forward",)),
         (manager, "reduce_tensor_across_group_op_max", ("tensor", "group")),
@@ -213,20 +227,23 @@ class Scales(_Maxima):
         """The largest values of the batch, from the commit to the update."""
         if not scales_by_history(args):
             return
+        say(ONCE_A_STEP)
         engine, manager, self._change = _engine()
         manager.reset()
         self._sides = [self._prepare(engine, manager, chunk) for chunk in model]
 
     def _prepare(self, engine: Any, manager: Any, chunk: torch.nn.Module) -> tuple[_Side, _Side]:
         """Have the scales of a chunk now, before its first forward pass: a state may arrive for them."""
-        gemms = {}
+        gemms, config = {}, get_model_config(chunk)
+        if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
+            raise UserError("--fp8-recipe delayed with --recover needs an attention in 16 bits")
         for module in (its for its in chunk.modules() if hasattr(its, "fp8_meta")):
             if isinstance(module, (engine.Linear, engine.LayerNormLinear, engine.LayerNormMLP, engine.GroupedLinear)):
                 gemms[module] = getattr(module, "num_gemms", 2 if isinstance(module, engine.LayerNormMLP) else 1)
-            elif not isinstance(module, engine.DotProductAttention):  # which keeps 16 bits, see ``refused``
+            elif not isinstance(module, engine.DotProductAttention):
                 kind = f"{type(module).__module__}.{type(module).__name__}"
                 raise UserError(f"--fp8-recipe delayed with --recover does not know what {kind} rounds to 8 bits")
-        with fp8_utils.get_fp8_context(get_model_config(chunk)):
+        with fp8_utils.get_fp8_context(config):
             for module, number in gemms.items():
                 for key in (manager.get_buffer_info(), FORGOTTEN):
                     module.fp8_meta.pop(key, None)

@@ -101,10 +101,6 @@ RULES = [
          "replicas, so the loss of a rank's n-th microbatch is made of the n-th ones of all others: of a lost one "
          "nobody would have them, and what runs them again comes too late (aux_loss and seq_aux_loss need no other "
          "replica)", balances_by("global_aux_loss")),
-    yet("--fp8-dot-product-attention and --fp8-multi-head-attention", "Transformer Engine scales a part of attention "
-         "by a history, with --fp8-recipe tensorwise, too",
-         all_of(is_set("fp8"), is_set("fp8_dot_product_attention", "fp8_multi_head_attention"),
-                unless(is_one_of("fp8_recipe", "mxfp8", "blockwise")))),
     yet("--use-transformer-engine-op-fuser and --fp8-recipe delayed", "its layers keep their scales in another way",
          all_of(is_set("use_transformer_engine_op_fuser"), scales_by_history)),
     yet("--non-persistent-ckpt-type local", "NVRx takes such a checkpoint for complete where every rank has written "
@@ -280,10 +276,6 @@ _finds_attention = all_of(is_set("bf16", "fp16"), unless(is_set("use_megatron_fs
 """Whether Megatron's ``clip_qk``, which looks for it at a fixed depth of wrappers, does."""
 
 SETTLED = (
-    Settled("--fp8-recipe delayed", scales_by_history, {"tp_only_amax_red": False},
-            "scales change once a step, not once a microbatch, by the largest values of all replicas (also with "
-            "--tp-only-amax-red); a history of --fp8-amax-history-len is of so many steps, and in the first step all "
-            "scales are 1", off=False),
     Settled("--rerun-mode validate_results", is_one_of("rerun_mode", "validate_results"), {"rerun_mode": "disabled"},
             "a worker that finds an unexpected result ends, and the microbatch runs on another worker, instead of "
             "on the same one and after a restart", off=False),
@@ -366,7 +358,7 @@ def not_settled(args: argparse.Namespace) -> list[str]:
     return [
         f"--recover cannot be combined with {its.flag} from a file of --yaml-cfg: {its.words}"
         for its in SETTLED
-        if its.given(args) and any(getattr(args, name, value) != value for name, value in its.values.items())
+        if its.given(args)
     ]
 
 

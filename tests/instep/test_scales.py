@@ -22,12 +22,13 @@ LENGTH = 3
 DELAYED = f"--fp8-amax-history-len {LENGTH} --fp8-amax-compute-algo max"
 RECENT = "--fp8-amax-compute-algo most_recent"
 SHARDED = (*ADAM, "--use-distributed-optimizer")
+DP3 = Layout("delayed-dp3", 3, flags=DELAYED)
 TP2 = Layout("delayed-tp2-dp3", 3, tensor=2, flags=DELAYED)
 LONG = 10
 EIGHT_BITS = 1000.0
 """Where a value that is rounded to 8 bits may fall to the other side."""
 CASES = [
-    Case(Layout("delayed-dp3", 3, flags=DELAYED), (Strike(1, 0, 3, "backward", visit=2), Strike(2, 0, 5, "agree"))),
+    Case(DP3, (Strike(1, 0, 3, "backward", visit=2), Strike(2, 0, 5, "agree"))),
     Case(Layout("delayed-dp4", 4, flags=f"{DELAYED} --overlap-grad-reduce --ddp-bucket-size 2000"),
          (Strike(0, 0, 1, "reduce-scatter"), Strike(3, 0, 4, "forward", visit=2), Strike(1, 0, 6, "optimizer"))),
     Case(Layout("recent-dp3", 3, flags=RECENT), (Strike(1, 0, 3, "eval"), Strike(2, 0, 5, "optimizer", visit=2))),
@@ -76,7 +77,7 @@ def test_with_one_microbatch_of_each_replica_the_scales_are_stocks(runs: Runs) -
 
 def test_a_run_from_a_checkpoint_goes_on_with_its_scales(runs: Runs) -> None:
     saving = ("--save", str(runs.out / "saved"), "--save-interval", "4")
-    schedule = (*CLIPPED, "--lr-decay-iters", "40")
+    schedule = (*CLIPPED, "--lr-decay-iters", "40", "--ckpt-format", "torch", "--use-checkpoint-opt_param-scheduler")
     first = runs(delayed(Case(TP2, (), 4, model=schedule)).with_flags(*saving), "1")
     assert first.ended.ok, first.told()
     whole = delayed(Case(TP2, (Strike(1, 1, 6, "backward"),), model=schedule))
@@ -84,6 +85,15 @@ def test_a_run_from_a_checkpoint_goes_on_with_its_scales(runs: Runs) -> None:
     ours, theirs = scales(resumed), scales(runs.reference(whole))
     assert {iteration for iteration, _ in ours} == {5, 6, 7, 8}, resumed.told()
     assert {at: ours[at] for at in ours if ours[at] != pytest.approx(theirs[at], rel=1e-6)} == {}
+
+
+def test_a_run_that_goes_back_takes_up_the_scales_of_its_checkpoint(runs: Runs) -> None:
+    both = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
+    case = delayed(Case(replace(TP2, name="delayed-tp2-dp2", replicas=2), both, LONG, flags=("--ckpt-format", "torch")))
+    case = replace(case, model=CLIPPED).with_flags("--save", str(runs.out / "checkpoints"), "--save-interval", "2")
+    result = runs.check(case)
+    assert "rolled back to iteration 4" in result.said, result.told()
+    check_scales(result, runs.reference(case))
 
 
 def check_scales(result: Result, expected: Result, near: float = 1e-6) -> None:
