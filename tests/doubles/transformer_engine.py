@@ -42,7 +42,8 @@ class State:
     def rounded(self, values: torch.Tensor, tensor: int, forward: bool) -> torch.Tensor:
         kind, most = FORMATS[forward]
         row = self.amax_history[0]
-        row[tensor] = torch.maximum(row[tensor], values.abs().max().float())
+        if values.numel():  # an expert may meet nothing
+            row[tensor] = torch.maximum(row[tensor], values.abs().max().float())
         scale = self.scale[tensor].to(values.dtype)
         return (values * scale).clamp(-most, most).to(kind).to(values.dtype) / scale
 

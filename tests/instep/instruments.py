@@ -278,7 +278,7 @@ def delayed_scaling() -> None:
     """
     from megatron.core import fp8_utils, parallel_state
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer import transformer_block, transformer_config
     from megatron.core.transformer.mlp import MLP
     from megatron.training import arguments, get_args, training
 
@@ -302,9 +302,12 @@ def delayed_scaling() -> None:
         made(self, *args, **kwargs)
         self.rounding = double.Linear()
 
-    def forward(self: Any, hidden: torch.Tensor, *unused: Any, **named: Any) -> Any:
+    def forward(self: Any, hidden: torch.Tensor, per_token_scale: Any = None, **unused: Any) -> Any:
         x, weight = self.rounding(copy_to_tensor_model_parallel_region(hidden), self.linear_fc1.weight)
-        return self.linear_fc2(self.activation_func(torch.nn.functional.linear(x, weight, self.linear_fc1.bias)))
+        product = self.activation_func(torch.nn.functional.linear(x, weight, self.linear_fc1.bias))
+        if per_token_scale is not None:  # of an expert
+            product = product * per_token_scale.unsqueeze(-1)
+        return self.linear_fc2(product)
 
     def logging(*args: Any, **kwargs: Any) -> Any:
         result = log(*args, **kwargs)
@@ -317,5 +320,6 @@ def delayed_scaling() -> None:
     logging.__wrapped__ = log  # type: ignore[attr-defined]
     arguments.validate_args = validate_args
     fp8_utils.get_fp8_context = transformer_block.get_fp8_context = context
+    transformer_config.is_te_min_version = lambda *unused: True
     MLP.__init__, MLP.forward = make, forward  # type: ignore[method-assign]
     training.training_log = logging

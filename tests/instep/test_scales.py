@@ -23,6 +23,7 @@ DELAYED = f"--fp8-amax-history-len {LENGTH} --fp8-amax-compute-algo max"
 RECENT = "--fp8-amax-compute-algo most_recent"
 SHARDED = (*ADAM, "--use-distributed-optimizer")
 DP3 = Layout("delayed-dp3", 3, flags=DELAYED)
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear"
 TP2 = Layout("delayed-tp2-dp3", 3, tensor=2, flags=DELAYED)
 LONG = 10
 EIGHT_BITS = 1000.0
@@ -38,6 +39,8 @@ CASES = [
          (Strike(0, 1, 3, "backward", visit=3),)),
     Case(Layout("delayed-cp2-dp2", 2, context=2, flags=DELAYED), (Strike(0, 1, 3, "all-gather"),)),
     Case(TP2, (Strike(1, 1, 3, "forward", visit=2), Strike(2, 0, 5, "optimizer"))),
+    Case(Layout("delayed-ep2-dp3", 3, inner_ranks=2, flags=f"{DELAYED} {EXPERTS}"),
+         (Strike(2, 1, 3, "reduce-scatter", visit=2), Strike(1, 0, 5, "backward"))),
 ]  # fmt: skip
 
 
