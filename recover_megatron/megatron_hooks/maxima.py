@@ -317,10 +317,10 @@ class Scales(_Maxima):
         """The update is made: change each scale by what was found in the batch.  Asks nobody."""
         if self._found is None:
             return
-        for side in (side for sides in self._sides for side in sides):
-            parts = self._found[side.at].split([row.numel() for row in side.rows])
-            for row, part in zip(side.rows, parts, strict=True):
-                row.copy_(part)
+        for side in (side for sides in self._sides for side in sides if side.modules):
+            rows = side.rows
+            found = self._found[side.at].to(rows[0].device)
+            torch._foreach_copy_(rows, list(found.split([row.numel() for row in rows])))
         for forward in (True, False):
             self._change(forward=forward)
         self._found = None
