@@ -70,6 +70,9 @@ def balances_by(kind: str) -> Condition:
     return when
 
 
+scales_by_history = all_of(is_set("fp8"), lambda args: getattr(args, "fp8_recipe", "delayed") == "delayed")
+"""Whether Transformer Engine scales 8-bit numbers by the largest values of the past (--fp8-recipe delayed)."""
+
 RULES = [
     yet("the layer-wise distributed optimizer", "each worker would hold state that nobody else has",
          is_set("use_layer_wise_distributed_optimizer")),
@@ -106,10 +109,11 @@ RULES = [
          "replicas, so the loss of a rank's n-th microbatch is made of the first n ones of all others: of a lost one "
          "nobody would have them, and what runs them again comes too late (aux_loss and seq_aux_loss need no other "
          "replica)", balances_by("global_aux_loss")),
-    yet("delayed FP8 scaling", "its scales are a history of what each worker has computed, to which a re-run adds and "
-         "which a worker that takes a place has not; take another --fp8-recipe (tensorwise, blockwise, mxfp8), which "
-         "scales by what it is about to multiply",
-         all_of(is_set("fp8"), lambda args: getattr(args, "fp8_recipe", "delayed") == "delayed")),
+    yet("--use-transformer-engine-op-fuser and --fp8-recipe delayed", "its layers keep their scales in another way",
+         all_of(is_set("use_transformer_engine_op_fuser"), scales_by_history)),
+    yet("--overlap-moe-expert-parallel-comm and --fp8-recipe delayed", "whose largest values a layer tells was not "
+         "examined where forward passes run beside backward passes",
+         all_of(is_set("overlap_moe_expert_parallel_comm"), scales_by_history)),
     yet("--non-persistent-ckpt-type local", "NVRx takes such a checkpoint for complete where every rank has written "
          "its own, and a restart would find none that was begun while one is lost; --recover-memory-tier keeps states "
          "in the memory of other nodes", is_one_of("non_persistent_ckpt_type", "local")),
@@ -127,6 +131,10 @@ RULES = [
 ]  # fmt: skip
 
 UNTESTED = [
+    Rule("--recover takes delayed FP8 scaling (--fp8-recipe delayed, Megatron's default) only with --recover-untested: "
+         "scales change once a step, by exactly the counted microbatches, which was run on a stand-in for Transformer "
+         "Engine alone; the others (tensorwise, blockwise, mxfp8) scale by what they are about to multiply",
+         scales_by_history),
     Rule("--recover takes --te-rng-tracker only with --recover-untested: Transformer Engine's random states are set "
          "per microbatch, which was run on a stand-in alone", is_set("te_rng_tracker")),
     Rule("--recover takes --use-precision-aware-optimizer with bf16 types on GPUs only with --recover-untested: they "
@@ -248,90 +256,6 @@ def _groups_of_microbatches(args: argparse.Namespace) -> list[str]:
         return []
     return [f"{flag} {group}: an interleaved pipeline of {stages} stages cannot run the {whole // (micro * ranks)} "
             f"microbatches of a rank in such groups: each, also the last one, needs {stages} at least"]  # fmt: skip
-
-
-_WITH = "--recover with --use-megatron-fsdp"
-_TAKEN = ("optim_grads_params", "optim_grads", "optim")
-_STRATEGY = "data_parallel_sharding_strategy"
-
-_yet = partial(yet, among=_WITH)
-FSDP_RULES = [
-    _yet("--check-weight-hash-across-dp-replicas-interval", "it compares parameters that are not whole"),
-    _yet("--ddp-average-in-collective", "the step sums over shard groups, and does not average"),
-    *(_yet(its, "it has not been tried") for its in ("--fp16", "--megatron-fsdp-enable-fine-grained-param-gather")),
-    _yet("--megatron-fsdp-version 2", "it is another implementation, of which nothing is wrapped: take 1",
-         lambda args: getattr(args, "megatron_fsdp_version", 1) != 1),
-    _yet("types other than fp32 of --use-precision-aware-optimizer", "it has not been tried", keeps(*BF16)),
-    Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: a replica is a shard group, and of one alone "
-         "nothing is left when one of its workers dies", unless(is_above_one("num_distributed_optimizer_instances"))),
-    Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: with no_shard it is plain data parallelism, "
-         "which --recover has without --use-megatron-fsdp",
-         lambda args: getattr(args, _STRATEGY, "no_shard") == "no_shard"),
-    _yet("--data-parallel-sharding-strategy {args.data_parallel_sharding_strategy}", f"take {' or '.join(_TAKEN)}",
-         lambda args: getattr(args, _STRATEGY, "no_shard") not in ("no_shard", *_TAKEN)),
-    Rule(f"{_WITH} needs --megatron-fsdp-grad-comm-dtype auto or that of --megatron-fsdp-main-grads-dtype: over shard "
-         "groups gradients are summed in the type in which they are kept",
-         lambda args: (getattr(args, "megatron_fsdp_grad_comm_dtype", None)
-                       not in (None, "auto", getattr(args, "megatron_fsdp_main_grads_dtype", None)))),
-    _yet("--pipeline-model-parallel-size", "Megatron 0.19.2 makes its mesh of several shard groups as if there were no "
-         "stages, and ends with an error of einops, without --recover, too",
-         is_above_one("pipeline_model_parallel_size")),
-    _yet("--moe-router-load-balancing-type quantile_balancing", "it has not been tried",
-         balances_by("quantile_balancing")),
-]  # fmt: skip
-
-_OPTIM = f"{_WITH} and --outer-dp-sharding-strategy optim"
-OUTER_RULES = [
-    Rule(f"{_OPTIM} needs --data-parallel-sharding-strategy optim_grads_params, as in Megatron",
-         unless(is_one_of(_STRATEGY, "optim_grads_params"))),
-    Rule(f"{_OPTIM} needs --megatron-fsdp-main-params-dtype fp32: shadows are kept in 32 bits",
-         lambda args: str(getattr(args, "megatron_fsdp_main_params_dtype", "fp32")) not in ("fp32", "torch.float32")),
-    yet("--log-params-norm", "it is that of the parameters in 32 bits, of which each shard group has a part",
-        among=_OPTIM),
-    yet("--async-save", "the state that is written is there only until the save has begun", among=_OPTIM),
-]  # fmt: skip
-"""The same with --outer-dp-sharding-strategy optim, as far as Megatron has it: where shard groups share all they have,
-main parameters in 32 bits."""
-
-
-def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: int) -> list[str]:
-    """What is refused with --recover and --use-megatron-fsdp in a run of ``world`` workers; empty without the latter.
-
-    ``args``: as parsed, not yet validated.
-    """
-    if not getattr(args, "use_megatron_fsdp", False):
-        return []
-    found = [*reasons(FSDP_RULES, args), *_too_small(args, world)]
-    outer = getattr(args, "outer_dp_sharding_strategy", "no_shard")
-    if outer == "optim":
-        found += reasons(OUTER_RULES, args)
-    elif outer != "no_shard":
-        found.append(f"{_WITH} and --outer-dp-sharding-strategy {outer}: take no_shard or optim")
-    if config.verify_interval:
-        found.append(f"{_WITH} cannot be combined with --recover-verify-interval yet: a shard that is replaced may "
-                     "have been gathered by its mates before")  # fmt: skip
-    return found
-
-
-def _too_small(args: argparse.Namespace, world: int) -> list[str]:
-    """A shard group of one worker (one of experts is the smaller) keeps whole gradients; Megatron-FSDP 0.19.2
-    (``GradReducePipeline``) scales those once a microbatch, all that is in."""
-    tensor, experts = args.tensor_model_parallel_size, getattr(args, "expert_model_parallel_size", None) or 1
-    workers = world // (getattr(args, "num_distributed_optimizer_instances", None) or 1)
-    sizes = [("--num-distributed-optimizer-instances", workers // tensor)]
-    if getattr(args, "num_experts", None):
-        of_expert = (getattr(args, "expert_tensor_parallel_size", None) or tensor) * experts
-        sizes.append(("--expert-model-parallel-size", workers // of_expert))
-    if world // tensor % (getattr(args, "num_distributed_optimizer_instances", None) or 1):
-        return [
-            f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances} does not divide the "
-            f"{world // tensor} data-parallel ranks of {world} workers: all shard groups are of one size"
-        ]
-    return [
-        f"{_WITH} needs shard groups of two workers or more: lower {flag}, or start more workers"
-        for flag, size in sizes
-        if size < 2
-    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
 """What a worker's part of the training is made of, between two iterations: to give to another, to take over, to check.
 
-    tree()      parameters, the optimizer's masters and moments: equal in a column; and this worker's own: buffers, the
-                learning rate and its schedule, Megatron's counters, what its log has added up
+    tree()      parameters, the optimizer's masters and moments: equal in a column; and this worker's own: buffers,
+                scales of 8-bit numbers, the learning rate and its schedule, Megatron's counters, what its log has added
+                up
     room()      where the tensors of somebody's tree are to be received: mostly those that this worker has
     load(tree)  become that; the worker then begins the iteration that follows
     digest()    64 bits of the parameters, the optimizer's tensors and what steers the update: equal in a column
@@ -31,6 +32,7 @@ from recover_megatron.instep.state_holder import Path, Place, at, flatten, new_m
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.layout import rolls_back
 from recover_megatron.megatron_hooks.loop_counters import LoopCounters
+from recover_megatron.megatron_hooks.maxima import Scales
 from recover_megatron.megatron_hooks.microbatches import to_skip, with_skipped
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
 from recover_megatron.megatron_hooks.trackers import LogTotals, biases
@@ -53,8 +55,10 @@ class TrainingState:
         *,
         blank: bool = False,
         sharded: ShardedOptimizer | None = None,
+        scales: Scales,
     ) -> None:
         self._sharded = sharded
+        self._scales = scales
         self._loop = LoopCounters(scheduler, validation, operations)
         self._model = model
         self._optimizer = optimizer
@@ -111,6 +115,7 @@ class TrainingState:
                 yield local(parameter.data)
                 own = one.optimizer.state.get(parameter, {})
                 yield from (local(own[name]) for name in sorted(own) if isinstance(own[name], torch.Tensor))
+        yield from self._scales.tensors()
 
     def digest(self) -> str:
         text = torch.frombuffer(bytearray(self.steering().encode()), dtype=torch.uint8)
@@ -128,6 +133,7 @@ class TrainingState:
             "own": {
                 # Copies: a forward pass may count something in them while they are sent.
                 "buffers": [[buffer.clone() for buffer in chunk.module.buffers()] for chunk in self._model],
+                "scales": [tensor.clone() for tensor in self._scales.tensors(whole=True)],
                 "optimizers": [
                     {"groups": plain_groups(self._groups(one)), "scaler": _scaler(one)} for one in self._optimizers
                 ],
@@ -196,6 +202,7 @@ class TrainingState:
         for chunk, parameters, buffers in zip(self._model, column["parameters"], own["buffers"], strict=True):
             _copy(weights(chunk), parameters)
             _copy(list(chunk.module.buffers()), buffers)
+        _copy(list(self._scales.tensors(whole=True)), own["scales"])
         for one, its in zip(self._optimizers, own["optimizers"], strict=True):
             _load_scaler(one, its["scaler"])
         if self._sharded is None:
@@ -252,6 +259,7 @@ class TrainingState:
         """
         self.version = None
         self.last_step = 0, 0
+        self._scales.reset()  # a checkpoint may have none
         self._loop.go_back(iteration)
 
     def loaded(self, iteration: int, operations: int, timeline: int) -> None:

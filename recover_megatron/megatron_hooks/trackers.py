@@ -6,13 +6,12 @@
                           THD: tokens of packed sequences, squares of their lengths, by which operations are counted
     ``RouterSums``        --moe-router-enable-expert-bias: tokens per expert
                           --moe-router-load-balancing-type quantile_balancing: quantiles, and of how many microbatches
-    ``AttentionLogits``   --qk-clip, --log-max-attention-logit: the largest logit per head
 
 Each worker has sums over the microbatches that it ran, and Megatron adds or averages these over the workers.  After a
 death that is wrong: sums of the dead are missing, and who is left ran more than its share.  So they travel in the
 step's tail, where every microbatch is counted once (``read``); when the step is committed each worker is given what it
 would have of the whole batch (``write``).  Nothing is left to be asked of other replicas: no such operation is made, or
-it is known to be done already (``groups.KNOWN``).
+it is known to be done already (``groups.KNOWN``).  What is a maximum over the microbatches, and no sum: `maxima`.
 
 Since the log's last row: ``LogTotals``, which go with the state of a worker.
 """
@@ -271,105 +270,3 @@ def _buffers(model: Iterable[torch.nn.Module], names: Iterable[str]) -> Iterator
         for module in chunk.modules():
             found = (getattr(module, name, None) for name in names)
             yield from (tensor for tensor in found if isinstance(tensor, torch.Tensor))
-
-
-LOGIT_FLAGS = ("qk_clip", "log_max_attention_logit")
-"""Attributes of Megatron's arguments: each has it keep these maxima."""
-
-
-class AttentionLogits:
-    """The largest logits of one worker's layers.  ``args``: Megatron's; without one of ``LOGIT_FLAGS`` there are none.
-
-    Megatron keeps a maximum per head over the microbatches that a worker has run, and takes that over all workers when
-    the update is made (``clip_qk``).  Then it is too late here: of what a lost replica ran, and a committed step has
-    counted, nobody would know it.  The tail is a sum, of which parts may be final before others are summed again, by
-    other workers; so each microbatch has numbers of its own: each is added by the worker that ran it, and is the same
-    on all.  When the step is committed each attention is given the maximum over all of the batch.
-
-    What else passes through the layers counts for nothing: an evaluation (which in Megatron counts for the next step),
-    a layer that is computed again in the backward pass, an attempt that was given up.
-    """
-
-    def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
-        self._chunks: list[list[tuple[Any, slice]]] = []
-        self._heads = 0
-        self._total = 0
-        self._rows: dict[int, torch.Tensor] = {}
-        self._pass: tuple[int, int] | None = None
-        wanted = any(getattr(args, name, False) for name in LOGIT_FLAGS)
-        for chunk in model:
-            self._chunks.append([])
-            for module in chunk.modules() if wanted else ():
-                attention = getattr(module, "core_attention", None)
-                if hasattr(module, "clip_qk") and hasattr(attention, "current_max_attn_logits"):
-                    at, self._heads = self._heads, self._heads + module.num_attention_heads_per_partition
-                    self._chunks[-1].append((attention, slice(at, self._heads)))
-
-    @property
-    def size(self) -> int:
-        """How many numbers ``read`` gives in this step: the same for all of a column."""
-        return self._total * self._heads
-
-    def begin(self, total: int) -> None:
-        """A step of ``total`` microbatches, over all replicas, begins: what was left of another one is dropped."""
-        self._total = total
-        self._rows = {}
-        self._pass = None
-
-    def begin_pass(self, chunk: int, j: int) -> None:
-        """Chunk ``chunk`` of the model runs its forward pass of microbatch ``j`` from here on.
-
-        Beside it may run the backward pass of another microbatch, whose layers may be computed again: what these tell
-        counts for ``j`` then, which is in the same batch.
-        """
-        self.end_pass()
-        for attention, _ in self._chunks[chunk]:
-            attention.current_max_attn_logits = None
-        self._pass = chunk, j
-
-    def end_pass(self) -> None:
-        """The forward pass under way is over, if there is one."""
-        if self._pass is None:
-            return
-        (chunk, j), self._pass = self._pass, None
-        for attention, heads in self._chunks[chunk]:
-            largest = attention.current_max_attn_logits
-            if largest is not None:
-                if j not in self._rows:
-                    self._rows[j] = largest.new_full((self._heads,), -torch.inf, dtype=torch.float32)
-                self._rows[j][heads] = largest.detach().float()
-
-    def ran(self, ids: Sequence[int]) -> None:
-        """The microbatches ``ids`` were run.  All context-parallel ranks call it together.
-
-        Each has seen a part of a sequence; the first one tells what all have seen.
-        """
-        self.end_pass()
-        if not self._rows or parallel_state.get_context_parallel_world_size() == 1:
-            return
-        whole = torch.stack([self._rows.pop(j) for j in ids])
-        torch.distributed.all_reduce(
-            whole, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_context_parallel_group()
-        )
-        if parallel_state.get_context_parallel_rank() == 0:
-            self._rows.update(zip(ids, whole, strict=True))
-
-    def read(self) -> torch.Tensor:
-        """The largest logits by microbatch and head, zero for microbatches of which this worker does not tell.
-
-        float64, flat (microbatch * heads + head), on the host.
-        """
-        flat = torch.zeros(self._total, self._heads, dtype=torch.float64)
-        if self._rows:
-            flat[list(self._rows)] = torch.stack(list(self._rows.values())).double().cpu()
-        return flat.flatten()
-
-    def write(self, whole: torch.Tensor) -> None:
-        """``whole``: the sum of what a column has read."""
-        if not self._heads:
-            return
-        largest = whole.view(self._total, self._heads).amax(dim=0).float()
-        for attention, heads in (its for chunk in self._chunks for its in chunk):
-            its = largest[heads]
-            # A layer that has told of none is passed over by Megatron, too.
-            attention.current_max_attn_logits = None if bool((its == -torch.inf).all()) else its.to("cuda")

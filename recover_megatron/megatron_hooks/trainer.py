@@ -2,8 +2,8 @@
 
     compute(ids)   the schedule that Megatron chose, with our microbatches, their number, and their random numbers; its
                    last act, finalize_model_grads, is held back (what it was called with is kept)
-    extras()       [tokens | routers | trackers | attention's logits | per logged loss: sum, count], of all passes of
-                   this step
+    extras()       [tokens | routers | trackers | attention's logits | scales | per logged loss: sum, count], of all
+                   passes of this step
     finish(...)    the step is committed: finalize_model_grads, once, with the token count of the whole batch
 
 Losses are divided by the launch's number of microbatches however many this replica runs: the schedules ask
@@ -96,6 +96,7 @@ class MegatronTrainer:
             )
         self._accumulated.check(self._model, before, backward)
         self._parts.logits.ran(ids)
+        self._parts.scales.ran(ids)
         self._losses += losses or []
         # The step needs the losses next, so it would wait for the device there.  Waited for here, that counts as
         # computing: to whoever looks for a hang, and in the seconds of a microbatch, by which shares are balanced.
@@ -126,7 +127,7 @@ class MegatronTrainer:
         """
         parts = self._parts
         sizes = [1, *(its.size for its in parts.beside)]
-        tokens, routers, trackers, logits, losses = extras.split([*sizes, len(extras) - sum(sizes)])
+        tokens, routers, trackers, logits, scales, losses = extras.split([*sizes, len(extras) - sum(sizes)])
         config = get_model_config(self._model[0])
         call = dict(self._finalize_call)
         if call.get("num_tokens") is not None:
@@ -139,6 +140,7 @@ class MegatronTrainer:
             parts.buckets.committed = False
         parts.trackers.write(trackers)
         parts.logits.write(logits)
+        parts.scales.write(scales)
         if not self._losses:
             return []
         whole = {}
@@ -167,10 +169,13 @@ class MegatronTrainer:
             self._progress.mark("forward", microbatch=j)
             self._progress.inject("forward")
             self._seeds.seed(self._iteration, j, chunk)
-            self._parts.logits.begin_pass(chunk, j)
-            output, loss_func = original(data_iterator, model, *args, **kwargs)
+            parts = self._parts
+            parts.logits.begin_pass(chunk, j)
+            with parts.scales.microbatch(chunk, j):
+                output, loss_func = original(data_iterator, model, *args, **kwargs)
             if not isinstance(output, AbstractSchedulePlan):
-                self._parts.logits.end_pass()
+                parts.logits.end_pass()
+            parts.scales.watch(chunk, j, output)
             backward[chunk] += has_gradient(output)
             return output, loss_func
 

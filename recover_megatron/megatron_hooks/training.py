@@ -289,6 +289,7 @@ class TrainingHooks:
         parts.trackers.begin()
         parts.routers.begin()
         parts.logits.begin(total)
+        parts.scales.begin(total)
         trainer = MegatronTrainer(
             schedule, call, parts, progress, self._seeds, self._accumulated, args.curr_iteration + 1
         )

@@ -32,13 +32,14 @@ from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, InShardGro
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
+from recover_megatron.megatron_hooks.maxima import AttentionLogits, Scales
 from recover_megatron.megatron_hooks.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.microbatches import Accumulated
 from recover_megatron.megatron_hooks.optimizer.keeping import InBuckets
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.state_exchange import StateExchange
-from recover_megatron.megatron_hooks.trackers import AttentionLogits, RouterSums, Trackers
+from recover_megatron.megatron_hooks.trackers import RouterSums, Trackers
 
 
 class StepGuard:
@@ -129,12 +130,20 @@ class TrainingParts:
         self.trackers = Trackers(args, self.buckets.tail, recovery.assignment.grid)
         self.routers = RouterSums(model)
         self.logits = AttentionLogits(args, model)
-        self.beside = (self.routers, self.trackers, self.logits)
+        self.scales = Scales(args, model)
+        self.beside = (self.routers, self.trackers, self.logits, self.scales)
         """What is added up beside the gradients, in the order in which it travels in a step's tail."""
         self.sharded = _sharded(optimizer, self.buckets, recovery, config)
         """None: every worker of a column has all of the optimizer's state."""
         self.state = TrainingState(
-            model, optimizer, scheduler, validation, services.operations, blank=blank, sharded=self.sharded
+            model,
+            optimizer,
+            scheduler,
+            validation,
+            services.operations,
+            blank=blank,
+            sharded=self.sharded,
+            scales=self.scales,
         )
         self.places = StateExchange(recovery, self.state)
         wanted = config.memory_tier != "off"
@@ -158,6 +167,7 @@ class TrainingParts:
                 result = step(*args, **kwargs)
             else:
                 result = self.sharded.step(partial(step, *args, **kwargs))
+            self.scales.move()
             self.state.stepped(bool(result[0]))
             step_guard.end()
             return result

@@ -408,3 +408,57 @@ def loaded_state(out: str) -> None:
         sys.exit(0)
 
     training.train = train
+
+
+def delayed_scaling() -> None:
+    """Have the MLPs' first products rounded to 8 bits by delayed scaling, with a double of Transformer Engine.
+
+    As with --fp8-format hybrid, which the host device refuses.  After each iteration a worker prints its scales.
+    """
+    from megatron.core import fp8_utils, parallel_state
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+    from megatron.core.transformer import transformer_block, transformer_config
+    from megatron.core.transformer.mlp import MLP
+    from megatron.training import arguments, get_args, training
+
+    from tests.doubles import transformer_engine as double
+
+    double.install()
+    validate, made, log = arguments.validate_args, MLP.__init__, training.training_log
+
+    def validate_args(args: Any, *more: Any, **named: Any) -> Any:
+        args = validate(args, *more, **named)
+        args.fp8, args.fp8_recipe = "hybrid", "delayed"
+        return args
+
+    def context(config: Any, *unused: Any, **named: Any) -> Any:
+        group = parallel_state.get_amax_reduction_group(
+            with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red
+        )
+        return double.autocast(double.DelayedScaling(config.fp8_amax_history_len, config.fp8_amax_compute_algo), group)
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.rounding = double.Linear()
+
+    def forward(self: Any, hidden: torch.Tensor, per_token_scale: Any = None, **unused: Any) -> Any:
+        x, weight = self.rounding(copy_to_tensor_model_parallel_region(hidden), self.linear_fc1.weight)
+        product = self.activation_func(torch.nn.functional.linear(x, weight, self.linear_fc1.bias))
+        if per_token_scale is not None:  # of an expert
+            product = product * per_token_scale.unsqueeze(-1)
+        return self.linear_fc2(product)
+
+    def logging(*args: Any, **kwargs: Any) -> Any:
+        result = log(*args, **kwargs)
+        place = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        states = [state for its in double.FP8GlobalStateManager.buffers.values() for state in its]
+        found = [[state.scale.tolist(), state.amax_history[1:].tolist()] for state in states]
+        print(f"scales: {json.dumps([get_args().curr_iteration + 1, place, found])}", flush=True)
+        return result
+
+    logging.__wrapped__ = log  # type: ignore[attr-defined]
+    arguments.validate_args = validate_args
+    fp8_utils.get_fp8_context = transformer_block.get_fp8_context = context
+    transformer_config.is_te_min_version = lambda *unused: True
+    MLP.__init__, MLP.forward = make, forward  # type: ignore[method-assign]
+    training.training_log = logging

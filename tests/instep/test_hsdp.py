@@ -15,7 +15,7 @@ import pytest
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
 from recover_megatron.megatron_hooks.fsdp import state
-from recover_megatron.megatron_hooks.refused import cannot_shard_model
+from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import some
 from tests.instep import hsdp

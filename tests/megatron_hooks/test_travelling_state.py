@@ -19,6 +19,7 @@ from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
 from recover_megatron.megatron_hooks import loop_counters, microbatches, state, trackers
 from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
+from recover_megatron.megatron_hooks.maxima import Scales
 from recover_megatron.megatron_hooks.state import TrainingState, load_groups, plain_groups
 from recover_megatron.megatron_hooks.trackers import LogTotals
 from tests.megatron_hooks.in_checkpoints import travels
@@ -93,7 +94,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         if loaded:
             scheduler.load_state_dict({**schedule(optimizer, **SAVED).state_dict(), "num_steps": 4 * BATCH})
         return Worker(
-            args, inner, scheduler, TrainingState([model], optimizer, scheduler, None, float, blank=not loaded)
+            args,
+            inner,
+            scheduler,
+            TrainingState([model], optimizer, scheduler, None, float, blank=not loaded, scales=Scales(args, [model])),
         )
 
     def act_as(args: Any) -> None:

@@ -21,13 +21,13 @@ from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError, traceback_wanted
+from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
 from recover_megatron.megatron_hooks.refused import (
     EMERGING,
     cannot_grow,
     cannot_recover,
     cannot_shard,
-    cannot_shard_model,
     cannot_use_nccl,
     not_settled,
     say,

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from recover_megatron.arguments import RecoverConfig
+from recover_megatron.megatron_hooks.maxima import LOGIT_FLAGS
 from recover_megatron.megatron_hooks.refused import SETTLED, cannot_recover, cannot_shard, cannot_use_nccl
-from recover_megatron.megatron_hooks.trackers import LOGIT_FLAGS
 
 SECTIONS = (
     "model", "train", "validation", "optimizer", "ddp", "dist", "rng", "rerun_state_machine", "checkpoint", "dataset",
