@@ -28,7 +28,14 @@ from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.megatron_hooks import data, microbatches, rejoin
 from recover_megatron.megatron_hooks.data import LoaderKilled, Source, TaggedDataset, _reading
-from recover_megatron.megatron_hooks.microbatches import InOrder, InTurn, Shuffled, skipped_before, with_skipped
+from recover_megatron.megatron_hooks.microbatches import (
+    ByNumber,
+    InOrder,
+    InTurn,
+    Shuffled,
+    skipped_before,
+    with_skipped,
+)
 from recover_megatron.workload import quotas
 from recover_megatron.workload.assign import group_size, runs
 
@@ -81,6 +88,10 @@ def test_an_epoch_has_no_sample_twice(size: int, ranks: int, more: int, sharded:
     seen = [sample for first in range(0, order.epoch, size) for sample in order.samples(first) or []]
     assert len(seen) == order.epoch == len(set(seen))
     assert max(seen) < total
+
+
+def test_a_loader_of_the_users_own_is_asked_for_microbatches_by_their_numbers_in_the_run() -> None:
+    assert [ByNumber(4).samples(first) for first in (0, 4, 40)] == [[0], [1], [10]]
 
 
 def test_in_order_ends_with_the_data_set() -> None:
