@@ -381,9 +381,11 @@ def test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(runs: Runs
 
 def test_the_largest_logits_of_planned_passes_are_those_of_the_batch(runs: Runs) -> None:
     layout = replace(EXPERTS, name="clip-beside-dp3", flags=f"{EXPERTS.flags} {BESIDE} {CLIP}")
-    test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(
-        runs, Case(layout, (Strike(1, 1, 3, "backward", visit=2), Strike(2, 0, 5, "all-gather")))
-    )
+    case = Case(layout, (Strike(1, 1, 3, "backward", visit=2), Strike(2, 0, 5, "all-gather")))
+    test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(runs, case)
+    alone = replace(case, layout=replace(layout, flags=layout.flags.replace("--overlap-moe-expert-parallel-comm", "")))
+    planned, unplanned = (maxima(runs.reference(its.throughout("instruments.maxima"))) for its in (case, alone))
+    assert planned == pytest.approx(unplanned, rel=LATER_MAXIMA)
 
 
 @pytest.mark.parametrize("case", some("stock clipping", CLIP_CASES, 1), ids=lambda case: case.layout.name)
