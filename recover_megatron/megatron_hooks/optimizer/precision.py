@@ -78,12 +78,13 @@ def remainder(main: torch.Tensor) -> torch.Tensor:
 def whole(model: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """The main parameters, float32, of a model's parameters (bfloat16) with what a checkpoint has of them, as numbers.
 
-    That is themselves, or their remainders.
+    That is themselves, or their remainders: all integers.  Bits are compared, so that NaN and -0.0 fit, too.
     """
-    if bool(((nearest(read) == model) | (read.to(torch.bfloat16) == model)).all()):
+    bits, low = model.view(torch.int16), read.to(torch.int16)
+    fits = (nearest(read).view(torch.int16) == bits) | (read.to(torch.bfloat16).view(torch.int16) == bits)
+    if bool(fits.all()) or not torch.equal(low.float(), read):
         return read
-    low = read.to(torch.int16)
-    high = model.view(torch.int16).int() - (low < 0).int()  # else it was rounded up
+    high = bits.int() - (low < 0).int()  # else it was rounded up
     return (high << 16 | low.int() & 0xFFFF).view(torch.float32)
 
 
