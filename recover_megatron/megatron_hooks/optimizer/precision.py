@@ -13,6 +13,7 @@ and given to others like those of any optimizer, and the update makes the same n
 
 Checkpoints by bucket are stock Megatron's: moments in float32, main parameters as remainders.  A checkpoint does not
 say which it has; but a model's parameter is its main one rounded, so what does not fit it is a remainder (``whole``).
+So who trains without this optimizer reads remainders, too.
 
 Moments in float16 or FP8 are refused (`refused`): their scales are those of a whole piece of a parameter.
 """
