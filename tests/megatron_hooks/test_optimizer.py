@@ -136,6 +136,21 @@ def test_a_half_is_rounded_away_from_zero_and_a_checkpoint_may_have_it_rounded_t
     assert torch.equal(precision.whole(up, precision.remainder(main).float()), main)
 
 
+@pytest.mark.parametrize("odd", [0x7FC00000, 0x7FFFFFFF, 0x7F800000, 0xFF800000 - 2**32, -(2**31), 1, 0], ids=hex)
+@pytest.mark.parametrize("rounded", ["as where a remainder is kept", "to even"])
+def test_a_number_that_is_none_does_not_make_a_checkpoint_one_of_remainders(odd: int, rounded: str) -> None:
+    """NaN, infinity, a zero of either sign and the smallest number, among others and alone, come back bit for bit."""
+    for others in ([], [0x3F80ABCD, 0x3F801234]):
+        bits = torch.tensor([odd, *others], dtype=torch.int32)
+        main = bits.view(torch.float32)
+        model = main.bfloat16() if rounded == "to even" else precision.nearest(main)
+        assert torch.equal(precision.whole(model, main).view(torch.int32), bits)
+        assert others == [] or precision.whole(torch.zeros_like(model), main) is main  # the model is another one
+        kept = precision.remainder(main).float()
+        if rounded != "to even":
+            assert torch.equal(precision.whole(model, kept).view(torch.int32), bits)
+
+
 def test_a_configuration_by_which_transformer_engine_would_keep_main_parameters_is_refused() -> None:
     with pytest.raises(UserError, match="was made before --recover began"):
         precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True))

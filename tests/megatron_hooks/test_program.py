@@ -36,7 +36,7 @@ from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
 from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
 from recover_megatron.megatron_hooks.entry.flags import arguments_provider
-from recover_megatron.megatron_hooks.entry.program import HANDLERS, EndedEarly
+from recover_megatron.megatron_hooks.entry.program import HANDLERS, EndedEarly, validated
 from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard
 from tests.harness import REPOSITORY
@@ -596,6 +596,17 @@ def test_what_comes_past_the_parser_is_refused_and_not_run_as_it_is() -> None:
 def test_a_flag_that_was_not_given_is_not_touched() -> None:
     with_recover, without = vars(parsed(True)), vars(parsed(False))
     assert {name for name in without if with_recover[name] != without[name]} <= {"rerun_mode"}
+
+
+def test_why_the_sizes_of_a_checkpoint_cannot_be_read_is_told(tmp_path: Path) -> None:
+    """Megatron says it and exits with status 0: while flags are checked nobody would see either."""
+    folder = tmp_path / "iter_0000004" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    (folder / "model_optim_rng.pt").write_text("cut off")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    args = parsed(True, "--use-checkpoint-args", "--load", str(tmp_path))
+    with pytest.raises(UserError, match=r"--use-checkpoint-args: Megatron ends: .*could not load the checkpoint"):
+        validated(args)
 
 
 @pytest.mark.parametrize(("flags", "taken"), [("--bf16", True), ("", False), ("--bf16 --use-megatron-fsdp", False)])

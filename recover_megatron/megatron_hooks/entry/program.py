@@ -151,11 +151,19 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _take_those_of_checkpoint(args: argparse.Namespace) -> None:
-    """--use-checkpoint-args: as Megatron does before it validates; without a checkpoint they stay as they are."""
+    """--use-checkpoint-args: as Megatron does before it validates; without a checkpoint they stay as they are.
+
+    Raises UserError where Megatron would only say why, and end as if all were well.
+    """
     from megatron.training.checkpointing import load_args_from_checkpoint
 
-    for folder in ("pretrained_checkpoint", "load"):
-        load_args_from_checkpoint(args, load_arg=folder)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            for folder in ("pretrained_checkpoint", "load"):
+                load_args_from_checkpoint(args, load_arg=folder)
+    except SystemExit:
+        raise UserError(f"--use-checkpoint-args: Megatron ends: {' '.join(said.getvalue().split())}") from None
 
 
 def load(config: RecoverConfig) -> Program:

@@ -216,7 +216,7 @@ class ShardedCheckpoint:
             for fragment, entry in zip(every, self.found(state, every), strict=True):
                 fragment.state = dict(inner.state[fragment.tensor])
                 _copy(fragment, entry)
-                if fragments.has_remainder(fragment):
+                if fragment.model.dtype == torch.bfloat16:
                     fragment.tensor.copy_(precision.whole(fragment.model, fragment.tensor))
             fragments.install(held)
 

@@ -13,6 +13,7 @@ and given to others like those of any optimizer, and the update makes the same n
 
 Checkpoints by bucket are stock Megatron's: moments in float32, main parameters as remainders.  A checkpoint does not
 say which it has; but a model's parameter is its main one rounded, so what does not fit it is a remainder (``whole``).
+So who trains without this optimizer reads remainders, too.
 
 Moments in float16 or FP8 are refused (`refused`): their scales are those of a whole piece of a parameter.
 """
@@ -78,12 +79,13 @@ def remainder(main: torch.Tensor) -> torch.Tensor:
 def whole(model: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """The main parameters, float32, of a model's parameters (bfloat16) with what a checkpoint has of them, as numbers.
 
-    That is themselves, or their remainders.
+    That is themselves, or their remainders: all integers.  Bits are compared, so that NaN and -0.0 fit, too.
     """
-    if bool(((nearest(read) == model) | (read.to(torch.bfloat16) == model)).all()):
+    bits, low = model.view(torch.int16), read.to(torch.int16)
+    fits = (nearest(read).view(torch.int16) == bits) | (read.to(torch.bfloat16).view(torch.int16) == bits)
+    if bool(fits.all()) or not torch.equal(low.float(), read):
         return read
-    low = read.to(torch.int16)
-    high = model.view(torch.int16).int() - (low < 0).int()  # else it was rounded up
+    high = bits.int() - (low < 0).int()  # else it was rounded up
     return (high << 16 | low.int() & 0xFFFF).view(torch.float32)
 
 

@@ -129,7 +129,7 @@ class ShardFragments:
         for number, start, stop, parameter_range in self._cut(parts):
             master = made[parameter_range.parameter]
             fragment = self._fragment(number, start, stop, parameter_range, shadow=False, tensor=master.detach())
-            if self.has_remainder(fragment):
+            if fragment.model.dtype == torch.bfloat16:  # with that optimizer or not: the checkpoint's may have been
                 fragment.tensor.copy_(precision.whole(fragment.model, fragment.tensor))
             fragment.state = dict(inner.state.get(master, {}))
             found.append(fragment)
