@@ -207,12 +207,15 @@ def main() -> int:
         print(json.dumps({name: " ".join(its or ()) for name, its in found.items()}, indent=1))
         return bool(why)
     newer = False
-    if not is_bridge and (spec := importlib.util.find_spec("megatron.core")) and spec.origin:
+    spec = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
+    if not is_bridge and spec and spec.origin:
         tested = Sources(Path(spec.origin).parents[2])
         files = (one.root / "megatron/core/package_info.py" for one in (sources, tested))
         its, installed = map(monkeypatch.read_version, files)
         newer = monkeypatch.parse_release(its) >= monkeypatch.parse_release(installed)
         print(f"Megatron {its}, compared with {installed}")
+    elif not is_bridge:
+        print("no Megatron is installed here: nothing is compared")
     for name, seam in zip(found, wanted, strict=True):
         changed = tested.body(seam) and sources.body(seam) != tested.body(seam)
         how = "does not fit" if name in why else "fits, its body changed" if changed else "fits"

@@ -121,7 +121,7 @@ RULES = [
          lambda args: is_set("moe_enable_deepep")(args) or is_one_of("moe_token_dispatcher_type", "flex")(args),
          "use alltoall or allgather"),
     _out("--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8", _TE, "core/optimizer/__init__.py",
-         keeps(*SCALED), "use fp32 or bf16"),
+         keeps(*SCALED), "use fp32, for moments also bf16"),
     _out("--optimizer-cpu-offload", "there is no device to offload from",
          "core/optimizer/cpu_offloading/hybrid_optimizer.py"),
     _out("--cpu-offloading-num-layers", _TE, "core/transformer/transformer_block.py"),

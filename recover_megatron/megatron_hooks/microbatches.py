@@ -60,7 +60,8 @@ class Accumulated:
         def _make_backward_post_hook(ddp: Any, param: torch.nn.Parameter) -> Callable[..., None]:
             add_to_buffer = make(ddp, param)
             if ddp not in countable:
-                countable[ddp] = _countable(ddp.module)
+                repeated = getattr(getattr(ddp, "config", None), "mtp_use_repeated_layer", False)
+                countable[ddp] = _countable(ddp.module, repeated)
             if id(param) not in countable[ddp]:
                 return add_to_buffer
             of_chunk = counts.setdefault(ddp, [])
@@ -105,15 +106,21 @@ class Accumulated:
                 )
 
 
-def _countable(chunk: torch.nn.Module) -> set[int]:
+SHARED = r"\b(embedding|output_layer)\b"
+
+
+def _countable(chunk: torch.nn.Module, repeated: bool) -> set[int]:
     """Ids of the dense parameters of a chunk that get one gradient at most from a microbatch; an expert may get none.
 
     What several parts of a model share gets one from each of these, where every part has a backward pass of its own
     (--overlap-moe-expert-parallel-comm): embeddings, and the output layer.  A chunk of nothing else has one part.
+    A layer of multi-token prediction that is ``repeated`` gets one from each time that it is computed again.
     """
     dense = [its for its in chunk.named_parameters() if its[1].requires_grad and getattr(its[1], "allreduce", True)]
-    inner = [its for its in dense if not re.search(r"\b(embedding|output_layer)\b", its[0])]
-    return {id(param) for _, param in inner or dense}
+    several = r"\b(embedding|output_layer|mtp)\b" if repeated else SHARED
+    inner = [its for its in dense if not re.search(several, its[0])]
+    shared = [its for its in dense if re.search(SHARED, its[0])]
+    return {id(param) for _, param in inner or shared or dense}
 
 
 def has_gradient(output: Any) -> bool:

@@ -147,7 +147,8 @@ _of_shards = partial(yet, among="--recover with --use-distributed-optimizer")
 
 SHARDED_RULES = [
     _of_shards("--main-params-dtype, --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8", "each piece of a parameter "
-               "is rounded by its largest element, and after a death pieces are cut in other places: take fp32 or bf16",
+               "is rounded by its largest element, and after a death pieces are cut in other places: take fp32, for "
+               "moments also bf16",
                keeps(*SCALED)),
     _of_shards("--optimizer-cpu-offload", "its state moves between devices by itself"),
     _of_shards("--fp8-param-gather or --fp4-param-gather", "its parameters are not views of the buffer that is "

@@ -156,7 +156,8 @@ RECIPES = [
     Recipe("mtp-pipeline-experts", pp(2), f"{ROPE} --mtp-num-layers 1 {EXPERTS} {AUXILIARY} --moe-z-loss-coeff 1e-3"),
     Recipe("mtp-interleaved", pp(2, 24), f"{ROPE} --mtp-num-layers 1 {INTERLEAVED}"),
     Recipe("mtp-per-token", pp(3), f"{ROPE} --mtp-num-layers 1 --calculate-per-token-loss"),
-    Recipe("mtp-repeated", pp(3), f"{ROPE} --mtp-num-layers 2 --mtp-use-repeated-layer"),
+    Recipe("mtp-repeated", pp(3), f"{ROPE} --mtp-num-layers 2 --mtp-use-repeated-layer "
+           "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     Recipe("mtp-detached", dp(3), f"{ROPE} --mtp-num-layers 1 --mtp-detach-heads"),
     Recipe("mtp-standalone", pp(3), f"{ROPE} --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tmL"),
     # the model's parts

@@ -211,10 +211,20 @@ def test_microbatches_are_counted_by_what_gets_one_gradient_from_each() -> None:
     assert counted_by(torch.nn.Linear(2, 2).requires_grad_(False)) == []
 
 
-def counted_by(chunk: torch.nn.Module) -> list[str]:
+def test_a_layer_that_is_repeated_for_a_microbatch_counts_none() -> None:
+    chunk = Shared()
+    chunk.mtp = torch.nn.Linear(2, 2)
+    assert "mtp.weight" in counted_by(chunk)
+    assert counted_by(chunk, repeated=True) == ["norm.weight", "norm.bias"]
+    chunk.norm.requires_grad_(False)  # as if the stage had nothing else
+    assert counted_by(chunk) == ["mtp.weight", "mtp.bias"]
+    assert counted_by(chunk, repeated=True) == ["embedding.weight", "output_layer.weight", "output_layer.bias"]
+
+
+def counted_by(chunk: torch.nn.Module, *, repeated: bool = False) -> list[str]:
     """The names of the parameters by which a chunk's microbatches are counted."""
     accumulated, ddp = Accumulated(), torch.nn.Module()
-    ddp.module = chunk
+    ddp.module, ddp.config = chunk, SimpleNamespace(mtp_use_repeated_layer=repeated)  # type: ignore[assignment]
     make = accumulated._counting(lambda ddp, param: lambda *unused: None)
     found = []
     for name, param in chunk.named_parameters():

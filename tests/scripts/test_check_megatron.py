@@ -80,6 +80,19 @@ def test_what_is_gone_or_takes_something_else_or_has_another_body_is_told_apart(
     ]
 
 
+def test_where_no_megatron_is_installed_the_functions_alone_are_checked() -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.modules['megatron'] = None\n"
+        "runpy.run_path('scripts/check_megatron.py', run_name='__main__')\n"
+    )
+    done = python("-c", code, str(INSTALLED.parent), cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    first, *lines, last = done.stdout.splitlines()
+    assert (first, last) == ("no Megatron is installed here: nothing is compared", "all fit")
+    assert f"{'fits':24}{GROUP}.start_grad_sync" in lines
+
+
 def test_a_checkout_of_bridge_is_recognised_and_its_parameters_are_printed() -> None:
     double = REPOSITORY / "tests" / "doubles" / "bridge"
     assert said(double)[1][-1] == "all fit"
