@@ -19,7 +19,7 @@ Random numbers are a function of (seed, iteration, microbatch, position), never 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -60,31 +60,25 @@ class Accumulated:
         def _make_backward_post_hook(ddp: Any, param: torch.nn.Parameter) -> Callable[..., None]:
             add_to_buffer = make(ddp, param)
             if ddp not in countable:
-                countable[ddp] = _countable(ddp.module)
+                apart = get_model_config(ddp).overlap_moe_expert_parallel_comm
+                countable[ddp] = _countable(ddp.module.named_parameters(), apart=apart)
             if id(param) not in countable[ddp]:
                 return add_to_buffer
-            of_chunk = counts.setdefault(ddp, [])
-            place = len(of_chunk)
-            of_chunk.append(0)
-
-            def count(*unused: Any) -> None:
-                add_to_buffer(*unused)
-                of_chunk[place] += 1
-
-            return count
+            return _counted(add_to_buffer, counts.setdefault(ddp, []))
 
         return _make_backward_post_hook
 
-    def watch(self, fsdp: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Count for a chunk in Megatron-FSDP, whose own hooks of ``parameters`` have been registered before."""
-        for param in parameters:
-            if param.requires_grad and getattr(param, "allreduce", True):
-                self._counts[fsdp] = [0]
-                param.register_post_accumulate_grad_hook(lambda _: self._add(fsdp))
-                return
+    def watch(self, fsdp: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Count for a chunk in Megatron-FSDP, whose own hooks of ``parameters``, by name, were registered before.
 
-    def _add(self, chunk: Any) -> None:
-        self._counts[chunk][0] += 1
+        Where parts of it run apart they share nothing: see "--overlap-moe-expert-parallel-comm with
+        --use-megatron-fsdp" in ``refused.SETTLED``.
+        """
+        countable = _countable(parameters.items(), apart=False)
+        for param in parameters.values():
+            if id(param) in countable:
+                count = _counted(lambda _: None, self._counts.setdefault(fsdp, []))
+                param.register_post_accumulate_grad_hook(count)
 
     def counts(self, model: Sequence[Any]) -> list[list[int]]:
         """By chunk, by parameter; of one without a trainable dense parameter nothing can be counted."""
@@ -105,14 +99,26 @@ class Accumulated:
                 )
 
 
-def _countable(chunk: torch.nn.Module) -> set[int]:
-    """Ids of the dense parameters of a chunk that get one gradient at most from a microbatch; an expert may get none.
+def _counted(add: Callable[..., None], counts: list[int]) -> Callable[..., None]:
+    """``add``, whose calls are counted at a new place of ``counts``."""
+    place = len(counts)
+    counts.append(0)
 
-    What several parts of a model share gets one from each of these, where every part has a backward pass of its own
-    (--overlap-moe-expert-parallel-comm): embeddings, and the output layer.  A chunk of nothing else has one part.
+    def count(*gradient: Any) -> None:
+        add(*gradient)
+        counts[place] += 1
+
+    return count
+
+
+def _countable(parameters: Iterable[tuple[str, torch.nn.Parameter]], *, apart: bool) -> set[int]:
+    """Ids of the dense ones of a chunk that get one gradient at most from a microbatch; an expert may get none.
+
+    ``apart``: each part of the model has a backward pass of its own (--overlap-moe-expert-parallel-comm).  Then what
+    several share gets a gradient from each: embeddings, and the output layer.  A chunk of nothing else has one part.
     """
-    dense = [its for its in chunk.named_parameters() if its[1].requires_grad and getattr(its[1], "allreduce", True)]
-    inner = [its for its in dense if not re.search(r"\b(embedding|output_layer)\b", its[0])]
+    dense = [its for its in parameters if its[1].requires_grad and getattr(its[1], "allreduce", True)]
+    inner = [its for its in dense if not (apart and re.search(r"\b(embedding|output_layer)\b", its[0]))]
     return {id(param) for _, param in inner or dense}
 
 

@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
 
 from recover_megatron.collectives.ledger import Span
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.megatron_hooks import buckets as module
 from recover_megatron.megatron_hooks import microbatches as passes
@@ -203,18 +204,25 @@ class Shared(torch.nn.Module):
         self.output_layer = torch.nn.Linear(2, 2)
 
 
+SHARED = ["embedding.weight", "output_layer.weight", "output_layer.bias"]
+
+
 def test_microbatches_are_counted_by_what_gets_one_gradient_from_each() -> None:
     chunk = Shared()
-    assert counted_by(chunk) == ["norm.weight", "norm.bias"]
+    assert counted_by(chunk, apart=True) == ["norm.weight", "norm.bias"]
+    assert counted_by(chunk, apart=False) == ["embedding.weight", "norm.weight", "norm.bias", *SHARED[1:]]
     chunk.norm.requires_grad_(False)
-    assert counted_by(chunk) == ["embedding.weight", "output_layer.weight", "output_layer.bias"]
-    assert counted_by(torch.nn.Linear(2, 2).requires_grad_(False)) == []
+    assert counted_by(chunk, apart=True) == SHARED
+    assert counted_by(torch.nn.Linear(2, 2).requires_grad_(False), apart=True) == []
 
 
-def counted_by(chunk: torch.nn.Module) -> list[str]:
-    """The names of the parameters by which a chunk's microbatches are counted."""
+def counted_by(chunk: torch.nn.Module, *, apart: bool) -> list[str]:
+    """The names of the parameters by which a chunk's microbatches are counted.
+
+    ``apart``: each part of it has a backward pass of its own.
+    """
     accumulated, ddp = Accumulated(), torch.nn.Module()
-    ddp.module = chunk
+    ddp.module, ddp.config = chunk, SimpleNamespace(overlap_moe_expert_parallel_comm=apart)  # type: ignore[assignment]
     make = accumulated._counting(lambda ddp, param: lambda *unused: None)
     found = []
     for name, param in chunk.named_parameters():
@@ -222,6 +230,21 @@ def counted_by(chunk: torch.nn.Module) -> list[str]:
         if len(found) < len(accumulated.counts([ddp])[0]):
             found.append(name)
     return found
+
+
+def test_in_megatron_fsdp_a_microbatch_is_counted_by_whichever_dense_parameter_it_has_a_gradient_of() -> None:
+    """A model may begin with its vision transformer; and one that is trained again is watched again."""
+    accumulated, chunk = Accumulated(), torch.nn.Module()
+    vision, language = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    for _ in range(2):
+        accumulated.watch(chunk, {"vision": vision, "language": language})
+    before = accumulated.counts([chunk])
+    (vision * language).backward()
+    for _ in range(2):
+        (language * 2).backward()
+    accumulated.check([chunk], before, [3])
+    with pytest.raises(Disagreement, match="added the gradients of 3 microbatches, not of its 2"):
+        accumulated.check([chunk], before, [2])
 
 
 def test_what_a_pass_has_kept_that_is_given_up_is_dropped_and_both_streams_are_waited_for(
