@@ -141,6 +141,8 @@ BAD = [
      "--recover takes delayed FP8 scaling (--fp8-recipe delayed, Megatron's default) only with --recover-untested: "),
     (GOOD, "--recover --recover-untested --fp8-format hybrid --use-transformer-engine-op-fuser",
      "--recover cannot be combined with --use-transformer-engine-op-fuser and --fp8-recipe delayed yet: its layers"),
+    (GOOD, "--recover --recover-untested --fp8-format hybrid --overlap-moe-expert-parallel-comm",
+     "--recover cannot be combined with --overlap-moe-expert-parallel-comm and --fp8-recipe delayed yet: whose"),
     (GOOD, "--recover --use-megatron-fsdp --num-distributed-optimizer-instances 2",
      "--use-megatron-fsdp with --num-distributed-optimizer-instances 2 needs --overlap-grad-reduce: without it"),
     (GOOD, "--recover --rerun-mode report_stats",
