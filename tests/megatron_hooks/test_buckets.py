@@ -222,7 +222,7 @@ def counted_by(chunk: torch.nn.Module, *, apart: bool) -> list[str]:
     ``apart``: each part of it has a backward pass of its own.
     """
     accumulated, ddp = Accumulated(), torch.nn.Module()
-    ddp.module, ddp.config = chunk, SimpleNamespace(overlap_moe_expert_parallel_comm=apart)  # type: ignore[assignment]
+    ddp.module, ddp.config = chunk, SimpleNamespace(overlap_moe_expert_parallel_comm=apart)
     make = accumulated._counting(lambda ddp, param: lambda *unused: None)
     found = []
     for name, param in chunk.named_parameters():

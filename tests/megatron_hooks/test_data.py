@@ -283,7 +283,7 @@ def test_a_microbatch_is_counted_by_whichever_dense_parameter_it_has_a_gradient_
     """Not each has one: that of a vision transformer from a sample without an image."""
     accumulated, chunk = microbatches.Accumulated(), torch.nn.Module()
     chunk.module = torch.nn.Linear(1, 1)
-    chunk.config = SimpleNamespace(overlap_moe_expert_parallel_comm=False)  # type: ignore[assignment]
+    chunk.config = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
     make = accumulated._counting(lambda ddp, param: lambda *_: None)
     of_vision, of_both = (make(chunk, parameter) for parameter in chunk.module.parameters())
     for _ in range(3):
