@@ -18,7 +18,6 @@ Random numbers are a function of (seed, iteration, microbatch, position), never 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -41,51 +40,61 @@ from recover_megatron.workload.assign import group_size
 class Accumulated:
     """How many microbatches entered the gradient of each model chunk, since the start of the run.
 
-    Counted where it happens: by the hooks that add gradients to the buffer.  Some dense parameter gets one from every
-    microbatch, though not each does: a vision transformer's may have none from a sample without an image.
+    Counted where it happens: by the hooks that add gradients to the buffer.  Some dense parameter gets gradients from
+    every microbatch, though not each does: a vision transformer's may have none from a sample without an image.  And
+    one may get several from a microbatch, in one call of Megatron's backward pass: what parts of the model share that
+    have a backward pass of their own (--overlap-moe-expert-parallel-comm), a layer that is used twice and computed
+    again.  They count once.
     """
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         """Of each chunk, by dense parameter."""
+        self._call = 0
+        """The number of the call under way."""
 
     def install(self) -> None:
-        """Wrap the seam; must come before the model is built."""
+        """Wrap the seams; must come before the model is built."""
         monkeypatch.wrap("DistributedDataParallel._make_backward_post_hook", self._counting)
+        monkeypatch.wrap("backward_step", self._calling)
+        monkeypatch.wrap("TransformerModelChunkSchedulePlan.run", self._calling)
+
+    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self._call += 1
+            return original(*args, **kwargs)
+
+        return backward
 
     def _counting(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        counts = self._counts
-        countable: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
-
         def _make_backward_post_hook(ddp: Any, param: torch.nn.Parameter) -> Callable[..., None]:
-            add_to_buffer = make(ddp, param)
-            if ddp not in countable:
-                repeated = getattr(getattr(ddp, "config", None), "mtp_use_repeated_layer", False)
-                countable[ddp] = _countable(ddp.module, repeated)
-            if id(param) not in countable[ddp]:
-                return add_to_buffer
-            of_chunk = counts.setdefault(ddp, [])
-            place = len(of_chunk)
-            of_chunk.append(0)
-
-            def count(*unused: Any) -> None:
-                add_to_buffer(*unused)
-                of_chunk[place] += 1
-
-            return count
+            return self._counted(ddp, param, make(ddp, param))
 
         return _make_backward_post_hook
 
-    def watch(self, fsdp: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def watch(self, fsdp: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Count for a chunk in Megatron-FSDP, whose own hooks of ``parameters`` have been registered before."""
         for param in parameters:
-            if param.requires_grad and getattr(param, "allreduce", True):
-                self._counts[fsdp] = [0]
-                param.register_post_accumulate_grad_hook(lambda _: self._add(fsdp))
-                return
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._counted(fsdp, param, lambda _: None))
 
-    def _add(self, chunk: Any) -> None:
-        self._counts[chunk][0] += 1
+    def _counted(self, chunk: Any, param: torch.nn.Parameter, add: Callable[..., None]) -> Callable[..., None]:
+        """``add``, which adds a gradient of ``param``: a dense one's are counted, of an expert some microbatch may have
+        none."""
+        if not getattr(param, "allreduce", True):
+            return add
+        counts = self._counts.setdefault(chunk, [])
+        place, last = len(counts), self._call
+        counts.append(0)
+
+        def count(*gradient: Any) -> None:
+            nonlocal last
+            add(*gradient)
+            if last != self._call:
+                last = self._call
+                counts[place] += 1
+
+        return count
 
     def counts(self, model: Sequence[Any]) -> list[list[int]]:
         """By chunk, by parameter; of one without a trainable dense parameter nothing can be counted."""
@@ -104,23 +113,6 @@ class Accumulated:
                     f"chunk {number} added the gradients of {added} microbatches, not of its {its}: "
                     "stopping before this step is reported as good"
                 )
-
-
-SHARED = r"\b(embedding|output_layer)\b"
-
-
-def _countable(chunk: torch.nn.Module, repeated: bool) -> set[int]:
-    """Ids of the dense parameters of a chunk that get one gradient at most from a microbatch; an expert may get none.
-
-    What several parts of a model share gets one from each of these, where every part has a backward pass of its own
-    (--overlap-moe-expert-parallel-comm): embeddings, and the output layer.  A chunk of nothing else has one part.
-    A layer of multi-token prediction that is ``repeated`` gets one from each time that it is computed again.
-    """
-    dense = [its for its in chunk.named_parameters() if its[1].requires_grad and getattr(its[1], "allreduce", True)]
-    several = r"\b(embedding|output_layer|mtp)\b" if repeated else SHARED
-    inner = [its for its in dense if not re.search(several, its[0])]
-    shared = [its for its in dense if re.search(SHARED, its[0])]
-    return {id(param) for _, param in inner or shared or dense}
 
 
 def has_gradient(output: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
 
 from recover_megatron.collectives.ledger import Span
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.megatron_hooks import buckets as module
 from recover_megatron.megatron_hooks import microbatches as passes
@@ -203,35 +205,41 @@ class Shared(torch.nn.Module):
         self.output_layer = torch.nn.Linear(2, 2)
 
 
-def test_microbatches_are_counted_by_what_gets_one_gradient_from_each() -> None:
-    chunk = Shared()
-    assert counted_by(chunk) == ["norm.weight", "norm.bias"]
-    chunk.norm.requires_grad_(False)
-    assert counted_by(chunk) == ["embedding.weight", "output_layer.weight", "output_layer.bias"]
-    assert counted_by(torch.nn.Linear(2, 2).requires_grad_(False)) == []
+def add_all(*hooks: Callable[..., None]) -> None:
+    """As a backward pass does."""
+    for hook in hooks:
+        hook()
 
 
-def test_a_layer_that_is_repeated_for_a_microbatch_counts_none() -> None:
-    chunk = Shared()
-    chunk.mtp = torch.nn.Linear(2, 2)
-    assert "mtp.weight" in counted_by(chunk)
-    assert counted_by(chunk, repeated=True) == ["norm.weight", "norm.bias"]
-    chunk.norm.requires_grad_(False)  # as if the stage had nothing else
-    assert counted_by(chunk) == ["mtp.weight", "mtp.bias"]
-    assert counted_by(chunk, repeated=True) == ["embedding.weight", "output_layer.weight", "output_layer.bias"]
+def test_a_microbatch_is_counted_once_however_often_its_backward_pass_adds_to_a_parameter() -> None:
+    """Each part of a model may have a backward pass, and a layer may be used twice and computed again."""
+    accumulated, chunk = Accumulated(), torch.nn.Module()
+    make, backward = accumulated._counting(lambda ddp, param: lambda *unused: None), accumulated._calling(add_all)
+    shared, inner = (make(chunk, torch.nn.Parameter(torch.zeros(1))) for _ in range(2))
+    before = accumulated.counts([chunk])
+    for _ in range(3):
+        backward(shared, inner, shared)
+    accumulated.check([chunk], before, [3])
+    backward(shared)
+    accumulated.check([chunk], before, [4])
+    with pytest.raises(Disagreement, match="added the gradients of 4 microbatches, not of its 3"):
+        accumulated.check([chunk], before, [3])
 
 
-def counted_by(chunk: torch.nn.Module, *, repeated: bool = False) -> list[str]:
-    """The names of the parameters by which a chunk's microbatches are counted."""
-    accumulated, ddp = Accumulated(), torch.nn.Module()
-    ddp.module, ddp.config = chunk, SimpleNamespace(mtp_use_repeated_layer=repeated)  # type: ignore[assignment]
-    make = accumulated._counting(lambda ddp, param: lambda *unused: None)
-    found = []
-    for name, param in chunk.named_parameters():
-        make(ddp, param)()
-        if len(found) < len(accumulated.counts([ddp])[0]):
-            found.append(name)
-    return found
+def test_in_megatron_fsdp_a_microbatch_is_counted_by_whichever_dense_parameter_it_has_a_gradient_of() -> None:
+    """A model may begin with its vision transformer; and one that is trained again is watched again."""
+    accumulated, chunk = Accumulated(), torch.nn.Module()
+    vision, language = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    for _ in range(2):
+        accumulated.watch(chunk, [vision, language])
+    before = accumulated.counts([chunk])
+    backward = accumulated._calling(torch.Tensor.backward)
+    backward(vision * language)
+    for _ in range(2):
+        backward(language * 2)
+    accumulated.check([chunk], before, [3])
+    with pytest.raises(Disagreement, match="added the gradients of 3 microbatches, not of its 2"):
+        accumulated.check([chunk], before, [2])
 
 
 def test_what_a_pass_has_kept_that_is_given_up_is_dropped_and_both_streams_are_waited_for(

@@ -282,15 +282,15 @@ def test_generators_of_transformer_engine_are_seeded_in_place_with_the_numbers_o
 def test_a_microbatch_is_counted_by_whichever_dense_parameter_it_has_a_gradient_of() -> None:
     """Not each has one: that of a vision transformer from a sample without an image."""
     accumulated, chunk = microbatches.Accumulated(), torch.nn.Module()
-    chunk.module = torch.nn.Linear(1, 1)
     make = accumulated._counting(lambda ddp, param: lambda *_: None)
-    of_vision, of_both = (make(chunk, parameter) for parameter in chunk.module.parameters())
+    of_vision, of_both = (make(chunk, torch.nn.Parameter(torch.zeros(1))) for _ in range(2))
+    with_image = accumulated._calling(lambda: (of_vision(), of_both()))
     for _ in range(3):
-        of_vision()
-        of_both()
+        with_image()
     before = accumulated.counts([chunk])
-    for hook in (of_vision, of_both, of_both, of_both):
-        hook()
+    with_image()
+    for _ in range(2):
+        accumulated._calling(of_both)()
     accumulated.check([chunk], before, [3])
     with pytest.raises(Disagreement, match="added the gradients of 3 microbatches, not of its 4"):
         accumulated.check([chunk], before, [4])

@@ -62,7 +62,7 @@ MONKEYPATCH = {
     "megatron.core.optimizer.optimizer_config.OptimizerConfig": "__post_init__",
     "megatron.core.optimizer.optimizer_config.SGDOptimizerConfig": "__post_init__",
     "megatron.core.parallel_state": "create_group",
-    "megatron.core.pipeline_parallel.schedules": "forward_step_calc_loss",
+    "megatron.core.pipeline_parallel.schedules": "backward_step forward_step_calc_loss",
     "megatron.training.checkpointing": (
         "get_checkpoint_name get_checkpoint_tracker_filename get_rng_state schedule_async_save"
     ),
@@ -141,6 +141,8 @@ BAD = [
      "--recover takes delayed FP8 scaling (--fp8-recipe delayed, Megatron's default) only with --recover-untested: "),
     (GOOD, "--recover --recover-untested --fp8-format hybrid --use-transformer-engine-op-fuser",
      "--recover cannot be combined with --use-transformer-engine-op-fuser and --fp8-recipe delayed yet: its layers"),
+    (GOOD, "--recover --recover-untested --fp8-format hybrid --overlap-moe-expert-parallel-comm",
+     "--recover cannot be combined with --overlap-moe-expert-parallel-comm and --fp8-recipe delayed yet: whose"),
     (GOOD, "--recover --use-megatron-fsdp --num-distributed-optimizer-instances 2",
      "--use-megatron-fsdp with --num-distributed-optimizer-instances 2 needs --overlap-grad-reduce: without it"),
     (GOOD, "--recover --rerun-mode report_stats",

@@ -93,7 +93,7 @@ class FsdpBuckets:
                     self.parameters.append((column, bucket.param_data))
             reduce = pipeline._bucket_group_gradient_reduce
             pipeline._bucket_group_gradient_reduce = wraps(reduce)(self._inside_alone(pipeline)(reduce))
-            accumulated.watch(chunk, list(chunk.module.raw_param.values()))
+            accumulated.watch(chunk, chunk.module.raw_param.values())
         self.shards = None if shadows is None else Shards(columns, shadows, assignment)
         self.gradients = Gradients(parts, self.shards)
         self.rings = tuple(dict.fromkeys([*self.gradients.columns, self.tail]))
