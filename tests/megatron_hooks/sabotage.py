@@ -6,6 +6,7 @@ slow              rank 1 needs 0.3 s more for each microbatch, and on a busy hos
 same-share        rank 1 thinks that rank 0's share is its own
 """
 
+import functools
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ if os.environ["RANK"] == "1":
     if what == "lost-backward":
         backward_step, calls = schedules.backward_step, 0
 
+        @functools.wraps(backward_step)  # the seam is checked
         def losing_backward_step(*args: object, **kwargs: object) -> object:
             global calls
             calls += 1
