@@ -33,7 +33,6 @@ from recover_megatron.megatron_hooks.microbatches import ByNumber, InOrder, InTu
 SAMPLE = "recover_sample"
 """The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""
 
-
 Batch = dict[str, Any]
 
 _OF_THE_WORK = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
