@@ -15,13 +15,16 @@ import pytest
 
 from recover_megatron.run_log.steps import StepRecord, audit_problem, read_steps
 from tests.harness import REPOSITORY
+from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
 from tests.harness.processes import alive, free_port, kill_first_candidate, processes_with
 from tests.harness.waiting import eventually
 from tests.instep.altered import altered
-from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
+from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, undisturbed
 
 pytestmark = pytest.mark.slow
+with_several_nodes = pytest.mark.xdist_group("several nodes")
+"""These share a fork server, which is not that of the group that takes longest."""
 
 PATIENCE = patient(240)
 """Seconds after which a run that should have moved counts as stuck (a loaded machine, two cores)."""
@@ -62,9 +65,9 @@ def listen(run: subprocess.Popen[str]) -> Future[str]:
     return ThreadPoolExecutor(1).submit(run.stdout.read)
 
 
-def same_training(out: Path, undisturbed: Path, iterations: int) -> list[StepRecord]:
+def same_training(out: Path, expected: list[StepRecord], iterations: int) -> list[StepRecord]:
     """The steps in ``out``, after checks that each iteration is there once, right, and with the loss it should have."""
-    steps, expected = (list(read_steps(folder / "steps.jsonl")) for folder in (out, undisturbed))
+    steps = list(read_steps(out / "steps.jsonl"))
     assert [step.iteration for step in steps] == list(range(1, iterations + 1))
     assert [audit_problem(step) for step in steps] == [None] * iterations
     assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
@@ -140,13 +143,16 @@ def test_a_signal_to_every_process_has_the_workers_write_a_checkpoint_and_end_wi
     assert not any(map(alive, told))
 
 
-def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(tmp_path: Path) -> None:
+@with_several_nodes
+def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
+    forkserver: ForkServer, tmp_path: Path
+) -> None:
     """Two pipelines of two stages: the leading coordinator first, then, when another one leads, a worker."""
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--pipeline-model-parallel-size", "2", "--recover"]
-    argv += ["--train-iters", "120", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
-    finished(launch(tmp_path / "undisturbed", "--nproc-per-node", "4", *argv))
+    argv += ["--train-iters", "30", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
+    expected = undisturbed(forkserver, 4, argv, tmp_path / "undisturbed")
     out = tmp_path / "killed"
-    run = launch(out, "--nproc-per-node", "4", *awaiting(100), *argv, "--recover-log-dir", str(out))
+    run = launch(out, "--nproc-per-node", "4", *awaiting(20), *argv, "--recover-log-dir", str(out))
     wait_until_iteration(out, 4)
     kill_first_candidate(out)
     wait_until_iteration(out, 8)
@@ -156,18 +162,21 @@ def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(tmp_pat
     # Mostly the other candidate; the one that the launcher started in place of the killed one if the other was held up.
     events = [(out / name).read_text() for name in ("events-0.jsonl", "events-1.jsonl")]
     assert sum(text.count('"event":"lead"') for text in events) >= 2
-    assert same_training(out, tmp_path / "undisturbed", 120)[-1].replicas == 1
+    assert same_training(out, expected, 30)[-1].replicas == 1
 
 
-def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_nodes_go_on(tmp_path: Path) -> None:
+@with_several_nodes
+def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_nodes_go_on(
+    forkserver: ForkServer, tmp_path: Path
+) -> None:
     """Three launchers on this host stand for three nodes; node 0 also has the coordinator that leads."""
-    argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--recover", "--train-iters", "30"]
+    argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--recover", "--train-iters", "20"]
     argv += ["--global-batch-size", "12", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
-    finished(launch(tmp_path / "undisturbed", "--nproc-per-node", "3", *argv))
+    expected = undisturbed(forkserver, 3, argv, tmp_path / "undisturbed")
     out = tmp_path / "killed"
     nodes = ["--nproc-per-node", "1", "--nnodes", "3", "--master-port", str(free_port())]
     secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
-    script = [*awaiting(25), *argv, "--recover-log-dir", str(out)]
+    script = [*awaiting(15), *argv, "--recover-log-dir", str(out)]
     runs = [launch(out, *nodes, "--node-rank", str(node), *script, environment=secret) for node in range(3)]
     said = [listen(run) for run in runs]
     wait_until_iteration(out, 4)
@@ -176,7 +185,7 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
     assert [run.wait(timeout=PATIENCE) for run in runs] == [-signal.SIGKILL, 0, 0], [
         one.result(PATIENCE) for one in said
     ]
-    assert same_training(out, tmp_path / "undisturbed", 30)[-1].replicas == 2
+    assert same_training(out, expected, 20)[-1].replicas == 2
 
 
 def test_refused_flags_are_told_once_and_nothing_is_left_running(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from recover_megatron.launch import guest
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.drawn import some
+from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
 from tests.harness.waiting import eventually, written_lines
-from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE
+from tests.megatron_hooks import tiny
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 from .conftest import SECRET, Bench, Launch
 from .pretrain_struck import POINTS
@@ -119,20 +121,17 @@ def trained(bench: Bench, runs: list[Launch]) -> dict[int, float]:
     return {step.iteration: step.loss for step in steps}
 
 
-def training(point: str, victims: str, folder: Path) -> tuple[list[object], dict[str, str]]:
-    argv = [STRUCK, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", 6, "--recover", "--load", folder / "none"]
-    struck = {"STRUCK_AT": point, "STRUCK_RANKS": victims, "STRUCK_FOLDER": str(folder)}
-    return argv, struck
+def training(folder: Path) -> list[str]:
+    load = ["--load", str(folder / "none")]
+    return [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "6", "--recover", *load]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    with Bench(tmp_path_factory.mktemp("undisturbed")) as bench:
-        argv, struck = training("join", "none", bench.folder)
-        launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *argv, environment=struck)
-        losses = trained(bench, [launch])
-        assert sorted(losses) == list(range(1, 7))
-        return losses
+def undisturbed(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    losses = {step.iteration: step.loss for step in tiny.undisturbed(forkserver, 2, [OURS, *training(folder)], folder)}
+    assert sorted(losses) == list(range(1, 7))
+    return losses
 
 
 CELLS = [(point, victims, several) for point in POINTS for victims in ("0", "1", "0,1") for several in (False, True)]
@@ -144,7 +143,8 @@ def test_a_training_whose_workers_died_at_the_start_is_the_undisturbed_one(
     bench: Bench, undisturbed: dict[int, float], point: str, victims: str, several: bool
 ) -> None:
     """Of two workers, on one node or two."""
-    argv, struck = training(point, victims, bench.folder)
+    argv = [STRUCK, *training(bench.folder)]
+    struck = {"STRUCK_AT": point, "STRUCK_RANKS": victims, "STRUCK_FOLDER": str(bench.folder)}
     if several:
         runs = bench.nodes(2, "--max-restarts", 2, *argv, per_node=1, environment={**SECRET, **struck})
     else:

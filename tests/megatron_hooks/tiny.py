@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from recover_megatron.run_log.steps import StepRecord, read_steps
 from tests.harness import REPOSITORY
+from tests.harness.forkserver import ForkServer
 
 OURS = str(REPOSITORY / "pretrain_gpt_recover.py")
 CHECKOUT = os.environ.get("MEGATRON_LM_CHECKOUT")
@@ -28,6 +31,20 @@ ASYNCHRONOUSLY = "--async-save --use-persistent-ckpt-worker --async-strategy mco
 """Without the worker that stays, Megatron 0.19 saves synchronously, and says so in one line."""
 MOCK = ["--mock-data"]
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
+
+
+ALL_DOCUMENTS = 100_000
+"""Of Megatron's mock data, in a run that nobody has told otherwise (``ForkServer.run``)."""
+
+
+def undisturbed(server: ForkServer, workers: int, argv: Sequence[str], folder: Path) -> list[StepRecord]:
+    """The steps of a training with ``argv`` (script first, --recover in it) in which nobody dies.
+
+    They are those of recover-run with as many workers, whose processes each import Megatron for themselves.
+    """
+    ended = server.run(workers, [*argv, "--recover-log-dir", str(folder)], folder, documents=ALL_DOCUMENTS)
+    assert ended.ok, ended.tail()
+    return list(read_steps(folder / "steps.jsonl"))
 
 
 def losses(path: Path) -> list[dict[str, float]]:

@@ -302,6 +302,11 @@ def edited(name: str, **values: object) -> str:
     return "\n".join(lines) + "\n"
 
 
+def training(iterations: int) -> str:
+    """The flags that a job has for Megatron, as words."""
+    return " ".join([*MODEL, *NO_DROPOUT, f"--train-iters {iterations} {SCHEDULE} {TIMES}"])
+
+
 class Job:
     """One submission of a shipped script, and what it leaves behind."""
 
@@ -319,7 +324,6 @@ class Job:
     ) -> None:
         folder.mkdir()
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
-        own = f"--train-iters {iterations} {SCHEDULE} {TIMES} {flags}"
         script = folder / name
         script.write_text(
             edited(
@@ -329,7 +333,7 @@ class Job:
                 workers=workers,
                 venv=Path(sys.executable).parents[1],
                 data=" ".join(MOCK),
-                flags=" ".join([*MODEL, *NO_DROPOUT, own]),
+                flags=f"{training(iterations)} {flags}",
             )
         )
         said = cluster.run(

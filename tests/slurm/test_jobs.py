@@ -15,7 +15,9 @@ import pytest
 
 from recover_megatron.membership.testimony import Slurm
 from recover_megatron.run_log.steps import StepRecord, audit_problem
-from tests.slurm.cluster import Cluster, Job, started, wait_until
+from tests.harness.forkserver import ForkServer
+from tests.megatron_hooks.tiny import MOCK, OURS, undisturbed
+from tests.slurm.cluster import Cluster, Job, started, training, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
@@ -40,11 +42,10 @@ def cluster(running: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def expected(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[StepRecord]:
-    """The steps of a job in which nobody dies."""
-    job = Job(running, tmp_path_factory.mktemp("slurm") / "undisturbed", iterations=ITERATIONS)
-    job.wait("COMPLETED")
-    steps = job.steps()
+def expected(running: Cluster, forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[StepRecord]:
+    """The steps of the training of a job in which nobody dies."""
+    argv = [OURS, *MOCK, *training(ITERATIONS).split(), "--recover"]
+    steps = undisturbed(forkserver, 3, argv, tmp_path_factory.mktemp("undisturbed"))
     assert [step.iteration for step in steps] == list(range(1, ITERATIONS + 1))
     assert {step.replicas for step in steps} == {3}
     return steps
@@ -57,7 +58,7 @@ def check_steps(job: Job, expected: list[StepRecord] | None, replicas: int) -> N
     assert [audit_problem(step) for step in steps] == [None] * ITERATIONS
     if expected is not None:
         assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
-    assert steps[-1].replicas == replicas
+    assert (steps[0].replicas, steps[-1].replicas) == (3, replicas)
 
 
 def check_secret(job: Job, running_commands: bool = False) -> None:
