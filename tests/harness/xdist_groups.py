@@ -3,9 +3,9 @@
 Folders are run by two processes (pytest -n auto, which pyproject.toml says; test.sh says a number), files and single
 tests by the one that was started: a second one would cost seconds of imports.
 
-Together are the tests with the same ``xdist_group``, and all of the fork server: so no two runs of six or eight workers
-starve each other, and Megatron is imported for them once; what waits most of the time is done by the other processes
-meanwhile.
+Together are the tests with the same ``xdist_group``, and all of the fork server that have no other group: so no two
+runs of six or eight workers starve each other, and Megatron is imported for them once; what waits most of the time is
+done by the other processes meanwhile.  (Those start a fork server, too, for what launched trainings are compared with.)
 """
 
 from __future__ import annotations
