@@ -152,10 +152,11 @@ def never_summed(args: Any) -> list[str]:
 
     ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce.  Without it nothing tells
     Megatron-FSDP which microbatch is the last one, and it sums over the instances after that one only.
-    Seen with Megatron 0.19.2.
+    Seen with Megatron 0.19.2.  Megatron-FSDP 2 has but one instance.
     """
     instances = getattr(args, "num_distributed_optimizer_instances", 1) or 1
-    if not getattr(args, "use_megatron_fsdp", False) or instances < 2 or getattr(args, "overlap_grad_reduce", False):
+    first = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 1
+    if not first or instances < 2 or getattr(args, "overlap_grad_reduce", False):
         return []
     return [
         f"--use-megatron-fsdp with --num-distributed-optimizer-instances {instances} needs --overlap-grad-reduce: "

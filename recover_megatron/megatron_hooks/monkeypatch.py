@@ -173,6 +173,21 @@ FSDP_SEAMS = {
 }  # fmt: skip
 """The same with --use-megatron-fsdp."""
 
+_FSDP2 = f"{_DDP}.fsdp.src.megatron_fsdp.experimental"
+FSDP2_SEAMS = {
+    seam.name: seam
+    for seam in (
+        Seam(_ADAPTER, "FullyShardedDataParallelV2.__init__", ("self", "config", "ddp_config", "module",
+             "fsdp_unit_modules", "disable_bucketing", "device", "pg_collection")),
+        Seam("megatron.core.optimizer.fully_sharded_optimizer", "FullyShardedOptimizer.get_grad_stats_parallel_group",
+             ("self",)),
+        Seam(f"{_FSDP2}.parameter_group", "FsdpParameterGroup.reduce_partial_gradients",
+             ("self", "partial_grad", "is_last_microbatch")),
+        Seam(f"{_FSDP2}.dbuffer", "DBuffer._get_owned_range", ("self", "tensor_index")),
+    )
+}  # fmt: skip
+"""The same with --megatron-fsdp-version 2, which the installed Megatron may lack."""
+
 
 def misfits(seams: dict[str, Seam]) -> list[str]:
     """Everything of these seams that does not fit this Megatron, in words."""
@@ -182,7 +197,7 @@ def misfits(seams: dict[str, Seam]) -> list[str]:
 
 def wrap(name: str, wrapper: Wrapper) -> None:
     """Have ``wrapper`` called in place of the function of one of ``SEAMS``, or UserError where it does not fit."""
-    (SEAMS | FSDP_SEAMS)[name].wrap(wrapper, SUPPORTED)
+    (SEAMS | FSDP_SEAMS | FSDP2_SEAMS)[name].wrap(wrapper, SUPPORTED)
 
 
 @contextmanager

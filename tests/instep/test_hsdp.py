@@ -8,6 +8,8 @@ data parallelism does, so the numbers are those of ``no_shard``.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,8 @@ DEATH_OF_FOUR = (Strike(1, 2, 3, "backward"),)
 """In a shard group of four workers."""
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+PHASES_OF_SECOND = [phase for phase in PHASES if phase != "checkpoint"]
+"""Megatron writes no checkpoint of version 2."""
 TWO_SHADOWS = ("--recover-shadow-shards", "2")
 
 
@@ -139,6 +143,56 @@ def test_a_checkpoint_that_is_written_after_a_death_goes_on_as_the_failure_free_
         its = hsdp.UNSHARDED.get(layout, layout)
         rows = runs.stock(Case(its), "--load", str(folder), script=STOCK).recorded
     check_rows(runs.reference(case).steps[4:], rows, hsdp.NEAR.get(layout, 1.0))
+
+
+# ---- Megatron-FSDP 2, of Megatron main
+
+HAS_SECOND = importlib.util.find_spec("megatron.core.optimizer.fully_sharded_optimizer") is not None
+second = pytest.mark.skipif(not HAS_SECOND, reason="NOT TESTED: this Megatron has no --megatron-fsdp-version 2")
+
+
+@pytest.mark.slow
+@second
+@pytest.mark.parametrize("layout", hsdp.SECONDS, ids=lambda layout: layout.name)
+def test_without_a_death_version_2_trains_as_plain_data_parallelism(runs: Runs, layout: Layout) -> None:
+    near = hsdp.NEAR.get(layout, 1.0)
+    if layout is hsdp.SECOND_EXPERTS:  # without clipping Megatron's own numbers are right, and has no norm
+        runs.check_stock(Case(layout), near, script=STOCK)
+        return
+    plain = runs.stock(Case(replace(layout, flags=hsdp.plain(layout.flags))))
+    check_rows(runs.reference(Case(layout)).steps, plain.recorded, near, str(layout))
+
+
+@pytest.mark.slow
+@second
+@pytest.mark.parametrize("case", hsdp.drawn("version 2 faults", hsdp.SECONDS, PHASES_OF_SECOND, 6), ids=str)
+def test_a_fault_in_a_shard_group_of_version_2_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
+    check_as(runs, case)
+
+
+SECOND_ROWS = {
+    **{f"three, {name}": Case(hsdp.SECOND_THREE, strikes) for name, strikes in ROWS.items()},
+    "orphans": Case(hsdp.SECOND_THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10),
+    "restart": Case(hsdp.SECOND_TWO, DEATH, 10, restarts=1),
+    "restart, 16 bits": Case(hsdp.SECOND_SIXTEEN, DEATH, 10, restarts=1),
+    "spare": Case(hsdp.SECOND_TWO, DEATH, 10, spares=1),
+    "other position": Case(hsdp.SECOND_THREE, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), 10),
+    "native collective": Case(hsdp.SECOND_TWO, DEATH).over_nccl(),
+    "recomputation": Case(hsdp.with_flags(hsdp.SECOND_TWO, "recompute", RECOMPUTE), DEATH),
+    "multi-token prediction": Case(hsdp.with_flags(hsdp.SECOND_TWO, "mtp", MTP), DEATH),
+    "norm of the parameters": Case(hsdp.with_flags(hsdp.SECOND_TWO, "norm", "--log-params-norm"), DEATH),
+    "hang": Case(hsdp.SECOND_TWO, (Strike(1, 1, 3, "backward", "stop"),)),
+    "exception": Case(hsdp.SECOND_TWO, (Strike(1, 1, 3, "backward", "raise"),)),
+}
+
+
+@pytest.mark.slow
+@second
+@pytest.mark.parametrize("name", SECOND_ROWS)
+def test_version_2_survives_what_version_1_does(runs: Runs, name: str) -> None:
+    case = SECOND_ROWS[name]
+    again = name in ("orphans", "restart", "restart, 16 bits", "spare", "other position")
+    check_as(runs, case.patient("5-:2") if again else case, replicas=2 if again else None)
 
 
 def flags(**changed: object) -> argparse.Namespace:
