@@ -164,6 +164,22 @@ def never_summed(args: Any) -> list[str]:
     ]
 
 
+def norm_of_version_2(args: Any) -> list[str]:
+    """One line where Megatron-FSDP 2 would clip gradients that are not too large.
+
+    ``get_grad_norm_fp32`` sums the squares over the mesh of the gradients, and then over ``grad_stats_parallel_group``,
+    which is the same data-parallel ranks: the norm is too large by the root of their number.  Seen with Megatron main,
+    d98e8a6.  With --recover it is summed once.
+    """
+    second = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 2
+    if not second or getattr(args, "recover", False) or getattr(args, "clip_grad", 0.0) <= 0.0:
+        return []
+    return [
+        "--megatron-fsdp-version 2: this Megatron counts the norm of the gradients too large, by the root of the "
+        "number of data-parallel ranks, and clips by it; multiply --clip-grad by that root"
+    ]
+
+
 def outer_sharding(args: Any) -> list[str]:
     """One line where Megatron-FSDP would train without an error, but not as plain data parallelism does.
 

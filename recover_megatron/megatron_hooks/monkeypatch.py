@@ -117,6 +117,7 @@ _DDP = "megatron.core.distributed"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 _WRITERS = "megatron.core.dist_checkpointing.strategies"
 _FSDP = f"{_DDP}.fsdp.src.megatron_fsdp.param_and_grad_buffer"
+_FSDP2 = f"{_DDP}.fsdp.src.megatron_fsdp.experimental"
 _ADAPTER = f"{_DDP}.fsdp.mcore_fsdp_adapter"
 
 SEAMS = {
@@ -169,24 +170,17 @@ FSDP_SEAMS = {
              formerly="FullyShardedDataParallel"),
         Seam(_ADAPTER, "FullyShardedDataParallelV1.sync_rng_states_across_tp_group", ("self",),
              formerly="FullyShardedDataParallel"),
+        # Of version 2, which is Megatron main's.
+        Seam(_ADAPTER, "FullyShardedDataParallelV2.__init__", ("self", "config", "ddp_config", "module",
+             "fsdp_unit_modules", "disable_bucketing", "device", "pg_collection"), optional=True),
+        Seam("megatron.core.optimizer.fully_sharded_optimizer", "FullyShardedOptimizer.get_grad_stats_parallel_group",
+             ("self",), optional=True),
+        Seam(f"{_FSDP2}.parameter_group", "FsdpParameterGroup.reduce_partial_gradients",
+             ("self", "partial_grad", "is_last_microbatch"), optional=True),
+        Seam(f"{_FSDP2}.dbuffer", "DBuffer._get_owned_range", ("self", "tensor_index"), optional=True),
     )
 }  # fmt: skip
 """The same with --use-megatron-fsdp."""
-
-_FSDP2 = f"{_DDP}.fsdp.src.megatron_fsdp.experimental"
-FSDP2_SEAMS = {
-    seam.name: seam
-    for seam in (
-        Seam(_ADAPTER, "FullyShardedDataParallelV2.__init__", ("self", "config", "ddp_config", "module",
-             "fsdp_unit_modules", "disable_bucketing", "device", "pg_collection")),
-        Seam("megatron.core.optimizer.fully_sharded_optimizer", "FullyShardedOptimizer.get_grad_stats_parallel_group",
-             ("self",)),
-        Seam(f"{_FSDP2}.parameter_group", "FsdpParameterGroup.reduce_partial_gradients",
-             ("self", "partial_grad", "is_last_microbatch")),
-        Seam(f"{_FSDP2}.dbuffer", "DBuffer._get_owned_range", ("self", "tensor_index")),
-    )
-}  # fmt: skip
-"""The same with --megatron-fsdp-version 2, which the installed Megatron may lack."""
 
 
 def misfits(seams: dict[str, Seam]) -> list[str]:
@@ -197,7 +191,7 @@ def misfits(seams: dict[str, Seam]) -> list[str]:
 
 def wrap(name: str, wrapper: Wrapper) -> None:
     """Have ``wrapper`` called in place of the function of one of ``SEAMS``, or UserError where it does not fit."""
-    (SEAMS | FSDP_SEAMS | FSDP2_SEAMS)[name].wrap(wrapper, SUPPORTED)
+    (SEAMS | FSDP_SEAMS)[name].wrap(wrapper, SUPPORTED)
 
 
 @contextmanager

@@ -85,12 +85,14 @@ SECOND = (
 SECOND_TWO = Layout("hsdp2-2", 2, inner_ranks=2, flags=f"{SECOND} 2 --overlap-grad-reduce")
 SECOND_THREE = Layout("hsdp2-3", 3, inner_ranks=2, flags=f"{SECOND} 3 --overlap-grad-reduce")
 SECOND_SIXTEEN = with_flags(SECOND_TWO, "sixteen", MIXED)
+SECOND_CAST = with_flags(SECOND_TWO, "cast", "--bf16")
+"""Its gradients are in 16 bits, and the optimizer casts them."""
 SECOND_AT_THE_END = replace(SECOND_TWO, name="hsdp2-at-the-end", flags=f"{SECOND} 2")
 SECOND_EXPERTS = replace(
     EXPERTS, name="hsdp2-ep2", flags=f"{SECOND} 2 --overlap-grad-reduce --clip-grad 0 {MOE}"
 )  # fmt: skip
-NEAR |= {SECOND_SIXTEEN: 100.0}
-SECONDS = [SECOND_TWO, SECOND_THREE, SECOND_SIXTEEN, SECOND_AT_THE_END, SECOND_EXPERTS]
+NEAR |= {SECOND_SIXTEEN: 100.0, SECOND_CAST: 1000.0}
+SECONDS = [SECOND_TWO, SECOND_THREE, SECOND_SIXTEEN, SECOND_CAST, SECOND_AT_THE_END, SECOND_EXPERTS]
 
 LAYOUTS = [TWO, THREE, GRADIENTS, OPTIMIZER, TENSOR, EXPERTS, CONTEXT, SIXTEEN_BITS]
 UNSHARDED = {

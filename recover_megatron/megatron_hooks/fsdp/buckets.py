@@ -167,7 +167,9 @@ class FsdpBuckets2:
         """The column of what is summed last: all ranks that run microbatches of their own."""
         outer = ring_order(column_of(parallel_state.get_inter_distributed_optimizer_instance_group()), grid)
         # The order of the backward pass, as far as it is known before there was one.
-        self._groups = [group for chunk in reversed(model) for group in reversed(version2.groups_of(chunk)) if group.requires_grad]
+        self._groups = [
+            group for chunk in reversed(model) for group in reversed(version2.groups_of(chunk)) if group.requires_grad
+        ]
         self._parts: list[tuple[Column, torch.Tensor]] = [(outer, its.main_grad.local_buffer) for its in self._groups]
         self._padding = [list(version2.padding(its.main_grad)) for its in self._groups]
         self._unsettled: set[int] = set()
@@ -175,7 +177,9 @@ class FsdpBuckets2:
         for number, group in enumerate(self._groups):
             group.reduce_partial_gradients = self._inside_alone(number)(group.reduce_partial_gradients)
         for chunk in model:
-            accumulated.watch(chunk, [its.unsharded for group in version2.groups_of(chunk) for its in group.fsdp_parameters])
+            accumulated.watch(
+                chunk, [its.unsharded for group in version2.groups_of(chunk) for its in group.fsdp_parameters]
+            )
         self._told = bool(model[0].ddp_config.overlap_grad_reduce)
         """Whether Megatron tells which microbatch is the last one of a pass."""
         self.gradients = Gradients(self._parts, None)

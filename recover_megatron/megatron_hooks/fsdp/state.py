@@ -142,13 +142,10 @@ def install_meshes(alone: Callable[[], bool]) -> None:
 
         return ask
 
-    second = getattr(get_args(), "megatron_fsdp_version", 1) == 2
-    if reasons := monkeypatch.misfits(monkeypatch.FSDP2_SEAMS if second else monkeypatch.FSDP_SEAMS):
+    if reasons := monkeypatch.misfits(monkeypatch.FSDP_SEAMS):
         raise UserError(*reasons)
     integrate.wrap(device_mesh, "_get_pg_from_name", ("mesh", "name"), _ours_first, monkeypatch.SUPPORTED)
-    if second:
-        version2.install()
-        return
+    version2.install()
     monkeypatch.wrap("update_uneven_dtensor_chunk_metadata", not_alone)
     monkeypatch.wrap("validate_uneven_dtensor", not_alone)
     monkeypatch.wrap("FullyShardedDataParallelV1.__init__", _unsharded)

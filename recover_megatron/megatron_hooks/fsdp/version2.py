@@ -29,7 +29,7 @@ from recover_megatron.megatron_hooks import monkeypatch
 
 
 def install() -> None:
-    """Wrap the seams; for once a process."""
+    """Wrap its seams, in a Megatron that has it."""
     monkeypatch.wrap("FullyShardedDataParallelV2.__init__", _in_shard_groups)
     monkeypatch.wrap("FullyShardedOptimizer.get_grad_stats_parallel_group", _inside_the_model)
 
