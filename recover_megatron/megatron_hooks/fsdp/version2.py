@@ -127,5 +127,7 @@ def tidy(chunk: Any) -> None:
             )
             group.release_unsharded_storage()
             for parameter in group.fsdp_parameters:
-                parameter.unsharded.grad = None
+                parameter.sharded.grad = parameter.unsharded.grad = None
+                if group.requires_grad:  # the optimizer may have cast it, and not have cast it back
+                    parameter.sharded.grad_dtype = group.main_grad.dtype
                 parameter.unsharded.data = torch.empty(0, dtype=gathered.dtype, device=gathered.device)
