@@ -238,9 +238,9 @@ def _buckets(
 
 
 def _sharded(
-    optimizer: Any, buckets: Buckets | FsdpBuckets, recovery: Recovery, config: RecoverConfig
+    optimizer: Any, buckets: Buckets | FsdpBuckets | FsdpBuckets2, recovery: Recovery, config: RecoverConfig
 ) -> ShardedOptimizer | None:
-    if buckets.shards is None:
+    if isinstance(buckets, FsdpBuckets2) or buckets.shards is None:
         return None
     keeping = InBuckets(buckets) if isinstance(buckets, Buckets) else InShardGroups(buckets.outer)
     aside = torch.device("cpu") if config.shadow_device == "cpu" else None

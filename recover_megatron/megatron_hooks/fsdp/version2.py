@@ -53,11 +53,11 @@ def _in_shard_groups(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, pg_collection: Any = None, **kwargs: Any
     ) -> None:
         # Megatron gives all but the first three by position, or the groups by name.
-        *args, groups = args if pg_collection is None else (*args, pg_collection)
+        *rest, groups = args if pg_collection is None else (*args, pg_collection)
         inside = copy.copy(groups)
         inside.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
         inside.expt_dp = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
-        original(self, config, ddp_config, module, *args, pg_collection=inside, **kwargs)
+        original(self, config, ddp_config, module, *rest, pg_collection=inside, **kwargs)
         for group in groups_of(self):
             group.grad_divisor *= ddp_config.num_distributed_optimizer_instances
         self.no_sync = lambda: _not_the_last(self.module.context)
