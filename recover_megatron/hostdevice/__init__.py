@@ -14,7 +14,7 @@ from typing import Any
 
 from recover_megatron.hostdevice.flags import host_defaults as host_defaults
 from recover_megatron.hostdevice.flags import never_summed as never_summed
-from recover_megatron.hostdevice.flags import outer_sharding
+from recover_megatron.hostdevice.flags import norm_of_version_2, outer_sharding
 from recover_megatron.hostdevice.flags import unsupported as unsupported
 from recover_megatron.logger import get_logger
 
@@ -130,11 +130,11 @@ def is_active() -> bool:
 
 
 def warn_of_what_is_never_summed(args: Any) -> None:
-    """Say once in a run, by the process of rank 0, what ``never_summed`` and ``outer_sharding`` find."""
+    """Say once in a run, by the process of rank 0, what ``never_summed`` and its like find."""
     global _warned
     if _warned or not _speaks():
         return
-    for line in [*never_summed(args), *outer_sharding(args)]:
+    for line in [*never_summed(args), *outer_sharding(args), *norm_of_version_2(args)]:
         _warned = True
         log.warning(line)
 

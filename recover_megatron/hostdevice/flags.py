@@ -152,14 +152,31 @@ def never_summed(args: Any) -> list[str]:
 
     ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce.  Without it nothing tells
     Megatron-FSDP which microbatch is the last one, and it sums over the instances after that one only.
-    Seen with Megatron 0.19.2.
+    Seen with Megatron 0.19.2.  Megatron-FSDP 2 has but one instance.
     """
     instances = getattr(args, "num_distributed_optimizer_instances", 1) or 1
-    if not getattr(args, "use_megatron_fsdp", False) or instances < 2 or getattr(args, "overlap_grad_reduce", False):
+    first = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 1
+    if not first or instances < 2 or getattr(args, "overlap_grad_reduce", False):
         return []
     return [
         f"--use-megatron-fsdp with --num-distributed-optimizer-instances {instances} needs --overlap-grad-reduce: "
         "without it Megatron never sums the gradients of the instances, and each trains a model of its own, silently"
+    ]
+
+
+def norm_of_version_2(args: Any) -> list[str]:
+    """One line where Megatron-FSDP 2 would clip gradients that are not too large.
+
+    ``get_grad_norm_fp32`` sums the squares over the mesh of the gradients, and then over ``grad_stats_parallel_group``,
+    which is the same data-parallel ranks: the norm is too large by the root of their number.  Seen with Megatron main,
+    d98e8a6.  With --recover it is summed once.
+    """
+    second = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 2
+    if not second or getattr(args, "recover", False) or getattr(args, "clip_grad", 0.0) <= 0.0:
+        return []
+    return [
+        "--megatron-fsdp-version 2: this Megatron counts the norm of the gradients too large, by the root of the "
+        "number of data-parallel ranks, and clips by it; multiply --clip-grad by that root"
     ]
 
 

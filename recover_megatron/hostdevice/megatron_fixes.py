@@ -116,6 +116,13 @@ def _warn_of_instances(module: ModuleType) -> None:
     module.validate_args = validate_and_warn  # type: ignore[attr-defined]
 
 
+def _allocated_on_the_stream(module: ModuleType) -> None:
+    import torch
+
+    # What it is given for a tensor on the host is None.
+    module.DBuffer.allocation_stream = property(lambda self: torch.cuda.current_stream(), lambda self, none: None)
+
+
 def _te_from(*versions: str) -> Callable[[ModuleType], None]:
     """Have a module find a Transformer Engine that is as new as these, by which it asks for what is here, too."""
 
@@ -242,6 +249,11 @@ FIXES = {
         "megatron.core.distributed.torch_fully_sharded_data_parallel",
         _shards_on_host,
         "--use-torch-fsdp2 gives torch a mesh of CUDA devices, and torch places parameters where the mesh says",
+    ),
+    "streams-of-buffers": Fix(
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer",
+        _allocated_on_the_stream,
+        "Megatron-FSDP 2 of Megatron main asserts that a buffer was made on a stream of CUDA's",
     ),
     "attention": Fix(
         "megatron.core.transformer.dot_product_attention",

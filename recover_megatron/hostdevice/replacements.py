@@ -59,6 +59,8 @@ def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
 class Stream:
     """A stream whose work is always finished."""
 
+    device = torch.device("cpu")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Any arguments of ``torch.cuda.Stream``."""
 

@@ -117,6 +117,7 @@ _DDP = "megatron.core.distributed"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 _WRITERS = "megatron.core.dist_checkpointing.strategies"
 _FSDP = f"{_DDP}.fsdp.src.megatron_fsdp.param_and_grad_buffer"
+_FSDP2 = f"{_DDP}.fsdp.src.megatron_fsdp.experimental"
 _ADAPTER = f"{_DDP}.fsdp.mcore_fsdp_adapter"
 
 SEAMS = {
@@ -169,6 +170,14 @@ FSDP_SEAMS = {
              formerly="FullyShardedDataParallel"),
         Seam(_ADAPTER, "FullyShardedDataParallelV1.sync_rng_states_across_tp_group", ("self",),
              formerly="FullyShardedDataParallel"),
+        # Of version 2, which is Megatron main's.
+        Seam(_ADAPTER, "FullyShardedDataParallelV2.__init__", ("self", "config", "ddp_config", "module",
+             "fsdp_unit_modules", "disable_bucketing", "device", "pg_collection"), optional=True),
+        Seam("megatron.core.optimizer.fully_sharded_optimizer", "FullyShardedOptimizer.get_grad_stats_parallel_group",
+             ("self",), optional=True),
+        Seam(f"{_FSDP2}.parameter_group", "FsdpParameterGroup.reduce_partial_gradients",
+             ("self", "partial_grad", "is_last_microbatch"), optional=True),
+        Seam(f"{_FSDP2}.dbuffer", "DBuffer._get_owned_range", ("self", "tensor_index"), optional=True),
     )
 }  # fmt: skip
 """The same with --use-megatron-fsdp."""

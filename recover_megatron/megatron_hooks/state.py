@@ -298,6 +298,8 @@ class TrainingState:
         for one in [self._optimizer, *self._optimizers]:
             # It asks the replica once and remembers: workers that come together must all have asked, or none.
             one._has_grad_norm_group_cache = None
+            # What the one of Megatron-FSDP 2 has cast for a step that was not made: the gradients are new ones then.
+            getattr(one, "_casted_grads", []).clear()
         get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
         self.totals.pause()
         for timer in get_timers()._timers.values():

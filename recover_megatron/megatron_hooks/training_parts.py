@@ -28,8 +28,9 @@ from recover_megatron.instep.step import Outcome
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Services
 from recover_megatron.megatron_hooks.buckets import Buckets
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, InShardGroups
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, FsdpBuckets2, InShardGroups
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp
+from recover_megatron.megatron_hooks.fsdp.version2 import is_version2
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
 from recover_megatron.megatron_hooks.maxima import AttentionLogits, Scales
@@ -226,16 +227,20 @@ class TrainingParts:
             self.sharded.renew()
 
 
-def _buckets(model: Any, recovery: Recovery, accumulated: Accumulated, shadows: int) -> Buckets | FsdpBuckets:
+def _buckets(
+    model: Any, recovery: Recovery, accumulated: Accumulated, shadows: int
+) -> Buckets | FsdpBuckets | FsdpBuckets2:
+    if is_version2(model[0]):
+        return FsdpBuckets2(model, recovery.assignment, accumulated)
     if is_fsdp(model[0]):
         return FsdpBuckets(model, recovery.assignment, accumulated, shadows if spreads_optimizer(get_args()) else None)
     return Buckets(model, recovery.assignment, shadows)
 
 
 def _sharded(
-    optimizer: Any, buckets: Buckets | FsdpBuckets, recovery: Recovery, config: RecoverConfig
+    optimizer: Any, buckets: Buckets | FsdpBuckets | FsdpBuckets2, recovery: Recovery, config: RecoverConfig
 ) -> ShardedOptimizer | None:
-    if buckets.shards is None:
+    if isinstance(buckets, FsdpBuckets2) or buckets.shards is None:
         return None
     keeping = InBuckets(buckets) if isinstance(buckets, Buckets) else InShardGroups(buckets.outer)
     aside = torch.device("cpu") if config.shadow_device == "cpu" else None

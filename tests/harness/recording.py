@@ -89,7 +89,7 @@ def _named(chunk: Any) -> Any:
     from megatron.training import get_args
 
     if not hasattr(chunk, "param_and_grad_buffer"):
-        return chunk.named_parameters()
+        return [(name, getattr(its.data, "_local_tensor", its.data)) for name, its in chunk.named_parameters()]
     buffer = chunk.param_and_grad_buffer
     if get_args().outer_dp_sharding_strategy == "optim":
         weights = [(group, item) for group in buffer.parameter_groups for item in range(len(group.params))]

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.hostdevice import flags, host_defaults, never_summed, outer_sharding, unsupported
+from recover_megatron.hostdevice import (
+    flags,
+    host_defaults,
+    never_summed,
+    norm_of_version_2,
+    outer_sharding,
+    unsupported,
+)
 
 CANNOT = {
     "transformer_impl": "transformer_engine",
@@ -94,6 +101,15 @@ def test_an_optimizer_sharded_over_instances_is_warned_of_where_it_is_megatrons_
     assert "without dividing them" in line
     for right in ({"outer_dp_sharding_strategy": "no_shard"}, {"use_megatron_fsdp": False}, {"recover": True}):
         assert outer_sharding(argparse.Namespace(**wrong | right)) == []
+
+
+def test_the_norm_of_version_2_of_megatron_fsdp_is_warned_of_where_it_is_megatrons_own():
+    wrong = {"use_megatron_fsdp": True, "megatron_fsdp_version": 2, "clip_grad": 1.0}
+    (line,) = norm_of_version_2(argparse.Namespace(**wrong))
+    assert "too large" in line
+    for right in ({"megatron_fsdp_version": 1}, {"clip_grad": 0.0}, {"recover": True}, {"use_megatron_fsdp": False}):
+        assert norm_of_version_2(argparse.Namespace(**wrong | right)) == []
+    assert never_summed(argparse.Namespace(**wrong, num_distributed_optimizer_instances=2)) == []
 
 
 def test_all_reasons_come_at_once():

@@ -13,9 +13,10 @@ from tests.drawn import SEED, some
 from tests.instep.cells import BEFORE_THE_COMMIT, PHASES, SHARDED_PHASES, WHEN, Cell, case_of
 from tests.instep.runs import Case, Layout
 
+ADAM = "--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear"
 FSDP = (
     "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor --overlap-grad-reduce "
-    "--no-gradient-reduce-div-fusion --optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear"
+    f"--no-gradient-reduce-div-fusion {ADAM}"
 )
 OUTER = "--outer-dp-sharding-strategy optim"
 MIXED = "--bf16 --megatron-fsdp-main-grads-dtype fp32"
@@ -31,14 +32,21 @@ def with_flags(layout: Layout, name: str, flags: str) -> Layout:
     return replace(layout, name=f"{layout.name}-{name}", flags=f"{layout.flags} {flags}")
 
 
+def plain(flags: str) -> str:
+    """The same without Megatron-FSDP 2."""
+    ours = f"{SECOND.partition(ADAM)[2]} "
+    before, _, after = flags.partition(ours)
+    return " ".join([before, *after.split()[1:]])
+
+
 TWO, THREE = hsdp(2), hsdp(3)
 GRADIENTS, OPTIMIZER, OPTIMIZER_THREE = hsdp(2, "optim_grads"), hsdp(2, "optim"), hsdp(3, "optim")
 TENSOR = replace(TWO, name="hsdp-tp2", tensor=2)
-EXPERTS = Layout(
-    "hsdp-ep2", 2, inner_ranks=4, samples=16,
-    flags=f"{TWO.flags} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
-    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
-)  # fmt: skip
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+)
+EXPERTS = Layout("hsdp-ep2", 2, inner_ranks=4, samples=16, flags=f"{TWO.flags} {MOE}")
 ASKED_FOR_ONE = Layout(
     "hsdp-asked-for-one", 2, inner_ranks=2,
     flags=f"{FSDP} --data-parallel-sharding-strategy optim_grads_params --fsdp-double-buffer --fp8-param-gather "
@@ -69,6 +77,22 @@ OUTER_TENSOR, OUTER_EXPERTS = (with_flags(layout, "outer", OUTER) for layout in 
 OUTER_CONTEXT = with_flags(CONTEXT, "outer", OUTER)
 OUTER_SIXTEEN = with_flags(SIXTEEN_BITS, "outer", OUTER)
 NEAR |= {OUTER_SIXTEEN: 100.0}
+SECOND = (
+    f"{ADAM} --use-megatron-fsdp --megatron-fsdp-version 2 --data-parallel-sharding-strategy optim_grads_params "
+    "--ckpt-format fsdp_dtensor --num-distributed-optimizer-instances"
+)
+"""Of Megatron main."""
+SECOND_TWO = Layout("hsdp2-2", 2, inner_ranks=2, flags=f"{SECOND} 2 --overlap-grad-reduce")
+SECOND_THREE = Layout("hsdp2-3", 3, inner_ranks=2, flags=f"{SECOND} 3 --overlap-grad-reduce")
+SECOND_SIXTEEN = with_flags(SECOND_TWO, "sixteen", MIXED)
+SECOND_CAST = with_flags(SECOND_TWO, "cast", "--bf16")
+"""Its gradients are in 16 bits, and the optimizer casts them."""
+SECOND_AT_THE_END = replace(SECOND_TWO, name="hsdp2-at-the-end", flags=f"{SECOND} 2")
+SECOND_EXPERTS = replace(
+    EXPERTS, name="hsdp2-ep2", flags=f"{SECOND} 2 --overlap-grad-reduce --clip-grad 0 {MOE}"
+)  # fmt: skip
+NEAR |= {SECOND_SIXTEEN: 100.0, SECOND_CAST: 1000.0}
+SECONDS = [SECOND_TWO, SECOND_THREE, SECOND_SIXTEEN, SECOND_CAST, SECOND_AT_THE_END, SECOND_EXPERTS]
 
 LAYOUTS = [TWO, THREE, GRADIENTS, OPTIMIZER, TENSOR, EXPERTS, CONTEXT, SIXTEEN_BITS]
 UNSHARDED = {

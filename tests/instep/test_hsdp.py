@@ -8,14 +8,20 @@ data parallelism does, so the numbers are those of ``no_shard``.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
 from recover_megatron.megatron_hooks.fsdp import state
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
+from recover_megatron.megatron_hooks.fsdp.version2 import padding
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import some
 from tests.instep import hsdp
@@ -30,6 +36,8 @@ DEATH_OF_FOUR = (Strike(1, 2, 3, "backward"),)
 """In a shard group of four workers."""
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+PHASES_OF_SECOND = [phase for phase in PHASES if phase != "checkpoint"]
+"""Megatron writes no checkpoint of version 2."""
 TWO_SHADOWS = ("--recover-shadow-shards", "2")
 
 
@@ -141,6 +149,57 @@ def test_a_checkpoint_that_is_written_after_a_death_goes_on_as_the_failure_free_
     check_rows(runs.reference(case).steps[4:], rows, hsdp.NEAR.get(layout, 1.0))
 
 
+# ---- Megatron-FSDP 2, of Megatron main
+
+HAS_SECOND = importlib.util.find_spec("megatron.core.optimizer.fully_sharded_optimizer") is not None
+second = pytest.mark.skipif(not HAS_SECOND, reason="NOT TESTED: this Megatron has no --megatron-fsdp-version 2")
+
+
+@pytest.mark.slow
+@second
+@pytest.mark.parametrize("layout", hsdp.SECONDS, ids=lambda layout: layout.name)
+def test_without_a_death_version_2_trains_as_plain_data_parallelism(runs: Runs, layout: Layout) -> None:
+    near = hsdp.NEAR.get(layout, 1.0)
+    if layout is hsdp.SECOND_EXPERTS:  # without clipping Megatron's own numbers are right, and has no norm
+        runs.check_stock(Case(layout), near, script=STOCK)
+        return
+    plain = runs.stock(Case(replace(layout, flags=hsdp.plain(layout.flags))))
+    check_rows(runs.reference(Case(layout)).steps, plain.recorded, near, str(layout))
+
+
+@pytest.mark.slow
+@second
+@pytest.mark.parametrize("case", hsdp.drawn("version 2 faults", hsdp.SECONDS, PHASES_OF_SECOND, 6), ids=str)
+def test_a_fault_in_a_shard_group_of_version_2_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
+    check_as(runs, case)
+
+
+SECOND_ROWS = {
+    **{f"three, {name}": Case(hsdp.SECOND_THREE, strikes) for name, strikes in ROWS.items()},
+    "orphans": Case(hsdp.SECOND_THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10),
+    "restart": Case(hsdp.SECOND_TWO, DEATH, 10, restarts=1),
+    "restart, 16 bits": Case(hsdp.SECOND_SIXTEEN, DEATH, 10, restarts=1),
+    "restart, in the update": Case(hsdp.SECOND_CAST, (Strike(1, 1, 3, "optimizer"),), 10, restarts=1),
+    "spare": Case(hsdp.SECOND_TWO, DEATH, 10, spares=1),
+    "other position": Case(hsdp.SECOND_THREE, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), 10),
+    "native collective": Case(hsdp.SECOND_TWO, DEATH).over_nccl(),
+    "recomputation": Case(hsdp.with_flags(hsdp.SECOND_TWO, "recompute", RECOMPUTE), DEATH),
+    "multi-token prediction": Case(hsdp.with_flags(hsdp.SECOND_TWO, "mtp", MTP), DEATH),
+    "norm of the parameters": Case(hsdp.with_flags(hsdp.SECOND_TWO, "norm", "--log-params-norm"), DEATH),
+    "hang": Case(hsdp.SECOND_TWO, (Strike(1, 1, 3, "backward", "stop"),)),
+    "exception": Case(hsdp.SECOND_TWO, (Strike(1, 1, 3, "backward", "raise"),)),
+}
+
+
+@pytest.mark.slow
+@second
+@pytest.mark.parametrize("name", SECOND_ROWS)
+def test_version_2_survives_what_version_1_does(runs: Runs, name: str) -> None:
+    case = SECOND_ROWS[name]
+    again = name.startswith(("orphans", "restart", "spare", "other position"))
+    check_as(runs, case.patient("5-:2") if again else case, replicas=2 if again else None)
+
+
 def flags(**changed: object) -> argparse.Namespace:
     plain = {
         "use_megatron_fsdp": True,
@@ -166,6 +225,28 @@ def test_what_was_tried_with_megatron_fsdp_is_taken() -> None:
     sums = flags(megatron_fsdp_main_grads_dtype="bf16", megatron_fsdp_grad_comm_dtype="bf16")
     assert cannot_shard_model(sums, RecoverConfig(), 4) == []
     assert cannot_shard_model(argparse.Namespace(), RecoverConfig(), 4) == []
+    assert cannot_shard_model(flags(megatron_fsdp_version=2), RecoverConfig(), 4) == []
+    experts = flags(megatron_fsdp_version=2, num_experts=4, expert_model_parallel_size=2)
+    assert "--clip-grad 0" in cannot_shard_model(experts, RecoverConfig(), 8)[0]
+    experts.clip_grad = 0.0
+    assert cannot_shard_model(experts, RecoverConfig(), 8) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_padding_of_a_buffer_of_version_2_is_what_no_parameter_has(rank: int) -> None:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer import DBuffer
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.layout import GlobalLayout
+
+    layout = GlobalLayout.build([torch.Size(shape) for shape in ((5, 6), (3, 4), (4,), (1, 6))], dp_size=2)
+    size = layout.size // 2
+    buffer = SimpleNamespace(layout=layout, offset=rank * size, local_buffer=torch.zeros(size))
+    buffer._get_owned_range = partial(DBuffer._get_owned_range, buffer)
+    for span in padding(buffer):
+        assert span.start < span.stop
+        buffer.local_buffer[span.start : span.stop] += 1
+    for its in filter(None, map(buffer._get_owned_range, range(4))):
+        buffer.local_buffer[its.buffer_relative_offset : its.buffer_relative_offset + its.numel] += 1
+    assert buffer.local_buffer.tolist() == [1.0] * size
 
 
 @pytest.mark.parametrize(
@@ -181,6 +262,7 @@ def test_what_was_tried_with_megatron_fsdp_is_taken() -> None:
         ({"megatron_fsdp_grad_comm_dtype": "bf16"}, "--megatron-fsdp-grad-comm-dtype auto"),
         ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size yet: Megatron 0.19.2 makes its mesh"),
         ({"fp16": True}, "--fp16"),
+        ({"megatron_fsdp_version": 2, "save": "here"}, "--no-save-optim with --save"),
         ({"num_distributed_optimizer_instances": 3}, "does not divide the 4 data-parallel ranks"),
         ({"num_distributed_optimizer_instances": 4}, "shard groups of two workers or more"),
         ({"num_experts": 4, "expert_model_parallel_size": 2}, "lower --expert-model-parallel-size"),

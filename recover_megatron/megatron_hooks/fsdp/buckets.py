@@ -24,6 +24,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.assignment import Assignment
@@ -31,6 +32,7 @@ from recover_megatron.instep.gradients import Column, Gradients
 from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.shards import Shards, ring_order
 from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks.fsdp import version2
 from recover_megatron.megatron_hooks.groups import column_of
 from recover_megatron.megatron_hooks.microbatches import Accumulated
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
@@ -143,6 +145,88 @@ class FsdpBuckets:
         for span in self._padding[number]:
             self._shards[number][span.start : span.stop] = 0
         self.gradients.ready(number)
+
+
+class FsdpBuckets2:
+    """The same of Megatron-FSDP 2 (`version2`).
+
+    ``accumulated`` is told of every gradient that is added.
+    """
+
+    overlap: Overlap | None = None
+    overlaps = False
+    """A forward pass gathers parameters inside the shard group, by Megatron."""
+    instances = 1
+    shards = None
+    """Each shard group has all of the optimizer's state."""
+
+    def __init__(self, model: Sequence[Any], assignment: Assignment, accumulated: Accumulated) -> None:
+        grid = assignment.grid
+        everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.tail = ring_order(column_of(everyone), grid)
+        """The column of what is summed last: all ranks that run microbatches of their own."""
+        outer = ring_order(column_of(parallel_state.get_inter_distributed_optimizer_instance_group()), grid)
+        # The order of the backward pass, as far as it is known before there was one.
+        self._groups = [
+            group for chunk in reversed(model) for group in reversed(version2.groups_of(chunk)) if group.requires_grad
+        ]
+        self._parts: list[tuple[Column, torch.Tensor]] = [(outer, its.main_grad.local_buffer) for its in self._groups]
+        self._padding = [list(version2.padding(its.main_grad)) for its in self._groups]
+        self._unsettled: set[int] = set()
+        """Shards of which this pass has not told that they are complete."""
+        for number, group in enumerate(self._groups):
+            group.reduce_partial_gradients = self._inside_alone(number)(group.reduce_partial_gradients)
+        for chunk in model:
+            accumulated.watch(
+                chunk, [its.unsharded for group in version2.groups_of(chunk) for its in group.fsdp_parameters]
+            )
+        self._told = bool(model[0].ddp_config.overlap_grad_reduce)
+        """Whether Megatron tells which microbatch is the last one of a pass."""
+        self.gradients = Gradients(self._parts, None)
+        self.rings = tuple(dict.fromkeys([*self.gradients.columns, self.tail]))
+        """The columns over which a step sums."""
+        self.committed = False
+
+    def part(self, number: int) -> tuple[Column, int]:
+        """(column, elements) of a shard."""
+        column, tensor = self._parts[number]
+        return column, tensor.numel()
+
+    def new_pass(self, *, again: bool) -> None:
+        """A pass over the model begins.  ``again``: not the step's first one."""
+        self._unsettled = set(range(len(self._groups)))
+        if again:
+            return
+        for group in self._groups:
+            # With a gradient in its place Megatron adds to it, and who runs no microbatch has the sum there, too.
+            group.main_grad.local_buffer.zero_()
+            for index, parameter in enumerate(group.fsdp_parameters):
+                parameter.sharded.grad = group.main_grad.get_dtensor(index)
+
+    def settle(self) -> None:
+        """The pass is over: every shard holds what is to be summed."""
+        for number in list(self._unsettled):
+            self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        self._unsettled.discard(number)
+        shard = self._parts[number][1]
+        for span in self._padding[number]:
+            shard[span.start : span.stop] = 0
+
+    def _inside_alone(self, number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Have Megatron reduce inside the shard group alone, and tell the step of what is complete."""
+
+        def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+            def reduce_partial_gradients(partial_grad: Any, is_last_microbatch: bool = True) -> None:
+                original(partial_grad, False)
+                if self._told and is_last_microbatch:
+                    self._settle(number)
+                    self.gradients.ready(number)
+
+            return reduce_partial_gradients
+
+        return wrapper
 
 
 def padding(buffer: Any) -> Iterator[Span]:

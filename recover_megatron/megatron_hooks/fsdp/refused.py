@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.hostdevice.flags import Rule, is_above_one, is_one_of, reasons, unless
+from recover_megatron.hostdevice.flags import Rule, all_of, is_above_one, is_one_of, is_set, reasons, unless
 from recover_megatron.megatron_hooks.refused import BF16, balances_by, keeps, yet
 
 _WITH = "--recover with --use-megatron-fsdp"
@@ -18,8 +18,6 @@ FSDP_RULES = [
     _yet("--check-weight-hash-across-dp-replicas-interval", "it compares parameters that are not whole"),
     _yet("--ddp-average-in-collective", "the step sums over shard groups, and does not average"),
     *(_yet(its, "it has not been tried") for its in ("--fp16", "--megatron-fsdp-enable-fine-grained-param-gather")),
-    _yet("--megatron-fsdp-version 2", "it is another implementation, of which nothing is wrapped: take 1",
-         lambda args: getattr(args, "megatron_fsdp_version", 1) != 1),
     _yet("types other than fp32 of --use-precision-aware-optimizer", "it has not been tried", keeps(*BF16)),
     Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: a replica is a shard group, and of one alone "
          "nothing is left when one of its workers dies", unless(is_above_one("num_distributed_optimizer_instances"))),
@@ -38,6 +36,16 @@ FSDP_RULES = [
     _yet("--moe-router-load-balancing-type quantile_balancing", "it has not been tried",
          balances_by("quantile_balancing")),
 ]  # fmt: skip
+
+_SECOND = f"{_WITH} and --megatron-fsdp-version 2"
+SECOND_RULES = [
+    Rule(f"{_SECOND} needs --no-save-optim with --save: Megatron writes no optimizer's state of it",
+         all_of(is_set("save"), unless(is_set("no_save_optim")))),
+    Rule(f"{_SECOND} needs --clip-grad 0 with --expert-model-parallel-size: Megatron's norm is that of parameters of "
+         "one group, and ends with an assertion",
+         all_of(is_above_one("expert_model_parallel_size"), lambda args: getattr(args, "clip_grad", 1.0) > 0)),
+]  # fmt: skip
+"""The same with --megatron-fsdp-version 2; what Megatron itself refuses of it is left to Megatron."""
 
 _OPTIM = f"{_WITH} and --outer-dp-sharding-strategy optim"
 OUTER_RULES = [
@@ -61,6 +69,8 @@ def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: i
     if not getattr(args, "use_megatron_fsdp", False):
         return []
     found = [*reasons(FSDP_RULES, args), *_too_small(args, world)]
+    if getattr(args, "megatron_fsdp_version", 1) == 2:
+        found += reasons(SECOND_RULES, args)
     outer = getattr(args, "outer_dp_sharding_strategy", "no_shard")
     if outer == "optim":
         found += reasons(OUTER_RULES, args)

@@ -29,12 +29,13 @@ from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.errors import UserError
 from recover_megatron.instep.process_group import EpochGroup
 from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks.fsdp import version2
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
 
 
 def is_fsdp(chunk: Any) -> bool:
-    """Whether a model chunk is wrapped in Megatron-FSDP."""
-    return hasattr(chunk, "megatron_fsdp_dist_index")
+    """Whether a model chunk is wrapped in Megatron-FSDP, of whichever version."""
+    return hasattr(chunk, "megatron_fsdp_dist_index") or version2.is_version2(chunk)
 
 
 def local(value: Any) -> Any:
@@ -51,6 +52,8 @@ def weights(chunk: Any) -> list[torch.Tensor]:
     """
     if not is_fsdp(chunk):
         return [parameter.data for parameter in chunk.parameters()]
+    if version2.is_version2(chunk):
+        return version2.weights(chunk)
     spread = spreads_optimizer(get_args())
     return [
         buffer.get_item(item, only_shard=True)
@@ -66,6 +69,9 @@ def tidy(chunk: Any) -> None:
 
     Operations of the broken shard group are not waited for: their groups have been ended.
     """
+    if version2.is_version2(chunk):
+        version2.tidy(chunk)
+        return
     fsdp = chunk.module
     groups = fsdp.param_and_grad_buffer.parameter_groups
     _tidy_reductions(fsdp.grad_reduce_pipeline, groups)
@@ -139,6 +145,7 @@ def install_meshes(alone: Callable[[], bool]) -> None:
     if reasons := monkeypatch.misfits(monkeypatch.FSDP_SEAMS):
         raise UserError(*reasons)
     integrate.wrap(device_mesh, "_get_pg_from_name", ("mesh", "name"), _ours_first, monkeypatch.SUPPORTED)
+    version2.install()
     monkeypatch.wrap("update_uneven_dtensor_chunk_metadata", not_alone)
     monkeypatch.wrap("validate_uneven_dtensor", not_alone)
     monkeypatch.wrap("FullyShardedDataParallelV1.__init__", _unsharded)
