@@ -220,7 +220,10 @@ def _training(script_args: Sequence[str], world: int) -> Training | None:
         return int(found[name][-1]) if name in found else default
 
     sizes = {size: number(name, 1) for size, name in SIZES.items()}
-    expert, instances, fsdp = number(EXPERT, 1), number(INSTANCES, 1), FSDP in found
+    expert, fsdp = number(EXPERT, 1), FSDP in found
+    instances = number(INSTANCES, 1)
+    if fsdp:
+        instances = max(instances, 2)  # --recover makes two of one (``megatron_hooks.refused``)
     expert_tensor = number(EXPERT_TENSOR, sizes["tensor"])
     inner_ranks = data_parallel_ranks_per_replica(
         tensor=sizes["tensor"], context=sizes["context"], expert=expert, expert_tensor=expert_tensor

@@ -118,7 +118,9 @@ def most_visits(layout: Layout, phase: str, replicas: int) -> int:
         return 2 * (replicas - 1)
     if phase == "param-gather":
         return replicas - 1
-    most = {"data": 3, "forward": 3, "backward": 3, "optimizer": 2, "update": 2, "recovery": 2, "eval": 2}
+    if phase in IN_A_MICROBATCH:
+        return min(3, layout.samples // (layout.replicas * layout.inner_ranks))
+    most = {"optimizer": 2, "update": 2, "recovery": 2, "eval": 2}
     return most.get(phase, 1)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.instep.state_holder import flatten
@@ -83,6 +84,26 @@ def in_dispatch(worker: str, iteration: str, visit: str) -> None:
 
     if os.environ.get("RANK") == worker:
         TransformerLayerNode.forward = counted
+
+
+def in_shard_group(worker: str, iteration: str, operation: str, visit: str, how: str) -> None:
+    """Have that worker of the launch be killed, or stopped, at an operation inside its shard group of Megatron-FSDP.
+
+    At the ``visit``-th call in an iteration of that function of torch.distributed; ``how``: kill or stop.
+    """
+    from megatron.training import get_args
+
+    original, left = getattr(dist, operation), [int(visit)]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if getattr(get_args(), "curr_iteration", -1) + 1 == int(iteration):
+            left[0] -= 1
+            if not left[0]:
+                (stop_me if how == "stop" else kill_me)()
+        return original(*args, **kwargs)
+
+    if os.environ["RANK"] == worker:
+        setattr(dist, operation, counted)
 
 
 def broken_device() -> None:

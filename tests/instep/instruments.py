@@ -269,7 +269,7 @@ def over_nccl(settings: str) -> None:
 
 
 def _late_device(double: Callable[[], Library]) -> None:
-    """Have a device with one hardware queue compute what the host does, later.
+    """Have a device with one hardware queue (Megatron-FSDP: two) compute what the host does, later.
 
     Each all-reduce inside the replica is launched on the device, too, by the group's own communicator, behind a kernel
     that takes up to ``MOST_SECONDS``.  The host runs ahead of the device by up to ``MOST_AHEAD`` of them, some more and
@@ -280,7 +280,8 @@ def _late_device(double: Callable[[], Library]) -> None:
     from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
     from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    # Megatron refuses one queue with Megatron-FSDP, and more than one with tensor parallelism before Blackwell.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "2" if "--use-megatron-fsdp" in sys.argv else "1"
     library, device, draws = double(), torch.device("cpu"), random.Random(os.environ["RANK"])
     bind, end = SwappableGroup.bind, ModelParallelGroups.end
     communicators: list[TensorParallel] = []

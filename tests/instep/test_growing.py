@@ -14,6 +14,7 @@ from recover_megatron.run_log.events import read_events
 from recover_megatron.status.__main__ import DrainExit
 from tests.drawn import some
 from tests.harness.waiting import eventually, written_lines
+from tests.instep import hsdp
 from tests.instep.conftest import Runs
 from tests.instep.runs import (
     CLIPPED,
@@ -67,6 +68,7 @@ ORDERLY = {
     "of-two-workers": (draining("3@forward:b", TP3, PAIRS), 2),
     "with-a-mate-on-another-node": (draining("3:b", PP3, ("a", "b", "c", "a", "c", "c")), 2),
     "two-nodes-at-once": (draining("3:b,3:c", DP4, NODES), 2),
+    "a-shard-group": (draining("3:b", hsdp.THREE, PAIRS, model=tuple(NO_EVALUATION)), 2),
 }
 SPREAD_DRAINS = {
     "no-other-copy": (draining("3@forward:b", SHARDED_DP4, ("a", "a", "b", "b"), model=SHARDED, flags=NO_SHADOWS), 2),

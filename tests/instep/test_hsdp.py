@@ -65,6 +65,7 @@ WITH_FLAGS = {
     "tensor and expert parallelism": Case(hsdp.TENSOR_EXPERTS, DEATH_OF_FOUR),
     "a context split in two in shard groups of four": Case(hsdp.CONTEXT_FOUR, DEATH_OF_FOUR),
     "shard groups of four": Case(hsdp.FOUR, DEATH_OF_FOUR),
+    "both shard groups broken": Case(hsdp.TWO, (Strike(0, 1, 3, "backward"), Strike(1, 0, 3, "forward"))),
     "recomputation": Case(hsdp.with_flags(hsdp.TWO, "recompute", RECOMPUTE), DEATH),
     "per-token loss": Case(hsdp.with_flags(hsdp.TWO, "per-token", "--calculate-per-token-loss"), DEATH),
     "multi-token prediction": Case(hsdp.with_flags(hsdp.TWO, "mtp", MTP), DEATH),
@@ -112,6 +113,7 @@ PLACES = {
     "restart": Case(hsdp.TWO, DEATH, 10, restarts=1),
     "spare": Case(hsdp.TWO, DEATH, 10, spares=1),
     "other position": Case(hsdp.THREE, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), 10),
+    "tensor and expert parallelism": Case(hsdp.TENSOR_EXPERTS, DEATH_OF_FOUR, 10, restarts=1),
     "outer, orphans": Case(
         hsdp.OUTER_THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10, flags=TWO_SHADOWS
     ),
@@ -126,27 +128,56 @@ def test_who_takes_a_place_in_a_shard_group_gets_its_part_of_the_state(runs: Run
     check_as(runs, PLACES[way].patient("5-:2"), replicas=2)
 
 
-SAVED = [
-    *((layout, "megatron alone") for layout in (hsdp.TWO, hsdp.GRADIENTS, hsdp.OPTIMIZER)),
-    *((layout, by) for layout in (hsdp.OUTER_TWO, hsdp.OUTER_SIXTEEN) for by in ("megatron alone", "spread again")),
+SAVED: list[tuple[Layout, Layout | None]] = [
+    *((layout, None) for layout in (hsdp.TWO, hsdp.GRADIENTS, hsdp.OPTIMIZER, hsdp.OUTER_TWO, hsdp.OUTER_SIXTEEN)),
+    *((layout, layout) for layout in (hsdp.OUTER_TWO, hsdp.OUTER_SIXTEEN)),
+    (hsdp.TWO, hsdp.THREE),
+    (hsdp.OUTER_THREE, hsdp.TWO),
+    (hsdp.FOUR, replace(hsdp.TWO, samples=hsdp.FOUR.samples)),
 ]
+"""Who saves, and who goes on with deaths of its own; None: Megatron alone."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "reader"), some("hsdp checkpoints", SAVED, 2))
+@pytest.mark.parametrize(
+    ("layout", "reader"), some("hsdp checkpoints", SAVED, 2), ids=lambda its: its.name if its else "megatron-alone"
+)
 def test_a_checkpoint_that_is_written_after_a_death_goes_on_as_the_failure_free_run_did(
-    runs: Runs, tmp_path: Path, layout: Layout, reader: str
+    runs: Runs, tmp_path: Path, layout: Layout, reader: Layout | None
 ) -> None:
     folder = tmp_path / "checkpoints"
     case = Case(layout, DEATH, flags=("--save", str(folder), "--save-interval", "4"))
     check_as(runs, case)
     (folder / "latest_checkpointed_iteration.txt").write_text("4")
-    if reader == "spread again":
-        rows = runs(Case(layout, (Strike(0, 0, 7, "update"),), flags=("--load", str(folder))), "again").steps
-    else:
+    if reader is None:
         its = hsdp.UNSHARDED.get(layout, layout)
         rows = runs.stock(Case(its), "--load", str(folder), script=STOCK).recorded
+    else:
+        strike = Strike(0, 0, 7, "update" if reader in hsdp.UNSHARDED else "backward")
+        rows = runs(Case(reader, (strike,), flags=("--load", str(folder))), "again").steps
     check_rows(runs.reference(case).steps[4:], rows, hsdp.NEAR.get(layout, 1.0))
+
+
+NEVER = 999
+"""A visit that no iteration has: such a strike only says who will be struck, and how, by other means."""
+INSIDE = [
+    (layout, operation, kind)
+    for layout in (hsdp.TWO, hsdp.TENSOR, hsdp.OUTER_TWO)
+    for operation in ("all_gather_into_tensor", "reduce_scatter_tensor")
+    for kind in ("stop", "kill")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "operation", "kind"), some("hsdp inside", INSIDE, 1), ids=lambda its: getattr(its, "name", its)
+)
+def test_who_hangs_or_dies_in_an_operation_inside_its_shard_group_costs_the_group_alone(
+    runs: Runs, layout: Layout, operation: str, kind: str
+) -> None:
+    strike = Strike(1, 1, 4, "forward", kind, visit=NEVER)
+    case = Case(layout, (strike,)).altered("faulty.in_shard_group", strike.worker(layout), 4, operation, 3, kind)
+    check_as(runs, case)
 
 
 # ---- Megatron-FSDP 2, of Megatron main

@@ -164,6 +164,7 @@ def test_shard_groups_are_the_replicas_of_megatron_fsdp() -> None:
     fsdp.append("--recover")
     found = told(fsdp, 2)
     assert found.table() == ["one of nodes 0 to 1: 8 workers lost, 1 replica broken, 1 go on"]
+    assert told(["--recover", "--use-megatron-fsdp"], 2) == found, "of one that is asked for --recover makes two"
     outer = [*fsdp, "--outer-dp-sharding-strategy", "optim"]
     assert told(outer, 2) == found  # one of two shard groups has all copies
     alone = [*outer, "--recover-shadow-shards", "0"]
