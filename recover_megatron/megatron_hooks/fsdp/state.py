@@ -111,9 +111,31 @@ def abandon(buffer: Any) -> None:
     """Have the bucket of ``buffer`` get new memory when it is used next, and leave alone what it has.
 
     An operation that was left may still read and write there until gloo has seen that its connections are shut. It
-    holds its tensors; but Megatron frees a bucket by shrinking its storage to nothing, whoever holds it.
+    holds its tensors; but Megatron frees a bucket by shrinking its storage to nothing, whoever holds it, and gives a
+    double buffer (--fsdp-double-buffer) to the next bucket.
     """
-    buffer.temporary_bucket_allocator.buckets.pop(buffer.bucket_index.bucket_id, None)
+    allocator, bucket = buffer.temporary_bucket_allocator, buffer.bucket_index.bucket_id
+    if hasattr(allocator, "backup_allocator"):
+        _abandon_double_buffer(allocator, bucket)
+        allocator = allocator.backup_allocator
+    allocator.buckets.pop(bucket, None)
+
+
+def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
+    """The same where buckets take turns in memory that is known by names: its place is free, with new memory.
+
+    Also of a bucket that fits in none and has named memory of its own (--fsdp-db-use-persist-buf-on-alloc-fail).
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
+
+    place = allocator.using_buffer.get(bucket)
+    taken = None if place is None else allocator._get_gbuf_name(*place)
+    own = f"{allocator.name}_not_fit_in_fixed_pool_{bucket}_"
+    known = get_global_memory_buffer().buffer
+    for key in [key for key in known if key[0] == taken or key[0].startswith(own)]:
+        del known[key]
+    if place is not None:
+        allocator.free(bucket)
 
 
 def install_meshes(alone: Callable[[], bool]) -> None:
