@@ -18,6 +18,7 @@ from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, differing_units
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import LossScales, UnitSums
+from recover_megatron.megatron_hooks.state import _load_optimizer, _optimizer_tree
 from tests.harness.waiting import DEADLINE
 
 CLIP = 0.5
@@ -155,6 +156,20 @@ def test_a_configuration_by_which_transformer_engine_would_keep_main_parameters_
     with pytest.raises(UserError, match="was made before --recover began"):
         precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True))
     precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False))
+
+
+def test_moments_in_16_bits_that_a_whole_optimizer_is_given_are_updated_as_there() -> None:
+    """As with Megatron-FSDP: each shard group has all of the state."""
+    first, again = torch.ones(3), torch.zeros(3)
+    there, here = (SimpleNamespace(optimizer=FusedAdam([its], **HALVES)) for its in (first, again))
+    first.grad = torch.tensor([1.0, 2.0, 3.0])
+    there.optimizer.step()
+    _load_optimizer(here, _optimizer_tree(there, set()), set())
+    here.optimizer.param_groups[0]["step"] = 1
+    for tensor, one in ((first, there), (again, here)):
+        tensor.grad = torch.tensor([-1.0, 0.1, 5.0])
+        one.optimizer.step()
+    assert torch.equal(first, again)
 
 
 def test_a_state_that_came_from_another_worker_is_updated_as_there() -> None:
