@@ -11,6 +11,8 @@ update_uneven_dtensor_chunk_metadata,   which part of a parameter each worker ha
 validate_uneven_dtensor                 model is built alone.  It is for checkpoints, which ask once more.
 sync_rng_states_across_tp_group         not there either: each microbatch brings its random numbers
 FullyShardedDataParallel.__init__       as for no_shard, also with --outer-dp-sharding-strategy optim (`buckets`)
+_init_optimizer_states_with_dummy_values   has moments made, into which a checkpoint is loaded, by a precision-aware
+                                        optimizer, too: Megatron gives zeros to ``grad``, which that does not read
 """
 
 from __future__ import annotations
@@ -164,6 +166,7 @@ def install_meshes(alone: Callable[[], bool]) -> None:
     monkeypatch.wrap("update_uneven_dtensor_chunk_metadata", not_alone)
     monkeypatch.wrap("validate_uneven_dtensor", not_alone)
     monkeypatch.wrap("FullyShardedDataParallelV1.__init__", _unsharded)
+    monkeypatch.wrap("DistributedOptimizer._init_optimizer_states_with_dummy_values", _gradient_where_it_is_read)
     monkeypatch.wrap("FullyShardedDataParallelV1.sync_rng_states_across_tp_group", not_alone)
 
 
@@ -173,6 +176,19 @@ def _unsharded(original: Callable[..., None]) -> Callable[..., None]:
         original(self, config, ddp_config, *args, **kwargs)
 
     return __init__
+
+
+def _gradient_where_it_is_read(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _init_optimizer_states_with_dummy_values(self: Any) -> None:
+        every = [its for group in self.optimizer.param_groups for its in group["params"] if local(its).numel()]
+        decoupled = every if getattr(self.optimizer, "use_decoupled_grad", False) else []
+        for parameter in decoupled:
+            parameter.decoupled_grad = torch.zeros_like(parameter)
+        original(self)
+        for parameter in decoupled:
+            parameter.decoupled_grad = None
+
+    return _init_optimizer_states_with_dummy_values
 
 
 def _ours_first(original: Callable[..., Any]) -> Callable[..., Any]:
