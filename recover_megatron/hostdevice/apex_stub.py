@@ -45,7 +45,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
         self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
-        self._gradient = "decoupled_grad" if use_decoupled_grad else "grad"
+        self.use_decoupled_grad = use_decoupled_grad  # Megatron sets it later, too
         self.store_param_remainders = store_param_remainders and master_weights
         self._scales: dict[Any, dict[str, torch.Tensor]] = {}
         """Transformer Engine's: of each moment that is not in float32; in bfloat16 they are ones."""
@@ -57,7 +57,7 @@ class FusedAdam(torch.optim.Optimizer):
         """One step with the gradients that are there; parameters without one are left alone."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            used = [p for p in group["params"] if getattr(p, self._gradient, None) is not None]
+            used = [p for p in group["params"] if self._gradient(p) is not None]
             for p in used:
                 if not self.state[p]:
                     self.initialize_state(p, self._has_remainder(p))
@@ -108,6 +108,9 @@ class FusedAdam(torch.optim.Optimizer):
                 remainder = name == "master_param" and self._has_remainder(p)
                 self.set_scaled_state(p, name, value if remainder else value.float())
 
+    def _gradient(self, p: torch.Tensor) -> Any:
+        return getattr(p, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
+
     def _has_remainder(self, p: torch.Tensor) -> bool:
         return self.store_param_remainders and p.dtype == torch.bfloat16
 
@@ -122,7 +125,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _in_full(self, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(main parameter, gradient, both moments): what is kept so itself, else a copy in float32."""
-        state, gradient = self.state[p], getattr(p, self._gradient)
+        state, gradient = self.state[p], self._gradient(p)
         main = p
         if self.master_weights and p.dtype != torch.float32:
             main = state["master_param"]

@@ -14,7 +14,7 @@ A section is run again from the start by those who are left when a worker is los
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,12 +114,14 @@ class Evaluation:
 
     def _norm(self, original: Callable[..., float]) -> Callable[..., float]:
         def calc_params_l2_norm(model: Any, *args: Any, **kwargs: Any) -> float:
+            sharded = self._sharded()
+
             def run() -> float:
-                sharded = self._sharded()
                 with main_parameters({} if sharded is None else spoken_for(sharded)):
                     return original(model, *args, **kwargs)
 
-            return float(self._section("parameters' norm", run))
+            with nullcontext() if sharded is None else sharded.saving(moments=False):
+                return float(self._section("parameters' norm", run))
 
         return calc_params_l2_norm
 

@@ -166,6 +166,7 @@ FSDP_SEAMS = {
              ("self", "bucket_group", "async_op", "outer_fsdp_group_grad_reduce")),
         Seam(_FSDP, "update_uneven_dtensor_chunk_metadata", ("dtensor",)),
         Seam(_FSDP, "validate_uneven_dtensor", ("dtensor",)),
+        Seam(_OPTIMIZER, "DistributedOptimizer._init_optimizer_states_with_dummy_values", ("self",)),
         Seam(_ADAPTER, "FullyShardedDataParallelV1.__init__", ("self", "config", "ddp_config"),
              formerly="FullyShardedDataParallel"),
         Seam(_ADAPTER, "FullyShardedDataParallelV1.sync_rng_states_across_tp_group", ("self",),

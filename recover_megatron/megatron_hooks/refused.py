@@ -321,10 +321,6 @@ SETTLED = (
             {"num_distributed_optimizer_instances": 2},
             "there are two (--num-distributed-optimizer-instances 2), so a worker's shards are twice as large: of "
             "one alone nothing would be left when one of its workers dies", off=False),
-    Settled("--fsdp-double-buffer", is_set("fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer"),
-            {"fsdp_double_buffer": False, "megatron_fsdp_max_pool_double_buffer": False},
-            "what an interrupted iteration leaves in its buffers was not examined; memory is asked for as it is "
-            "needed"),
     Settled("--moe-token-dispatcher-type flex",
             lambda args: is_one_of("moe_token_dispatcher_type", "flex")(args) or is_set("moe_enable_deepep")(args),
             {"moe_token_dispatcher_type": "alltoall", "moe_enable_deepep": False,

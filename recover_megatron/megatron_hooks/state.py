@@ -34,6 +34,7 @@ from recover_megatron.megatron_hooks.layout import rolls_back
 from recover_megatron.megatron_hooks.loop_counters import LoopCounters
 from recover_megatron.megatron_hooks.maxima import Scales
 from recover_megatron.megatron_hooks.microbatches import to_skip, with_skipped
+from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
 from recover_megatron.megatron_hooks.trackers import LogTotals, biases
 
@@ -162,6 +163,8 @@ class TrainingState:
         for one in self._optimizers if self._sharded is None else ():
             make = getattr(one, "init_state_fn", None)
             if make is not None and not one.optimizer.state:
+                if one.config.use_precision_aware_optimizer:
+                    continue  # Megatron 0.19.2 calls Transformer Engine's without its second parameter: a TypeError
                 make(one.optimizer, one.config)
                 for own in one.optimizer.state.values():
                     for value in own.values():
@@ -387,6 +390,7 @@ def _load_optimizer(one: Any, its: dict[str, Any], model: set[int]) -> None:
                 _copy([local(own[key])], [value])
             else:
                 own[key] = value
+    precision.set_scales(inner, inner.state.items())
 
 
 def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:

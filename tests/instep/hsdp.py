@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.drawn import SEED, some
+from tests.instep import runs
 from tests.instep.cells import BEFORE_THE_COMMIT, PHASES, SHARDED_PHASES, WHEN, Cell, case_of
 from tests.instep.runs import Case, Layout
 
@@ -70,7 +71,19 @@ CONTEXT = replace(TWO, name="hsdp-cp2", context=2, inner_ranks=1)
 """The context is split among the two workers of a shard group."""
 CONTEXT_FOUR = replace(FOUR, name="hsdp-cp2-of-four", context=2, inner_ranks=2)
 SIXTEEN_BITS = hsdp(2, more=MIXED)
-NEAR = {SIXTEEN_BITS: 100.0, BESIDE: 100.0}
+HALF_MOMENTS = with_flags(SIXTEEN_BITS, "moments", runs.HALF_MOMENTS)
+HALF = hsdp(2, more=f"--bf16 --megatron-fsdp-main-grads-dtype bf16 {runs.HALF_MOMENTS}")
+DOUBLE = with_flags(TWO, "double", "--num-layers 4 --fsdp-double-buffer")
+DOUBLE_MAX = with_flags(TWO, "double-max", "--num-layers 4 --megatron-fsdp-max-pool-double-buffer")
+"""Four layers, two of which have memory at a time."""
+QUANTILES = replace(
+    EXPERTS, name="hsdp-quantiles",
+    flags=EXPERTS.flags.replace("type aux_loss --moe-aux-loss-coeff 1e-2", "type quantile_balancing "
+                                "--moe-aux-loss-coeff 0"),
+)  # fmt: skip
+OTHERS = [HALF_MOMENTS, HALF, DOUBLE, DOUBLE_MAX, QUANTILES]
+"""Of what else is taken: whose numbers are those of Megatron alone, and are not seen elsewhere."""
+NEAR = {SIXTEEN_BITS: 100.0, HALF_MOMENTS: 100.0, HALF: 1000.0}
 """A last bit of a parameter of 16 bits is more than one of 32."""
 OUTER_TWO, OUTER_THREE = (with_flags(layout, "outer", OUTER) for layout in (TWO, THREE))
 OUTER_TENSOR, OUTER_EXPERTS = (with_flags(layout, "outer", OUTER) for layout in (TENSOR, EXPERTS))

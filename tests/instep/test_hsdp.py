@@ -27,7 +27,18 @@ from tests.drawn import some
 from tests.instep import hsdp
 from tests.instep.cells import PHASES
 from tests.instep.conftest import Reference, Runs
-from tests.instep.runs import Case, Layout, Result, Strike, check, check_rows, check_sharded, check_steps
+from tests.instep.logged import console, differences
+from tests.instep.runs import (
+    GRAD_NORM,
+    Case,
+    Layout,
+    Result,
+    Strike,
+    check,
+    check_rows,
+    check_sharded,
+    check_steps,
+)
 from tests.instep.test_features import check_biases
 from tests.megatron_hooks.tiny import OURS, STOCK
 
@@ -39,6 +50,7 @@ MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 PHASES_OF_SECOND = [phase for phase in PHASES if phase != "checkpoint"]
 """Megatron writes no checkpoint of version 2."""
 TWO_SHADOWS = ("--recover-shadow-shards", "2")
+FINE = "--megatron-fsdp-enable-fine-grained-param-gather"
 
 
 def check_as(runs: Runs, case: Case, replicas: int | None = None) -> Result:
@@ -48,7 +60,9 @@ def check_as(runs: Runs, case: Case, replicas: int | None = None) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", some("hsdp parity", hsdp.LAYOUTS, 1), ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", some("hsdp parity", [*hsdp.LAYOUTS, *hsdp.OTHERS], 1), ids=lambda layout: layout.name
+)
 def test_without_a_death_every_number_is_that_of_megatron_alone(runs: Runs, layout: Layout) -> None:
     # The plain script does not split a context.
     runs.check_stock(Case(layout), near=0.1, script=OURS if layout.context > 1 else STOCK)
@@ -78,17 +92,31 @@ WITH_FLAGS = {
     "biases of routers": Case(hsdp.BIASES, (Strike(1, 2, 3, "reduce-scatter"),), 7),
     "forward passes beside backward passes": Case(hsdp.BESIDE, (Strike(1, 2, 3, "backward", visit=2),), 12, restarts=1),
     "native collective": Case(hsdp.TWO, DEATH).over_nccl(),
+    "quantiles of routers": Case(hsdp.QUANTILES, (Strike(1, 2, 3, "reduce-scatter"),), 7),
 }
+WITH_A_NEWCOMER = {
+    name: Case(layout, (strike,), 10, restarts=1).patient("5-:2")
+    for name, layout, strike in (
+        ("double buffers, forward", hsdp.DOUBLE, Strike(1, 1, 3, "forward", visit=2)),
+        ("double buffers, backward", hsdp.DOUBLE, Strike(1, 0, 3, "backward", visit=2)),
+        ("double buffers of any size", hsdp.DOUBLE_MAX, Strike(1, 1, 3, "backward", visit=2)),
+        ("fine-grained gathering", hsdp.with_flags(hsdp.TWO, "fine", FINE), *DEATH),
+        ("moments of 16 bits", hsdp.HALF_MOMENTS, *DEATH),
+        ("moments and gradients of 16 bits", hsdp.HALF, *DEATH),
+    )
+}
+"""Who was interrupted trains on, too, from iteration 5 at the latest."""
+WITH_FLAGS |= WITH_A_NEWCOMER
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some("hsdp flags", list(WITH_FLAGS), 1))
 def test_with_what_else_is_taken_a_death_changes_nothing_but_rounding(runs: Runs, name: str) -> None:
     case = WITH_FLAGS[name]
-    result = runs.check(case)
+    result = check_as(runs, case, replicas=2 if name in WITH_A_NEWCOMER else None)
     if case.layout is hsdp.ASKED_FOR_ONE:
         assert "--use-megatron-fsdp with one shard group: there are two" in result.log(0)
-    if case.layout is hsdp.BIASES:
+    if case.layout in (hsdp.BIASES, hsdp.QUANTILES):
         check_biases(result, runs.reference(case))
 
 
@@ -133,6 +161,8 @@ SAVED: list[tuple[Layout, Layout | None]] = [
     *((layout, layout) for layout in (hsdp.OUTER_TWO, hsdp.OUTER_SIXTEEN)),
     (hsdp.TWO, hsdp.THREE),
     (hsdp.OUTER_THREE, hsdp.TWO),
+    (hsdp.DOUBLE, None),
+    (hsdp.HALF_MOMENTS, hsdp.HALF_MOMENTS),
     (hsdp.FOUR, replace(hsdp.TWO, samples=hsdp.FOUR.samples)),
 ]
 """Who saves, and who goes on with deaths of its own; None: Megatron alone."""
@@ -251,7 +281,12 @@ def test_a_torch_whose_meshes_take_no_groups_is_refused_by_name(monkeypatch: pyt
 def test_what_was_tried_with_megatron_fsdp_is_taken() -> None:
     assert cannot_shard_model(flags(), RecoverConfig(), 4) == []
     assert cannot_shard_model(flags(outer_dp_sharding_strategy="optim"), RecoverConfig(), 4) == []
+    assert cannot_shard_model(flags(outer_dp_sharding_strategy="optim", log_params_norm=True), RecoverConfig(), 4) == []
     assert cannot_shard_model(flags(context_parallel_size=2), RecoverConfig(), 4) == []
+    quantiles = flags(moe_router_load_balancing_type=["quantile_balancing"], fsdp_double_buffer=True)
+    assert cannot_shard_model(quantiles, RecoverConfig(), 4) == []
+    halves = flags(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    assert cannot_shard_model(halves, RecoverConfig(), 4) == []
     assert cannot_shard_model(flags(num_experts=4, expert_model_parallel_size=2), RecoverConfig(), 8) == []
     sums = flags(megatron_fsdp_main_grads_dtype="bf16", megatron_fsdp_grad_comm_dtype="bf16")
     assert cannot_shard_model(sums, RecoverConfig(), 4) == []
@@ -289,10 +324,13 @@ def test_the_padding_of_a_buffer_of_version_2_is_what_no_parameter_has(rank: int
         ({"outer_dp_sharding_strategy": "optim", "data_parallel_sharding_strategy": "optim"}, "optim_grads_params"),
         ({"outer_dp_sharding_strategy": "optim", "megatron_fsdp_main_params_dtype": "auto"}, "main-params-dtype fp32"),
         ({"outer_dp_sharding_strategy": "optim", "async_save": True}, "--async-save"),
-        ({"outer_dp_sharding_strategy": "optim", "log_params_norm": True}, "--log-params-norm"),
+        (
+            {"outer_dp_sharding_strategy": "optim", "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
+            "bf16 types",
+        ),
         ({"megatron_fsdp_grad_comm_dtype": "bf16"}, "--megatron-fsdp-grad-comm-dtype auto"),
         ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size yet: Megatron 0.19.2 makes its mesh"),
-        ({"fp16": True}, "--fp16"),
+        ({"fp16": True}, "--fp16 yet: Megatron 0.19.2 ends in its first step"),
         ({"megatron_fsdp_version": 2, "save": "here"}, "--no-save-optim with --save"),
         ({"num_distributed_optimizer_instances": 3}, "does not divide the 4 data-parallel ranks"),
         ({"num_distributed_optimizer_instances": 4}, "shard groups of two workers or more"),
@@ -338,3 +376,14 @@ def test_when_the_last_copy_goes_the_run_ends_and_says_so(runs: Runs) -> None:
     result = runs(case)
     assert result.ended.codes == [EXIT_STATE_LOST, EXIT_STATE_LOST, EXIT_STATE_LOST, -9], result.told()
     assert "had no other copy" in result.log(0)
+
+
+@pytest.mark.slow
+def test_the_norm_of_parameters_that_are_spread_over_shard_groups_is_that_of_all(runs: Runs) -> None:
+    layout = hsdp.OUTER_SIXTEEN
+    case = Case(layout, DEATH, model=("--log-params-norm",))
+    result = check_as(runs, case)
+    expected = runs.reference(replace(case, layout=hsdp.UNSHARDED[layout]))
+    ours, theirs = (console(its.out.glob("worker-*.log")) for its in (result, expected))
+    assert len(ours["params norm"]) == case.iterations
+    assert differences(ours, theirs, hsdp.NEAR[layout] * GRAD_NORM) == []

@@ -182,6 +182,38 @@ def test_a_bucket_of_an_interrupted_iteration_keeps_its_memory_and_the_next_one_
     assert held.untyped_storage().nbytes() == 32
 
 
+UNITS = [SimpleNamespace(fsdp_unit_id=unit, params=[torch.empty(8)], dtype=torch.float32) for unit in (0, 1, 2)]
+SMALL = SimpleNamespace(fsdp_unit_id=None, params=[torch.empty(2)], dtype=torch.float32)
+"""Megatron-FSDP's parameter groups: of three layers, and of what is in none."""
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("pool", [fsdp.FixedPoolAllocator, fsdp.MaxPoolAllocator])
+def test_both_double_buffers_of_an_interrupted_iteration_are_free_and_have_new_memory(
+    monkeypatch: pytest.MonkeyPatch, pool: Any, persistent: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    name = f"of-test-{pool.__name__}-{persistent}"
+    buckets = pool(name, [*UNITS, SMALL], fallback_to_persistent_buffer=persistent)
+
+    def take(bucket: int) -> torch.Tensor:
+        return buckets.allocate(bucket, 8, torch.float32, torch.device("cpu")).data
+
+    held = [take(bucket) for bucket in (0, 1, 3)]  # as operations that are left hold them
+    with pytest.raises(AssertionError, match="No buffer found"):
+        take(2)
+    for bucket in range(4):
+        abandon(SimpleNamespace(temporary_bucket_allocator=buckets, bucket_index=SimpleNamespace(bucket_id=bucket)))
+    again = [take(bucket).zero_() for bucket in (1, 2, 3)]
+    for its in held:
+        assert its.untyped_storage().nbytes() == 32
+        its.fill_(7.0)  # a late write
+    assert [its.sum().item() for its in again] == [0, 0, 0]
+    assert sorted(buckets.using_buffer) == [1, 2]
+    assert buckets.idle_buffer == []
+
+
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_megatron_itself_frees_a_bucket_whoever_holds_it(allocator: Any) -> None:
     """Why ``abandon`` is there."""

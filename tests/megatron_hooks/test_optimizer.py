@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
+from recover_megatron.megatron_hooks.fsdp.state import _gradient_where_it_is_read
 from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, differing_units
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import LossScales, UnitSums
+from recover_megatron.megatron_hooks.state import _load_optimizer, _optimizer_tree
 from tests.harness.waiting import DEADLINE
 
 CLIP = 0.5
@@ -155,6 +159,35 @@ def test_a_configuration_by_which_transformer_engine_would_keep_main_parameters_
     with pytest.raises(UserError, match="was made before --recover began"):
         precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True))
     precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False))
+
+
+def test_moments_in_16_bits_that_a_whole_optimizer_is_given_are_updated_as_there() -> None:
+    """As with Megatron-FSDP: each shard group has all of the state."""
+    first, again = torch.ones(3), torch.zeros(3)
+    there, here = (SimpleNamespace(optimizer=FusedAdam([its], **HALVES)) for its in (first, again))
+    first.grad = torch.tensor([1.0, 2.0, 3.0])
+    there.optimizer.step()
+    _load_optimizer(here, _optimizer_tree(there, set()), set())
+    here.optimizer.param_groups[0]["step"] = 1
+    for tensor, one in ((first, there), (again, here)):
+        tensor.grad = torch.tensor([-1.0, 0.1, 5.0])
+        one.optimizer.step()
+    assert torch.equal(first, again)
+
+
+def test_moments_are_made_for_a_checkpoint_to_be_read_into_where_gradients_are_apart_from_their_parameters() -> None:
+    """With Megatron-FSDP; Megatron itself makes none there."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    one = SimpleNamespace(optimizer=FusedAdam([parameter], use_decoupled_grad=True, **HALVES))
+    make = inspect.unwrap(DistributedOptimizer._init_optimizer_states_with_dummy_values)
+    make(one)
+    assert not one.optimizer.state
+    _gradient_where_it_is_read(make)(one)
+    assert {name: its.dtype for name, its in one.optimizer.state[parameter].items()} == {
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+    assert parameter.decoupled_grad is None
 
 
 def test_a_state_that_came_from_another_worker_is_updated_as_there() -> None:

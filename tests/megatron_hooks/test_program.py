@@ -436,7 +436,7 @@ FLAGS = (
     "--tp-comm-overlap --overlap-moe-expert-parallel-comm --delay-wgrad-compute --use-sharp --use-nccl-ub "
     "--overlap-param-gather-with-optimizer-step --log-straggler --log-max-attention-logit --error-injection-rate 9 "
     "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --optimizer muon --use-distributed-optimizer "
-    "--use-megatron-fsdp --fsdp-double-buffer --use-precision-aware-optimizer "
+    "--use-megatron-fsdp --use-precision-aware-optimizer "
     "--distributed-timeout-seconds-after-init 60 --gpu-sniff-test-interval 9 --defer-embedding-wgrad-compute "
     "--async-save --async-strategy mcore"
 ).split()

@@ -359,16 +359,17 @@ class InShardGroups(Keeping):
     ) -> AbstractContextManager[None]:
         raise ValueError("with --use-megatron-fsdp no checkpoint is loaded in place")  # see `layout.rolls_back`
 
-    def lend(self, fragments: ShardFragments) -> list[tuple[Column, torch.Tensor]]:
+    def lend(self, fragments: ShardFragments, *, moments: bool) -> list[tuple[Column, torch.Tensor]]:
         lent: list[dict[str, torch.Tensor]] = []
         found: list[tuple[Column, torch.Tensor]] = []
+        names = MOMENTS if moments else ()
         for number, bucket in fragments.buckets.items():
             # New memory each time: where a checkpoint is interrupted, others may still write to what it had.
-            its = {name: torch.zeros_like(bucket.param_data, dtype=torch.float32) for name in (MAIN, *MOMENTS)}
+            its = {name: torch.zeros_like(bucket.param_data, dtype=torch.float32) for name in (MAIN, *names)}
             for fragment in fragments.overlapping(number, 0, bucket.param_data.numel()):
                 place = slice(fragment.start, fragment.stop)
                 its[MAIN][place].copy_(fragment.tensor)
-                for name in MOMENTS:
+                for name in names:
                     if name in fragment.state:
                         its[name][place].copy_(fragment.state[name])
             lent.append(its)
@@ -393,7 +394,8 @@ class InShardGroups(Keeping):
                     main.append((its, its._local_tensor))
                     its._local_tensor = lent[MAIN][a:b].view(its._local_tensor.shape)
                     if other is not None:
-                        inner.state[its] = {name: _like(its, lent[name][a:b]) for name in MOMENTS} | other
+                        whole = {name: _like(its, lent[name][a:b]) for name in MOMENTS if name in lent}
+                        inner.state[its] = whole | other
             yield
         finally:
             for its, without_memory in main:

@@ -7,7 +7,7 @@ from functools import partial
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.hostdevice.flags import Rule, all_of, is_above_one, is_one_of, is_set, reasons, unless
-from recover_megatron.megatron_hooks.refused import BF16, balances_by, keeps, yet
+from recover_megatron.megatron_hooks.refused import BF16, keeps, yet
 
 _WITH = "--recover with --use-megatron-fsdp"
 _TAKEN = ("optim_grads_params", "optim_grads", "optim")
@@ -17,8 +17,9 @@ _yet = partial(yet, among=_WITH)
 FSDP_RULES = [
     _yet("--check-weight-hash-across-dp-replicas-interval", "it compares parameters that are not whole"),
     _yet("--ddp-average-in-collective", "the step sums over shard groups, and does not average"),
-    *(_yet(its, "it has not been tried") for its in ("--fp16", "--megatron-fsdp-enable-fine-grained-param-gather")),
-    _yet("types other than fp32 of --use-precision-aware-optimizer", "it has not been tried", keeps(*BF16)),
+    _yet("--fp16", "Megatron 0.19.2 ends in its first step with an AttributeError, without --recover, too: to divide "
+         "gradients by the loss scale it asks each parameter for its own, and where a worker's shard has nothing of a "
+         "parameter there is none"),
     Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: a replica is a shard group, and of one alone "
          "nothing is left when one of its workers dies", unless(is_above_one("num_distributed_optimizer_instances"))),
     Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: with no_shard it is plain data parallelism, "
@@ -33,8 +34,6 @@ FSDP_RULES = [
     _yet("--pipeline-model-parallel-size", "Megatron 0.19.2 makes its mesh of several shard groups as if there were no "
          "stages, and ends with an error of einops, without --recover, too",
          is_above_one("pipeline_model_parallel_size")),
-    _yet("--moe-router-load-balancing-type quantile_balancing", "it has not been tried",
-         balances_by("quantile_balancing")),
 ]  # fmt: skip
 
 _SECOND = f"{_WITH} and --megatron-fsdp-version 2"
@@ -53,8 +52,8 @@ OUTER_RULES = [
          unless(is_one_of(_STRATEGY, "optim_grads_params"))),
     Rule(f"{_OPTIM} needs --megatron-fsdp-main-params-dtype fp32: shadows are kept in 32 bits",
          lambda args: str(getattr(args, "megatron_fsdp_main_params_dtype", "fp32")) not in ("fp32", "torch.float32")),
-    yet("--log-params-norm", "it is that of the parameters in 32 bits, of which each shard group has a part",
-        among=_OPTIM),
+    yet("bf16 types of --use-precision-aware-optimizer", "what a checkpoint is written of are moments in 32 bits",
+        keeps(*BF16), among=_OPTIM),
     yet("--async-save", "the state that is written is there only until the save has begun", among=_OPTIM),
 ]  # fmt: skip
 """The same with --outer-dp-sharding-strategy optim, as far as Megatron has it: where shard groups share all they have,

@@ -11,6 +11,8 @@ update_uneven_dtensor_chunk_metadata,   which part of a parameter each worker ha
 validate_uneven_dtensor                 model is built alone.  It is for checkpoints, which ask once more.
 sync_rng_states_across_tp_group         not there either: each microbatch brings its random numbers
 FullyShardedDataParallel.__init__       as for no_shard, also with --outer-dp-sharding-strategy optim (`buckets`)
+_init_optimizer_states_with_dummy_values   has moments made, into which a checkpoint is loaded, by a precision-aware
+                                        optimizer, too: Megatron gives zeros to ``grad``, which that does not read
 """
 
 from __future__ import annotations
@@ -117,9 +119,31 @@ def abandon(buffer: Any) -> None:
     """Have the bucket of ``buffer`` get new memory when it is used next, and leave alone what it has.
 
     An operation that was left may still read and write there until gloo has seen that its connections are shut. It
-    holds its tensors; but Megatron frees a bucket by shrinking its storage to nothing, whoever holds it.
+    holds its tensors; but Megatron frees a bucket by shrinking its storage to nothing, whoever holds it, and gives a
+    double buffer (--fsdp-double-buffer) to the next bucket.
     """
-    buffer.temporary_bucket_allocator.buckets.pop(buffer.bucket_index.bucket_id, None)
+    allocator, bucket = buffer.temporary_bucket_allocator, buffer.bucket_index.bucket_id
+    if hasattr(allocator, "backup_allocator"):
+        _abandon_double_buffer(allocator, bucket)
+        allocator = allocator.backup_allocator
+    allocator.buckets.pop(bucket, None)
+
+
+def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
+    """The same where buckets take turns in memory that is known by names: its place is free, with new memory.
+
+    Also of a bucket that fits in none and has named memory of its own (--fsdp-db-use-persist-buf-on-alloc-fail).
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
+
+    place = allocator.using_buffer.get(bucket)
+    taken = None if place is None else allocator._get_gbuf_name(*place)
+    own = f"{allocator.name}_not_fit_in_fixed_pool_{bucket}_"
+    known = get_global_memory_buffer().buffer
+    for key in [key for key in known if key[0] == taken or key[0].startswith(own)]:
+        del known[key]
+    if place is not None:
+        allocator.free(bucket)
 
 
 def install_meshes(alone: Callable[[], bool]) -> None:
@@ -149,6 +173,7 @@ def install_meshes(alone: Callable[[], bool]) -> None:
     monkeypatch.wrap("update_uneven_dtensor_chunk_metadata", not_alone)
     monkeypatch.wrap("validate_uneven_dtensor", not_alone)
     monkeypatch.wrap("FullyShardedDataParallelV1.__init__", _unsharded)
+    monkeypatch.wrap("DistributedOptimizer._init_optimizer_states_with_dummy_values", _gradient_where_it_is_read)
     monkeypatch.wrap("FullyShardedDataParallelV1.sync_rng_states_across_tp_group", not_alone)
 
 
@@ -158,6 +183,19 @@ def _unsharded(original: Callable[..., None]) -> Callable[..., None]:
         original(self, config, ddp_config, *args, **kwargs)
 
     return __init__
+
+
+def _gradient_where_it_is_read(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _init_optimizer_states_with_dummy_values(self: Any) -> None:
+        every = [its for group in self.optimizer.param_groups for its in group["params"] if local(its).numel()]
+        decoupled = every if getattr(self.optimizer, "use_decoupled_grad", False) else []
+        for parameter in decoupled:
+            parameter.decoupled_grad = torch.zeros_like(parameter)
+        original(self)
+        for parameter in decoupled:
+            parameter.decoupled_grad = None
+
+    return _init_optimizer_states_with_dummy_values
 
 
 def _ours_first(original: Callable[..., Any]) -> Callable[..., Any]:

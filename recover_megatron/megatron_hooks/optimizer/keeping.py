@@ -327,10 +327,11 @@ class Keeping(ABC):
     ) -> AbstractContextManager[None]:
         """While Megatron loads a checkpoint in place: into the pieces of ``held``.  Raises ValueError if it cannot."""
 
-    def lend(self, fragments: ShardFragments) -> list[tuple[Column, torch.Tensor]]:
+    def lend(self, fragments: ShardFragments, *, moments: bool) -> list[tuple[Column, torch.Tensor]]:
         """Room for all the state that the column shares, with what is held here in its place: (column, flat tensor).
 
-        In one order at all members.  Empty where Megatron saves the pieces as they are.
+        Not ``moments``: for the main parameters alone.  In one order at all members.  Empty where Megatron saves the
+        pieces as they are.
         """
         return []
 

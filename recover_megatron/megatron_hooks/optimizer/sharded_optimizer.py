@@ -232,8 +232,10 @@ class ShardedOptimizer:
         return sorted(part for unit in units for part in layout.parts(unit, numel))
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self, *, moments: bool = True) -> Iterator[None]:
         """While a checkpoint is written: where Megatron saves no pieces, it finds all that a column shares.
+
+        Not ``moments``: the main parameters alone, for the norm of all.
 
         A section before that of the checkpoint: who is left when a worker is lost in the latter has everything already,
         and nobody waits inside a replica for one who is told of a loss by its column.
@@ -242,13 +244,14 @@ class ShardedOptimizer:
 
         def gather() -> None:
             self._progress.mark("checkpoint", waiting=True)
-            found = [part for fragments in self._fragments for part in self._keeping.lend(fragments)]
+            found = [part for fragments in self._fragments for part in self._keeping.lend(fragments, moments=moments)]
             whole = Parameters(found, self.shards)
             whole.begin()
             whole.gather(assignment.epoch_groups, assignment.live, again=False)
 
         with ExitStack() as shown:
             if self._keeping.has_all:
+                self.complete()
                 self._recovery.sections.run("state of checkpoint", gather)
                 for fragments in self._fragments:
                     shown.enter_context(self._keeping.show(fragments))
