@@ -230,6 +230,8 @@ def test_what_was_tried_with_megatron_fsdp_is_taken() -> None:
     assert "--clip-grad 0" in cannot_shard_model(experts, RecoverConfig(), 8)[0]
     experts.clip_grad = 0.0
     assert cannot_shard_model(experts, RecoverConfig(), 8) == []
+    experts.log_num_zeros_in_grad = True
+    assert "--log-num-zeros-in-grad" in cannot_shard_model(experts, RecoverConfig(), 8)[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
