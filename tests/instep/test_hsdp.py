@@ -19,7 +19,10 @@ import torch
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
-from recover_megatron.megatron_hooks.fsdp import state
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.gradients import Gradients
+from recover_megatron.megatron_hooks.fsdp import state, version2
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets2
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.fsdp.version2 import padding
 from recover_megatron.membership.records import EXIT_STATE_LOST
@@ -249,6 +252,31 @@ def test_the_padding_of_a_buffer_of_version_2_is_what_no_parameter_has(rank: int
     for its in filter(None, map(buffer._get_owned_range, range(4))):
         buffer.local_buffer[its.buffer_relative_offset : its.buffer_relative_offset + its.numel] += 1
     assert buffer.local_buffer.tolist() == [1.0] * size
+
+
+def test_of_a_group_of_version_2_that_was_told_to_be_complete_no_more_gradients_are_taken() -> None:
+    added: list[object] = []
+    buckets = FsdpBuckets2.__new__(FsdpBuckets2)
+    buckets._parts, buckets._padding = [((0, 2), torch.ones(4))], [[]]
+    buckets._told, buckets._unsettled = True, {0}
+    buckets.gradients = Gradients(buckets._parts)
+    reduce = buckets._inside_alone(0)(lambda partial, is_last: added.append((partial, is_last)))
+    reduce("first", False)
+    reduce("last")
+    with pytest.raises(Disagreement, match="stopping before this step"):
+        reduce("one more")
+    assert added == [("first", False), ("last", False)]
+
+
+def test_what_an_interrupted_pass_of_version_2_has_begun_comes_before_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
+    context = SimpleNamespace(allgather_stream="all-gather", reduce_scatter_stream="reduce-scatter")
+    version2.tidy(SimpleNamespace(module=SimpleNamespace(context=context, modules=list)))
+    assert waited == ["all-gather", "reduce-scatter"]
+    assert context.is_last_microbatch
 
 
 @pytest.mark.parametrize(
