@@ -8,7 +8,6 @@ data parallelism does, so the numbers are those of ``no_shard``.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from recover_megatron.arguments import RecoverConfig
+from recover_megatron.collectives.ledger import Span
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.gradients import Gradients
@@ -30,6 +30,7 @@ from tests.drawn import some
 from tests.instep import hsdp
 from tests.instep.cells import PHASES
 from tests.instep.conftest import Reference, Runs
+from tests.instep.hsdp import second
 from tests.instep.runs import Case, Layout, Result, Strike, check, check_rows, check_sharded, check_steps
 from tests.instep.test_features import check_biases
 from tests.megatron_hooks.tiny import OURS, STOCK
@@ -154,9 +155,6 @@ def test_a_checkpoint_that_is_written_after_a_death_goes_on_as_the_failure_free_
 
 # ---- Megatron-FSDP 2, of Megatron main
 
-HAS_SECOND = importlib.util.find_spec("megatron.core.optimizer.fully_sharded_optimizer") is not None
-second = pytest.mark.skipif(not HAS_SECOND, reason="NOT TESTED: this Megatron has no --megatron-fsdp-version 2")
-
 
 @pytest.mark.slow
 @second
@@ -255,9 +253,10 @@ def test_the_padding_of_a_buffer_of_version_2_is_what_no_parameter_has(rank: int
 
 
 def test_of_a_group_of_version_2_that_was_told_to_be_complete_no_more_gradients_are_taken() -> None:
+    """And what belongs to no parameter is zero then."""
     added: list[object] = []
     buckets = FsdpBuckets2.__new__(FsdpBuckets2)
-    buckets._parts, buckets._padding = [((0, 2), torch.ones(4))], [[]]
+    buckets._parts, buckets._padding = [((0, 2), torch.ones(4))], [[Span(2, 3)]]
     buckets._told, buckets._unsettled = True, {0}
     buckets.gradients = Gradients(buckets._parts)
     reduce = buckets._inside_alone(0)(lambda partial, is_last: added.append((partial, is_last)))
@@ -266,6 +265,7 @@ def test_of_a_group_of_version_2_that_was_told_to_be_complete_no_more_gradients_
     with pytest.raises(Disagreement, match="stopping before this step"):
         reduce("one more")
     assert added == [("first", False), ("last", False)]
+    assert buckets._parts[0][1].tolist() == [1, 1, 0, 1]
 
 
 def test_what_an_interrupted_pass_of_version_2_has_begun_comes_before_the_next_one(
