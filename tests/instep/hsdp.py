@@ -5,9 +5,12 @@ A cell's place is a position; what a phase means is said in ``cells``.
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+
+import pytest
 
 from tests.drawn import SEED, some
 from tests.instep import runs
@@ -106,6 +109,9 @@ SECOND_EXPERTS = replace(
 )  # fmt: skip
 NEAR |= {SECOND_SIXTEEN: 100.0, SECOND_CAST: 1000.0}
 SECONDS = [SECOND_TWO, SECOND_THREE, SECOND_SIXTEEN, SECOND_CAST, SECOND_AT_THE_END, SECOND_EXPERTS]
+
+HAS_SECOND = importlib.util.find_spec("megatron.core.optimizer.fully_sharded_optimizer") is not None
+second = pytest.mark.skipif(not HAS_SECOND, reason="NOT TESTED: this Megatron has no --megatron-fsdp-version 2")
 
 LAYOUTS = [TWO, THREE, GRADIENTS, OPTIMIZER, TENSOR, EXPERTS, CONTEXT, SIXTEEN_BITS]
 UNSHARDED = {

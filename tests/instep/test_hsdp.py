@@ -8,7 +8,6 @@ data parallelism does, so the numbers are those of ``no_shard``.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,12 @@ import pytest
 import torch
 
 from recover_megatron.arguments import RecoverConfig
+from recover_megatron.collectives.ledger import Span
 from recover_megatron.errors import UserError
-from recover_megatron.megatron_hooks.fsdp import state
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.gradients import Gradients
+from recover_megatron.megatron_hooks.fsdp import state, version2
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets2
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.fsdp.version2 import padding
 from recover_megatron.membership.records import EXIT_STATE_LOST
@@ -27,6 +30,7 @@ from tests.drawn import some
 from tests.instep import hsdp
 from tests.instep.cells import PHASES
 from tests.instep.conftest import Reference, Runs
+from tests.instep.hsdp import second
 from tests.instep.logged import console, differences
 from tests.instep.runs import (
     GRAD_NORM,
@@ -212,9 +216,6 @@ def test_who_hangs_or_dies_in_an_operation_inside_its_shard_group_costs_the_grou
 
 # ---- Megatron-FSDP 2, of Megatron main
 
-HAS_SECOND = importlib.util.find_spec("megatron.core.optimizer.fully_sharded_optimizer") is not None
-second = pytest.mark.skipif(not HAS_SECOND, reason="NOT TESTED: this Megatron has no --megatron-fsdp-version 2")
-
 
 @pytest.mark.slow
 @second
@@ -296,6 +297,8 @@ def test_what_was_tried_with_megatron_fsdp_is_taken() -> None:
     assert "--clip-grad 0" in cannot_shard_model(experts, RecoverConfig(), 8)[0]
     experts.clip_grad = 0.0
     assert cannot_shard_model(experts, RecoverConfig(), 8) == []
+    experts.log_num_zeros_in_grad = True
+    assert "--log-num-zeros-in-grad" in cannot_shard_model(experts, RecoverConfig(), 8)[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -313,6 +316,33 @@ def test_the_padding_of_a_buffer_of_version_2_is_what_no_parameter_has(rank: int
     for its in filter(None, map(buffer._get_owned_range, range(4))):
         buffer.local_buffer[its.buffer_relative_offset : its.buffer_relative_offset + its.numel] += 1
     assert buffer.local_buffer.tolist() == [1.0] * size
+
+
+def test_of_a_group_of_version_2_that_was_told_to_be_complete_no_more_gradients_are_taken() -> None:
+    """And what belongs to no parameter is zero then."""
+    added: list[object] = []
+    buckets = FsdpBuckets2.__new__(FsdpBuckets2)
+    buckets._parts, buckets._padding = [((0, 2), torch.ones(4))], [[Span(2, 3)]]
+    buckets._told, buckets._unsettled = True, {0}
+    buckets.gradients = Gradients(buckets._parts)
+    reduce = buckets._inside_alone(0)(lambda partial, is_last: added.append((partial, is_last)))
+    reduce("first", False)
+    reduce("last")
+    with pytest.raises(Disagreement, match="stopping before this step"):
+        reduce("one more")
+    assert added == [("first", False), ("last", False)]
+    assert buckets._parts[0][1].tolist() == [1, 1, 0, 1]
+
+
+def test_what_an_interrupted_pass_of_version_2_has_begun_comes_before_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
+    context = SimpleNamespace(allgather_stream="all-gather", reduce_scatter_stream="reduce-scatter")
+    version2.tidy(SimpleNamespace(module=SimpleNamespace(context=context, modules=list)))
+    assert waited == ["all-gather", "reduce-scatter"]
+    assert context.is_last_microbatch
 
 
 @pytest.mark.parametrize(

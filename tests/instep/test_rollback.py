@@ -18,6 +18,7 @@ from recover_megatron.workload.snapshots import Spread, copies, part_of
 from tests.drawn import some
 from tests.instep import hsdp
 from tests.instep.conftest import Runs
+from tests.instep.hsdp import second
 from tests.instep.runs import (
     ADAM,
     CLIPPED,
@@ -232,6 +233,7 @@ def shard_groups(layout: Layout) -> Scenario:
     return Scenario(layout.name, case, 1, (2, 4), near=hsdp.NEAR.get(layout, 10.0))
 
 
+SECONDS = [pytest.param(shard_groups(its), marks=second) for its in (hsdp.SECOND_TWO, hsdp.SECOND_SIXTEEN)]
 GROUPS_OF_TWO = [hsdp.TWO, hsdp.OPTIMIZER, hsdp.SIXTEEN_BITS, hsdp.OUTER_TWO, hsdp.OUTER_THREE, hsdp.OUTER_SIXTEEN]
 
 
@@ -241,6 +243,7 @@ GROUPS_OF_TWO = [hsdp.TWO, hsdp.OPTIMIZER, hsdp.SIXTEEN_BITS, hsdp.OUTER_TWO, hs
         *MEMORY_SCENARIOS,
         *some("shards in snapshots", SHARD_SCENARIOS, 2),
         *map(shard_groups, some("shard groups in snapshots", GROUPS_OF_TWO, 1)),
+        *SECONDS,
     ],
     ids=str,
 )

@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.gradients import Column, Gradients
 from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.shards import Shards, ring_order
@@ -219,6 +220,11 @@ class FsdpBuckets2:
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def reduce_partial_gradients(partial_grad: Any, is_last_microbatch: bool = True) -> None:
+                if self._told and number not in self._unsettled:
+                    raise Disagreement(
+                        f"a part of the gradients of group {number} came after it was told that all were there: "
+                        "stopping before this step is reported as good"
+                    )
                 original(partial_grad, False)
                 if self._told and is_last_microbatch:
                     self._settle(number)

@@ -43,6 +43,9 @@ SECOND_RULES = [
     Rule(f"{_SECOND} needs --clip-grad 0 with --expert-model-parallel-size: Megatron's norm is that of parameters of "
          "one group, and ends with an assertion",
          all_of(is_above_one("expert_model_parallel_size"), lambda args: getattr(args, "clip_grad", 1.0) > 0)),
+    Rule(f"{_SECOND} cannot be combined with --log-num-zeros-in-grad and --expert-model-parallel-size: Megatron counts "
+         "in parameters of one group, and ends with an assertion",
+         all_of(is_above_one("expert_model_parallel_size"), is_set("log_num_zeros_in_grad"))),
 ]  # fmt: skip
 """The same with --megatron-fsdp-version 2; what Megatron itself refuses of it is left to Megatron."""
 

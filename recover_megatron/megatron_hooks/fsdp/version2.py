@@ -111,9 +111,12 @@ def tidy(chunk: Any) -> None:
     """Forget what an exception in the middle of an iteration left: nothing is gathered, reduced or under way.
 
     An operation of the broken shard group that is not over may still write where parameters were gathered: that memory
-    is left to it.
+    is left to it.  What comes after this on the current stream comes after all that was begun on Megatron's two.
     """
     context = chunk.module.context
+    for its in (context.allgather_stream, context.reduce_scatter_stream):
+        # Else a gradient of the interrupted pass may be added after the shards were zeroed for the next one.
+        torch.cuda.current_stream().wait_stream(its)
     context.is_last_microbatch = True
     for unit in units(chunk):
         unit._phase = type(unit).Phase.RESTING
