@@ -50,6 +50,7 @@ from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoints import CHECKPOINT_SECONDS, Checkpoints
+from recover_megatron.megatron_hooks.fsdp.state import forget_meshes
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Console, Records
 from recover_megatron.megatron_hooks.state_exchange import INTERRUPTED, first_iteration
@@ -199,6 +200,7 @@ def _forget_megatron(loop: Loop) -> None:
         known.clear()
     world.tags_to_pg.clear()
     c10d._update_default_pg(None)
+    forget_meshes()
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_args
 from torch.distributed import device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 
 from recover_megatron import integrate
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
@@ -144,6 +144,12 @@ def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
         del known[key]
     if place is not None:
         allocator.free(bucket)
+
+
+def forget_meshes() -> None:
+    """Drop what torch keeps of operations on distributed tensors: their results would be on the meshes of a model that
+    is gone, which equal the new one's and have other groups."""
+    debug._clear_sharding_prop_cache()
 
 
 def install_meshes(alone: Callable[[], bool]) -> None:
