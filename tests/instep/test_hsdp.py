@@ -15,6 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.ledger import Span
@@ -27,7 +31,6 @@ from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.fsdp.version2 import padding
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import some
-from tests.harness.processes import python
 from tests.instep import hsdp
 from tests.instep.cells import PHASES
 from tests.instep.conftest import Reference, Runs
@@ -284,35 +287,21 @@ def test_a_torch_whose_meshes_take_no_groups_is_refused_by_name(monkeypatch: pyt
         state.install_meshes(lambda: False)
 
 
-MESHES = """
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from recover_megatron import hostdevice
-
-hostdevice.activate()
-from recover_megatron.megatron_hooks.fsdp.state import forget_meshes
-
-def moments_are_on_the_mesh_of_their_parameter():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    moments = torch.zeros_like(DTensor.from_local(torch.ones(3), mesh, [Shard(0)]))
-    dist.destroy_process_group()
-    return moments.device_mesh is mesh
-
-assert moments_are_on_the_mesh_of_their_parameter()
-forget_meshes()
-assert moments_are_on_the_mesh_of_their_parameter()
-"""
-
-
 def test_what_a_model_that_is_built_once_more_computes_is_on_its_own_mesh() -> None:
     """Meshes of one shape are equal to torch, whatever groups they have."""
-    done = python("-c", MESHES)
-    assert done.returncode == 0, done.stderr
+
+    def moments_are_on_the_mesh_of_their_parameter() -> bool:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            mesh = init_device_mesh("cpu", (2,))
+            moments = torch.zeros_like(DTensor.from_local(torch.ones(3), mesh, [Shard(0)]))
+            return bool(moments.device_mesh is mesh)
+        finally:
+            dist.destroy_process_group()
+
+    assert moments_are_on_the_mesh_of_their_parameter()
+    state.forget_meshes()
+    assert moments_are_on_the_mesh_of_their_parameter()
 
 
 def test_what_was_tried_with_megatron_fsdp_is_taken() -> None:
