@@ -42,6 +42,23 @@ def fail(*unused: Any, **unused_too: Any) -> None:
     raise AssertionError("a part cannot be written")
 
 
+def idle(replica: str) -> None:
+    """Have that replica run no microbatch: the first of the others runs its share."""
+    from recover_megatron.instep.assignment import Quotas
+
+    counts = Quotas.counts
+
+    def without(self: Quotas, *args: Any) -> dict[int, int]:
+        found, still = dict(counts(self, *args)), int(replica)
+        busy = min(set(found) - {still}, default=None)
+        if busy is not None:
+            found[busy] += found.pop(still, 0)
+            found[still] = 0
+        return found
+
+    Quotas.counts = without  # type: ignore[method-assign]
+
+
 def beside_step(
     worker: str, iteration: str, before: Callable[[], None] = lambda: None, after: Callable[..., None] = lambda *_: None
 ) -> None:

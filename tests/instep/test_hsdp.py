@@ -256,6 +256,7 @@ SECOND_ROWS = {
     "recomputation": Case(hsdp.with_flags(hsdp.SECOND_TWO, "recompute", RECOMPUTE), DEATH),
     "multi-token prediction": Case(hsdp.with_flags(hsdp.SECOND_TWO, "mtp", MTP), DEATH),
     "norm of the parameters": Case(hsdp.with_flags(hsdp.SECOND_TWO, "norm", "--log-params-norm"), DEATH),
+    "nothing to run": Case(hsdp.SECOND_TWO, (Strike(0, 1, 5, "backward"),)).altered("faulty.idle", 1),
     "hang": Case(hsdp.SECOND_TWO, (Strike(1, 1, 3, "backward", "stop"),)),
     "exception": Case(hsdp.SECOND_TWO, (Strike(1, 1, 3, "backward", "raise"),)),
 }
