@@ -130,8 +130,9 @@ class MegatronTrainer:
         tokens, routers, trackers, logits, scales, losses = extras.split([*sizes, len(extras) - sum(sizes)])
         config = get_model_config(self._model[0])
         call = dict(self._finalize_call)
-        if not call and not config.calculate_per_token_loss:  # which asks for tokens
-            call = {"model": self._model}  # Megatron has not called, since this worker ran no microbatch
+        if not call:  # Megatron has not called, since this worker ran no microbatch
+            none = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+            call = {"model": self._model, "num_tokens": none if config.calculate_per_token_loss else None}
         if call.get("num_tokens") is not None:
             call["num_tokens"] = torch.full_like(call["num_tokens"], round(float(tokens)))
         parts.routers.write(routers)

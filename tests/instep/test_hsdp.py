@@ -91,6 +91,10 @@ WITH_FLAGS = {
     "recomputation": Case(hsdp.with_flags(hsdp.TWO, "recompute", RECOMPUTE), DEATH),
     "per-token loss": Case(hsdp.with_flags(hsdp.TWO, "per-token", "--calculate-per-token-loss"), DEATH),
     "multi-token prediction": Case(hsdp.with_flags(hsdp.TWO, "mtp", MTP), DEATH),
+    "nothing to run": Case(hsdp.TWO, (Strike(0, 1, 5, "backward"),)).altered("faulty.idle", 1),
+    "nothing to run, per-token loss": Case(
+        hsdp.with_flags(hsdp.TWO, "per-token", "--calculate-per-token-loss"), (Strike(0, 1, 5, "backward"),)
+    ).altered("faulty.idle", 1),
     "norm of the parameters": Case(hsdp.with_flags(hsdp.TWO, "norm", "--log-params-norm"), DEATH),
     "a death in a checkpoint": Case(hsdp.TWO, (Strike(1, 1, 4, "checkpoint"),)),
     "one shard group that was asked for": Case(hsdp.ASKED_FOR_ONE, DEATH),
