@@ -50,9 +50,8 @@ def idle(replica: str) -> None:
 
     def without(self: Quotas, *args: Any) -> dict[int, int]:
         found, still = dict(counts(self, *args)), int(replica)
-        busy = min(set(found) - {still}, default=None)
-        if busy is not None:
-            found[busy] += found.pop(still, 0)
+        if still in found and (others := set(found) - {still}):
+            found[min(others)] += found[still]
             found[still] = 0
         return found
 
