@@ -323,6 +323,8 @@ def test_what_was_tried_with_megatron_fsdp_is_taken() -> None:
     assert cannot_shard_model(sums, RecoverConfig(), 4) == []
     assert cannot_shard_model(argparse.Namespace(), RecoverConfig(), 4) == []
     assert cannot_shard_model(flags(megatron_fsdp_version=2), RecoverConfig(), 4) == []
+    halves.megatron_fsdp_version = 2
+    assert "by a norm of 0" in cannot_shard_model(halves, RecoverConfig(), 4)[0]
     experts = flags(megatron_fsdp_version=2, num_experts=4, expert_model_parallel_size=2)
     assert "--clip-grad 0" in cannot_shard_model(experts, RecoverConfig(), 8)[0]
     experts.clip_grad = 0.0

@@ -46,6 +46,8 @@ SECOND_RULES = [
     Rule(f"{_SECOND} cannot be combined with --log-num-zeros-in-grad and --expert-model-parallel-size: Megatron counts "
          "in parameters of one group, and ends with an assertion",
          all_of(is_above_one("expert_model_parallel_size"), is_set("log_num_zeros_in_grad"))),
+    yet("bf16 types of --use-precision-aware-optimizer", "Megatron looks for gradients where there are none, and clips "
+        "by a norm of 0", keeps(*BF16), among=_SECOND),
 ]  # fmt: skip
 """The same with --megatron-fsdp-version 2; what Megatron itself refuses of it is left to Megatron."""
 

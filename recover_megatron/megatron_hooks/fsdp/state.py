@@ -75,6 +75,10 @@ def tidy(chunk: Any) -> None:
         version2.tidy(chunk)
         return
     fsdp = chunk.module
+    for its in (fsdp.grad_reduce_pipeline.rs_stream, fsdp.all_gather_pipeline.ag_stream):
+        if its is not None:
+            # Else a gradient of the interrupted pass may be added after the shards were zeroed for the next one.
+            torch.cuda.current_stream().wait_stream(its)
     groups = fsdp.param_and_grad_buffer.parameter_groups
     _tidy_reductions(fsdp.grad_reduce_pipeline, groups)
     _tidy_gathering(fsdp.all_gather_pipeline, groups)
