@@ -116,6 +116,9 @@ class Buckets:
             for number in self._number[id(group)]:
                 self.overlap.complete(number)
 
+    def begin(self) -> None:
+        """A step begins: Megatron has zeroed the gradients."""
+
     def new_pass(self, *, again: bool) -> None:
         """A pass over the model begins: every parameter will be counted.  ``again``: not the step's first one."""
         for group in self._groups:

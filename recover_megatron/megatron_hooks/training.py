@@ -290,7 +290,7 @@ class TrainingHooks:
         parts.routers.begin()
         parts.logits.begin(total)
         parts.scales.begin(total)
-        parts.buckets.new_pass(again=False)  # who runs no microbatch of this step has its sums, too
+        parts.buckets.begin()
         trainer = MegatronTrainer(
             schedule, call, parts, progress, self._seeds, self._accumulated, args.curr_iteration + 1
         )

@@ -109,6 +109,9 @@ class FsdpBuckets:
         column, tensor = self._parts[number]
         return column, tensor.numel()
 
+    def begin(self) -> None:
+        """A step begins: Megatron has zeroed the gradients."""
+
     def new_pass(self, *, again: bool) -> None:
         """A pass over the model begins.  ``again``: not the step's first one."""
         self._before.clear()
@@ -193,16 +196,18 @@ class FsdpBuckets2:
         column, tensor = self._parts[number]
         return column, tensor.numel()
 
-    def new_pass(self, *, again: bool) -> None:
-        """A pass over the model begins.  ``again``: not the step's first one."""
-        self._unsettled = set(range(len(self._groups)))
-        if again:
-            return
+    def begin(self) -> None:
+        """A step begins: the shards are zeros, also of who will run no microbatch of it; Megatron zeroes none."""
         for group in self._groups:
-            # With a gradient in its place Megatron adds to it, and who runs no microbatch has the sum there, too.
             group.main_grad.local_buffer.zero_()
-            for index, parameter in enumerate(group.fsdp_parameters):
+            for index, parameter in enumerate(
+                group.fsdp_parameters
+            ):  # with a gradient in its place Megatron adds to it
                 parameter.sharded.grad = group.main_grad.get_dtensor(index)
+
+    def new_pass(self, *, again: bool) -> None:
+        """A pass over the model begins; whether ``again``, for the same step, is all one."""
+        self._unsettled = set(range(len(self._groups)))
 
     def settle(self) -> None:
         """The pass is over: every shard holds what is to be summed."""
