@@ -119,6 +119,12 @@ def test_a_worker_that_has_not_taken_up_the_first_plan_yet_survives_another_ones
     runs.check(case.altered("pacing.slow", "joined@3=2"))
 
 
+def test_a_replica_that_runs_no_microbatch_ends_each_step_with_the_others(runs: Runs) -> None:
+    result = runs.check(Case(DP4, (Strike(2, 0, 5, "backward"),)).altered("faulty.idle", 1))
+    ran = [step.iteration for step in result.steps if step.microbatches.get(1)]
+    assert ran == [5]  # of what the lost one had
+
+
 @pytest.mark.parametrize("layout", [DP4, PP2], ids=lambda layout: layout.name)
 def test_with_64_bits_nothing_is_left_of_the_difference(runs: Runs, layout: Layout) -> None:
     """So it was rounding: an error in the sum would be there with any number of bits."""

@@ -36,17 +36,7 @@ from tests.instep.cells import PHASES
 from tests.instep.conftest import Reference, Runs
 from tests.instep.hsdp import second
 from tests.instep.logged import console, differences
-from tests.instep.runs import (
-    GRAD_NORM,
-    Case,
-    Layout,
-    Result,
-    Strike,
-    check,
-    check_rows,
-    check_sharded,
-    check_steps,
-)
+from tests.instep.runs import GRAD_NORM, Case, Layout, Result, Strike, check, check_rows, check_sharded, check_steps
 from tests.instep.test_features import check_biases
 from tests.megatron_hooks.tiny import OURS, STOCK
 
