@@ -34,10 +34,10 @@ SHOWN = (ITERATION - 1, ITERATION, ITERATION + 1)
 
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f } .small { font-size: 11px } .in { fill: #fff }
-  .run { fill: #3a78b5 } .again { fill: #c2541b } .wait { fill: #c9d6e3 } .gone { fill: none; stroke: #aaa;
+  .run { fill: #3a78b5 } .again { fill: #c2541b } .wait { fill: #d0d3d7 } .gone { fill: none; stroke: #aaa;
   stroke-dasharray: 4 3 } .step { stroke: #8a939c; stroke-dasharray: 2 3 } .death { fill: #b3261e; font-weight: 600 }
   @media (prefers-color-scheme: dark) { text { fill: #d7dbe0 } .in { fill: #fff } .run { fill: #3f7fbd }
-  .again { fill: #d0652c } .wait { fill: #39434e } .gone { stroke: #666 } .death { fill: #ff8a80 } }
+  .again { fill: #d0652c } .wait { fill: #45494e } .gone { stroke: #666 } .death { fill: #ff8a80 } }
 """
 """An SVG in a page follows the reader's colours by itself."""
 
@@ -109,7 +109,7 @@ def svg(folder: Path) -> str:
         parts.append(middle((first + at) / 2, 18, f"step {iteration}"))
     beyond = 1000 * sum(s for phase, s in recovery["seconds"].items() if phase != "rerun")
     words = [
-        "Blue: microbatches 0 to 7 of each step. Pale: waiting. Orange: the two that the dead worker had, run by",
+        "Blue: microbatches 0 to 7 of each step. Grey: waiting. Orange: the two that the dead worker had, run by",
         f"others in the same step. All else that the death cost: {beyond:.0f} ms.",
     ]
     for row, line in enumerate(words):
