@@ -174,7 +174,7 @@ def told(report: Report) -> defaultdict[str, str]:
         if losses:
             words["Loss"] = f"from {losses[0]:.4g} to {losses[-1]:.4g} over {span}"
         words["Replicas, and the microbatches each counted"] = f"{_alive(report)} replicas over {span}"
-        rates = [f"{level.samples_per_second:,.1f} with {level.replicas} replicas" for level in levels(steps)]
+        rates = [f"{level.samples_per_second:,.1f} with {_replicas(level.replicas)}" for level in levels(steps)]
         words["Throughput"] = f"samples per second, medians: {'; '.join(rates)}"
     times = [r.total for r in report.history.recoveries if r.total > 0]
     if times:
@@ -216,10 +216,11 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
         tiles.append((f"{past.seconds:.2f} s recovering", middle))
         tiles.append((_alive(report), "replicas at the start and at the end"))
         for level in levels(steps)[:1]:
-            tiles.append((f"{level.samples_per_second:,.1f} samples/s", f"median with {level.replicas} replicas"))
+            with_them = f"median with {_replicas(level.replicas)}"
+            tiles.append((f"{level.samples_per_second:,.1f} samples/s", with_them))
             if tokens := (past.start or {}).get("tokens_per_sample"):
                 rate = level.samples_per_second * tokens
-                tiles.append((f"{rate:,.0f} tokens/s", f"median with {level.replicas} replicas"))
+                tiles.append((f"{rate:,.0f} tokens/s", with_them))
     tiles.append(("ended" if past.good_end else "stopped" if past.good_end is False else "no end", past.end))
     if report.spent:
         worked, rest = goodput.in_short(report.spent[-1])
@@ -242,6 +243,10 @@ def _difference_tile(what: str, worst: Difference | None, iterations: int) -> tu
 def _alive(report: Report) -> str:
     first, last = report.run.steps[0].replicas, report.run.steps[-1].replicas
     return f"{first} → {last}"
+
+
+def _replicas(number: int) -> str:
+    return f"{number} replica{'' if number == 1 else 's'}"
 
 
 # -- details ----------------------------------------------------------------------------------------------------------

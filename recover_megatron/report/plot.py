@@ -49,6 +49,8 @@ def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[fl
     )
     try:
         draw([row[0] for row in axes])
+        for axis in [row[0].xaxis for row in axes if row[0].get_xlabel() == "iteration"]:
+            axis.get_major_locator().set_params(integer=True)
         figure.savefig(path, dpi=120)
     finally:
         pyplot.close(figure)
@@ -152,7 +154,7 @@ def mark_changes(axes: Any, steps: Sequence[StepRecord], text: bool = True) -> N
         axes.axvline(step.iteration, color=_CHANGE, linewidth=0.8, alpha=0.7)
         if text and len(changes) <= 12:
             axes.annotate(
-                f" {step.replicas}" + (" replicas" if number == 0 else ""),
+                f" {step.replicas}" + (f" replica{'' if step.replicas == 1 else 's'}" if number == 0 else ""),
                 (step.iteration, 0.98), xycoords=top, va="top", fontsize="small", color=_CHANGE,
             )  # fmt: skip
 

@@ -8,11 +8,14 @@ import html
 import json
 import re
 import sys
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from recover_megatron.report import plot
 from recover_megatron.report.full import main
 from recover_megatron.report.history import history
 from recover_megatron.report.page import ids_in_runs
@@ -247,6 +250,18 @@ def test_throughput_is_told_by_the_number_of_replicas(run: Path) -> None:
         ["2", "17", "0.4000", "80.0", "50%", "50%"],
     ]
     assert page.beside("160.0 samples/s") == "median with 4 replicas"
+
+
+def test_a_short_run_has_whole_iterations_on_its_axes(tmp_path: Path) -> None:
+    drawn = []
+
+    def draw(axes: Sequence[Any]) -> None:
+        axes[0].plot([1, 2, 3, 4, 5], [5.0, 4.0, 3.5, 3.2, 3.1])
+        axes[0].set(xlabel="iteration")
+        drawn.append(axes[0])
+
+    assert plot.save(tmp_path / "loss.png", draw, [4.5])
+    assert all(tick == int(tick) for tick in drawn[0].get_xticks())
 
 
 def test_other_changes_are_listed(run: Path) -> None:
