@@ -1,9 +1,9 @@
 """recover-tools: what comes with the package beside its modules, found wherever it is installed.
 
 recover-tools                        what there is, and where
-recover-tools corpus [OPTIONS]       a small corpus to train on            (scripts/prepare_corpus.py)
-recover-tools patch CHECKOUT         have a Megatron-LM checkout take --recover  (scripts/apply_patches.sh)
-recover-tools gpu-checks [OPTIONS]   check a GPU; needs the source tree    (scripts/gpu_checks.sh)
+recover-tools corpus [OPTIONS]       make a small corpus to train on, in data/corpus
+recover-tools patch CHECKOUT         have a Megatron-LM checkout take --recover
+recover-tools gpu-checks [OPTIONS]   check the GPUs of this machine, with this Python and its torch
 recover-tools copy slurm FOLDER      copy files to edit: slurm, examples, patches, docs
 """
 
@@ -36,17 +36,11 @@ def root() -> Path:
 
 
 def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:
-    """The words to execute.  Raises FileNotFoundError, which says what to do, for what is in the source tree alone."""
+    """The words to execute."""
     interpreter, script = RUN[command]
-    if not (files / script).is_file():
-        raise FileNotFoundError(
-            f"{command} needs the source tree, with its tests: unpack it, and there type bash {script}"
-        )
-    given = list(arguments)
-    asks = {"-h", "--help", "--version"} & set(given)
-    if command == "corpus" and not asks and not any(word.split("=")[0] == "--out" for word in given):
-        given += ["--out", "data/corpus"]  # its own default is a folder of the source tree
-    return [interpreter, str(files / script), *given]
+    # Its own default is a folder of the source tree.
+    default = ["--out", "data/corpus"] if command == "corpus" else []
+    return [interpreter, str(files / script), *default, *arguments]
 
 
 def listed(files: Path) -> str:
@@ -73,11 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     files = root()
     if given and given[0] in RUN:
-        try:
-            words = words_of(given[0], given[1:], files)
-        except FileNotFoundError as error:
-            print(f"recover-tools: error: {error}", file=sys.stderr)
-            return 2
+        words = words_of(given[0], given[1:], files)
+        os.environ.setdefault("RECOVER_GPU_PYTHON", sys.executable)  # not that of a .venv, which may have another torch
         sys.stdout.flush()
         os.execvp(words[0], words)
     parser = argparse.ArgumentParser(
