@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])
 
 import torch
 from lib.gpu_ranks import kills, one_queue, two
@@ -68,7 +68,12 @@ def why_not() -> tuple[str, int, int]:
 
 def main() -> int:
     """Run the checks and print the table; the exit status."""
-    parser = argparse.ArgumentParser(prog="gpu_checks.sh", description="Check recover_megatron on NVIDIA GPUs.")
+    prog = (
+        "gpu_checks.sh"
+        if Path(__file__).parents[1].joinpath("pyproject.toml").is_file()
+        else "recover-tools gpu-checks"
+    )
+    parser = argparse.ArgumentParser(prog=prog, description="Check recover_megatron on NVIDIA GPUs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
     parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")

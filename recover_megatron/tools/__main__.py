@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,12 +49,15 @@ def listed(files: Path) -> str:
     return "\n".join(["recover-tools copy NAME FOLDER copies one of these:", *lines, "", str(__doc__).strip()])
 
 
-def _copy(name: str, folder: Path, files: Path) -> int:
+def copy(name: str, folder: Path, files: Path) -> int:
+    """Put a copy that may be edited into ``folder``; the exit status."""
     if (folder / name).exists():
         print(f"recover-tools: error: {folder / name} is there already: name another folder", file=sys.stderr)
         return 2
     try:
         shutil.copytree(files / COPIED[name], folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (folder / name, *(folder / name).rglob("*")):
+            path.chmod(path.stat().st_mode | stat.S_IWUSR)  # to be edited, wherever the package may only be read
     except OSError as error:  # shutil's own has a list of all that failed
         why = error.strerror or error.args[0][0][2]
         print(f"recover-tools: error: {folder / name} cannot be written: {why}", file=sys.stderr)
@@ -78,12 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in RUN:
         commands.add_parser(name, add_help=False)
-    copy = commands.add_parser("copy")
-    copy.add_argument("name", choices=sorted(COPIED))
-    copy.add_argument("folder", type=Path)
+    copies = commands.add_parser("copy")
+    copies.add_argument("name", choices=sorted(COPIED))
+    copies.add_argument("folder", type=Path)
     args = parser.parse_args(given)
     if args.command == "copy":
-        return _copy(args.name, args.folder, files)
+        return copy(args.name, args.folder, files)
     print(listed(files))
     return 0
 
