@@ -14,7 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # Python's own doing, but for PYTHONSAFEPATH
 
 import torch
 from lib.gpu_ranks import kills, one_queue, two
@@ -68,11 +69,8 @@ def why_not() -> tuple[str, int, int]:
 
 def main() -> int:
     """Run the checks and print the table; the exit status."""
-    prog = (
-        "gpu_checks.sh"
-        if Path(__file__).parents[1].joinpath("pyproject.toml").is_file()
-        else "recover-tools gpu-checks"
-    )
+    tree = Path(__file__).resolve().parents[1].joinpath("pyproject.toml").is_file()
+    prog = "gpu_checks.sh" if tree else "recover-tools gpu-checks"
     parser = argparse.ArgumentParser(prog=prog, description="Check recover_megatron on NVIDIA GPUs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
