@@ -152,7 +152,7 @@ class Reaper:
     def _start(self) -> None:
         """Raises OSError where it cannot be started."""
         self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # No variable of the launch: the reaper must not find itself.  Some Pythons find their own library by the second.
+        # No variable of the launch: the reaper must not find itself.  Some Pythons find their library by the second.
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         environment = {"PATH": os.defpath, **kept}
         try:
