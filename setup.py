@@ -46,9 +46,12 @@ class Build(build_py):
     """Puts ``SHIPPED`` into a wheel; an editable installation has the tree itself."""
 
     def run(self) -> None:
-        super().run()
         if self.editable_mode:
+            super().run()
             return
+        # What an earlier build has left here would be in the wheel, whether it is still in the tree or not.
+        shutil.rmtree(Path(self.build_lib) / "recover_megatron", ignore_errors=True)
+        super().run()
         for name in SHIPPED:
             source, target = HERE / name, Path(self.build_lib) / "recover_megatron" / "shipped" / name
             target.parent.mkdir(parents=True, exist_ok=True)

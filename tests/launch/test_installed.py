@@ -21,6 +21,8 @@ from tests.harness.processes import python
 pytestmark = pytest.mark.xdist_group("installed")
 
 NAME = "pretrain_gpt_recover.py"
+STALE = "of_an_earlier_build.py"
+"""A module that was removed since then."""
 REFUSED = ["--recover"]
 REFUSAL = f"{NAME}: error: Megatron 0.16.1 in"
 """By the script, of the Megatron beside it in ``site``, before it imports it."""
@@ -35,6 +37,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("recover_megatron", "patches", "scripts", "examples", "docs", "tests/doubles"):
         shutil.copytree(REPOSITORY / folder, source / folder)
     (source / "tests" / "__init__.py").touch()
+    earlier = source / "build" / "lib" / "recover_megatron" / STALE
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
     target = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
@@ -81,6 +86,7 @@ def test_the_wheel_has_the_version_the_commands_and_the_data_files(site: Path) -
     }
     assert (site / NAME).is_file()
     assert not (site / "tests").exists()
+    assert not (site / "recover_megatron" / STALE).exists()
     package = REPOSITORY / "recover_megatron"
     files = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
     missing = [path for path in files if "__pycache__" not in path.parts and not (site / package.name / path).is_file()]
