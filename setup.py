@@ -18,14 +18,13 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 SHIPPED = (
-    "patches",
-    "examples",
-    "docs",
-    "scripts/apply_patches.sh",
-    "scripts/prepare_corpus.py",
-    "scripts/lib/version.sh",
-    "scripts/slurm",
+    *("patches", "examples", "docs", "scripts/slurm", "scripts/apply_patches.sh", "scripts/prepare_corpus.py"),
+    *("scripts/lib/version.sh", "scripts/lib/gpu_ranks.py", "scripts/lib/gpu_training.py"),
+    *("scripts/gpu_checks.sh", "scripts/gpu_checks.py"),
+    # What the GPU checks open groups with, and what they are rehearsed on.
+    *("tests/__init__.py", "tests/doubles/__init__.py", "tests/doubles/epoch.py", "tests/doubles/nccl"),
 )
+"""No other tests: they are of a checkout.  MANIFEST.in has a line for each, for an sdist."""
 LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?://|#)([^)]+)\)")
 
 
@@ -47,9 +46,12 @@ class Build(build_py):
     """Puts ``SHIPPED`` into a wheel; an editable installation has the tree itself."""
 
     def run(self) -> None:
-        super().run()
         if self.editable_mode:
+            super().run()
             return
+        # What an earlier build has left here would be in the wheel, whether it is still in the tree or not.
+        shutil.rmtree(Path(self.build_lib) / "recover_megatron", ignore_errors=True)
+        super().run()
         for name in SHIPPED:
             source, target = HERE / name, Path(self.build_lib) / "recover_megatron" / "shipped" / name
             target.parent.mkdir(parents=True, exist_ok=True)

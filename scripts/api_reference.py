@@ -9,10 +9,12 @@ Every module is imported, so it needs what training needs.  Exit status: 0; 1 wh
 from __future__ import annotations
 
 import argparse
+import inspect
 import pkgutil
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pdoc.doc
 import pdoc.render
@@ -29,12 +31,25 @@ def modules() -> list[str]:
     return ["recover_megatron", *(module.name for module in inside if not module.name.endswith(".__main__"))]
 
 
+def resolvable(module: ModuleType) -> None:
+    """Have pdoc find two kinds of names in annotations, which it looks up in the module that a function says it is of:
+    a class's type parameters, and what the constructor of a NamedTuple uses, which says that it is of none."""
+    for item in list(vars(module).values()):
+        if inspect.isclass(item) and item.__module__ == module.__name__:
+            if issubclass(item, tuple):
+                item.__new__.__module__ = module.__name__
+            for parameter in item.__type_params__:
+                vars(module).setdefault(parameter.__name__, parameter)
+
+
 def write(folder: Path) -> list[str]:
     """Write all pages; returns pdoc's warnings."""
     pdoc.render.configure(docformat="restructuredtext", show_source=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         documented = {name: pdoc.doc.Module.from_name(name) for name in modules()}
+        for module in documented.values():
+            resolvable(module.obj)
         for name, module in documented.items():
             page = folder / f"{name.replace('.', '/')}.html"
             page.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,8 @@
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+me=scripts/apply_patches.sh
+if [[ ! -e $root/pyproject.toml ]]; then me='recover-tools patch'; fi # in an installed package
 
 say() { printf 'apply_patches: %s\n' "$*"; }
 die() {
@@ -22,7 +24,7 @@ die() {
     exit "$1"
 }
 
-usage() { sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
+usage() { sed -n "2,/^set /{/^set /d; s/^# \{0,1\}//; s|scripts/apply_patches.sh|$me|; p;}" "${BASH_SOURCE[0]}"; }
 
 # Sets check, reverse, checkout.
 read_arguments() {
@@ -41,7 +43,7 @@ read_arguments() {
                 ;;
         esac
     done
-    [[ -n $checkout ]] || die 2 'which checkout? scripts/apply_patches.sh [--check] [--reverse] CHECKOUT'
+    [[ -n $checkout ]] || die 2 "which checkout? $me [--check] [--reverse] CHECKOUT"
     [[ -f $checkout/megatron/core/package_info.py ]] ||
         die 2 "$checkout is no Megatron-LM checkout: it has no megatron/core/package_info.py"
     checkout=$(cd -- "$checkout" && pwd -P)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # Python's own doing, but for PYTHONSAFEPATH
 
 import torch
 from lib.gpu_ranks import kills, one_queue, two
@@ -68,7 +69,9 @@ def why_not() -> tuple[str, int, int]:
 
 def main() -> int:
     """Run the checks and print the table; the exit status."""
-    parser = argparse.ArgumentParser(prog="gpu_checks.sh", description="Check recover_megatron on NVIDIA GPUs.")
+    tree = Path(__file__).resolve().parents[1].joinpath("pyproject.toml").is_file()
+    prog = "gpu_checks.sh" if tree else "recover-tools gpu-checks"
+    parser = argparse.ArgumentParser(prog=prog, description="Check recover_megatron on NVIDIA GPUs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
     parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check recover_megatron on one NVIDIA GPU, in under 10 minutes, and print a table: check | result | seconds | number.
 #
-#   scripts/gpu_checks.sh [--keep DIR [--resume]] | --help
+#   scripts/gpu_checks.sh [--keep DIR [--resume]] | --help       of an installed package: recover-tools gpu-checks ...
 #
 # DIR: logs, runs and results, to be sent with the table; --resume: only the checks that have not passed there yet.
 # Exit status: 0 all that could be run passed, 1 one failed, 3 nothing could be run (no GPU).

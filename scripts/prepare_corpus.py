@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -39,7 +40,8 @@ FORMAT = 2
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
 SPLITS = ("train", "valid")
-LIBRARY_OUT = Path(__file__).resolve().parents[1] / "data" / "stdlib"
+_ROOT = Path(__file__).resolve().parents[1]
+LIBRARY_OUT = _ROOT / "data" / "stdlib"
 INPUT_OUT = LIBRARY_OUT.with_name("mine")
 _SNIFFED_BYTES = 8192
 
@@ -293,6 +295,7 @@ def _line_end(document: bytes, near: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status: 0, or 1 for an error that is told on stderr."""
     parser = argparse.ArgumentParser(
+        prog=None if (_ROOT / "pyproject.toml").is_file() else "recover-tools corpus",  # in an installed package
         description="Make a corpus of real text, byte-level, that Megatron trains on.",
         epilog="Text goes through byte by byte, whatever its encoding. In JSON lines (.jsonl, .ndjson) every line is a "
         "document; any other file is one document. Binary files in folders are left out.",
@@ -300,7 +303,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--input", type=Path, nargs="+", metavar="PATH", help="text files, folders, .jsonl files")
     parser.add_argument("--json-key", default="text", help="where the text of a JSON line is (default: text)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: data/stdlib, or data/mine with --input")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="default: data/stdlib, or data/mine with --input; of recover-tools corpus: data/corpus",
+    )
     parser.add_argument("--max-mib", type=float, help="take only so much text, in whole documents")
     parser.add_argument("--valid-percent", type=float, default=5, help="documents for validation (default: 5)")
     args = parser.parse_args(argv)
@@ -325,6 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{corpus['unigram_entropy_nats']['valid_under_train']:.3f} nats, in {args.out}"
         + (" (up to date)" if reused else "")
     )
+    if argv is None:
+        print(f"corpus: the flags to train on it: {shlex.join(corpus['megatron_flags'])}")
     return 0
 
 

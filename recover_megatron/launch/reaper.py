@@ -152,8 +152,9 @@ class Reaper:
     def _start(self) -> None:
         """Raises OSError where it cannot be started."""
         self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # No variable of the launch: the reaper must not find itself.
-        environment = {"PATH": os.environ.get("PATH", os.defpath)}
+        # No variable of the launch: the reaper must not find itself.  Some Pythons find their library by the second.
+        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+        environment = {"PATH": os.defpath, **kept}
         try:
             pid = os.posix_spawn(
                 sys.executable,

@@ -1,9 +1,9 @@
 """recover-tools: what comes with the package beside its modules, found wherever it is installed.
 
 recover-tools                        what there is, and where
-recover-tools corpus [OPTIONS]       a small corpus to train on            (scripts/prepare_corpus.py)
-recover-tools patch CHECKOUT         have a Megatron-LM checkout take --recover  (scripts/apply_patches.sh)
-recover-tools gpu-checks [OPTIONS]   check a GPU; needs the source tree    (scripts/gpu_checks.sh)
+recover-tools corpus [OPTIONS]       make a small corpus to train on, in data/corpus
+recover-tools patch CHECKOUT         have a Megatron-LM checkout take --recover
+recover-tools gpu-checks [OPTIONS]   check the GPUs of this machine, with this Python and its torch
 recover-tools copy slurm FOLDER      copy files to edit: slurm, examples, patches, docs
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,17 +37,11 @@ def root() -> Path:
 
 
 def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:
-    """The words to execute.  Raises FileNotFoundError, which says what to do, for what is in the source tree alone."""
+    """The words to execute."""
     interpreter, script = RUN[command]
-    if not (files / script).is_file():
-        raise FileNotFoundError(
-            f"{command} needs the source tree, with its tests: unpack it, and there type bash {script}"
-        )
-    given = list(arguments)
-    asks = {"-h", "--help", "--version"} & set(given)
-    if command == "corpus" and not asks and not any(word.split("=")[0] == "--out" for word in given):
-        given += ["--out", "data/corpus"]  # its own default is a folder of the source tree
-    return [interpreter, str(files / script), *given]
+    # Its own default is a folder of the source tree.
+    default = ["--out", "data/corpus"] if command == "corpus" else []
+    return [interpreter, str(files / script), *default, *arguments]
 
 
 def listed(files: Path) -> str:
@@ -54,12 +49,15 @@ def listed(files: Path) -> str:
     return "\n".join(["recover-tools copy NAME FOLDER copies one of these:", *lines, "", str(__doc__).strip()])
 
 
-def _copy(name: str, folder: Path, files: Path) -> int:
+def copy(name: str, folder: Path, files: Path) -> int:
+    """Put a copy that may be edited into ``folder``; the exit status."""
     if (folder / name).exists():
         print(f"recover-tools: error: {folder / name} is there already: name another folder", file=sys.stderr)
         return 2
     try:
         shutil.copytree(files / COPIED[name], folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (folder / name, *(folder / name).rglob("*")):
+            path.chmod(path.stat().st_mode | stat.S_IWUSR)  # to be edited, wherever the package may only be read
     except OSError as error:  # shutil's own has a list of all that failed
         why = error.strerror or error.args[0][0][2]
         print(f"recover-tools: error: {folder / name} cannot be written: {why}", file=sys.stderr)
@@ -73,11 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     files = root()
     if given and given[0] in RUN:
-        try:
-            words = words_of(given[0], given[1:], files)
-        except FileNotFoundError as error:
-            print(f"recover-tools: error: {error}", file=sys.stderr)
-            return 2
+        words = words_of(given[0], given[1:], files)
+        os.environ.setdefault("RECOVER_GPU_PYTHON", sys.executable)  # not that of a .venv, which may have another torch
         sys.stdout.flush()
         os.execvp(words[0], words)
     parser = argparse.ArgumentParser(
@@ -87,12 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in RUN:
         commands.add_parser(name, add_help=False)
-    copy = commands.add_parser("copy")
-    copy.add_argument("name", choices=sorted(COPIED))
-    copy.add_argument("folder", type=Path)
+    copies = commands.add_parser("copy")
+    copies.add_argument("name", choices=sorted(COPIED))
+    copies.add_argument("folder", type=Path)
     args = parser.parse_args(given)
     if args.command == "copy":
-        return _copy(args.name, args.folder, files)
+        return copy(args.name, args.folder, files)
     print(listed(files))
     return 0
 

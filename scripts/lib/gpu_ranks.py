@@ -35,12 +35,13 @@ from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.groups import open_native
 from recover_megatron.collectives.nccl.renewal import Keeper
-from tests.collectives.together import SECRET, PlainEpoch
+from tests.doubles.epoch import PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 
 ELEMENTS, BUCKETS, PATTERN = 1 << 20, 4, 97
 PATIENCE, STARTING, FIRES, COUNTING = 60.0, 180.0, 3.0, 20.0
 """Seconds in which a rank answers, has the device, a kernel that waits for nothing ends; for which deaths go on."""
+SECRET = b"of ranks that only this machine reaches"
 Values = dict[str, Any]
 
 

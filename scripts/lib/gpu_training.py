@@ -25,14 +25,19 @@ from pathlib import Path
 
 from recover_megatron.report.run_dir import compare
 from recover_megatron.run_log.steps import StepRecord, read_steps, violations
-from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 ROOT = Path(__file__).resolve().parents[2]
+"""The source tree, or what an installed package has beside its modules."""
 ROUNDING = 1e-4
 """Relative difference of a loss or a norm, above which the order of additions explains nothing."""
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
 """For those who are hosts of their own to NCCL, which then takes several on one GPU; beside NCCL_HOSTID."""
-TINY = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, *"--micro-batch-size 1 --global-batch-size 12 --train-iters 6".split()]
+TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2
+    --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 --mock-data --split 99,1,0
+    --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-bias-gelu-fusion --no-bias-dropout-fusion --attention-softmax-in-fp32 --num-workers 0 --log-interval 1
+    --eval-interval 1000 --eval-iters 0 --micro-batch-size 1 --global-batch-size 12 --train-iters 6""".split()
 BUSY = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512
     --ddp-bucket-size 1250000"""
 """Enough to keep a GPU behind its host."""
@@ -93,7 +98,7 @@ class Training:
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         device, backend = ("cpu", "gloo") if self.place.rehearse else ("cuda", "nccl")
-        argv = [OURS, *self.flags, "--distributed-backend", backend, "--recover-device", device]
+        argv = ["pretrain_gpt_recover.py", *self.flags, "--distributed-backend", backend, "--recover-device", device]
         argv += ["--recover", "--recover-log-dir", str(self.folder / "recover")] if self.recover else []
         argv += ["--recover-inject", self.inject] if self.inject else []
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, Known
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.transport.interface import StagedTransport
 from recover_megatron.collectives.transport.tcp import TcpTransport
+from tests.doubles.epoch import PlainEpoch
 from tests.harness.patience import patient
 
 SECRET = b"the secret of a test"
@@ -30,33 +30,6 @@ class Dictionary(Known):
 
     def set(self, key: str, value: str) -> None:
         self._values[key] = value
-
-
-class PlainEpoch:
-    """An epoch that the test ends."""
-
-    def __init__(self, number: int, members: list[int], me: int) -> None:
-        self.number = number
-        self.members = members
-        self.me = me
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[str], None]] = []
-        self._reason: str | None = None
-
-    def on_revoke(self, callback: Callable[[str], None]) -> None:
-        with self._lock:
-            if self._reason is None:
-                self._callbacks.append(callback)
-                return
-        callback(self._reason)
-
-    def revoke(self, reason: str) -> None:
-        with self._lock:
-            if self._reason is not None:
-                return
-            self._reason, callbacks = reason, self._callbacks
-        for callback in callbacks:
-            callback(reason)
 
 
 def _staged(*place: Any, **options: Any) -> StagedTransport:

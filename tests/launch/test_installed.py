@@ -1,7 +1,7 @@
 """From an installed wheel, outside of the checkout: recover-run finds the training script that comes with it."""
 
-import os
 import shutil
+import stat
 import subprocess
 import sys
 import tomllib
@@ -14,12 +14,15 @@ from packaging.version import Version
 
 from recover_megatron import __version__
 from recover_megatron.launch import readers
+from recover_megatron.tools import __main__ as tools
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
 
 pytestmark = pytest.mark.xdist_group("installed")
 
 NAME = "pretrain_gpt_recover.py"
+STALE = "of_an_earlier_build.py"
+"""A module that was removed since then."""
 REFUSED = ["--recover"]
 REFUSAL = f"{NAME}: error: Megatron 0.16.1 in"
 """By the script, of the Megatron beside it in ``site``, before it imports it."""
@@ -31,8 +34,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml", "README.md", NAME):
         shutil.copy(REPOSITORY / name, source)
-    for folder in ("recover_megatron", "patches", "scripts", "examples", "docs"):
+    for folder in ("recover_megatron", "patches", "scripts", "examples", "docs", "tests/doubles"):
         shutil.copytree(REPOSITORY / folder, source / folder)
+    (source / "tests" / "__init__.py").touch()
+    earlier = source / "build" / "lib" / "recover_megatron" / STALE
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
     target = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
@@ -45,8 +52,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run_installed(site: Path, folder: Path, command: str, *argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return python(site / "bin" / command, *argv, cwd=folder, path=site)
+def run_installed(
+    site: Path, folder: Path, command: str, *argv: str | Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return python(site / "bin" / command, *argv, cwd=folder, path=site, seconds=300, **environment)
 
 
 @pytest.mark.slow
@@ -77,6 +86,7 @@ def test_the_wheel_has_the_version_the_commands_and_the_data_files(site: Path) -
     }
     assert (site / NAME).is_file()
     assert not (site / "tests").exists()
+    assert not (site / "recover_megatron" / STALE).exists()
     package = REPOSITORY / "recover_megatron"
     files = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
     missing = [path for path in files if "__pycache__" not in path.parts and not (site / package.name / path).is_file()]
@@ -85,19 +95,39 @@ def test_the_wheel_has_the_version_the_commands_and_the_data_files(site: Path) -
 
 @pytest.mark.slow
 def test_what_comes_beside_the_modules_is_found_in_any_folder(site: Path, tmp_path: Path) -> None:
-    tools = partial(run_installed, site, tmp_path, "recover-tools")
-    listed = tools()
+    typed = partial(run_installed, site, tmp_path, "recover-tools")
+    listed = typed()
     assert listed.returncode == 0, listed.stderr
     assert str(site / "recover_megatron" / "shipped" / "scripts" / "slurm") in listed.stdout
-    assert tools("copy", "slurm", tmp_path / "mine").returncode == 0
-    assert os.access(tmp_path / "mine" / "slurm" / "recover.sbatch", os.R_OK)
-    assert "is there already" in tools("copy", "slurm", tmp_path / "mine").stderr
-    assert tools("patch", "--version").stdout == f"apply_patches.sh {__version__}\n"
-    assert "is no Megatron-LM checkout" in tools("patch", tmp_path).stderr
-    assert tools("corpus", "--version").stdout == f"prepare_corpus.py {__version__}\n"
-    checks = tools("gpu-checks")
-    assert checks.returncode == 2
-    assert "needs the source tree" in checks.stderr
+    assert typed("copy", "slurm", tmp_path / "mine").returncode == 0
+    assert (tmp_path / "mine" / "slurm" / "recover.sbatch").is_file()
+    assert "is there already" in typed("copy", "slurm", tmp_path / "mine").stderr
+    assert typed("patch", "--version").stdout == f"apply_patches.sh {__version__}\n"
+    assert "is no Megatron-LM checkout" in typed("patch", tmp_path).stderr
+    assert "recover-tools patch --check CHECKOUT" in typed("patch", "--help").stdout
+    assert typed("corpus", "--version").stdout == f"recover-tools corpus {__version__}\n"
+
+
+@pytest.mark.slow
+def test_the_gpu_checks_of_a_wheel_run(site: Path, tmp_path: Path) -> None:
+    """All that they need is in it: without a GPU they say so, on the host device they pass."""
+    checks = partial(run_installed, site, tmp_path, "recover-tools", "gpu-checks")
+    none = checks(CUDA_VISIBLE_DEVICES="", PYTHONSAFEPATH="1")
+    assert none.returncode == 3, none.stderr
+    assert none.stdout.count("not run: no CUDA device") == 9
+    rehearsed = checks("--rehearse", "--only", "2 ranks", "--seconds", "3000")
+    assert rehearsed.returncode == 0, rehearsed.stdout + rehearsed.stderr
+    assert "| ok |" in rehearsed.stdout
+
+
+def test_what_is_copied_can_be_edited_where_the_package_may_only_be_read(tmp_path: Path) -> None:
+    theirs = tmp_path / "shipped" / "scripts" / "slurm"
+    theirs.mkdir(parents=True)
+    (theirs / "run.sh").touch(0o555)
+    theirs.chmod(0o555)
+    assert tools.copy("slurm", tmp_path, tmp_path / "shipped") == 0
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "slurm", tmp_path / "slurm" / "run.sh")]
+    assert modes == [0o755, 0o755]
 
 
 @pytest.mark.slow

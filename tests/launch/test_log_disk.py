@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from recover_megatron.report.run_dir import read_run
 from tests.harness.processes import mount
+from tests.harness.waiting import DEADLINE
 from tests.launch.conftest import Bench
 
 WORKER = """
@@ -84,10 +90,43 @@ def fill(logs: Path) -> Callable[[], None]:
 
 
 def make_read_only(logs: Path) -> Callable[[], None]:
-    """What is open can be written on, nothing can be opened, made or replaced; returns what undoes it."""
-    mount("--bind", logs, logs)
-    mount("-o", "remount,bind,ro", logs)
+    """What is open can be written on, nothing can be opened, made or replaced; returns what undoes it.
+
+    The disk is made read-only in another place and laid over ``logs`` then: a mount on which anybody has opened a file
+    to write cannot become read-only.
+    """
+    other = logs.with_name("read-only")
+    other.mkdir()
+    mount("--bind", logs, other)
+    mount("-o", "remount,bind,ro", other)
+    mount("--bind", other, logs)
+    subprocess.run(["umount", other], check=True)
     return lambda: subprocess.run(["umount", "-l", logs], check=True)
+
+
+def test_a_disk_becomes_read_only_while_files_are_opened_on_it(disk: Path) -> None:
+    """As a run does all the time: here some are open at every moment."""
+
+    stop = threading.Event()
+
+    def opens() -> int | None:
+        kept = deque[IO[str]](maxlen=10)
+        try:
+            while not stop.is_set():
+                kept.append((disk / "replaced").open("w"))
+        except OSError as error:
+            return error.errno
+        return None
+
+    with ThreadPoolExecutor() as pool:
+        refused = pool.submit(opens)
+        try:
+            undo = make_read_only(disk)
+            assert refused.result(DEADLINE) == errno.EROFS
+        finally:
+            stop.set()
+    undo()
+    (disk / "replaced").write_text("room")
 
 
 LAST = {"events.jsonl", "steps.jsonl"}

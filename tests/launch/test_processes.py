@@ -30,7 +30,7 @@ from recover_megatron.launch.processes import (
     spawn,
 )
 from recover_megatron.launch.reaper import Reaper, beat
-from tests.harness.processes import children
+from tests.harness.processes import children, environment
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,17 @@ def test_a_reaper_that_cannot_be_replaced_is_tried_again_and_ends_nothing(monkey
         "is tried again and again",
         f"the reaper (pid {first}) was killed; a new one (pid {reaper.pid}) took its place",
     ]
+    reaper.finish()
+    loop.close()
+
+
+def test_a_reaper_starts_where_python_finds_its_library_by_a_variable_and_has_no_secret(monkeypatch, tmp_path):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("RECOVER_SECRET", "not for the reaper")
+    loop = EventLoop()
+    reaper = Reaper(loop, "a launch of this test", print)
+    given = environment(reaper.pid)
+    assert given == {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}
     reaper.finish()
     loop.close()
 
