@@ -46,7 +46,9 @@ SECONDS = 30.0
 LAST_SECONDS = 3.0
 """How long, at the end, the command may take for the events that are left."""
 MOST = 1000
-UNTOLD = ("commit", "attached", "join", "spawned", "witness", "complaint", "listening")
+UNTOLD = (
+    "commit", "attached", "join", "spawned", "witness", "complaint", "listening", "unproved_closed",
+)  # fmt: skip
 """Events of every run and every second, of which the command is not told."""
 
 
