@@ -1,10 +1,11 @@
 """The process that watches a run for others: Prometheus, node-exporter's textfile, a command for events.
 
-recover-run starts it beside the coordinator where a flag asks for any of it, and ends it (SIGTERM) with the launch. It
-asks the coordinator as an observer and reads the log folder, so the training knows nothing of it and never waits.
+recover-run starts it beside the coordinator where a flag asks for any of it, and tells it by a pipe that the launch
+ends. It asks the coordinator as an observer and reads the log folder, so the training knows nothing of it and never
+waits.
 
     every ``INTERVAL``:  look, read --> registry (served by HTTP), textfile (replaced), events (to the command)
-    SIGTERM:             the same once more, then the end
+    a word in the pipe:  the same once more, then the end; signals, which may be meant for the workers, do nothing
 
 The command gets one event at a time, as a JSON object on its stdin.  It is killed, with its whole process group, after
 ``SECONDS``; where ``MOST`` events wait for it another one is dropped.  A line says so, and not again until it has gone
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import queue
+import select
 import shlex
 import signal
 import subprocess
@@ -126,6 +128,7 @@ class Exporter:
         self._history.begin()
         self._hook = EventHook(args.on_event, log.warning) if args.on_event else None
         self._textfile: Path | None = args.textfile
+        self._end_fd: int = args.end_fd
         self._collector: Any = None
         self._over: RunStatus | None = None
         self._word = ""
@@ -167,7 +170,7 @@ class Exporter:
     def _status(self, last: bool) -> RunStatus | None:
         if self._over is not None:
             return self._over  # a candidate that does not lead may be left, and knows nothing of it
-        if last and (over := ending(self._folder)) is not None:
+        if last and (over := ending(self._folder) or self._told_by_launcher()) is not None:
             self._over = over
             return over
         try:
@@ -176,6 +179,11 @@ class Exporter:
             return None
         self._over = status if status.code is not None else None
         return status
+
+    def _told_by_launcher(self) -> RunStatus | None:
+        """How the launch has ended, if it was the launcher that ended it."""
+        how = json.loads(os.read(self._end_fd, 1 << 16) or "null")
+        return how and RunStatus(str(self._folder), "stopped", code=how["code"], reason=how["reason"])
 
     def _write_textfile(self) -> None:
         if self._textfile is None:
@@ -211,17 +219,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--textfile", type=Path)
     parser.add_argument("--on-event", default="")
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # for the workers: SLURM sends them to every process of a step
-        signal.signal(number, signal.SIG_IGN)
-    exporter = Exporter(parser.parse_args(argv))
-    while not ended.is_set():
+    parser.add_argument("--end-fd", type=int, required=True, help="pipe in which the launcher tells that it ends")
+    for number in _SENT_TO_ALL:  # by a function, so that the command has them as they are at first
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    args = parser.parse_args(argv)
+    exporter = Exporter(args)
+    exporter.look()
+    while not select.select([args.end_fd], [], [], INTERVAL)[0]:
         exporter.look()
-        ended.wait(INTERVAL)
     exporter.look(last=True)
     exporter.close()
     return 0
+
+
+_SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What SLURM, for one, sends to every process of a step; the launcher decides when it is over."""
 
 
 if __name__ == "__main__":
