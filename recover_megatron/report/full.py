@@ -180,7 +180,7 @@ def _trace(folder: Path, out: Path) -> int:
         _write(out, json.dumps(made))
     except OSError as error:
         return _refuse(f"cannot write {out}: {error.strerror}")
-    _say(f"{out}: {len(made['traceEvents'])} entries; open it in chrome://tracing or https://ui.perfetto.dev")
+    _say(f"{out}: {len(made['traceEvents'])} entries; open it in https://ui.perfetto.dev")
     return 0
 
 

@@ -146,7 +146,7 @@ def test_of_a_launch_into_the_folder_of_another_nothing_is_told_that_the_other_h
     history.read()
     collector.put(seen().with_files(history.training(BEGUN + 80), {}))
     assert samples(collector)["recover_iteration",] == 22
-    assert [event["event"] for event in history.news] == ["start"]
+    assert [(event["file"], event["event"]) for event in history.news] == [("events.jsonl", "start")]
 
 
 def test_a_coordinator_that_does_not_answer_is_down_and_its_last_word_stays(collector: RunCollector) -> None:
