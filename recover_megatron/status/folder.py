@@ -206,7 +206,7 @@ class History:
 
     def _forget_steps(self) -> None:
         self.recent: deque[RecentStep] = deque(maxlen=RECENT + 1)
-        self._worked: list[tuple[int, float]] = []  # by step of this launch: (replicas, seconds)
+        self._worked: dict[int, float] = {}  # replicas -> seconds of this launch's steps with so many
 
     def _forget_events(self) -> None:
         self.recovered: list[tuple[float, Sequence[int]]] = []
@@ -246,7 +246,7 @@ class History:
             case "start":
                 self.start = event
                 self._forget_events()
-                self._worked = []
+                self._worked = {}
             case "plan":
                 if event.get("lost_replicas"):
                     self.recovered.append((_number(event.get("time")) or 0.0, event.get("lost_workers", ())))
@@ -265,7 +265,8 @@ class History:
             return
         self.recent.append(RecentStep(**known))
         if self.start is None or known["iteration"] >= self.start.get("iteration", 0):
-            self._worked.append((known["replicas"], known["seconds"]))
+            replicas = known["replicas"]
+            self._worked[replicas] = self._worked.get(replicas, 0.0) + known["seconds"]
 
     def _note(self, event: Record, path: Path) -> None:
         self.news.append({"file": path.name, **event})
@@ -305,7 +306,7 @@ class History:
         if self.start is None or now <= self.start["time"] or not self.start.get("replicas"):
             return None
         of = len(self.start["replicas"])
-        work = sum(min(1.0, replicas / of) * seconds for replicas, seconds in self._worked) - self._recovering
+        work = sum(min(1.0, replicas / of) * seconds for replicas, seconds in self._worked.items()) - self._recovering
         return min(1.0, max(0.0, work / (now - self.start["time"])))
 
 
