@@ -37,8 +37,17 @@ def parse_addresses(text: str) -> list[tuple[str, int]]:
 
 def metrics_address(text: str) -> tuple[str, int]:
     """The address of ``PORT`` (on loopback) or ``HOST:PORT``; ValueError for anything else."""
-    host, port = parse_addresses(text if ":" in text else f"127.0.0.1:{text}")[0]
+    try:
+        [(host, port)] = parse_addresses(text if ":" in text else f"127.0.0.1:{text}")
+    except ValueError:
+        raise ValueError("give a port (1 to 65535) or HOST:PORT ([HOST]:PORT for IPv6)") from None
     return host, port
+
+
+def some_path(text: str) -> None:
+    """Raises ValueError for none."""
+    if not text:
+        raise ValueError("give the path of a file")
 
 
 def words_of(text: str) -> list[str]:
@@ -253,6 +262,7 @@ class RecoverConfig:
         None,
         "write the same to a file every two seconds, for node-exporter's textfile collector (name it *.prom)",
         metavar="PATH",
+        check=some_path,
         docs="[metrics.md](metrics.md)",
     )
     on_event: str | None = option(

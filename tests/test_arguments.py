@@ -94,6 +94,10 @@ def test_the_coordinator_comes_from_the_launcher_unless_the_user_says_otherwise(
         (["--recover-verify-interval", "-5"], "--recover-verify-interval -5: give 0 or more"),
         (["--recover-coordinator", "host"], "'host' is not HOST:PORT"),
         (["--recover-coordinator", "a:1,b:x"], "'b:x' is not HOST:PORT"),
+        (["--recover-metrics", "70000"], "--recover-metrics 70000: give a port (1 to 65535) or HOST:PORT"),
+        (["--recover-metrics", "9400,9401"], "--recover-metrics 9400,9401: give a port (1 to 65535) or HOST:PORT"),
+        (["--recover-metrics-file", ""], "--recover-metrics-file : give the path of a file"),
+        (["--recover-on-event", " "], "--recover-on-event  : give a command"),
     ],
 )
 def test_a_bad_value_is_refused_with_the_remedy(flags: list[str], refusal: str) -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,6 +159,8 @@ class HostedCandidate:
 
 END_SECONDS = 5.0
 """How long it may take to tell of the end of the run."""
+MOST_REASON = 2000
+"""Characters: so that a pipe takes them at once."""
 
 
 @dataclass(eq=False)
@@ -175,6 +177,8 @@ class ExporterProcess:
     _loop: EventLoop
     _say: Callable[[str], None]
     _process: Child | None = None
+    _to: int = -1
+    """The pipe by which it is told that the launch has ended: signals are sent to every process of a SLURM step."""
 
     def start(self, variables: Mapping[str, str]) -> None:
         """``variables``: the addresses of the coordinators and the secret, as workers get them."""
@@ -186,19 +190,26 @@ class ExporterProcess:
             self._say("no metrics and events of this run: they are read from its files, so give recover-run --log-dir")
             return
         command = [*program("recover_megatron.status.exporter"), "--log-dir", str(plan.log_dir), *flags]
-        command += ["--coordinators", variables[COORDINATOR_VARIABLE]]
+        end, self._to = os.pipe()
+        command += ["--coordinators", variables[COORDINATOR_VARIABLE], "--end-fd", str(end)]
         environment = {**self._inherited, **variables, **plan.lines, LAUNCH_ID_VARIABLE: plan.launch_id}
         try:
-            started = spawn(command, environment, sys.stderr.fileno(), sys.stderr.fileno())
+            errors = sys.stderr.fileno()
+            started = spawn(command, environment, errors, errors, inherit=[end], deaf=True)
         except OSError as error:
             self._say(f"no metrics and events of this run: their process cannot be started ({error})")
             return
+        finally:
+            os.close(end)
         self._process = Child(self._loop, started, self._ended)
 
-    def end(self) -> None:
-        """The run is over: let it tell so, for a while."""
+    def end(self, how: tuple[int | None, str] | None) -> None:
+        """The run is over: let it tell so, for a while.  ``how``: the exit code and why, where this launcher knows;
+        a coordinator that has told it as well is believed more, but before the training begins none leads."""
         if self._process is not None:
-            self._process.send(signal.SIGTERM)
+            told = None if how is None else {"code": how[0], "reason": how[1][:MOST_REASON]}
+            with suppress(BrokenPipeError):  # it has ended meanwhile
+                os.write(self._to, json.dumps(told).encode())
             self._process.wait(END_SECONDS)
             self._process.forget()
             self._process = None  # what is left of it ends with the launch

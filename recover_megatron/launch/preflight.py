@@ -83,7 +83,8 @@ def _faults(config: RecoverConfig, world: int) -> list[str]:
 def _metrics(config: RecoverConfig) -> list[str]:
     if not (config.metrics or config.metrics_file) or importlib.util.find_spec("prometheus_client"):
         return []
-    return ["--recover-metrics needs the Python package prometheus-client: pip install 'recover-megatron[metrics]'"]
+    flag = "--recover-metrics" if config.metrics else "--recover-metrics-file"
+    return [f"{flag} needs the Python package prometheus-client: pip install 'recover-megatron[metrics]'"]
 
 
 def _layout(script_args: Sequence[str], world: int) -> list[str]:

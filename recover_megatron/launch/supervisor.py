@@ -345,7 +345,10 @@ class Supervisor:
         verdict = self._conclusion.verdict() if self._code is None else None
         if self._code is not None:
             self._control.stopped()
-        self._exporter.end()
+        stopped = self._code is not None and self._code != START_AGAIN
+        # Of several nodes others may go on without this launcher, if the training has begun.
+        known = stopped and (self._plan.nnodes == 1 or self._start_up.under_way)
+        self._exporter.end((self._code, self._why) if known else None)
         self._control.end_candidates()
         self._table.abandon(self._table.live)
         if left := self._subreaper.kill_all(self._plan.launch_id, self._reaper.spared):

@@ -61,6 +61,9 @@ class Records:
         """That of the steps in ``_lines``."""
         self._first = True
         """Whether no step of this run can have been written yet, for all that this worker knows."""
+        self._epoch = 0
+        self._recoveries = 0
+        """Losses of replicas since the last step that was over."""
         self._left_out = (-1, 0)
         """An iteration that this worker has made, and how many samples had been left out until then."""
 
@@ -70,7 +73,8 @@ class Records:
 
     def step(self, recovery: Recovery, outcome: Outcome, result: tuple[Any, ...], seconds: float) -> None:
         """A step is over: ``result`` is what train_step returned."""
-        _to_megatrons_writers(recovery, outcome)
+        _to_megatrons_writers(recovery, outcome, seconds, self._recoveries)
+        self._recoveries = 0
         args = get_args()
         iteration = args.curr_iteration + 1
         skipped = skipped_before(iteration, args.iteration, to_skip())
@@ -107,7 +111,10 @@ class Records:
 
     def planned(self, recovery: Recovery) -> None:
         """A new epoch: a worker that has become the writer adds what the lost one left out: no other step may come."""
-        self._follow(recovery.assignment.decision.timeline)
+        decision, failure = recovery.assignment.decision, recovery.planner.lost
+        self._recoveries += decision.epoch != self._epoch and failure is not None and bool(failure.replicas)
+        self._epoch = decision.epoch
+        self._follow(decision.timeline)
         if not self._writes(recovery):
             if self._file is not None:
                 self._file.give_up()
@@ -212,14 +219,29 @@ def _still_in(recovery: Recovery) -> bool:
     return True
 
 
-def _to_megatrons_writers(recovery: Recovery, outcome: Outcome) -> None:
-    """Scalars for TensorBoard and W&B, on the rank that has Megatron's writers."""
-    scalars = {
-        "recover/replicas": float(len(recovery.assignment.decision.replicas)),
-        "recover/spares": float(len(recovery.assignment.decision.spares)),
-        "recover/epoch": float(recovery.assignment.decision.epoch),
-        "recover/recovery-seconds": sum(outcome.seconds.values()),
+def _to_megatrons_writers(recovery: Recovery, outcome: Outcome, seconds: float, recoveries: int) -> None:
+    """Scalars for TensorBoard and W&B, on the rank that has Megatron's writers: the names are those of docs/metrics.md.
+
+    What is a counter there is here how much this iteration has added to it: a worker that writes from now on knows no
+    sums.
+    """
+    decision, launched = recovery.assignment.decision, recovery.assignment.grid.launched
+    recovering = sum(outcome.seconds.values())
+    share = min(1.0, len(outcome.counted) / launched) * max(0.0, 1.0 - recovering / seconds)
+    numbers = {
+        "replicas": len(decision.replicas),
+        "replicas_of_launch": launched,
+        "workers_live": sum(map(len, decision.grid.values())) + len(decision.spares),
+        "spares": len(decision.spares),
+        "epoch": decision.epoch,
+        "recoveries": recoveries,
+        "microbatches_rerun": sum(map(len, outcome.reran.values())),
+        "iteration_seconds": seconds,
+        "goodput_ratio": share,
+        "recovery_seconds": recovering,
+        **{f"recovery_seconds/{phase}": value for phase, value in outcome.seconds.items()},
     }
+    scalars = {f"recover/{name}": float(value) for name, value in numbers.items()}
     iteration = get_args().curr_iteration + 1
     if board := get_tensorboard_writer():
         for name, value in scalars.items():

@@ -172,11 +172,15 @@ def _trace(folder: Path, out: Path) -> int:
         workers, coordinators, _ = read_run_events(folder)
         if not workers and not coordinators:
             raise NotARun(f"{folder} has no events of a run")
-        made = trace(workers, coordinators)
-        out.write_text(json.dumps(made), encoding="utf-8")
+        with _schema(folder):
+            made = trace(workers, coordinators, folder.resolve().name)
     except (NotARun, OSError, ValueError) as error:
         return _refuse(error)
-    _say(f"{out}: {len(made['traceEvents'])} entries; open it in chrome://tracing or https://ui.perfetto.dev")
+    try:
+        _write(out, json.dumps(made))
+    except OSError as error:
+        return _refuse(f"cannot write {out}: {error.strerror}")
+    _say(f"{out}: {len(made['traceEvents'])} entries; open it in https://ui.perfetto.dev")
     return 0
 
 

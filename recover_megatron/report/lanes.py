@@ -7,8 +7,9 @@ Colours are classes of the page's style, so that they follow the reader's light 
 
 ``trace``, for ``recover-report --trace FILE``: the recoveries of a run in the Chrome trace format.
 
-    coordinators   a lane each: faults and revokes at their moment, each rendezvous from its revoke to its plan
     training       the phases of each recovery, one behind the other, by the account of the worker that wrote it
+    coordinator n  faults and revokes at their moment, each rendezvous from its revoke to its plan
+    worker n       what it was when (``stretches``), in the last launch
 
 Times are of the host that wrote each file: lanes of different hosts are apart by what their clocks are.
 """
@@ -286,16 +287,40 @@ def _were(kind: str, found: Sequence[Stretch]) -> str:
 
 
 _TRAINING = 1
+_COORDINATORS = 2
+"""The lane of coordinator 0; the others follow."""
+_RUN, _WORKERS = 1, 2
+"""Groups of lanes, which the format calls processes; its threads are lanes.  0 is none that every viewer shows."""
 _MOMENTS = ("fault", "revoke", "exception", "give_up", "stalled", "lead", "stop")
 Entry = Mapping[str, Any]
 
 
-def trace(workers: Sequence[Event], coordinators: Sequence[Event]) -> dict[str, Any]:
-    """The object that the file has; empty of events where nothing happened."""
-    lanes = {name: 2 + n for n, name in enumerate(sorted({event["file"] for event in coordinators}))}
-    entries = [_lane(_TRAINING, "training"), *(_lane(lane, name) for name, lane in lanes.items())]
-    entries += [*_recoveries(workers), *_coordinators(coordinators, lanes)]
+def trace(workers: Sequence[Event], coordinators: Sequence[Event], run: str = "run") -> dict[str, Any]:
+    """The object that the file has; ``run``: the name of its first group."""
+    files = sorted({event["file"] for event in coordinators}, key=lambda name: (len(name), name))
+    lanes = {name: _COORDINATORS + n for n, name in enumerate(files)}
+    entries = [_named("process", _RUN, 0, run), _named("thread", _RUN, _TRAINING, "training")]
+    entries += [_named("thread", _RUN, lane, _coordinator(name)) for name, lane in lanes.items()]
+    entries += [*_recoveries(workers), *_coordinators(coordinators, lanes), *_lives(workers, coordinators)]
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
+
+
+def _coordinator(file: str) -> str:
+    return f"coordinator {file.removeprefix('events-').removesuffix('.jsonl')}"
+
+
+def _lives(workers: Sequence[Event], coordinators: Sequence[Event]) -> Iterator[Entry]:
+    found = stretches(workers, coordinators)
+    hosts = {event["worker"]: event["host"] for event in coordinators if "host" in event and "worker" in event}
+    if found:
+        yield _named("process", _WORKERS, 0, "workers")
+    for worker in sorted({stretch.worker for stretch in found}):
+        yield _named(
+            "thread", _WORKERS, worker, f"worker {worker}" + (f" on {hosts[worker]}" if worker in hosts else "")
+        )
+    for stretch in found:
+        if stretch.kind not in ("gone", "left"):
+            yield _span_of(_WORKERS, stretch.worker, KINDS[stretch.kind], stretch.begin, stretch.end, {})
 
 
 def _recoveries(workers: Sequence[Event]) -> Iterator[Entry]:
@@ -304,9 +329,13 @@ def _recoveries(workers: Sequence[Event]) -> Iterator[Entry]:
         if event["event"] == "recovery":
             phases = {name: float(s) for name, s in event.get("seconds", {}).items()}
             begun = event["time"] - sum(phases.values())
-            yield _trace_event(_TRAINING, f"recovery in iteration {event.get('iteration')}", begun, event["time"], told)
+            name = f"recovery in iteration {event.get('iteration')}"
+            whole = _span_of(_RUN, _TRAINING, name, begun, event["time"], told)
+            yield whole
             for name, seconds in phases.items():
-                yield _trace_event(_TRAINING, name, begun, begun + seconds, {})
+                phase = _span_of(_RUN, _TRAINING, name, begun, begun + seconds, {})
+                # Rounded, it must not reach beyond what it is a part of.
+                yield {**phase, "dur": min(phase["dur"], whole["ts"] + whole["dur"] - phase["ts"])}
                 begun += seconds
         elif event["event"] in ("plan", "checkpoint", "start", "end"):
             yield _moment(_TRAINING, event["event"], event["time"], told)
@@ -317,25 +346,27 @@ def _coordinators(events: Sequence[Event], lanes: Mapping[str, int]) -> Iterator
     for event in events:
         lane = lanes[event["file"]]
         told = {name: value for name, value in event.items() if name not in ("time", "mono")}
+        if event["event"] == "listening":  # another launch counts its epochs anew
+            opened = {key: begun for key, begun in opened.items() if key[0] != event["file"]}
         if event["event"] == "revoke":
             opened[event["file"], event.get("epoch")] = event["time"]
         if event["event"] == "plan":
             begun = opened.pop((event["file"], event.get("epoch")), event["time"])
-            yield _trace_event(lane, f"rendezvous of epoch {event.get('epoch')}", begun, event["time"], told)
+            yield _span_of(_RUN, lane, f"rendezvous of epoch {event.get('epoch')}", begun, event["time"], told)
         elif event["event"] in _MOMENTS:
             name = event["event"] + (f" of worker {event['worker']}" if "worker" in event else "")
             yield _moment(lane, name, event["time"], told)
 
 
-def _trace_event(lane: int, name: str, begun: float, ended: float, args: Entry) -> Entry:
+def _span_of(group: int, lane: int, name: str, begun: float, ended: float, args: Entry) -> Entry:
     micros = round(begun * 1e6)
     duration = round(ended * 1e6) - micros
-    return {"ph": "X", "pid": 0, "tid": lane, "name": name, "ts": micros, "dur": duration, "args": args}
+    return {"ph": "X", "pid": group, "tid": lane, "name": name, "ts": micros, "dur": duration, "args": args}
 
 
 def _moment(lane: int, name: str, at: float, args: Entry) -> Entry:
-    return {"ph": "i", "s": "t", "pid": 0, "tid": lane, "name": name, "ts": round(at * 1e6), "args": args}
+    return {"ph": "i", "s": "t", "pid": _RUN, "tid": lane, "name": name, "ts": round(at * 1e6), "args": args}
 
 
-def _lane(lane: int, name: str) -> Entry:
-    return {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
+def _named(what: str, group: int, lane: int, name: str) -> Entry:
+    return {"ph": "M", "pid": group, "tid": lane, "name": f"{what}_name", "args": {"name": name}}

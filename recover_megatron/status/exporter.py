@@ -1,13 +1,15 @@
 """The process that watches a run for others: Prometheus, node-exporter's textfile, a command for events.
 
-recover-run starts it beside the coordinator where a flag asks for any of it, and ends it (SIGTERM) with the launch. It
-asks the coordinator as an observer and reads the log folder, so the training knows nothing of it and never waits.
+recover-run starts it beside the coordinator where a flag asks for any of it, and tells it by a pipe that the launch
+ends. It asks the coordinator as an observer and reads the log folder, so the training knows nothing of it and never
+waits.
 
     every ``INTERVAL``:  look, read --> registry (served by HTTP), textfile (replaced), events (to the command)
-    SIGTERM:             the same once more, then the end
+    a word in the pipe:  the same once more, then the end; signals, which may be meant for the workers, do nothing
 
 The command gets one event at a time, as a JSON object on its stdin.  It is killed, with its whole process group, after
-``SECONDS``; where ``MOST`` events wait for it another one is dropped, and a line says so.
+``SECONDS``; where ``MOST`` events wait for it another one is dropped.  A line says so, and not again until it has gone
+well; neither does it repeat what else goes wrong with the command.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import queue
+import select
 import shlex
 import signal
 import subprocess
@@ -45,7 +48,9 @@ SECONDS = 30.0
 LAST_SECONDS = 3.0
 """How long, at the end, the command may take for the events that are left."""
 MOST = 1000
-UNTOLD = ("commit", "attached", "join", "spawned", "witness", "complaint", "listening")
+UNTOLD = (
+    "commit", "attached", "join", "spawned", "witness", "complaint", "listening", "unproved_closed",
+)  # fmt: skip
 """Events of every run and every second, of which the command is not told."""
 
 
@@ -60,6 +65,8 @@ class EventHook:
         self._say = say
         self._seconds = seconds
         self._events: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST)
+        self._full = False
+        self._complaint = ""
         self._thread = threading.Thread(target=self._run, daemon=True, name="recover-on-event")
         self._thread.start()
 
@@ -68,22 +75,36 @@ class EventHook:
         try:
             self._events.put_nowait(event)
         except queue.Full:
-            self._say(f"--recover-on-event: {MOST} events wait for the command; one of {event.get('event')} is dropped")
+            if not self._full:
+                self._say(
+                    f"--recover-on-event: {MOST} events wait for the command; others are dropped until it is through"
+                )
+            self._full = True
+        else:
+            self._full = False
 
     def close(self, seconds: float) -> None:
         """No more events; wait for those that are left, ``seconds`` at most."""
         with suppress(queue.Full):
             self._events.put_nowait(None)
         self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._say(
+                f"--recover-on-event: {self._words[0]} was not through with all events {seconds:g} s after the end"
+            )
 
     def _run(self) -> None:
         while (event := self._events.get()) is not None:
             try:
-                self._call(json.dumps(event).encode() + b"\n")
+                complaint = self._call(json.dumps(event).encode() + b"\n")
             except OSError as error:
-                self._say(f"--recover-on-event: {self._words[0]} cannot be run: {error.strerror or error}")
+                complaint = f"cannot be run: {error.strerror or error}"
+            if complaint and complaint != self._complaint:
+                self._say(f"--recover-on-event: {self._words[0]} {complaint}")
+            self._complaint = complaint
 
-    def _call(self, data: bytes) -> None:
+    def _call(self, data: bytes) -> str:
+        """What went wrong; empty: nothing.  Raises OSError where the command cannot be started."""
         process = subprocess.Popen(
             self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -94,10 +115,9 @@ class EventHook:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            self._say(f"--recover-on-event: {self._words[0]} took longer than {self._seconds:g} s and was killed")
-            return
-        if process.returncode:
-            self._say(f"--recover-on-event: {self._words[0]} ended with {process.returncode}")
+            return f"took longer than {self._seconds:g} s and was killed"
+        code = process.returncode
+        return "" if code == 0 else f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
 
 
 class Exporter:
@@ -105,9 +125,10 @@ class Exporter:
         self._folder: Path = args.log_dir
         self._watch = Watch(parse_addresses(args.coordinators), find_secret(os.environ), ANSWER_SECONDS)
         self._history = History(self._folder)
-        self._history.read()  # what was there before is no news
+        self._history.begin()
         self._hook = EventHook(args.on_event, log.warning) if args.on_event else None
         self._textfile: Path | None = args.textfile
+        self._end_fd: int = args.end_fd
         self._collector: Any = None
         self._over: RunStatus | None = None
         self._word = ""
@@ -120,21 +141,21 @@ class Exporter:
 
         from recover_megatron.status.metrics import RunCollector
 
-        self._collector = RunCollector(self._history)
+        self._collector = RunCollector(self._history, str(self._folder))
         self._registry = self._collector.registry()
         if port:
             try:
                 start_http_server(port, host, self._registry)
             except OSError as error:
-                log.warning(f"--recover-metrics {port}: no metrics are served ({error.strerror or error})")
+                where = f"[{host}]" if ":" in host else host
+                log.warning(f"--recover-metrics {where}:{port}: no metrics are served ({error.strerror or error})")
 
     def look(self, *, last: bool = False) -> None:
         """Once; ``last``: the run may have ended, and its coordinator with it."""
         status = self._status(last)
         self._history.read()
         if status is not None:
-            training = self._history.training(time.time())
-            status = status.with_files(training, worker_processes(self._folder))
+            status = status.with_files(self._history.training(time.time()), worker_processes(self._folder))
         if self._collector is not None:
             self._collector.put(status)
             self._write_textfile()
@@ -149,7 +170,7 @@ class Exporter:
     def _status(self, last: bool) -> RunStatus | None:
         if self._over is not None:
             return self._over  # a candidate that does not lead may be left, and knows nothing of it
-        if last and (over := ending(self._folder)) is not None:
+        if last and (over := ending(self._folder) or self._told_by_launcher()) is not None:
             self._over = over
             return over
         try:
@@ -158,6 +179,11 @@ class Exporter:
             return None
         self._over = status if status.code is not None else None
         return status
+
+    def _told_by_launcher(self) -> RunStatus | None:
+        """How the launch has ended, if it was the launcher that ended it."""
+        how = json.loads(os.read(self._end_fd, 1 << 16) or "null")
+        return how and RunStatus(str(self._folder), "stopped", code=how["code"], reason=how["reason"])
 
     def _write_textfile(self) -> None:
         if self._textfile is None:
@@ -173,7 +199,7 @@ class Exporter:
 
     def _tell(self, status: RunStatus | None) -> None:
         assert self._hook is not None
-        for event in self._history.news:
+        for event in sorted(self._history.news, key=lambda event: event.get("time") or 0.0):
             if event.get("event") not in UNTOLD:
                 self._hook.put(self._about(event))
         if status is not None and (head := headline(status)).word != self._word:
@@ -193,17 +219,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--textfile", type=Path)
     parser.add_argument("--on-event", default="")
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # for the workers: SLURM sends them to every process of a step
-        signal.signal(number, signal.SIG_IGN)
-    exporter = Exporter(parser.parse_args(argv))
-    while not ended.is_set():
+    parser.add_argument("--end-fd", type=int, required=True, help="pipe in which the launcher tells that it ends")
+    for number in _SENT_TO_ALL:  # by a function, so that the command has them as they are at first
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    args = parser.parse_args(argv)
+    exporter = Exporter(args)
+    exporter.look()
+    while not select.select([args.end_fd], [], [], INTERVAL)[0]:
         exporter.look()
-        ended.wait(INTERVAL)
     exporter.look(last=True)
     exporter.close()
     return 0
+
+
+_SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What SLURM, for one, sends to every process of a step; the launcher decides when it is over."""
 
 
 if __name__ == "__main__":

@@ -199,22 +199,30 @@ class History:
         self._forget_steps()
         self._forget_events()
         self.news: list[Record] = []
-        """Events since ``read`` was called last, of workers and coordinators."""
+        """Events since ``read`` was called last, of workers and coordinators, each with the name of its ``file``."""
         self.last_time = 0.0
         """Of the newest event, in unix seconds: when a run that has ended did."""
         self._steps_written = 0.0  # when steps.jsonl was, in unix seconds
 
     def _forget_steps(self) -> None:
         self.recent: deque[RecentStep] = deque(maxlen=RECENT + 1)
-        self._worked: list[tuple[int, float]] = []  # by step of this launch: (replicas, seconds)
+        self._worked: dict[int, float] = {}  # replicas -> seconds of this launch's steps with so many
 
     def _forget_events(self) -> None:
-        self.recoveries = 0
+        self.recovered: list[tuple[float, Sequence[int]]] = []
+        """Of each loss of replicas that was survived: when (unix seconds), and which workers were lost."""
         self.rerun = 0
         self.phases: list[tuple[str, float]] = []
         """(phase, seconds) of every recovery."""
         self._recovering = 0.0
         self._saved: Record | None = None
+
+    def begin(self) -> None:
+        """A launch begins: what is in the folder by now is of earlier ones."""
+        self.read()
+        self.news, self.start = [], None
+        self._forget_steps()
+        self._forget_events()
 
     def read(self) -> None:
         """Take in what has been written since the last call."""
@@ -230,17 +238,18 @@ class History:
             self._take_step(step)
         for path in self._folder.glob(COORDINATOR_FILES):
             for event in self._coordinators.setdefault(path, Lines(path)).new()[1]:
-                self._note(event)
+                self._note(event, path)
 
     def _take_event(self, event: Record) -> None:
-        self._note(event)
+        self._note(event, self._folder / EVENTS_FILE)
         match event.get("event"):
             case "start":
                 self.start = event
                 self._forget_events()
-                self._worked = []
+                self._worked = {}
             case "plan":
-                self.recoveries += bool(event.get("lost_replicas"))
+                if event.get("lost_replicas"):
+                    self.recovered.append((_number(event.get("time")) or 0.0, event.get("lost_workers", ())))
             case "recovery":
                 self.rerun += sum(map(len, event.get("reran", {}).values()))
                 for phase, seconds in event.get("seconds", {}).items():
@@ -256,10 +265,11 @@ class History:
             return
         self.recent.append(RecentStep(**known))
         if self.start is None or known["iteration"] >= self.start.get("iteration", 0):
-            self._worked.append((known["replicas"], known["seconds"]))
+            replicas = known["replicas"]
+            self._worked[replicas] = self._worked.get(replicas, 0.0) + known["seconds"]
 
-    def _note(self, event: Record) -> None:
-        self.news.append(event)
+    def _note(self, event: Record, path: Path) -> None:
+        self.news.append({"file": path.name, **event})
         self.last_time = max(self.last_time, _number(event.get("time")) or 0.0)
 
     def training(self, now: float, end: float | None = None) -> Training | None:
@@ -287,7 +297,7 @@ class History:
             checkpoint=saved.get("saved"),
             checkpoint_folder=saved.get("folder"),
             checkpoint_age=max(0.0, now - saved["time"]) if "time" in saved else None,
-            recoveries=self.recoveries,
+            recoveries=len(self.recovered),
             microbatches_rerun=self.rerun,
         )
 
@@ -296,7 +306,7 @@ class History:
         if self.start is None or now <= self.start["time"] or not self.start.get("replicas"):
             return None
         of = len(self.start["replicas"])
-        work = sum(min(1.0, replicas / of) * seconds for replicas, seconds in self._worked) - self._recovering
+        work = sum(min(1.0, replicas / of) * seconds for replicas, seconds in self._worked.items()) - self._recovering
         return min(1.0, max(0.0, work / (now - self.start["time"])))
 
 

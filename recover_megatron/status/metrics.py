@@ -1,10 +1,12 @@
 """A run as numbers for Prometheus: families of ``prometheus_client``, made of what ``recover-status`` shows.
 
-docs/metrics.md has the list; names and labels are part of the interface.
+docs/metrics.md has the list; names and labels are part of the interface.  Every sample has the label ``run``: several
+runs may be told of on one node, in textfiles that are read together, and one after the other at one port.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,20 +17,32 @@ from prometheus_client.registry import Collector
 
 from recover_megatron.status.folder import History
 from recover_megatron.status.headline import headline
-from recover_megatron.status.model import RunStatus
+from recover_megatron.status.model import CAUSES, RunStatus
 
 STATES = ("STARTING", "HEALTHY", "DEGRADED", "RECOVERING", "STALLED", "ENDED")
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper bounds, in seconds, of the histogram of recoveries."""
+UNNAMED = "ended"
+"""The cause of a loss that nobody has named, or not yet."""
+ASIDE = "aside"
+"""That of a recovery whose worker lives, and may come back."""
+NAMED_SECONDS = 10.0
+"""A launcher tells how its worker has ended after the connection was seen to fail; at most so much later."""
 
 
 class RunCollector(Collector):
-    """What was put in last; nothing before that."""
+    """What was put in last; nothing before that.  ``run``: the label of every sample."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, run: str) -> None:
         self._history = history
+        self._run = run
         self._status: RunStatus | None = None
         self._answers = False
+        # What counters have counted keeps its cause, so that none of them ever falls.
+        self._causes: dict[int, str] = {}
+        """By worker that was lost."""
+        self._recovered: list[str] = []
+        """Of each recovery."""
 
     def registry(self) -> CollectorRegistry:
         """A registry of its own, without what prometheus_client adds of this process."""
@@ -40,12 +54,40 @@ class RunCollector(Collector):
         """None: no coordinator answers; what it said last stays."""
         self._answers = status is not None
         self._status = status or self._status
+        if status is not None:
+            for gone in status.lost:
+                named = gone.cause != UNNAMED or status.code is not None
+                if named or gone.ago is None or gone.ago > NAMED_SECONDS:
+                    self._causes.setdefault(gone.worker, gone.cause)
+        recovered = self._history.recovered
+        if len(recovered) < len(self._recovered):
+            self._recovered = []
+        for at, lost in recovered[len(self._recovered) :]:
+            if (cause := self._cause(at, lost)) is None:
+                break  # with the next look, and those after it
+            self._recovered.append(cause)
+
+    def _cause(self, at: float, lost: Sequence[int]) -> str | None:
+        """Of a recovery from the loss of these workers ``at`` (unix seconds); None: it may be known later."""
+        if found := {self._causes[worker] for worker in lost if worker in self._causes}:
+            return min(found, key=CAUSES.index)
+        if self._status is not None and set(self._status.aside) & set(lost):
+            return ASIDE
+        return UNNAMED if time.time() - at > NAMED_SECONDS or not lost else None
 
     def collect(self) -> Iterator[Metric]:
+        for family in self._families():
+            family.samples = [sample._replace(labels={**sample.labels, "run": self._run}) for sample in family.samples]
+            yield family
+
+    def _families(self) -> Iterator[Metric]:
         up = "Whether a coordinator of the run answers."
         yield GaugeMetricFamily("recover_coordinator_up", up, value=float(self._answers))
         if self._status is not None:
             yield from _of_status(self._status)
+        yield _by_cause("recover_workers_lost", "Workers lost.", CAUSES, self._causes.values())
+        survived = "Losses of replicas that were survived."
+        yield _by_cause("recover_recoveries", survived, (*CAUSES, ASIDE), self._recovered)
         yield from _of_history(self._history)
 
 
@@ -55,13 +97,10 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
     for name in STATES:
         state.add_metric([name], float(name == word))
     yield state
-    lost = CounterMetricFamily("recover_workers_lost", "Workers lost.", labels=["cause"])
-    for cause, count in sorted(Counter(gone.cause for gone in status.lost).items()):
-        lost.add_metric([cause], float(count))
-    yield lost
     silences = [worker.silence for worker in [*status.placed, *status.spares] if worker.silence is not None]
     training = status.training
     rows: list[tuple[str, str, float | None]] = [
+        ("recover_epoch", "Epoch of the last plan.", status.epoch),
         ("recover_replicas", "Replicas that run.", len(status.grid)),
         ("recover_replicas_of_launch", "Replicas at the launch.", status.replicas_of_launch),
         ("recover_workers_live", "Workers that live.", status.live),
@@ -88,12 +127,20 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
     for name, text, value in rows:
         if value is not None:
             yield GaugeMetricFamily(name, text, value=float(value))
-    if training is not None and status.restarts is not None:
+    if status.restarts is not None and status.world:  # before any worker has come, workers.json may be another run's
         yield CounterMetricFamily("recover_restarts", "Workers started in place of others.", float(status.restarts))
 
 
+def _by_cause(name: str, text: str, causes: Iterable[str], counted: Iterable[str]) -> Metric:
+    """All causes, from 0 on: of a counter that appears with 1 Prometheus sees no increase."""
+    counts = Counter(counted)
+    family = CounterMetricFamily(name, text, labels=["cause"])
+    for cause in causes:
+        family.add_metric([cause], float(counts[cause]))
+    return family
+
+
 def _of_history(history: History) -> Iterator[Metric]:
-    yield CounterMetricFamily("recover_recoveries", "Losses of replicas that were survived.", float(history.recoveries))
     yield CounterMetricFamily("recover_microbatches_rerun", "Microbatches run again.", float(history.rerun))
     phases = HistogramMetricFamily("recover_recovery_seconds", "Time of recoveries, by phase.", labels=["phase"])
     by_phase: dict[str, list[float]] = {}

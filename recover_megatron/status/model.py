@@ -21,6 +21,9 @@ Raw = Mapping[str, Any]
 SCHEMA = 2
 """Of ``--json``: raised when a field changes its meaning or goes; new fields may come at any time."""
 
+CAUSES = ("killed", "exit", "hang", "silent", "unreachable", "ended")
+"""Of the end of a worker, in the order in which one of several is told."""
+
 
 @dataclass(frozen=True)
 class WorkerStatus:
@@ -74,7 +77,7 @@ class Gone:
 
     @property
     def cause(self) -> str:
-        """One word for why it is gone, of few, as metrics need; of a fault that nobody has named "ended"."""
+        """One of ``CAUSES``, as metrics need; of a fault that nobody has named "ended"."""
         if self.fate == "out":
             silent = "silent" in self.why or "acknowledged" in self.why
             return "hang" if "no progress" in self.why else "silent" if silent else "unreachable"

@@ -191,8 +191,14 @@ def test_replicas_spares_epochs_and_recoveries_are_told_even_when_the_worker_tha
     assert told["recover/replicas"] == replicas, result.told()
     assert told["recover/spares"] == dict.fromkeys(replicas, 0)
     assert told["recover/epoch"] == {step.iteration: step.epoch for step in result.steps}
-    recovered = {iteration for iteration, seconds in told["recover/recovery-seconds"].items() if seconds > 0}
-    assert recovered == {3, 6}
+    assert told["recover/workers_live"] == replicas
+    assert told["recover/replicas_of_launch"] == dict.fromkeys(replicas, 4)
+    for name in ("recovery_seconds", "recoveries", "microbatches_rerun"):
+        assert {iteration for iteration, value in told[f"recover/{name}"].items() if value > 0} == {3, 6}, name
+    assert set(told["recover/recovery_seconds/rerun"]) == {3, 6}
+    goodput = told["recover/goodput_ratio"]
+    assert goodput[1] == 1 > goodput[4] == 0.75 > goodput[7] == 0.5
+    assert all(goodput[at] < goodput[at + 1] for at in (3, 6))
     losses = {step.iteration: step.loss for step in result.steps}
     assert told["lm loss"] == pytest.approx({i: losses[i] for i in told["lm loss"]}, rel=1e-6)
     assert set(told["lm loss"]) == set(losses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 
@@ -215,7 +216,8 @@ def test_metrics_and_events_are_there_while_the_run_goes_on_and_of_its_end(bench
     hook = bench.script(
         """
         import os, signal, sys
-        os.kill(os.getppid(), signal.SIGUSR1)  # as SLURM tells every process of a step
+        for number in (signal.SIGUSR1, signal.SIGTERM):  # as SLURM tells every process of a step
+            os.kill(os.getppid(), number)
         text = sys.stdin.read()
         with open("telling", "w") as file:
             file.write(text)
@@ -227,10 +229,22 @@ def test_metrics_and_events_are_there_while_the_run_goes_on_and_of_its_end(bench
         "--log-dir", "logs", script, "--recover", "--recover-metrics-file", "run.prom", "--recover-on-event",
         f"{sys.executable} {bench.folder / hook}",
     )  # fmt: skip
-    assert "killed by SIGUSR1" not in launch.err
+    assert "the process for metrics" not in launch.err
     told = json.loads((bench.folder / "told").read_text())
     assert told["run"] == str(bench.folder / "logs")
     assert "recover_coordinator_up" in (bench.folder / "run.prom").read_text()
+
+
+def test_a_launch_that_fails_before_the_training_begins_is_told_to_have_ended(bench):
+    hook = bench.script("import sys; open('told', 'a').write(sys.stdin.read())", "hook.py")
+    bench.run(
+        "--log-dir", "logs", bench.script("raise SystemExit(3)"), "--recover", "--recover-metrics-file", "run.prom",
+        "--recover-on-event", f"{sys.executable} {bench.folder / hook}", ends=3,
+    )  # fmt: skip
+    last = json.loads((bench.folder / "told").read_text().splitlines()[-1])
+    assert (last["event"], last["state"]) == ("state", "ENDED")
+    assert "exit code 3" in last["text"]
+    assert re.search(r"^recover_exit_code\{.*\} 3.0$", (bench.folder / "run.prom").read_text(), re.MULTILINE)
 
 
 def test_a_command_line_that_cannot_be_watched_is_refused(bench):

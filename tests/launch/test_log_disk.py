@@ -179,4 +179,4 @@ def test_a_disk_that_takes_nothing_more_costs_a_warning_for_each_file_and_no_ite
     assert states == {0: "killed", 1: "finished", 2: "finished"}
     assert [step.iteration for step in read_run(disk).steps][-3:] == [88, 89, 90]
     assert "finished" in (disk / "worker-1.log").read_text()
-    assert "recover_exit_code 0.0" in (disk / "run.prom").read_text()
+    assert f'recover_exit_code{{run="{disk}"}} 0.0' in (disk / "run.prom").read_text()

@@ -47,6 +47,16 @@ def test_each_mistake_is_one_line_with_what_to_change(script_args: list[str], wo
     assert words in reasons[0]
 
 
+@pytest.mark.parametrize("flag", ["--recover-metrics", "--recover-metrics-file"])
+def test_metrics_without_their_package_are_refused_by_the_flag_that_was_given(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert found(flag, "9400", *GOOD) == [
+        f"{flag} needs the Python package prometheus-client: pip install 'recover-megatron[metrics]'"
+    ]
+
+
 def test_a_fault_may_strike_a_worker_that_comes_to_a_run_that_may_grow() -> None:
     assert found("--recover-inject", "8@1:backward", "--recover-max-replicas", "8", *GOOD) == []
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -244,6 +247,45 @@ def test_phases_lie_behind_each_other_within_their_recovery_and_a_rendezvous_is_
     assert meeting["tid"] == made["fault of worker 1"]["tid"] != recovery["tid"]
 
 
+def spans(made: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
+    """Beginning and end of each, in microseconds."""
+    return [(e["ts"], e["ts"] + e["dur"]) for e in made["traceEvents"] if e["ph"] == "X" and e["name"].startswith(name)]
+
+
+def test_every_lane_of_a_trace_has_a_name_that_a_user_knows_and_a_worker_has_one() -> None:
+    first = {"event": "attached", "time": T0, "worker": 0, "host": "a", "file": "events-0.jsonl"}
+    made = trace(WORKERS, [first, *COORDINATOR], "my-run")
+    kinds = ("process_name", "thread_name")
+    names = [{(e["pid"], e["tid"]): e["args"]["name"] for e in made["traceEvents"] if e["name"] == k} for k in kinds]
+    assert list(names[0].values()) == ["my-run", "workers"]
+    assert list(names[1].values()) == ["training", "coordinator 0", "worker 0 on a"]
+    shown = {(e["pid"], e["tid"]) for e in made["traceEvents"] if e["ph"] != "M"}
+    assert shown == set(names[1])
+    assert {pid for pid, _ in shown} == {pid for pid, _ in names[0]}
+    assert spans(made, "in the training") == [(round((T0 + 10.1) * 1e6), round((T0 + 11) * 1e6))]
+
+
+def test_rounded_phases_do_not_reach_beyond_their_recovery() -> None:
+    # Viewers leave out a span that begins in another one and ends after it.
+    for n in range(1, 300):
+        seconds = {"rendezvous": n / 7e5, "pull": n / 3e6, "agree": n / 11e6}
+        recovery = {"event": "recovery", "time": T0 + n / 13, "iteration": n, "seconds": seconds}
+        made = trace([recovery], [])
+        [(begun, ended)] = spans(made, "recovery")
+        inner = [span for phase in seconds for span in spans(made, phase)]
+        assert all(begun <= first <= last <= ended for first, last in inner), n
+        assert all(before[1] <= after[0] for before, after in pairwise(inner)), n
+
+
+def test_a_rendezvous_that_a_launch_left_open_does_not_last_until_the_next_launch() -> None:
+    again: list[Event] = [
+        {"event": "listening", "time": T0 + 3600, "file": "events-0.jsonl"},
+        {"event": "plan", "time": T0 + 3700, "epoch": 2, "file": "events-0.jsonl"},
+    ]
+    [(begun, ended)] = spans(trace([], [*COORDINATOR[:2], *again]), "rendezvous of epoch 2")
+    assert begun == ended == (T0 + 3700) * 1e6
+
+
 def test_the_command_writes_the_file_alone_and_a_folder_without_events_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,3 +296,8 @@ def test_the_command_writes_the_file_alone_and_a_folder_without_events_is_refuse
     assert main([str(tmp_path), "--trace", str(out)]) == 0
     assert {entry["name"] for entry in json.loads(out.read_text())["traceEvents"]} >= {"start", "rerun"}
     assert not (tmp_path / "report.html").exists()
+    assert main([str(tmp_path), "--trace", str(tmp_path / "none" / "t.json")]) == 2
+    assert f"cannot write {tmp_path}/none/t.json: No such file or directory" in capsys.readouterr().err
+    write_lines(tmp_path / "events.jsonl", [{"event": "recovery", "time": T0, "seconds": [1]}])
+    assert main([str(tmp_path), "--trace", str(out)]) == 2
+    assert "does not keep to the schema" in capsys.readouterr().err
