@@ -24,7 +24,7 @@ from rich.text import Text
 
 from recover_megatron.membership.client import NoAnswer
 from recover_megatron.membership.records import AuthenticationError, ranges
-from recover_megatron.status.headline import Level, headline, some, span
+from recover_megatron.status.headline import QUIET_SECONDS, Level, headline, some, span
 from recover_megatron.status.model import (
     DrainStatus,
     Fault,
@@ -39,8 +39,6 @@ from recover_megatron.status.model import (
 from recover_megatron.status.source import Source
 
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.CRITICAL: "red", Level.UNKNOWN: "red"}
-QUIET_SECONDS = 3.0
-"""A worker that is silent for longer is shown in colour: a heartbeat a second is usual."""
 ACTIVITY = ("worker", "node", "GPU", "pid", "iteration", "phase", "microbatch", "silent")
 """Of one worker."""
 NUMBERS = frozenset("replica quota position worker iteration microbatch workers epoch GPU pid".split())

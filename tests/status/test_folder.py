@@ -275,6 +275,7 @@ WAITING = [
     for n in range(6)
 ]
 CULPRIT = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="forward", marked=42.0)]
+UNREADY = [placed(n, 0, n, joined=False) for n in range(6)]
 WRITER = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="checkpoint", marked=42.0)]
 
 
@@ -284,7 +285,8 @@ WRITER = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="checkpoint", marked=
         (seen(), "HEALTHY 3/3 replicas", Level.OK),
         (seen(workers=GRID[:4]), "DEGRADED 2/3 replicas", Level.WARNING),
         (seen(state="rendezvous", opened=2), "RECOVERING: opens epoch 2", Level.WARNING),
-        (seen(state="rendezvous", epoch=0), "STARTING: the workers build their models", Level.WARNING),
+        (seen(state="rendezvous", epoch=0), "STARTING: all workers are ready", Level.WARNING),
+        (seen(state="rendezvous", epoch=0, workers=UNREADY), "STARTING: the workers build their models", Level.WARNING),
         (seen(state="standby", epoch=0), "STARTING: no coordinator leads: 6 of 6 workers have come", Level.WARNING),
         (seen(workers=CULPRIT), "STALLED 42 s in forward at worker 5 on h", Level.CRITICAL),
         (seen(workers=WRITER), "HEALTHY 3/3 replicas", Level.OK),
