@@ -85,6 +85,18 @@ def test_an_epoch_without_a_loss_says_why_it_was_made() -> None:
     assert news(WHOLE, LESS, {}, 0, "worker 5 on b died: its connection was closed") == []
 
 
+def test_where_somebody_was_lost_no_line_says_that_nobody_was() -> None:
+    """A lost spare has a line of its own (``spares_line``), as a lost worker has."""
+    died = "worker 9 on b died: its connection was closed"
+    with_spare = Decision(1, WHOLE.grid, (9,), iteration=50)
+    assert news(with_spare, Decision(2, WHOLE.grid, (), iteration=50), {}, 0, died) == []
+    assert news(with_spare, Decision(2, WHOLE.grid, (9,), iteration=50), {}, 0, "so be it") == [
+        "nobody was lost, but all meet again: so be it"
+    ]
+    for before, after in ((with_spare, Decision(2, WHOLE.grid, (), iteration=50)), (WHOLE, LESS)):
+        assert news(before, after, {}, 0, NEW_COORDINATOR) == ["a new coordinator leads"]
+
+
 @pytest.mark.slow
 def test_a_death_in_the_training_is_told_once_beside_the_line_of_its_iteration(runs: Runs) -> None:
     result = runs(Case(LAYOUTS[0], (Strike(3, 0, 3, "backward"),)))
