@@ -129,7 +129,7 @@ def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
     assert 2 <= len({worker // layout.positions for worker in victims}) <= 3, result.told()
     for worker in victims:
         assert error in said[worker], result.told()
-    cause = re.compile(r"microbatch 5 of iteration 3 raises .*" + re.escape(error))
+    cause = re.compile(r"microbatch 5 of iteration 3 fails wherever it is run, on .*" + re.escape(error))
     told = [worker for worker in set(range(4)) - set(victims) if cause.search(said[worker])]
     assert told == sorted(set(range(4)) - set(victims)), result.told()
     assert any(cause.search(str(event.get("reason"))) for event in result.events if event["event"] == "stop")
