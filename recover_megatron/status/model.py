@@ -69,7 +69,7 @@ class Gone:
     why: str
     ago: float | None
     exit: str = ""
-    """How its process ended, as its launcher saw it: "SIGKILL", "exit code 1"."""
+    """How its process ended, as its launcher saw it: "SIGKILL", "SIGKILL, out of memory", "exit code 1"."""
     phase: str = ""
     """What it was doing when it was last heard."""
     iteration: int | None = None
@@ -280,7 +280,8 @@ def _processed(worker: WorkerStatus, processes: Mapping[int, Raw]) -> WorkerStat
 
 def _exit(entry: Raw) -> str:
     if (number := entry.get("signal")) is not None:
-        return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"{name}, out of memory" if entry.get("out_of_memory") else name
     return "" if (code := entry.get("exit_code")) is None else f"exit code {code}"
 
 
