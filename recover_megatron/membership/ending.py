@@ -137,7 +137,7 @@ class ExceptionReports:
         return cause
 
     def same_of_all(self, workers: Workers) -> str | None:
-        """Why nobody is left, if all of ``workers``, the last ones, said of one iteration what another replica had said.
+        """Why nobody is left, if all of ``workers``, the last, said of one iteration what another replica had said.
 
         Each may have met it in a microbatch of its own: nobody lived to run one again. None: it may be chance.
         """
