@@ -132,6 +132,8 @@ class ExceptionReports:
         where = {"iteration": report.iteration, "microbatch": report.microbatch, "group": report.group}
         said = {"phase": report.phase, "own": report.own, "error": report.error, "traceback": message["traceback"]}
         self._out.log("exception", worker=worker.number, host=worker.host, **where, **said)
+        # Its last heartbeat is up to an interval old; this is where it was lost.
+        worker.progress.iteration, worker.progress.phase = report.iteration, report.phase or worker.progress.phase
         cause = true_cause(report, self._reports.values())
         self._reports[worker.number] = report
         return cause

@@ -123,17 +123,18 @@ def _between(status: RunStatus) -> Headline:
     """A start or a recovery: since when, who has come, and for whom it waits."""
     word = "RECOVERING" if status.epoch else "STARTING"
     absent = [worker for worker in status.workers if worker.silence is None]
-    come = f"{status.attached} of {status.live} workers have come"
-    come += f", but not {_named(absent)}" if absent else ""
+    come = f"{status.attached or 'none'} of {status.live} workers have come"
+    come += f", but not {_named(absent)}" if absent and status.attached else ""
     awaited = [worker for worker in status.workers if worker.worker in status.awaited]
-    if status.state == "standby":
+    if status.state == "standby" and (status.epoch or not absent):
         text = f"no coordinator leads: {come}"
     elif status.state == "gathering":
         text = f"a new coordinator waits for all to come to it: {come}"
     elif not status.epoch and absent:
         text = come
     elif not status.epoch and len(awaited) == status.live:
-        text = "the workers build their models"
+        silent = [worker for worker in awaited if (worker.silence or 0.0) > QUIET_SECONDS]
+        text = "the workers build their models" + (f"; nothing is heard of {_named(silent)}" if silent else "")
     elif awaited:
         ready = sum(worker.joined for worker in status.workers)
         what = f"for epoch {status.opened}" if status.epoch else "to train"

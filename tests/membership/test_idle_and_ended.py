@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from script import play, table
 from simulation import SETTINGS, World
 
-from recover_megatron.membership.ending import ExceptionReport, alike, true_cause
-from recover_megatron.membership.events import Heard, Notify, Say, Tick
+from recover_megatron.membership.ending import ExceptionReport, ExceptionReports, alike, true_cause
+from recover_megatron.membership.events import Heard, Notify, Outbox, Say, Tick
 from recover_megatron.membership.leadership import can_tell
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.node_agent import NodeAgentClient
-from recover_megatron.membership.records import cut_middle
+from recover_megatron.membership.records import WorkerId, cut_middle
 from recover_megatron.membership.wire import MAX_TRACEBACK
 
 
@@ -241,6 +241,14 @@ last words said while no coordinator is reached are told to the next one once
 """)
 def test_exceptions(script: str) -> None:
     play(script)
+
+
+def test_a_worker_that_an_exception_ends_was_last_seen_where_it_was_raised() -> None:
+    """In a recovery's line and in recover-status."""
+    worker = started(3).coordinators[0].roster.workers[WorkerId(2)]
+    said = {"iteration": 7, "phase": "data", "group": 0, "error": "NaN", "traceback": ""}
+    ExceptionReports(Outbox()).add(worker, said)
+    assert (worker.progress.iteration, worker.progress.phase) == (7, "data")
 
 
 @pytest.mark.parametrize(

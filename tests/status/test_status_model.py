@@ -153,7 +153,12 @@ def test_a_start_that_does_not_get_on_says_who_has_not_come_and_since_when() -> 
     told = status.with_files(None, processes)
     assert "STARTING for 50 s: 3 of 4 workers have come, but not worker 3 on vm (pid 73)" in text(told)
 
+    nobody = seen(state="standby", epoch=0, workers=[{**each, "silence": None} for each in rows], world=4, live=4)
+    assert "STARTING for 42 s: none of 4 workers have come " in text(nobody)
+
     rows[3] |= {"host": "h", "silence": 20.0, "marked": 21.0}
+    building = seen(state="rendezvous", epoch=0, workers=rows, world=4, live=4)
+    assert "build their models; nothing is heard of worker 3 on h (silent for 20 s)" in text(building)
     ready = [{**each, "joined": each["worker"] != 3} for each in rows]
     told = seen(state="rendezvous", epoch=0, replicas=[], replica_size=0, workers=ready, world=4, live=4)
     assert "3 of 4 workers are ready to train; it waits for worker 3 on h (silent for 20 s)" in text(told)
