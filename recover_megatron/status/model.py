@@ -262,7 +262,7 @@ class RunStatus:
             grid=[replace(r, workers=[_processed(w, processes) for w in r.workers]) for r in self.grid],
             spares=[_processed(worker, processes) for worker in self.spares],
             unplaced=[_processed(worker, processes) for worker in self.unplaced],
-            gone=[replace(gone, exit=gone.exit or _exit(processes.get(gone.worker, {}))) for gone in self.gone],
+            gone=[_ended(gone, processes.get(gone.worker, {})) for gone in self.gone],
         )
 
 
@@ -276,6 +276,10 @@ def _processed(worker: WorkerStatus, processes: Mapping[int, Raw]) -> WorkerStat
     entry = processes.get(worker.worker, {})
     device = worker.device if worker.device is not None else entry.get("local_rank")
     return replace(worker, pid=entry.get("pid"), device=device, host=worker.host or entry.get("host", ""))
+
+
+def _ended(gone: Gone, entry: Raw) -> Gone:
+    return replace(gone, exit=gone.exit or _exit(entry), host=gone.host or entry.get("host", ""))
 
 
 def _exit(entry: Raw) -> str:

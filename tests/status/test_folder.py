@@ -336,13 +336,21 @@ def test_a_worker_has_its_process_and_how_it_ended(tmp_path: Path) -> None:
     entries = [
         {"worker_id": 0, "pid": 77, "local_rank": 3, "signal": None, "exit_code": None, "replaces": None},
         {"worker_id": 5, "pid": 78, "local_rank": 1, "signal": 9, "exit_code": None, "replaces": 1},
-        {"worker_id": 6, "pid": 79, "local_rank": 2, "signal": 9, "exit_code": None, "out_of_memory": True},
+        {
+            "worker_id": 6,
+            "pid": 79,
+            "local_rank": 2,
+            "signal": 9,
+            "exit_code": None,
+            "out_of_memory": True,
+            "host": "h2",
+        },
     ]
     (tmp_path / "workers.json").write_text(json.dumps(entries))
     dead = {"worker": 5, "fate": "dead", "host": "h", "why": "gone", "ago": 2.0, "phase": "forward", "iteration": 7}
-    starved = {**dead, "worker": 6}
+    starved = {**dead, "worker": 6, "host": ""}  # of a coordinator that knows it from the one before
     told = seen(workers=[*GRID[:5], dead, starved]).with_files(None, worker_processes(tmp_path))
-    assert (told.gone[1].exit, told.gone[1].cause) == ("SIGKILL, out of memory", "killed")
+    assert (told.gone[1].exit, told.gone[1].cause, told.gone[1].host) == ("SIGKILL, out of memory", "killed", "h2")
     first = told.grid[0].workers[0]
     assert (first.pid, first.device, told.restarts) == (77, 3, 1)
     gone = told.gone[0]

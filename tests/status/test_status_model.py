@@ -171,6 +171,8 @@ def test_columns_of_which_nothing_is_known_take_no_room() -> None:
 
     killed = Gone(3, "dead", "h", "why", 2.0)
     assert heads(killed) == [["worker", "host", "when", "why"]]
+    alone = text(replace(seen(workers=GRID), gone=[replace(killed, host="", exit="SIGKILL, out of memory")]))
+    assert "SIGKILL, out of memory  why" in alone  # in one line, whatever else is not known
     assert heads(killed, replace(killed, exit="SIGKILL")) == [["worker", "host", "when", "exit", "why"]]
 
 
