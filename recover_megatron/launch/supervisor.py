@@ -249,7 +249,8 @@ class Supervisor:
         worker = self._table.running_worker(worker_id)
         if worker is not None:
             self._successors.put_out(worker_id)
-            self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it")
+            alone = "; none is started in its place: its host or device may need a look" * bool(self._plan.max_restarts)
+            self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it{alone}")
             self._table.signal([worker], signal.SIGKILL)
 
     def noted(self, worker_id: int, text: str) -> None:

@@ -56,6 +56,13 @@ def test_many_lost_workers_are_told_by_node() -> None:
     )
 
 
+def test_the_end_of_a_run_says_who_was_lost_when() -> None:
+    failures = Failures(GRID)
+    failures.note(WHOLE, None, {})
+    failures.note(LESS, WHOLE, {})
+    assert "Workers lost: 5 (iteration 103); alive without a place: 0." in failures.why_it_ends(LESS, 8)
+
+
 def test_a_replica_that_is_back_a_lost_spare_and_a_degraded_run_are_lines_of_their_own() -> None:
     again = Decision(7, WHOLE.grid, (), iteration=140, fresh=(5,))
     places = {5: LostWorker(5, "b", 1)}

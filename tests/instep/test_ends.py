@@ -45,9 +45,9 @@ def test_without_a_complete_replica_the_survivors_end_with_10_and_say_what_was_l
     assert [codes.pop(worker) for worker in lost] == [-9, -9, -9], result.told()
     assert set(codes.values()) == {EXIT_NO_REPLICA}, result.told()
     check_steps_until(result, runs.reference(case), 9)
-    told = f"iteration 3: {lost[0]}; iteration 8: {lost[1]}; iteration 10: {lost[2]}"
+    told = f"{lost[0]} (iteration 3); {lost[1]} (iteration 8); {lost[2]} (iteration 10)"
     if phase == "recovery":
-        told = f"iteration 8: {', '.join(map(str, sorted(lost[:2])))}; iteration 10: {lost[2]}"
+        told = f"{', '.join(map(str, sorted(lost[:2])))} (iteration 8); {lost[2]} (iteration 10)"
     for worker in codes:
         said = result.log(worker)
         assert f"Workers lost: {told}; alive" in said, said
