@@ -142,9 +142,11 @@ def news(
         return []  # who comes back is told of by the training
     if ADMITTED in reason:
         return [f"{reason}: it waits for a place"]
+    same = set(before.workers) == set(decision.workers)
+    same &= {*before.spares} <= {*decision.workers, *decision.spares}
     if NEW_COORDINATOR in reason:
-        return [f"{NEW_COORDINATOR}; nobody was lost"] if set(before.workers) == set(decision.workers) else []
-    if set(before.workers) == set(decision.workers) and decision.version is None:
+        return [f"{NEW_COORDINATOR}{'; nobody was lost' * same}"]
+    if same and decision.version is None:
         again = f" (for the {tries + 1}. time at one point)" if tries else ""
         return [f"nobody was lost, but all meet again{again}: {reason}"]
     return []

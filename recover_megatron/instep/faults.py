@@ -253,6 +253,12 @@ def signature(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:1000]
 
 
+def in_short(error: BaseException) -> str:
+    """The first sentence of an error, for people, without the line of torch's C++ that raised it."""
+    text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split()))
+    return text.partition(". ")[0][:120] or type(error).__name__
+
+
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """The exception and what it came from, or was raised in the handling of."""
     seen: set[int] = set()

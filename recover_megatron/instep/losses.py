@@ -55,7 +55,7 @@ class Failure:
         return [lost.worker for lost in self.lost]
 
     def __str__(self) -> str:
-        return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"
+        return f"{', '.join(map(str, self.workers))} (iteration {self.iteration})"
 
 
 class Failures:

@@ -217,9 +217,9 @@ class Conclusion:
         """Of a launch that was not stopped: why it has ended, in one line."""
         return self._control.reason if verdict == code else messages.ends(self._table.all)
 
-    def tell(self, code: int, verdict: int | None) -> None:
-        """Say how it has ended, with which exit code, and from where it can go on."""
-        self._say(f"{messages.ends(self._table.all)}; exit code {code}")
+    def tell(self, code: int, verdict: int | None, ended_by: str) -> None:
+        """Say how it has ended, with which exit code, from where to go on; ``ended_by``: the signal, if any."""
+        self._say(f"{ended_by}{': ' * bool(ended_by)}{messages.ends(self._table.all)}; exit code {code}")
         if verdict is not None and code == verdict != 0:
             self._say(f"the run was ended: {self._control.reason}")
         if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script_args)):

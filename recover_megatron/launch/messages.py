@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.states import WorkerProcess, WorkerState, describe_end
+from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.membership.records import ranges
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
@@ -77,7 +77,7 @@ def _who(worker: WorkerProcess) -> str:
 
 
 def _how(worker: WorkerProcess) -> str:
-    end = describe_end(worker.exit_code, worker.signal)
+    end = worker.end_in_words
     return {
         WorkerState.FINISHED: "finished",
         WorkerState.FAILED: f"failed with {end}",
@@ -119,6 +119,10 @@ STAYS = "this node is not drained after all, the run cannot do without it any mo
 DRAINED_BEFORE_ITS_START = "not started: its node is drained"
 
 
+TOO_LATE = "the run was over before it was in it"
+"""The note in workers.json of a newcomer that was killed for that."""
+
+
 def late(worker: WorkerProcess) -> str:
     return f"the run is over before worker {worker.worker_id} was in it: killing it"
 
@@ -136,14 +140,18 @@ def ends(workers: Sequence[WorkerProcess]) -> str:
     groups: dict[str, list[WorkerProcess]] = {}
     never = [worker for worker in workers if worker.pid is None]
     for worker in sorted(workers, key=lambda worker: worker.ended or 0.0):
-        if worker.state in (WorkerState.FAILED, WorkerState.KILLED) and worker.pid is not None:
-            groups.setdefault(describe_end(worker.exit_code, worker.signal), []).append(worker)
-    parts = [f"{len(finished)} of {count(len(workers))} finished"]
+        failed = worker.state in (WorkerState.FAILED, WorkerState.KILLED) and worker.note != TOO_LATE
+        if failed and worker.pid is not None:
+            groups.setdefault(worker.end_in_words, []).append(worker)
+    late = sum(worker.note == TOO_LATE for worker in workers)
+    parts = [f"{len(finished)} of {count(len(workers) - late)} finished"]
     for end, group in groups.items():
         noun = "worker" if len(group) == 1 else "workers"
         after = seconds(group[0]) if len(group) == 1 else f"{seconds(group[0])} and later"
         verb = "killed by" if group[0].signal is not None else "failed with"
         parts.append(f"{noun} {ranges([worker.worker_id for worker in group])} {verb} {end} after {after}")
+    if late:
+        parts.append(f"{count(late)} more, started in place of others, had no part in it yet")
     if never:
         parts.append(f"{count(len(never))} never started")
     return "; ".join(parts)

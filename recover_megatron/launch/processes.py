@@ -345,6 +345,24 @@ class Subreaper:
         return kill_until_none_left(partial(find_launch, launch_id, (), spared, parent), timeout=LAST_SWEEP_SECONDS)
 
 
+def memory_kills(table: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many processes in this one's cgroup, where its workers are, too, the kernel has killed for want of memory.
+
+    0 where that is not told.  ``table``: this process's cgroups; ``mounted``: where cgroups are.  A container may see
+    its own cgroup as the root, or by the host's name for it.
+    """
+    with contextlib.suppress(OSError):
+        for line in table.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            found = {"": (mounted, "memory.events"), "memory": (mounted / "memory", "memory.oom_control")}
+            root, name = found.get(controllers, (None, ""))
+            for folder in (root / path.lstrip("/"), root) if root else ():
+                with contextlib.suppress(OSError):
+                    counts = dict(row.split() for row in (folder / name).read_text().splitlines())
+                    return int(counts.get("oom_kill", 0))
+    return 0
+
+
 START_AGAIN = -1
 """In place of an exit code: all launchers make the start again."""
 AGAIN_SECONDS = 30.0

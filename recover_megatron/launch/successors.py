@@ -237,4 +237,5 @@ class LateNewcomers:
             if worker.worker_id >= self._plan.world_size and worker.worker_id not in self._control.agent.planned:
                 self._killed.add(worker.worker_id)
                 self._say(messages.late(worker))
+                self._table.note(worker.worker_id, messages.TOO_LATE)
                 self._table.signal([worker], signal.SIGKILL)

@@ -57,6 +57,8 @@ class Supervisor:
         """Of a launch that was stopped."""
         self._why = ""
         """The same: the reason."""
+        self._ended_by = ""
+        """The same: which signal it was."""
         self._faulty = False
         """Whether people were told of a fault of this launcher's own."""
         self._loop = EventLoop()
@@ -216,7 +218,8 @@ class Supervisor:
             condemned = sum(
                 other.live and other.worker_id in self._control.agent.condemned for other in self._table.all
             )
-            tests, going_on = bool(self._plan.device_test), None if stopping else len(others) - condemned
+            ending = stopping or self._control.agent.out is not None
+            tests, going_on = bool(self._plan.device_test), None if ending else len(others) - condemned
             said = messages.worker_ended(worker, going_on, left_behind, successor, condemned, tests_device=tests)
             self._console.say(said)
         if successor is not None:
@@ -246,7 +249,8 @@ class Supervisor:
         worker = self._table.running_worker(worker_id)
         if worker is not None:
             self._successors.put_out(worker_id)
-            self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it")
+            alone = "; none is started in its place: its host or device may need a look" * bool(self._plan.max_restarts)
+            self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it{alone}")
             self._table.signal([worker], signal.SIGKILL)
 
     def noted(self, worker_id: int, text: str) -> None:
@@ -298,7 +302,9 @@ class Supervisor:
             self._code = 128 + number
         if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
             self._control.stopping(number)
+            self._ended_by = f"ended by {signal.Signals(number).name}"
             self._stop(f"{signal.Signals(number).name} received", 128 + number)
+            self._why = f"{self._ended_by}, which the launcher on {self._plan.node_name} received"
 
     def kill_asked(self) -> None:
         self._console.say("second signal: killing at once")
@@ -358,7 +364,7 @@ class Supervisor:
         code = self._conclusion.exit_code(self._code, verdict)
         self._folder.finish(None if code == START_AGAIN else code, self._why or self._conclusion.why(code, verdict))
         if code != START_AGAIN and any(worker.pid is not None for worker in self._table.all):
-            self._conclusion.tell(code, verdict)
+            self._conclusion.tell(code, verdict, self._ended_by)
         self._peers.settle()
         self._signals.forget()  # a signal from here on gives up the output
         flush(self._loop, self._console, lambda: self._signals.stop_asked, patient=self._code is None)

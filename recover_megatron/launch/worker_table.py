@@ -56,6 +56,8 @@ class WorkerTable:
         """Whether workers.json is to be written."""
         self.last_words: dict[int, str] = {}
         """Of workers that have ended: the last line of each on stderr."""
+        self._killed: set[int] = set()  # by this launcher
+        self._memory_kills = processes.memory_kills()  # when a worker ended last
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:
         self._workers |= {worker.worker_id: worker for worker in workers}
@@ -130,6 +132,8 @@ class WorkerTable:
     def signal(self, workers: Iterable[WorkerProcess], number: int) -> None:
         """Send the signal ``number`` to ``workers``, which run."""
         for worker in workers:
+            if number == signal.SIGKILL:
+                self._killed.add(worker.worker_id)
             try:
                 signal.pidfd_send_signal(self._handles[worker.worker_id].pidfd, number)
             except ProcessLookupError:
@@ -143,6 +147,9 @@ class WorkerTable:
         find = partial(find_launch, self._plan.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}
         worker.end(processes.reap(worker.pid), time.time())
+        before, self._memory_kills = self._memory_kills, processes.memory_kills()
+        killed_by_others = worker.signal == signal.SIGKILL and worker.worker_id not in self._killed
+        worker.out_of_memory = killed_by_others and self._memory_kills > before
         self.changed = True
         return len(killed - {worker.pid})
 

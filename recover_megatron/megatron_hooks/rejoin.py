@@ -38,6 +38,7 @@ from recover_megatron.instep.faults import (
     InStepError,
     Orphaned,
     check_device,
+    in_short,
     is_communication,
     is_of_device,
     is_own,
@@ -82,7 +83,7 @@ class Rejoin:
                 traceback.print_exception(error)
         self._groups.traffic.mode = Mode.ALONE
         log.info(
-            f"worker {recovery.assignment.me} has no place any more ({str(error)[:120]}); it waits as a spare, "
+            f"worker {recovery.assignment.me} has no place any more ({in_short(error)}); it waits as a spare, "
             f"out of the training {recovery.orphan.spare_seconds:.3f} s after its replica broke"
         )
         # The frames of the training hold its tensors, and connections that others wait to see closed.

@@ -275,7 +275,7 @@ class TrainingState:
         self._loop.loaded(iteration, operations)
         self._skipped = False
         self.timeline = timeline
-        self.totals.load({"totals": {}, "seconds": 0.0, "cumulative": {}})
+        self.totals.load({"totals": {}, "names": self.totals.names, "seconds": 0.0, "cumulative": {}})
         self.counters = self._loop.read(self.version)
         self._remember()
 

@@ -166,6 +166,8 @@ class LogTotals:
 
     def __init__(self) -> None:
         self._totals: dict[str, Any] = {}
+        self.names: list[str] = []
+        """Of the losses that a step logs, in their order in its tail."""
         self._seconds = 0.0
         """Of the interval, those that its timer does not know of."""
 
@@ -185,12 +187,14 @@ class LogTotals:
         """To be sent; see ``instep.state_holder``.  Copies: they are added to while they are sent."""
         return {
             "totals": _copies(self._totals),
+            "names": list(self.names),
             "seconds": self._seconds + _seconds(),
             "cumulative": _copies({k: v for k, v in MTPLossLoggingHelper.tracker.items() if k in CUMULATIVE}),
         }
 
     def load(self, tree: dict[str, Any]) -> None:
         """Become what ``tree`` says, from the next iteration of train() on."""
+        self.names = list(tree["names"])
         self._totals, self._seconds = _on_device(tree["totals"]), tree["seconds"] - _seconds()
         for name in CUMULATIVE:  # those of a state before the first count are none
             MTPLossLoggingHelper.tracker.pop(name, None)

@@ -144,14 +144,16 @@ class MegatronTrainer:
         parts.trackers.write(trackers)
         parts.logits.write(logits)
         parts.scales.write(scales)
-        if not self._losses:
-            return []
-        whole = {}
-        for number, (key, like) in enumerate(self._losses[0].items()):
+        names = parts.state.totals.names
+        if self._losses:
+            names[:] = self._losses[0]
+        whole, device = {}, next(self._model[0].parameters()).device
+        for number, key in enumerate(names):  # also of a worker that ran no microbatch, if it knows their names
             total, count = losses[2 * number], losses[2 * number + 1]
-            value = torch.stack([total, count]) if like.numel() == 2 else (total / count).view(1)
-            whole[key] = value.to(device=like.device, dtype=torch.float32)
-        return [whole]
+            pair = bool(self._losses) and self._losses[0][key].numel() == 2
+            value = torch.stack([total, count]) if pair else (total / count).view(1)
+            whole[key] = value.to(device=device, dtype=torch.float32)
+        return [whole] if whole else []
 
     # ---- inside
 

@@ -5,6 +5,7 @@ worker that takes the work over: the replicas would be eaten one by one. It is k
 workers *share* is a microbatch that both have tried in one iteration, or, outside of microbatches, the same phase.
 
     two replicas, the same error, shared work           the run ends
+    all replicas, the same error, one iteration         the run has ended
     three replicas, any errors, the same shared work    the run ends
     a fault of the host or of the device                says nothing about the work
 """
@@ -23,6 +24,7 @@ from recover_megatron.membership.events import Close, CoordinatorEvent, Exit, Ou
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
     EXIT_NO_REPLICA,
+    EXIT_SAME_FAULT,
     Formed,
     RunOver,
     WorkerId,
@@ -92,9 +94,8 @@ def true_cause(report: ExceptionReport, earlier: Iterable[ExceptionReport]) -> s
     if repeated is not None:
         same = report.microbatch is not None and report.microbatch == repeated.microbatch
         work = _named(report, frozenset([report.microbatch]) if same else report.shared(repeated))
-        victims = f"on {repeated.name}, then on {report.name}"
-        room = 2000 - len(work) - len(victims) - 50
-        return f"{work} raises {cut_middle(report.error, room)} wherever it is run: {victims}"
+        what = f"{work} fails wherever it is run, on {repeated.name}, then on {report.name}: "
+        return f"{what}{cut_middle(report.error, 2000 - len(what))}"
     for first in before:
         for second in before:
             if work_of_all := report.shared(first) & report.shared(second) & first.shared(second):
@@ -131,9 +132,26 @@ class ExceptionReports:
         where = {"iteration": report.iteration, "microbatch": report.microbatch, "group": report.group}
         said = {"phase": report.phase, "own": report.own, "error": report.error, "traceback": message["traceback"]}
         self._out.log("exception", worker=worker.number, host=worker.host, **where, **said)
+        # Its last heartbeat is up to an interval old; this is where it was lost.
+        worker.progress.iteration, worker.progress.phase = report.iteration, report.phase or worker.progress.phase
         cause = true_cause(report, self._reports.values())
         self._reports[worker.number] = report
         return cause
+
+    def same_of_all(self, workers: Workers) -> str | None:
+        """Why nobody is left, if all of ``workers``, the last, said of one iteration what another replica had said.
+
+        Each may have met it in a microbatch of its own: nobody lived to run one again. None: it may be chance.
+        """
+        last = [self._reports[number] for number in workers if number in self._reports]
+        if len(last) < len(workers) or len({report.iteration for report in last}) != 1:
+            return None
+        reports = [report for report in self._reports.values() if report.iteration == last[0].iteration]
+        if any(report.own for report in reports) or len({alike(report.error) for report in reports}) > 1:
+            return None
+        if len({report.group for report in reports}) < 2:
+            return None
+        return f"iteration {reports[0].iteration} fails in all replicas: {cut_middle(reports[0].error, 1900)}"
 
     def last_of(self, workers: Workers) -> str:
         """What the last of ``workers`` said that said anything, as the end of a sentence; empty: none did."""
@@ -240,6 +258,8 @@ class Survivors:
         if not members & epochs.formed.members and not heirs:  # newcomers alone have nothing to go on from
             if (counted_on - roster.idle(epochs.formed)) & roster.with_fate(Fate.LEFT):
                 raise RunOver(0, "all workers have left")
+            if same := self._exceptions.same_of_all(epochs.formed.members):
+                raise RunOver(EXIT_SAME_FAULT, same)
             left = f"no live worker is left{self._exceptions.last_of(epochs.formed.members)}"
             if members - roster.newcomers | roster.with_fate(Fate.ASIDE):
                 left = "all are lost who know what was committed last, the coordinator too; who lives was aside"

@@ -114,10 +114,14 @@ def _told(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> dict[
     stopping = [record.get("time", 0.0) for record in launch if record["event"] == "stopping"]
     # A worker's end and the launcher's word come by two connections, so either may be first.
     since = min(stopping, default=math.inf) - STOPPING_SECONDS if stop.get("code", 0) > SIGNALLED else math.inf
+    said: dict[int, str] = {}  # by worker: the exception that it ended by
     for record in launch:
+        if record["event"] == "exception" and "worker" in record:
+            said[record["worker"]] = f"{printable(str(record.get('error', '')))}; "
         if record["event"] == "fault" and "worker" in record:
-            kind, host, why = (str(record.get(name, "")) for name in ("kind", "host", "reason"))
-            fate = "stopped" if kind == "dead" and record.get("time", 0.0) >= since else kind
+            kind, host, why = (printable(str(record.get(name, ""))) for name in ("kind", "host", "reason"))
+            why = said.get(record["worker"], "") + why
+            fate = "stopped" if record.get("time", 0.0) >= since + STOPPING_SECONDS * (kind != "dead") else kind
             gone[record["worker"]] = Gone(record["worker"], fate, host, why, _age(record.get("time", 0.0)))
     return {
         "epoch": last.get("plan", {}).get("epoch", 0),

@@ -17,11 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from recover_megatron.membership.records import ranges
 from recover_megatron.status.model import RunStatus, WorkerStatus, of_launch
 
 HELD_UP_SECONDS = 20.0
 """A worker that keeps others waiting for so long, and for several iterations' time, holds the run up."""
 HELD_UP_ITERATIONS = 5
+QUIET_SECONDS = 3.0
+"""A worker that is silent for longer is: a heartbeat a second is usual."""
+DESCRIBED = 3
+"""So many workers that are waited for are described one by one."""
 WRITES = ("checkpoint",)
 """Phases that take their time."""
 
@@ -115,12 +120,45 @@ def _stalled(text: str) -> Headline:
 
 
 def _between(status: RunStatus) -> Headline:
+    """A start or a recovery: since when, who has come, and for whom it waits."""
     word = "RECOVERING" if status.epoch else "STARTING"
-    if status.state == "standby":
-        text = f"no coordinator leads: {status.attached} of {status.world} workers have come"
+    absent = [worker for worker in status.workers if worker.silence is None]
+    come = f"{status.attached or 'none'} of {status.live} workers have come"
+    come += f", but not {_named(absent)}" if absent and status.attached else ""
+    awaited = [worker for worker in status.workers if worker.worker in status.awaited]
+    if status.state == "standby" and (status.epoch or not absent):
+        text = f"no coordinator leads: {come}"
     elif status.state == "gathering":
-        text = "a new coordinator waits for all to come to it"
+        text = f"a new coordinator waits for all to come to it: {come}"
+    elif not status.epoch and absent:
+        text = come
+    elif not status.epoch and len(awaited) == status.live:
+        silent = [worker for worker in awaited if (worker.silence or 0.0) > QUIET_SECONDS]
+        text = "the workers build their models" + (f"; nothing is heard of {_named(silent)}" if silent else "")
+    elif awaited:
+        ready = sum(worker.joined for worker in status.workers)
+        what = f"for epoch {status.opened}" if status.epoch else "to train"
+        text = f"{ready} of {ready + len(awaited)} workers are ready {what}; it waits for {_named(awaited)}"
     else:
-        text = f"opens epoch {status.opened}" if status.epoch else "the workers build their models"
-        text += f", waits for {some(status.awaited)}" if status.awaited else ""
-    return Headline(word, f"{word}: {text}", Level.WARNING)
+        text = f"opens epoch {status.opened}" if status.epoch else "all workers are ready"
+    since = f" for {span(status.between)}" if status.between is not None else ""
+    return Headline(word, f"{word}{since}: {text}", Level.WARNING)
+
+
+def _named(workers: Sequence[WorkerStatus]) -> str:
+    """Workers that are waited for; few of them with where they are and what they were last heard to do."""
+    if len(workers) > DESCRIBED:
+        return f"workers {ranges([worker.worker for worker in workers])}"
+    return ", ".join(map(_described, workers))
+
+
+def _described(worker: WorkerStatus) -> str:
+    where = f" on {worker.host}" if worker.host else ""
+    told = [f"in {worker.phase}"] if worker.phase else []
+    if worker.silence is None:
+        told = [f"pid {worker.pid}"] if worker.pid is not None else []
+    elif worker.silence > QUIET_SECONDS:
+        told = [f"silent for {span(worker.silence)}", *told]
+    elif worker.marked is not None:
+        told += [f"no progress for {span(worker.marked)}"]
+    return f"worker {worker.worker}{where}" + (f" ({', '.join(told)})" if told else "")

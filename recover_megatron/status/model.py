@@ -11,7 +11,9 @@ tells.
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -70,7 +72,7 @@ class Gone:
     why: str
     ago: float | None
     exit: str = ""
-    """How its process ended, as its launcher saw it: "SIGKILL", "exit code 1"."""
+    """How its process ended, as its launcher saw it: "SIGKILL", "SIGKILL, out of memory", "exit code 1"."""
     phase: str = ""
     """What it was doing when it was last heard."""
     iteration: int | None = None
@@ -199,6 +201,26 @@ class RunStatus:
     """How the training gets on, where its log folder is known."""
     restarts: int | None = None
     """Workers that were started in place of others, where the log folder is known."""
+    started_age: float | None = None
+    """Seconds since the launch's first worker was started, where the log folder is known."""
+
+    @property
+    def workers(self) -> list[WorkerStatus]:
+        """All live workers, by number."""
+        return sorted([*self.placed, *self.spares, *self.unplaced], key=lambda worker: worker.worker)
+
+    @property
+    def between(self) -> float | None:
+        """For how long the start, or the recovery, has been under way, for all that is known; None: neither is."""
+        if self.state not in ("standby", "gathering", "rendezvous"):
+            return None
+        if not self.epoch:
+            ages = [self.started_age, *(worker.marked for worker in self.workers)]
+        else:
+            planned = self.recoveries[-1].ago if self.recoveries else math.inf
+            ages = [fault.ago for fault in self.faults if fault.ago < planned]
+            ages += [worker.waiting for worker in self.workers if worker.joined]
+        return max((age for age in ages if age is not None), default=None)
 
     @property
     def placed(self) -> list[WorkerStatus]:
@@ -208,7 +230,7 @@ class RunStatus:
     @property
     def attached(self) -> int:
         """Live workers that have a connection to this coordinator."""
-        return sum(worker.silence is not None for worker in [*self.placed, *self.spares, *self.unplaced])
+        return sum(worker.silence is not None for worker in self.workers)
 
     @property
     def lost(self) -> list[Gone]:
@@ -226,22 +248,24 @@ class RunStatus:
         return [drain.node for drain in self.drains if drain.state in ("asked", "moving")]
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "replicas_running": len(self.grid), **asdict(self)}
+        return {"schema": SCHEMA, "replicas_running": len(self.grid), "between": self.between, **asdict(self)}
 
     def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
         """With what the log folder tells; ``processes``: by worker id, of workers.json.
 
         Heartbeats tell of iterations up to an interval late; what is committed was begun.
         """
+        started = [entry["started"] for entry in processes.values() if entry.get("started") is not None]
         return replace(
             self,
             training=training,
+            started_age=max(0.0, time.time() - min(started)) if started else None,
             iteration=max(self.iteration, training.iteration if training is not None else 0),
             restarts=sum(entry.get("replaces") is not None for entry in processes.values()) if processes else None,
             grid=[replace(r, workers=[_processed(w, processes) for w in r.workers]) for r in self.grid],
             spares=[_processed(worker, processes) for worker in self.spares],
             unplaced=[_processed(worker, processes) for worker in self.unplaced],
-            gone=[replace(gone, exit=gone.exit or _exit(processes.get(gone.worker, {}))) for gone in self.gone],
+            gone=[_ended(gone, processes.get(gone.worker, {})) for gone in self.gone],
         )
 
 
@@ -254,12 +278,17 @@ def of_launch(running: int, launched: int, noun: str = "") -> str:
 def _processed(worker: WorkerStatus, processes: Mapping[int, Raw]) -> WorkerStatus:
     entry = processes.get(worker.worker, {})
     device = worker.device if worker.device is not None else entry.get("local_rank")
-    return replace(worker, pid=entry.get("pid"), device=device)
+    return replace(worker, pid=entry.get("pid"), device=device, host=worker.host or entry.get("host", ""))
+
+
+def _ended(gone: Gone, entry: Raw) -> Gone:
+    return replace(gone, exit=gone.exit or _exit(entry), host=gone.host or entry.get("host", ""))
 
 
 def _exit(entry: Raw) -> str:
     if (number := entry.get("signal")) is not None:
-        return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"{name}, out of memory" if entry.get("out_of_memory") else name
     return "" if (code := entry.get("exit_code")) is None else f"exit code {code}"
 
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from recover_megatron.membership.client import NoAnswer
 from recover_megatron.membership.records import AuthenticationError, ranges
-from recover_megatron.status.headline import Level, headline, some, span
+from recover_megatron.status.headline import QUIET_SECONDS, Level, headline, some, span
 from recover_megatron.status.model import (
     DrainStatus,
     Fault,
@@ -39,8 +39,6 @@ from recover_megatron.status.model import (
 from recover_megatron.status.source import Source
 
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.CRITICAL: "red", Level.UNKNOWN: "red"}
-QUIET_SECONDS = 3.0
-"""A worker that is silent for longer is shown in colour: a heartbeat a second is usual."""
 ACTIVITY = ("worker", "node", "GPU", "pid", "iteration", "phase", "microbatch", "silent")
 """Of one worker."""
 NUMBERS = frozenset("replica quota position worker iteration microbatch workers epoch GPU pid".split())
@@ -204,15 +202,19 @@ def _loose(workers: Sequence[WorkerStatus], room: int | None) -> Table:
 
 
 def _gone(gone: Sequence[Gone], room: int | None) -> Table:
-    table = _table("worker", "host", "", "when", "exit", "last seen in", "why")
+    names = ("worker", "host", "", "when", "exit", "last seen in", "why")
+    rows: list[list[str | Text]] = []
     latest = sorted(gone, key=lambda worker: (worker.ago is None, worker.ago, worker.worker))
     for worker in latest[:room]:
         style = {"left": "dim", "stopped": "dim", "aside": "yellow"}.get(worker.fate, "red")
         seen = worker.phase + (f" of iteration {worker.iteration}" if worker.phase and worker.iteration else "")
         fate = Text(worker.fate, style)
-        _add(table, str(worker.worker), worker.host, fate, _when(worker.ago), worker.exit, seen, worker.why)
+        rows.append([str(worker.worker), worker.host, fate, _when(worker.ago), worker.exit, seen, worker.why])
     # What is known of nobody needs no room, of which a narrow terminal has little.
-    table.columns = [column for column in table.columns if any(map(str, column.cells))]
+    told = [at for at in range(len(names)) if any(str(row[at]) for row in rows)]
+    table = _table(*(names[at] for at in told))
+    for row in rows:
+        _add(table, *(row[at] for at in told))
     if room is not None and len(gone) > room:
         _add(table, "...", f"{len(gone) - room} more")
     return table

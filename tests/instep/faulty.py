@@ -44,13 +44,21 @@ def fail(*unused: Any, **unused_too: Any) -> None:
 
 def idle(replica: str) -> None:
     """Have that replica run no microbatch: the first of the others runs its share."""
+    idle_from(replica, "1")
+
+
+def idle_from(replica: str, first: str) -> None:
+    """The same from the first plan that is made in iteration ``first`` or later."""
+    from megatron.training import get_args
+
     from recover_megatron.instep.assignment import Quotas
 
     counts = Quotas.counts
 
     def without(self: Quotas, *args: Any) -> dict[int, int]:
         found, still = dict(counts(self, *args)), int(replica)
-        if still in found and (others := set(found) - {still}):
+        late = get_args().curr_iteration + 1 >= int(first)
+        if late and still in found and (others := set(found) - {still}):
             found[min(others)] += found[still]
             found[still] = 0
         return found

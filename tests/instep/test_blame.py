@@ -15,6 +15,7 @@ from recover_megatron.instep.faults import (
     CheckpointFailed,
     Disagreement,
     Orphaned,
+    in_short,
     is_communication,
     is_of_device,
     is_of_folder,
@@ -226,3 +227,19 @@ def test_what_fails_in_a_group_while_a_mate_is_lost_is_the_mates_fault_whatever_
     error = raised(error.with_traceback(None), path)
     assert Blame().of_mates(error, recovery(orphaned=False, lost=lost)) is of_a_mate
     assert Blame().of_mates(error, recovery(orphaned=False, lost=lost, positions=1)) is False
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "[/pytorch/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:11159. This\nmeans a lot.",
+            "Connection closed by peer [127.0.0.1]:11159",
+        ),
+        ("a worker of its replica is lost", "a worker of its replica is lost"),
+        ("x" * 200, "x" * 120),
+        ("", "RuntimeError"),
+    ],
+)
+def test_an_error_in_short_is_its_first_sentence(text: str, told: str) -> None:
+    assert in_short(RuntimeError(text)) == told

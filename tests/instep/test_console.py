@@ -56,6 +56,13 @@ def test_many_lost_workers_are_told_by_node() -> None:
     )
 
 
+def test_the_end_of_a_run_says_who_was_lost_when() -> None:
+    failures = Failures(GRID)
+    failures.note(WHOLE, None, {})
+    failures.note(LESS, WHOLE, {})
+    assert "Workers lost: 5 (iteration 103); alive without a place: 0." in failures.why_it_ends(LESS, 8)
+
+
 def test_a_replica_that_is_back_a_lost_spare_and_a_degraded_run_are_lines_of_their_own() -> None:
     again = Decision(7, WHOLE.grid, (), iteration=140, fresh=(5,))
     places = {5: LostWorker(5, "b", 1)}
@@ -83,6 +90,18 @@ def test_an_epoch_without_a_loss_says_why_it_was_made() -> None:
     ]
     assert news(WHOLE, next_one, {}, 0, f"worker 9 {READY}") == []
     assert news(WHOLE, LESS, {}, 0, "worker 5 on b died: its connection was closed") == []
+
+
+def test_where_somebody_was_lost_no_line_says_that_nobody_was() -> None:
+    """A lost spare has a line of its own (``spares_line``), as a lost worker has."""
+    died = "worker 9 on b died: its connection was closed"
+    with_spare = Decision(1, WHOLE.grid, (9,), iteration=50)
+    assert news(with_spare, Decision(2, WHOLE.grid, (), iteration=50), {}, 0, died) == []
+    assert news(with_spare, Decision(2, WHOLE.grid, (9,), iteration=50), {}, 0, "so be it") == [
+        "nobody was lost, but all meet again: so be it"
+    ]
+    for before, after in ((with_spare, Decision(2, WHOLE.grid, (), iteration=50)), (WHOLE, LESS)):
+        assert news(before, after, {}, 0, NEW_COORDINATOR) == ["a new coordinator leads"]
 
 
 @pytest.mark.slow

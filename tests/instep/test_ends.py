@@ -45,9 +45,9 @@ def test_without_a_complete_replica_the_survivors_end_with_10_and_say_what_was_l
     assert [codes.pop(worker) for worker in lost] == [-9, -9, -9], result.told()
     assert set(codes.values()) == {EXIT_NO_REPLICA}, result.told()
     check_steps_until(result, runs.reference(case), 9)
-    told = f"iteration 3: {lost[0]}; iteration 8: {lost[1]}; iteration 10: {lost[2]}"
+    told = f"{lost[0]} (iteration 3); {lost[1]} (iteration 8); {lost[2]} (iteration 10)"
     if phase == "recovery":
-        told = f"iteration 8: {', '.join(map(str, sorted(lost[:2])))}; iteration 10: {lost[2]}"
+        told = f"{', '.join(map(str, sorted(lost[:2])))} (iteration 8); {lost[2]} (iteration 10)"
     for worker in codes:
         said = result.log(worker)
         assert f"Workers lost: {told}; alive" in said, said
@@ -129,7 +129,7 @@ def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
     assert 2 <= len({worker // layout.positions for worker in victims}) <= 3, result.told()
     for worker in victims:
         assert error in said[worker], result.told()
-    cause = re.compile(r"microbatch 5 of iteration 3 raises .*" + re.escape(error))
+    cause = re.compile(r"microbatch 5 of iteration 3 fails wherever it is run, on .*" + re.escape(error))
     told = [worker for worker in set(range(4)) - set(victims) if cause.search(said[worker])]
     assert told == sorted(set(range(4)) - set(victims)), result.told()
     assert any(cause.search(str(event.get("reason"))) for event in result.events if event["event"] == "stop")

@@ -218,6 +218,7 @@ def test_a_worker_that_the_coordinator_has_put_out_is_not_started_again(bench):
     bench.go()
     assert launch.wait() == 0, launch.err
     assert len(bench.workers()) == 3
+    assert "killing it; none is started in its place" in launch.err
 
 
 def test_a_fault_that_every_worker_has_ends_the_run_restarts_or_not(bench):
@@ -235,6 +236,7 @@ def test_a_newcomer_that_is_not_ready_when_the_run_is_over_is_ended_and_costs_no
     launch = bench.start(*options, *LONGER, environment=environment)  # until worker 2 is there
     launch.ends()
     assert "the run is over before worker 2 was in it: killing it" in launch.err
+    assert "1 worker more, started in place of others, had no part in it yet; exit code 0" in launch.err
 
 
 def test_spares_do_not_outlive_a_launch_that_fails(bench):

@@ -9,8 +9,10 @@ import subprocess
 
 import pytest
 
+from recover_megatron.launch import messages
 from recover_megatron.launch.output import MOST_PENDING, Sink, Voice
 from recover_megatron.launch.reaper import MISSED, StandIn, beat
+from recover_megatron.launch.states import WorkerProcess, WorkerState
 from tests.harness.waiting import DEADLINE, eventually
 
 from .conftest import recover_run
@@ -339,6 +341,20 @@ def test_logs_that_cannot_be_written_are_told_of_once_and_go_on_when_they_can(be
         (bench.folder / "end").unlink()
     assert bench.log(folder="room") == "".join(f"line {number} {'x' * 50}\n" for number in range(100)) + "now\n"
     assert bench.workers("room")[0]["state"] == "finished"
+
+
+def test_the_last_line_counts_no_newcomer_that_came_too_late_and_names_what_the_kernel_has_killed():
+    workers = [WorkerProcess(n, 100 + n, "h", WorkerState.RUNNING, 0, n, started=10.0) for n in range(4)]
+    for worker, status in zip(workers, (0, 0, -9, -9), strict=True):
+        worker.end(status, 20.0)
+    workers[2].out_of_memory, workers[3].note = True, messages.TOO_LATE
+    killed = "killed by SIGKILL (signal 9) of the kernel's OOM killer: out of memory, after 10.0 s"
+    late = "1 worker more, started in place of others, had no part in it yet"
+    assert messages.ends(workers) == f"2 of 3 workers finished; worker 2 {killed}; {late}"
+    assert workers[2].how == "SIGKILL, out of memory"
+    assert f"worker 2 on h (pid 102) was {killed}; no worker is left" in messages.worker_ended(
+        workers[2], 0, 0, None, 0
+    )
 
 
 def test_a_newcomer_is_heard_on_the_console_with_its_own_lines_until_it_has_a_place():

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +27,13 @@ from recover_megatron.launch.processes import (
     carries,
     find_launch,
     kill_found,
+    memory_kills,
     process_table,
     spawn,
 )
 from recover_megatron.launch.reaper import Reaper, beat
+from recover_megatron.launch.states import WorkerProcess, WorkerState
+from recover_megatron.launch.worker_table import WorkerTable
 from tests.harness.processes import children, environment
 
 
@@ -248,3 +252,52 @@ def test_a_callback_that_raises_keeps_no_other_from_being_called() -> None:
     loop.close()
     os.close(read)
     os.close(write)
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "text"),
+    [
+        ("0::/job/step", "job/step/memory.events", "low 0\noom 3\noom_kill 2\n"),
+        ("0::/", "memory.events", "oom 3\noom_kill 2\n"),
+        ("4:memory:/job", "memory/job/memory.oom_control", "under_oom 0\noom_kill 2\n"),
+        ("4:memory:/of/the/host", "memory/memory.oom_control", "under_oom 0\noom_kill 2\n"),
+        ("4:memory:/old", "memory/old/memory.oom_control", "under_oom 0\n"),
+    ],
+    ids=["2", "2 in a container", "1", "1 in a container", "a kernel that does not count"],
+)
+def test_what_the_kernel_has_killed_for_want_of_memory_is_counted_by_the_cgroup(tmp_path, line, file, text):
+    table, told = tmp_path / "cgroup", tmp_path / "fs" / file
+    assert memory_kills(table, tmp_path / "fs") == 0
+    table.write_text(f"9:name=systemd:/\n{line}\n")
+    assert memory_kills(table, tmp_path / "fs") == 0
+    told.parent.mkdir(parents=True)
+    told.write_text(text)
+    assert memory_kills(table, tmp_path / "fs") == (2 if "oom_kill 2" in text else 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "kills", "ours", "told"),
+    [
+        (signal.SIGKILL, [1, 2], False, True),
+        (signal.SIGKILL, [1, 1], False, False),
+        (signal.SIGKILL, [1, 2], True, False),
+        (signal.SIGTERM, [1, 2], False, False),
+    ],
+    ids=["by the kernel", "by somebody", "by this launcher", "by another signal"],
+)
+def test_a_worker_that_the_kernel_has_killed_for_want_of_memory_is_told_as_such(monkeypatch, number, kills, ours, told):
+    counts = iter(kills)
+    monkeypatch.setattr(processes, "memory_kills", lambda: next(counts))
+    loop = SimpleNamespace(unwatch=lambda _: None)
+    table = WorkerTable(SimpleNamespace(launch_id="x"), loop, None, None, SimpleNamespace(spared=[]), lambda _: None)
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "1000"], {}, setpgroup=0)
+    worker = WorkerProcess(0, pid, "h", WorkerState.RUNNING, 0, 0)
+    table._handles[0] = SimpleNamespace(pidfd=os.pidfd_open(pid))
+    if ours:
+        table.signal([worker], number)
+    else:
+        os.kill(pid, number)
+    select.select([table._handles[0].pidfd], [], [])
+    table.reap(worker)
+    os.close(table._handles[0].pidfd)
+    assert (worker.signal, worker.out_of_memory) == (number, told)

@@ -57,6 +57,9 @@ def test_recover_status_tells_how_a_run_ended_that_never_began(bench: Bench, num
     assert (said.returncode, said.stderr) == (2, "")
     assert said.stdout.startswith(f"ENDED: exit code {code}: ")
     assert why in said.stdout
+    if number == signal.SIGINT:
+        assert said.stdout.startswith("ENDED: exit code 130: ended by SIGINT, which the launcher on ")
+        assert launch.err.splitlines()[-1].startswith("recover-run: ended by SIGINT: 0 of 2 workers finished")
 
 
 def lines_about(launch: Launch, worker: int) -> list[str]:

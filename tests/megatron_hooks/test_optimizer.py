@@ -20,7 +20,7 @@ from recover_megatron.megatron_hooks.fsdp.state import _gradient_where_it_is_rea
 from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, differing_units
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
-from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import LossScales, UnitSums
+from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import LossScales, ShardedOptimizer, UnitSums
 from recover_megatron.megatron_hooks.state import _load_optimizer, _optimizer_tree
 from tests.harness.waiting import DEADLINE
 
@@ -316,3 +316,19 @@ def test_shadows_that_differ_are_those_of_one_optimizer_one_column_and_one_unit(
     assert differing_units(rows) == []
     assert differing_units([*rows, [*dense, 3, 13]]) == [3]
     assert differing_units([]) == []
+
+
+def test_while_the_norm_of_all_parameters_is_computed_nobody_is_said_to_write_a_checkpoint() -> None:
+    marks: list[str] = []
+    optimizer: Any = object.__new__(ShardedOptimizer)
+    optimizer.complete, optimizer.shards, optimizer._fragments = (lambda: None), None, []
+    optimizer._keeping = SimpleNamespace(has_all=True)
+    optimizer._progress = SimpleNamespace(mark=lambda phase, **_: marks.append(phase))
+    optimizer._recovery = SimpleNamespace(
+        assignment=SimpleNamespace(epoch_groups=None, live=frozenset()),
+        sections=SimpleNamespace(run=lambda _, run: run()),
+    )
+    for moments in (False, True):
+        with ShardedOptimizer.saving(optimizer, moments=moments):
+            pass
+    assert marks == ["parameters' norm", "checkpoint"]

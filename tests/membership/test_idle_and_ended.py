@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from script import play, table
 from simulation import SETTINGS, World
 
-from recover_megatron.membership.ending import ExceptionReport, alike, true_cause
-from recover_megatron.membership.events import Heard, Notify, Say, Tick
+from recover_megatron.membership.ending import ExceptionReport, ExceptionReports, alike, true_cause
+from recover_megatron.membership.events import Heard, Notify, Outbox, Say, Tick
 from recover_megatron.membership.leadership import can_tell
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.node_agent import NodeAgentClient
-from recover_megatron.membership.records import cut_middle
+from recover_megatron.membership.records import WorkerId, cut_middle
 from recover_megatron.membership.wire import MAX_TRACEBACK
 
 
@@ -203,14 +203,14 @@ the last worker that said why is named when nobody is left
     ends 10 worker 0 on node0 was the last to say why: RuntimeError: uncorrectable ECC error
 the second replica that ends in the same way ends the run with the true cause
     world 4 nodes=4 runs=4; raises 3 at=5 group=1 NaN -> stops; raises 0 at=5 group=0 NaN
-    stops 1 microbatch 5 of iteration 7 raises NaN wherever it is run: on worker 3 on node3, then on worker 0 on node0
+    stops 1 microbatch 5 of iteration 7 fails wherever it is run, on worker 3 on node3, then on worker 0 on node0: NaN
     exceptions 3:node3:7:5:NaN 0:node0:7:5:NaN; out 1 0 1 2
 a fault that shows after the pass is known by what both replicas have tried
     world 4 nodes=4 runs=4; raises 3 at=9 group=3 tried=1,5,9 NaN
     raises 0 at=10 group=0 tried=2,6,10 NaN -> stops
     raises 1 at=11 group=1 tried=3,5,7,9,11 NaN
-    ends 1 one of the microbatches 5, 9 of iteration 7 raises NaN wherever it is run
-    ends 1 run: on worker 3 on node3, then on worker 1 on node1
+    ends 1 one of the microbatches 5, 9 of iteration 7 fails wherever it is run
+    ends 1 run, on worker 3 on node3, then on worker 1 on node1: NaN
 the third replica that the same microbatch ends ends the run whatever the errors say
     world 4 nodes=4 runs=4; raises 3 at=9 group=3 tried=1,5,9 KeyError: a
     raises 0 at=5 group=0 tried=2,5 ValueError: b -> stops; raises 1 at=7 group=1 tried=3,5,7 KeyError: c
@@ -225,12 +225,30 @@ faults of hosts and devices say nothing about the work
 a fault outside of microbatches is that of its phase
     world 4 nodes=4 runs=4; raises 3 group=3 phase=eval NaN; raises 0 group=0 phase=checkpoint NaN -> stops
     raises 1 group=1 phase=checkpoint NaN
-    stops 1 iteration 7 (checkpoint) raises NaN wherever it is run: on worker 0 on node0, then on worker 1 on node1
+    stops 1 iteration 7 (checkpoint) fails wherever it is run, on worker 0 on node0, then on worker 1 on node1: NaN
+the same fault of all replicas at once is one of the work though each met it in another microbatch
+    world 3 nodes=3 runs=4; raises 0 at=1 group=0 sample 1: NaN; raises 1 at=5 group=1 sample 5: NaN
+    raises 2 at=9 group=2 sample 9: NaN -> ends 1 iteration 7 fails in all replicas: sample
+where one of them was killed or of a bad host or said another thing it may be chance
+    world 3 nodes=3 runs=4; raises 0 at=1 group=0 NaN; raises 1 at=5 group=1 NaN; kill 2; run 3
+    -> ends 10 no live worker is left
+of a bad host
+    world 2 nodes=2 runs=4; raises 0 at=1 group=0 own=1 NaN; raises 1 at=5 group=1 own=1 NaN -> ends 10 no live worker
+another thing
+    world 2 nodes=2 runs=4; raises 0 at=1 group=0 NaN; raises 1 at=5 group=1 Key -> ends 10 no live worker
 last words said while no coordinator is reached are told to the next one once
     world 3 nodes=3 runs=4; crash 0; raises 2 at=5 NaN -> exceptions 2:node2:7:5:NaN; led 0 1
 """)
 def test_exceptions(script: str) -> None:
     play(script)
+
+
+def test_a_worker_that_an_exception_ends_was_last_seen_where_it_was_raised() -> None:
+    """In a recovery's line and in recover-status."""
+    worker = started(3).coordinators[0].roster.workers[WorkerId(2)]
+    said = {"iteration": 7, "phase": "data", "group": 0, "error": "NaN", "traceback": ""}
+    ExceptionReports(Outbox()).add(worker, said)
+    assert (worker.progress.iteration, worker.progress.phase) == (7, "data")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +284,7 @@ def test_no_error_takes_long_to_compare(error: str) -> None:
 def test_a_fault_without_a_microbatch_is_told_by_its_iteration() -> None:
     first, second = (ExceptionReport(f"worker {n} on a", n, 7, None, ERROR) for n in (0, 1))
     assert true_cause(second, [first]) == (
-        f"iteration 7 raises {ERROR} wherever it is run: on worker 0 on a, then on worker 1 on a"
+        f"iteration 7 fails wherever it is run, on worker 0 on a, then on worker 1 on a: {ERROR}"
     )
 
 
@@ -287,4 +305,4 @@ def test_the_reason_of_a_stop_is_bounded_however_long_the_words() -> None:
     cause = true_cause(second, [first])
     assert cause is not None
     assert len(cause) <= 2000
-    assert cause.endswith(f"then on {name}")
+    assert f", on {name}, then on {name}: xxx" in cause

@@ -246,8 +246,8 @@ def test_an_exception_that_ends_one_worker_is_logged_and_one_that_ends_another_t
             assert len(event["traceback"]) == 16 << 10
         first, second = (f"worker {event['worker']} on {event['host']}" for event in events)
         assert run.wait_event("stop")["reason"] == (
-            "microbatch 5 of iteration 9 raises RuntimeError: the loss is not a number wherever it is run: "
-            f"on {first}, then on {second}"
+            f"microbatch 5 of iteration 9 fails wherever it is run, on {first}, then on {second}: "
+            "RuntimeError: the loss is not a number"
         )
 
 

@@ -132,10 +132,23 @@ def test_workers_that_a_signal_to_the_launcher_ended_are_not_lost_and_ages_count
     stopping = {"event": "stopping", "node": "h-0", "signal": 2, "time": now - 700}
     ended = {**death, "worker": 0, "time": now - 700}
     sooner = {**ended, "worker": 2, "time": now - 700.1}  # known by its connection, before the launcher's word came
-    log(tmp_path, 0, listening(LAUNCHED, now - 900), *attached, lost, sooner, stopping, ended, {**STOP, "code": 130})
+    hung = {**death, "kind": "out", "worker": 3, "time": now - 700.1}
+    stopped = {**hung, "worker": 4, "time": now - 690}  # it did not hear SIGTERM, and was killed
+    told = [
+        {"event": "exception", "worker": 1, "error": "ValueError: bad"},
+        lost,
+        hung,
+        sooner,
+        stopping,
+        ended,
+        stopped,
+    ]
+    log(tmp_path, 0, listening(LAUNCHED, now - 900), *attached, *told, {**STOP, "code": 130})
     status = ending_of(tmp_path)
-    assert [(gone.worker, gone.fate) for gone in status.gone] == [(0, "stopped"), (1, "dead"), (2, "stopped")]
-    assert [gone.worker for gone in status.lost] == [1]
+    fates = {0: "stopped", 1: "dead", 2: "stopped", 3: "out", 4: "stopped"}
+    assert {gone.worker: gone.fate for gone in status.gone} == fates
+    assert [gone.worker for gone in status.lost] == [1, 3]
+    assert status.gone[1].why == "ValueError: bad; its connection was closed"
     assert status.gone[1].ago is not None
     assert status.gone[1].ago >= 800
 
@@ -275,6 +288,7 @@ WAITING = [
     for n in range(6)
 ]
 CULPRIT = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="forward", marked=42.0)]
+UNREADY = [placed(n, 0, n, joined=False) for n in range(6)]
 WRITER = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="checkpoint", marked=42.0)]
 
 
@@ -284,7 +298,8 @@ WRITER = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="checkpoint", marked=
         (seen(), "HEALTHY 3/3 replicas", Level.OK),
         (seen(workers=GRID[:4]), "DEGRADED 2/3 replicas", Level.WARNING),
         (seen(state="rendezvous", opened=2), "RECOVERING: opens epoch 2", Level.WARNING),
-        (seen(state="rendezvous", epoch=0), "STARTING: the workers build their models", Level.WARNING),
+        (seen(state="rendezvous", epoch=0), "STARTING: all workers are ready", Level.WARNING),
+        (seen(state="rendezvous", epoch=0, workers=UNREADY), "STARTING: the workers build their models", Level.WARNING),
         (seen(state="standby", epoch=0), "STARTING: no coordinator leads: 6 of 6 workers have come", Level.WARNING),
         (seen(workers=CULPRIT), "STALLED 42 s in forward at worker 5 on h", Level.CRITICAL),
         (seen(workers=WRITER), "HEALTHY 3/3 replicas", Level.OK),
@@ -321,10 +336,21 @@ def test_a_worker_has_its_process_and_how_it_ended(tmp_path: Path) -> None:
     entries = [
         {"worker_id": 0, "pid": 77, "local_rank": 3, "signal": None, "exit_code": None, "replaces": None},
         {"worker_id": 5, "pid": 78, "local_rank": 1, "signal": 9, "exit_code": None, "replaces": 1},
+        {
+            "worker_id": 6,
+            "pid": 79,
+            "local_rank": 2,
+            "signal": 9,
+            "exit_code": None,
+            "out_of_memory": True,
+            "host": "h2",
+        },
     ]
     (tmp_path / "workers.json").write_text(json.dumps(entries))
     dead = {"worker": 5, "fate": "dead", "host": "h", "why": "gone", "ago": 2.0, "phase": "forward", "iteration": 7}
-    told = seen(workers=[*GRID[:5], dead]).with_files(None, worker_processes(tmp_path))
+    starved = {**dead, "worker": 6, "host": ""}  # of a coordinator that knows it from the one before
+    told = seen(workers=[*GRID[:5], dead, starved]).with_files(None, worker_processes(tmp_path))
+    assert (told.gone[1].exit, told.gone[1].cause, told.gone[1].host) == ("SIGKILL, out of memory", "killed", "h2")
     first = told.grid[0].workers[0]
     assert (first.pid, first.device, told.restarts) == (77, 3, 1)
     gone = told.gone[0]

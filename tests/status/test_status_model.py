@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -125,9 +126,42 @@ def test_a_plan_that_tells_no_replicas_shows_the_workers() -> None:
 
 
 def test_an_open_rendezvous_names_whom_it_waits_for() -> None:
-    rows = [placed(n, n, 0, joined=n != 1) for n in range(3)]
-    status = seen(state="rendezvous", opened=2, workers=rows)
-    assert "opens epoch 2, waits for 1" in text(status)
+    """Of a recovery that does not get on: who is missing, what was last heard of it, and since when."""
+    late = placed(1, 1, 0, joined=False, silence=11.0, phase="forward", marked=11.2)
+    rows = [late if n == 1 else placed(n, n, 0, waiting=9.0 + n) for n in range(3)]
+    fault = {"ago": 30.0, "kind": "dead", "worker": 9, "host": "h", "why": ""}
+    plan = {"ago": 25.0, "epoch": 1, "reason": "", "workers": 4, "seconds": {}}
+    status = seen(state="rendezvous", opened=2, workers=rows, faults=[fault], recoveries=[plan])
+    waits = "2 of 3 workers are ready for epoch 2; it waits for worker 1 on h (silent for 11 s, in forward)"
+    assert f"RECOVERING for 11 s: {waits}" in text(status)
+    assert status.to_json()["between"] == 11.0
+    assert seen().to_json()["between"] is None
+
+    struck = seen(state="rendezvous", opened=2, workers=rows, faults=[fault, {**fault, "ago": 14.0}], recoveries=[plan])
+    assert "RECOVERING for 14 s: " in text(struck)
+    many = [placed(n, n, 0, joined=n == 7) for n in range(8)]
+    assert "it waits for workers 0-6" in text(seen(state="rendezvous", opened=2, workers=many))
+
+
+def test_a_start_that_does_not_get_on_says_who_has_not_come_and_since_when() -> None:
+    rows = [row(n, joined=False, member=False, marked=40.0 + n) for n in range(3)]
+    rows += [row(3, host="", silence=None, joined=False, member=False)]
+    status = seen(state="rendezvous", epoch=0, replicas=[], replica_size=0, workers=rows, world=4, live=4)
+    assert "STARTING for 42 s: 3 of 4 workers have come, but not worker 3 " in text(status)
+    started = time.time() - 50
+    processes = {n: {"worker_id": n, "pid": 70 + n, "host": "vm", "started": started + n} for n in range(4)}
+    told = status.with_files(None, processes)
+    assert "STARTING for 50 s: 3 of 4 workers have come, but not worker 3 on vm (pid 73)" in text(told)
+
+    nobody = seen(state="standby", epoch=0, workers=[{**each, "silence": None} for each in rows], world=4, live=4)
+    assert "STARTING for 42 s: none of 4 workers have come " in text(nobody)
+
+    rows[3] |= {"host": "h", "silence": 20.0, "marked": 21.0}
+    building = seen(state="rendezvous", epoch=0, workers=rows, world=4, live=4)
+    assert "build their models; nothing is heard of worker 3 on h (silent for 20 s)" in text(building)
+    ready = [{**each, "joined": each["worker"] != 3} for each in rows]
+    told = seen(state="rendezvous", epoch=0, replicas=[], replica_size=0, workers=ready, world=4, live=4)
+    assert "3 of 4 workers are ready to train; it waits for worker 3 on h (silent for 20 s)" in text(told)
 
 
 def test_columns_of_which_nothing_is_known_take_no_room() -> None:
@@ -137,6 +171,8 @@ def test_columns_of_which_nothing_is_known_take_no_room() -> None:
 
     killed = Gone(3, "dead", "h", "why", 2.0)
     assert heads(killed) == [["worker", "host", "when", "why"]]
+    alone = text(replace(seen(workers=GRID), gone=[replace(killed, host="", exit="SIGKILL, out of memory")]))
+    assert "SIGKILL, out of memory  why" in alone  # in one line, whatever else is not known
     assert heads(killed, replace(killed, exit="SIGKILL")) == [["worker", "host", "when", "exit", "why"]]
 
 

@@ -50,6 +50,7 @@ from recover_megatron.instep.faults import (
     UnknownOperation,
     break_device,
     ends_soon,
+    in_short,
     is_communication,
     is_of_device,
     is_own,
@@ -273,13 +274,13 @@ class FaultTolerance:
         _end(1, f"worker {self._me} ends by {whose} ({signature(error)[:200]}); its traceback is above")
 
     def _be_spare(self, recovery: Recovery, error: BaseException) -> NoReturn:
-        reason = str(error)
+        reason = in_short(error)
         if not isinstance(error, Orphaned):
             recovery.orphan.replica_failed(error)
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = None
         self._groups.left()
-        log.info(f"worker {self._me} has no place any more ({reason[:120]}); it waits as a spare")
+        log.info(f"worker {self._me} has no place any more ({reason}); it waits as a spare")
         try:
             # The training is over for it: it has no position to come back to.
             recovery.orphan.wait(position=None, ready=False)

@@ -243,7 +243,7 @@ class ShardedOptimizer:
         assignment = self._recovery.assignment
 
         def gather() -> None:
-            self._progress.mark("checkpoint", waiting=True)
+            self._progress.mark("checkpoint" if moments else "parameters' norm", waiting=True)
             found = [part for fragments in self._fragments for part in self._keeping.lend(fragments, moments=moments)]
             whole = Parameters(found, self.shards)
             whole.begin()
