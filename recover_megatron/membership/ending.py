@@ -5,6 +5,7 @@ worker that takes the work over: the replicas would be eaten one by one. It is k
 workers *share* is a microbatch that both have tried in one iteration, or, outside of microbatches, the same phase.
 
     two replicas, the same error, shared work           the run ends
+    all replicas, the same error, the same iteration    nobody is left, and a restart would meet it again
     three replicas, any errors, the same shared work    the run ends
     a fault of the host or of the device                says nothing about the work
 """
@@ -23,6 +24,7 @@ from recover_megatron.membership.events import Close, CoordinatorEvent, Exit, Ou
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
     EXIT_NO_REPLICA,
+    EXIT_SAME_FAULT,
     Formed,
     RunOver,
     WorkerId,
@@ -140,6 +142,15 @@ class ExceptionReports:
         said = next((self._reports[number] for number in reversed(self._reports) if number in workers), None)
         return f"; {said.name} was the last to say why: {said.error[:1000]}" if said else ""
 
+    def same_of_all(self, workers: Workers) -> bool:
+        """Whether ``workers``, the last ones, were all ended by one error, and all others that an exception ended in
+        that iteration, several replicas in sum; an error of a host or device is none."""
+        last = [self._reports[number] for number in workers if number in self._reports]
+        said = [report for report in self._reports.values() if last and report.iteration == last[0].iteration]
+        kinds = {(report.iteration, alike(report.error), report.own) for report in (*last, *said)}
+        several = len({report.group for report in said}) > 1
+        return several and len(last) == len(workers) and len(kinds) == 1 and not last[0].own
+
 
 class Ending:
     """What a coordinator does once its run is over: it tells all (``begin``), then those that come late (``handle``).
@@ -243,7 +254,8 @@ class Survivors:
             left = f"no live worker is left{self._exceptions.last_of(epochs.formed.members)}"
             if members - roster.newcomers | roster.with_fate(Fate.ASIDE):
                 left = "all are lost who know what was committed last, the coordinator too; who lives was aside"
-            raise RunOver(EXIT_NO_REPLICA, left)
+            same = self._exceptions.same_of_all(epochs.formed.members)
+            raise RunOver(EXIT_SAME_FAULT if same else EXIT_NO_REPLICA, left)
         if epochs.finished:
             raise RunOver(0, "all workers that had a part in the work have left")
 
