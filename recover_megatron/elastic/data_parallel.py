@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -119,6 +120,8 @@ class ElasticDataParallel:
         self._ran: list[int] = []
         self._summed: frozenset[int] = frozenset()
         """The workers that made the last sum with this one."""
+        self._uncaught = sys.excepthook
+        sys.excepthook = self._ended_by
 
     @property
     def worker(self) -> int:
@@ -311,6 +314,12 @@ class ElasticDataParallel:
             self.worker, phase=phase, tried=tried,
         )  # fmt: skip
 
+    def _ended_by(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Of an exception that ends the process, wherever it was raised, the coordinator is told, if it is not yet."""
+        if isinstance(error, Exception):
+            self._report("between steps", None, error)
+        self._uncaught(kind, error, trace)
+
     def _mark(self, phase: str, j: int | None = None, *, waiting: bool = False, allow: float = 0.0) -> None:
         self._session.mark(self.completed + 1, phase, j, waiting, allow)
 
@@ -344,8 +353,8 @@ def _check(
         reasons.append("parameters are on the device meta, without memory: to_empty() and initialize them before")
     if more := _strange(optimizer, set(map(id, parameters))):
         reasons.append(
-            f"the optimizer has {more} parameter(s) that the model does not have: nobody would sum their gradients; put "
-            "all that is trained in one module"
+            f"the optimizer has {more} parameter(s) that the model does not have: nobody would sum their gradients; "
+            "put all that is trained in one module"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

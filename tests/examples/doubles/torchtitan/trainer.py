@@ -31,9 +31,10 @@ class Optimizers(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """By names, flat: ``number.moment``."""
+        """Flat: ``number.moment``, and the rate."""
         state = self.inner.state_dict()["state"]
-        return {f"{number}.{name}": value for number, its in state.items() for name, value in its.items()}
+        moments = {f"{number}.{name}": value for number, its in state.items() for name, value in its.items()}
+        return {"lr": self.inner.param_groups[0]["lr"], **moments}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Only into state that is there: where there is none a step without a rate makes it, if no gradient is set."""
@@ -49,6 +50,7 @@ class Optimizers(torch.optim.Optimizer):
             whole = self.inner.state_dict()
         for number, its in whole["state"].items():
             its.update({name: state_dict[f"{number}.{name}"] for name in its})
+        whole["param_groups"][0]["lr"] = state_dict["lr"]
         self.inner.load_state_dict(whole)
 
 
