@@ -47,6 +47,7 @@ class ElasticTrainer(Trainer):
     """A trainer whose steps are those of ``ElasticDataParallel``."""
 
     steps: Iterator[StepResult] = iter(())
+    ntokens_seen: int
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Any:
         """Those of torchtitan, by their step."""

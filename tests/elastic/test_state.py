@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +212,21 @@ def test_a_microbatch_may_go_back_by_itself_where_nobody_else_does() -> None:
     it = elastic(striking, striking.optimizer)
     it._backward = lambda loss: None
     it._gradient(lambda step, j: striking.goes_back().detach(), 1, 0)
+
+
+def test_the_coordinator_is_told_of_an_exception_that_ends_the_worker_wherever_it_was_raised() -> None:
+    it, told, shown = elastic(Striking(), Striking().optimizer), [], []
+    it.completed = 3
+    it._column = SimpleNamespace(me=1)  # type: ignore[assignment]
+    it._session = SimpleNamespace(report_exception=lambda *what, **how: told.append((what, how)))  # type: ignore[assignment]
+    it._uncaught = lambda *what: shown.append(what)
+    full = OSError("No space left on device")
+    it._ended_by(OSError, full, None)
+    it._ended_by(KeyboardInterrupt, KeyboardInterrupt(), None)
+    (((step, j, error, _, worker), how),) = told
+    assert (step, j, error, worker) == (4, None, "OSError: No space left on device", 1)
+    assert how == {"phase": "between steps", "tried": []}
+    assert len(shown) == 2, "it is printed as always"
 
 
 def status(completed: int = 0, holds: bool = True, digest: str = "", ran: tuple[int, ...] = ()) -> Status:
