@@ -1,12 +1,12 @@
 """torchtitan's trainer with steps that survive kill -9 of workers: an adapter, and the command to start it.
 
-    recover-run --elastic --max-restarts 2 --nproc-per-node 8 examples/torchtitan_trainer.py --job.config_file FILE
+    recover-run --elastic --max-restarts 2 --nproc-per-node 8 examples/torchtitan_trainer.py \\
+        --module llama3 --config llama3_debugmodel
 
-For torchtitan before 0.3, whose steps are not divided by their number of valid tokens.
-
-Each worker is a torchtitan of one process which holds the whole model (no FSDP, TP or PP), with the global batch as
-its gradient accumulation; the library shares the microbatches out.  Two methods of ``Trainer`` are replaced:
-``batch_generator``, since microbatches are asked for by their number, and ``train_step``, where the step is finished.
+For torchtitan 0.3.0.  Each worker is a torchtitan of one process which holds the whole model (no FSDP, TP, PP or EP),
+with the global batch as its gradient accumulation; the library shares the microbatches out.  Two methods of ``Trainer``
+are replaced: ``batch_generator``, since microbatches are asked for by their number, and ``train_step``, where the step
+is finished.  Checkpoints are written by the worker that leads, and read by all.
 """
 
 import os
@@ -15,60 +15,57 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torchtitan.train import Trainer
+import torchtitan.distributed.fsdp as titan_fsdp
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.trainer import Trainer
 
-from recover_megatron import ElasticDataParallel
+from recover_megatron import ElasticDataParallel, StepResult, run
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-class Numbered:
-    """The batches of a data loader by their number, of which a worker takes some."""
+class Steps:
+    """The batches of a data loader, those of one step at a time."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self.next = 0
-        """The number of the batch that the data loader gives next: above 0 where it went on from a checkpoint."""
-        self._kept: dict[int, Batch] = {}
+    def __init__(self, batches: Iterator[Batch], count: int) -> None:
+        self._batches, self._count = batches, count
+        self.read = 0
+        """The last step that was read: above 0 where the data loader went on from a checkpoint."""
+        self._now: list[Batch] = []
 
-    def get(self, number: int, since: int) -> Batch:
-        """Number ``number``; those from ``since`` on may be asked for again."""
-        self._kept = {kept: batch for kept, batch in self._kept.items() if kept >= since}
-        while self.next <= number:
-            batch = next(self._batches)
-            if self.next >= since:
-                self._kept[self.next] = batch
-            self.next += 1
-        return self._kept[number]
+    def of(self, step: int) -> list[Batch]:
+        """Those of ``step``, which does not go down; what was trained before this worker came is read, and left."""
+        while self.read < step:
+            self._now = [next(self._batches) for _ in range(self._count)]
+            self.read += 1
+        return self._now
 
 
 class ElasticTrainer(Trainer):
     """A trainer whose steps are those of ``ElasticDataParallel``."""
 
-    elastic: ElasticDataParallel | None = None
+    steps: Iterator[StepResult] = iter(())
+    ntokens_seen: int
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Any:
-        """Those of torchtitan, by their number."""
-        return Numbered(iter(super().batch_generator(data_iterable)))
+        """Those of torchtitan, by their step."""
+        self.data = Steps(iter(super().batch_generator(data_iterable)), self.gradient_accumulation_steps)
+        self.steps = self._begin()
+        return self.data
 
     def train_step(self, data_iterator: Any) -> None:
         """A step that is finished whoever dies in it."""
-        if self.elastic is None:
-            self.elastic = self._begin()
-            data_iterator.next = self.elastic.completed * self.gradient_accumulation_steps
-        count = self.gradient_accumulation_steps
-
-        def microbatch(step: int, j: int) -> torch.Tensor:
-            first = (step - 1) * count
-            loss: torch.Tensor = self.forward_backward_step(*data_iterator.get(first + j, first))
-            return loss.detach() * count  # it was divided, and has gone back already
-
-        done = self.elastic.step(microbatch)
+        done = next(self.steps)
+        rates = self.lr_schedulers.get_metrics()
         self.lr_schedulers.step()
+        self.ntokens_seen += sum(labels.numel() for _, labels in self.data.of(done.step))
         if self.metrics_processor.should_log(self.step):
-            self.metrics_processor.log(self.step, done.loss, done.loss, float(self.grad_norm))
+            more = {"n_tokens_seen": self.ntokens_seen, **rates}
+            self.metrics_processor.log(self.step, done.loss, done.loss, float(self.grad_norm), extra_metrics=more)
 
-    def _begin(self) -> ElasticDataParallel:
+    def _begin(self) -> Iterator[StepResult]:
         elastic = ElasticDataParallel(
             self.model_parts[0],
             self.optimizers,
@@ -77,20 +74,39 @@ class ElasticTrainer(Trainer):
             before_update=self._clip,
             backward=lambda loss: None,
         )
-        elastic.completed = self.step - 1  # what the checkpoint had
-        return elastic
+        elastic.completed = self.data.read = self.step  # what the checkpoint had
+        save = self.checkpointer.save
+        self.checkpointer.save = lambda *of, **how: elastic.leads and save(*of, **how)
+        return run(elastic, self._microbatch, self.config.training.steps)
+
+    def _microbatch(self, step: int, j: int) -> torch.Tensor:
+        """Forward and backward of one; its loss is a part of the step's: divided by the valid tokens of all of them."""
+        batches = self.data.of(step)
+        valid = sum((labels != IGNORE_INDEX).sum() for _, labels in batches)
+        inputs, labels = batches[j]
+        tokens, dtype = self.ntokens_seen, TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
+        with torch.autocast(self.device.type, dtype, enabled=dtype == torch.bfloat16):  # which FSDP would have done
+            loss = self.forward_backward_step(
+                input_dict={name: value.to(self.device) for name, value in inputs.items()},
+                labels=labels.to(self.device),
+                global_valid_tokens=torch.as_tensor(valid, device=self.device),
+            )
+        self.ntokens_seen = tokens  # counted when the step is finished, for all workers
+        return loss.detach() * self.gradient_accumulation_steps  # the library divides it; it has gone back already
 
     def _clip(self) -> None:
-        parameters = self.model_parts[0].parameters()
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.job_config.training.max_norm, foreach=True)
+        parameters = list(self.model_parts[0].parameters())
+        self.grad_norm = dist_utils.clip_grad_norm_(parameters, self.config.training.max_norm, foreach=True)
+        self.checkpointer.maybe_wait_for_staging()
 
 
 def be_one_process() -> None:
-    """torch.distributed is to see this process alone: the others are found by recover-run."""
+    """torch.distributed is to see this process alone, and torchtitan no shards: the others are found by recover-run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    titan_fsdp.fully_shard = lambda module, **how: module
 
 
 def main() -> None:
@@ -99,8 +115,7 @@ def main() -> None:
     be_one_process()
     trainer = ElasticTrainer(ConfigManager().parse_args())
     trainer.train()
-    if trainer.elastic is not None:
-        trainer.elastic.leave()
+    next(trainer.steps, None)  # there is none: it leaves the run
     trainer.close()
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ import torch
 from recover_megatron.collectives.column import LOOPBACK, Column
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.elastic.state import Exchange, Gradients, Standing, State, Stateful, Status, shares, standing
-from recover_megatron.errors import UserError
+from recover_megatron.errors import UserError, refuse, traceback_wanted
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_STATE_LOST, CoordinatorLost, Fenced
 from recover_megatron.membership.session import is_newcomer
@@ -77,8 +79,10 @@ class ElasticDataParallel:
     Workers need not begin with equal parameters: of those that have completed most steps the lowest gives its state to
     all others.  A process that comes into the running job gets the state of those that train.
 
-    Raises ``UserError`` where ``recover-run`` did not start this process, or the model cannot be trained so: its
-    parameters are not on one device, or it has running statistics (BatchNorm), which a sum of gradients leaves out.
+    Raises ``UserError`` where ``recover-run`` did not start this process.  Of a model or an optimizer that cannot be
+    trained so it tells all reasons, and ends the process with exit code 2: parameters on several devices, or on none
+    (meta); running statistics (BatchNorm), which a sum of gradients leaves out; an optimizer with parameters that are
+    not the model's, or one that wants a closure (LBFGS).
     """
 
     def __init__(
@@ -94,7 +98,8 @@ class ElasticDataParallel:
         allow_seconds: float = 240.0,
     ) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        _check(model, parameters, microbatches, state or {})
+        self._known = set(map(id, parameters))
+        _check(model, optimizer, parameters, microbatches, state or {})
         self.microbatches = microbatches
         self.completed = 0
         """The last step that is finished."""
@@ -115,6 +120,8 @@ class ElasticDataParallel:
         self._ran: list[int] = []
         self._summed: frozenset[int] = frozenset()
         """The workers that made the last sum with this one."""
+        self._uncaught = sys.excepthook
+        sys.excepthook = self._ended_by
 
     @property
     def worker(self) -> int:
@@ -139,6 +146,13 @@ class ElasticDataParallel:
         run ends, with the exit code in ``code``; 0: the others had finished it.
         """
         began, epochs = time.perf_counter(), self._session.epoch
+        if more := _strange(self._optimizer, self._known):
+            error = RuntimeError(
+                f"the optimizer has {more} parameter(s) now whose gradients are not summed: what is trained must be in "
+                "the model, and not frozen, when it is given to ElasticDataParallel"
+            )
+            self._report("begin", None, error)
+            raise error
         self._gradients.clear()
         self._ran = []
         while not self._holds or self._column.committed <= self.completed:
@@ -150,9 +164,13 @@ class ElasticDataParallel:
         self._exchange.withdraw()
         self._mark("update")
         loss = self._gradients.loss()
-        if self._before_update is not None:
-            self._before_update()
-        self._optimizer.step()
+        try:
+            if self._before_update is not None:
+                self._before_update()
+            self._optimizer.step()
+        except Exception as error:
+            self._report("update", None, error)
+            raise
         self.completed += 1
         self._changed = True
         result = StepResult(
@@ -175,7 +193,8 @@ class ElasticDataParallel:
         """Go on from a checkpoint; before the first step.  Only one worker needs to have it."""
         if self._column.members:
             raise RuntimeError("load_state_dict is for before the first step: the other workers would not know of it")
-        self._state.load(state_dict["state"])
+        with self._gradients.away():
+            self._state.load(state_dict["state"])
         self.completed = int(state_dict["completed"])
 
     # ---- one step
@@ -232,10 +251,11 @@ class ElasticDataParallel:
         self._mark("state", allow=self._allow)
         holders = {worker: self._statuses[worker].address for worker in at.holders}
         try:
-            self.completed = self._exchange.fetch(
-                self._session.epoch, holders, self._state,
-                stay=self._session.check, progress=lambda: self._mark("state", allow=self._allow),
-            )  # fmt: skip
+            with self._gradients.away():
+                self.completed = self._exchange.fetch(
+                    self._session.epoch, holders, self._state,
+                    stay=self._session.check, progress=lambda: self._mark("state", allow=self._allow),
+                )  # fmt: skip
         except PeerLost as lost:
             self._column.fail(lost)
             return False
@@ -254,28 +274,68 @@ class ElasticDataParallel:
                     mixed = hashlib.blake2b(f"{self._seed} {step} {j}".encode(), digest_size=8).digest()
                     torch.manual_seed(int.from_bytes(mixed) >> 1)  # 63 bits
                 try:
-                    loss = microbatch(step, j) / self.microbatches
-                    self._backward(loss)
-                    self._gradients.count(j, loss)
+                    self._gradients.count(j, self._gradient(microbatch, step, j))
                 except Exception as error:
-                    self._report(step, j, error)
+                    self._report("forward", j, error)
                     raise
                 self._ran.append(j)
         return True
 
-    def _report(self, step: int, j: int, error: Exception) -> None:
+    def _gradient(self, microbatch: Microbatch, step: int, j: int) -> torch.Tensor:
+        """Add that of one microbatch; its part of the step's loss.  Raises where it did not add that alone."""
+        before, kept = self._gradients.changes(), self._state.versions()
+        told = microbatch(step, j)
+        if not isinstance(told, torch.Tensor) or told.numel() != 1:
+            what = f"a tensor of shape {list(told.shape)}" if isinstance(told, torch.Tensor) else f"{told!r:.100}"
+            raise TypeError(f"microbatch({step}, {j}) returned {what}: it must return its loss, a tensor of one number")
+        loss, forward = told / self.microbatches, self._gradients.changes()
+        self._backward(loss)
+        after = self._gradients.changes()
+        if before[0] != after[0]:
+            raise RuntimeError(
+                f"microbatch({step}, {j}) has changed parameters: leave the optimizer's step() to the library"
+            )
+        if changed := [name for name, version in self._state.versions().items() if version != kept.get(name)]:
+            raise RuntimeError(
+                f"microbatch({step}, {j}) has changed the model's {', '.join(changed[:5])}, on this worker alone: a "
+                "model whose state changes in its forward pass is not trained so"
+            )
+        if before[1] != forward[1] and forward[1] != after[1]:
+            raise RuntimeError(
+                f"microbatch({step}, {j}) has changed gradients beside backward: leave zero_grad() and backward() out"
+            )
+        return loss
+
+    def _report(self, phase: str, j: int | None, error: Exception) -> None:
         """Tell the coordinator why this worker ends: a fault of the work ends the run, before it has ended all."""
+        tried = [] if j is None else [*self._ran, j]
         self._session.report_exception(
-            step, j, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), self.worker,
-            phase="forward", tried=[*self._ran, j],
+            self.completed + 1, j, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)),
+            self.worker, phase=phase, tried=tried,
         )  # fmt: skip
+
+    def _ended_by(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Of an exception that ends the process, wherever it was raised, the coordinator is told, if it is not yet."""
+        if isinstance(error, Exception):
+            self._report("between steps", None, error)
+        self._uncaught(kind, error, trace)
 
     def _mark(self, phase: str, j: int | None = None, *, waiting: bool = False, allow: float = 0.0) -> None:
         self._session.mark(self.completed + 1, phase, j, waiting, allow)
 
 
+def _strange(optimizer: torch.optim.Optimizer, known: set[int]) -> int:
+    """How many parameters it trains that are not among ``known``."""
+    parameters = (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
+    return sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
+
+
 def _check(
-    model: torch.nn.Module, parameters: Sequence[torch.Tensor], microbatches: int, state: Mapping[str, Stateful]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor],
+    microbatches: int,
+    state: Mapping[str, Stateful],
 ) -> None:
     """Raise UserError with all reasons against training this."""
     reasons = []
@@ -285,8 +345,23 @@ def _check(
         reasons.append(f"microbatches is {microbatches}: a step has at least one")
     if not parameters:
         reasons.append("the model has no parameter that is trained")
+    if strange := sorted({str(parameter.dtype) for parameter in parameters if not parameter.is_floating_point()}):
+        reasons.append(f"parameters of {', '.join(strange)} are trained: gradients must be floating-point")
     if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
         reasons.append(f"the parameters are on several devices ({', '.join(sorted(devices))}): put them on one")
+    if any(parameter.is_meta for parameter in parameters):
+        reasons.append("parameters are on the device meta, without memory: to_empty() and initialize them before")
+    if more := _strange(optimizer, set(map(id, parameters))):
+        reasons.append(
+            f"the optimizer has {more} parameter(s) that the model does not have: nobody would sum their gradients; "
+            "put all that is trained in one module"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        reasons.append(
+            f"{type(optimizer).__name__} wants a closure, which computes the gradients again and again in one step: "
+            "each step has its sum once here; take an optimizer whose step() goes without"
+        )
     running = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
     if running:
         reasons.append(
@@ -295,6 +370,8 @@ def _check(
         )
     if taken := sorted({"model", "optimizer"} & set(state)):
         reasons.append(f"state: the names {', '.join(taken)} are taken")
+    if reasons and COORDINATOR_VARIABLE in os.environ and not traceback_wanted():
+        refuse(os.path.basename(sys.argv[0]), reasons)
     if reasons:
         raise UserError(*reasons)
 

@@ -25,6 +25,7 @@ import torch
 
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.state_transport import digest
+from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import KIND, Offer, Offers, Path, flatten, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Source
@@ -43,10 +44,13 @@ class Stateful(Protocol):
 
 
 class State:
-    """The parts whose state a run has, by name; "model" is among them."""
+    """The parts whose state a run has, by name; "model", a module, is among them."""
 
     def __init__(self, parts: Mapping[str, Stateful]) -> None:
         self._parts = dict(parts)
+        model: Any = parts["model"]
+        saved = model.state_dict()
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
     def tree(self) -> dict[str, Any]:
         """The state as it is now: tensors are those in use, not copies."""
@@ -60,10 +64,18 @@ class State:
             part.load_state_dict(tree[name])
 
     def digest(self) -> str:
-        """Equal where two states are, bit for bit.  Raises TypeError for what cannot be sent to other workers."""
-        text, tensors = flatten(self.tree())
+        """Equal where two states are, bit for bit.  Raises UserError for what cannot be sent to other workers."""
+        tree = self.tree()
+        reasons = [f"state of {name!r}: {why}" for name, its in tree.items() if (why := _cannot_be_sent(its))]
+        if reasons:
+            raise UserError(*reasons)
+        text, tensors = flatten(tree)
         known = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return f"{digest([known, *tensors]):x}"
+
+    def versions(self) -> dict[str, int]:
+        """Name -> a number that is another after each change in place, of what of the model's state is not trained."""
+        return {name: value._version for name, value in self._buffers.items()}
 
     def place(self) -> Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]:
         """Where the tensors of a tree that arrives are to be: the model's in its own memory.
@@ -78,6 +90,14 @@ class State:
             return mine.detach() if mine is not None and fits else new_memory(path, shape, dtype)
 
         return place
+
+
+def _cannot_be_sent(tree: Any) -> str:
+    try:
+        flatten(tree)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 class Exchange:
@@ -212,16 +232,32 @@ class Gradients:
             by_type.setdefault(parameter.dtype, []).append(parameter)
         buckets = [Bucket.of_gradients(group) for group in by_type.values()]
         self._grads = [(parameter, parameter.grad) for parameter in parameters]
+        self._memory = [bucket.flat for bucket in buckets]
         wide = torch.float64 if torch.float64 in by_type else torch.float32
         self._counted = Bucket(torch.zeros(1 + microbatches, dtype=wide, device=parameters[0].device))
         self.buckets = [*buckets, self._counted]
 
     def clear(self) -> None:
         """The next step: all zero, nothing summed; the parameters' ``grad`` is this memory, whatever it was since."""
-        for parameter, grad in self._grads:
-            parameter.grad = grad
+        self._put_in()
         for bucket in self.buckets:
             bucket.clear()
+
+    def _put_in(self) -> None:
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Meanwhile the parameters have no gradient, as before a training: there are optimizers (torchtitan's, and what
+        torch.distributed.checkpoint makes of one) that load nothing into parameters which have one.
+        """
+        for parameter, _ in self._grads:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            self._put_in()
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -234,6 +270,10 @@ class Gradients:
                 stack.enter_context(aside)
             yield
 
+    def changes(self) -> tuple[int, int]:
+        """Two numbers: one is another after each change of a parameter, one after each of a gradient, in place."""
+        return sum(parameter._version for parameter, _ in self._grads), sum(flat._version for flat in self._memory)
+
     def count(self, j: int, loss: torch.Tensor) -> None:
         """Microbatch ``j`` has been added, with this part of the step's loss.
 
@@ -245,7 +285,7 @@ class Gradients:
                 "with gradients of zero), and sparse gradients"
             )
         counted = self._counted.flat
-        counted[0] += loss.detach().to(counted.dtype)
+        counted[0] += loss.detach().to(counted.dtype).reshape(())
         counted[1 + j] += 1
 
     def loss(self) -> float:

@@ -1,8 +1,12 @@
-"""The gradients' memory: counted, and told when somebody has taken it; what cannot be trained is refused at once."""
+"""The gradients' memory: counted, and told when somebody has taken it; what cannot be trained is refused at once, and
+what a microbatch must not do when it has done it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +90,145 @@ def test_a_state_that_arrives_goes_into_the_models_own_memory() -> None:
         state.load({"model": {}})
 
 
+class LoadsIntoNoGradient:
+    """As torchtitan's optimizers, and those whose state torch.distributed.checkpoint sets."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self.loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moment": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if all(parameter.grad is None for parameter in self._parameters):
+            self.loaded = state_dict
+
+
+def test_while_a_state_is_loaded_no_parameter_has_a_gradient_and_afterwards_its_own() -> None:
+    here = model()
+    gradients, optimizer = Gradients(list(here.parameters()), 1), LoadsIntoNoGradient(here)
+    state = State({"model": here, "optimizer": optimizer})
+    mine = [parameter.grad for parameter in here.parameters()]
+    with gradients.away():
+        state.load(state.tree())
+    assert optimizer.loaded == {"moment": 3}
+    assert all(parameter.grad is grad for parameter, grad in zip(here.parameters(), mine, strict=True))
+
+
+def test_a_part_that_cannot_be_sent_is_named() -> None:
+    class Bytes:
+        def state_dict(self) -> dict[str, Any]:
+            return {"position": b"12"}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    state = State({"model": model(), "data": Bytes(), "more": Bytes()})
+    with pytest.raises(UserError, match="state of 'data': a bytes cannot be sent") as refused:
+        state.digest()
+    assert len(refused.value.reasons) == 2
+
+
+def elastic(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ElasticDataParallel:
+    """One without a run, that can add gradients."""
+    it = object.__new__(ElasticDataParallel)
+    it.microbatches, it._backward = 2, torch.Tensor.backward
+    it._gradients, it._state = Gradients(list(model.parameters()), 2), State({"model": model, "optimizer": optimizer})
+    return it
+
+
+class Striking(torch.nn.Module):
+    """Whose forward pass does what its name says, beside its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def plain(self) -> torch.Tensor:
+        self.cache += 1  # nobody's but this worker's: it is in no state
+        return self.weight.sum()
+
+    def one_number(self) -> torch.Tensor:
+        return self.weight.sum(0, keepdim=True)
+
+    def nothing(self) -> None: ...
+
+    def several(self) -> torch.Tensor:
+        return self.weight * 2
+
+    def steps(self) -> torch.Tensor:
+        loss = self.weight.sum() * 1
+        self.optimizer.step()
+        return loss
+
+    def counts(self) -> torch.Tensor:
+        self.seen += 1
+        return self.weight.sum()
+
+    def zeroes(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=False)
+        return self.weight.sum()
+
+    def goes_back(self) -> torch.Tensor:
+        loss = self.weight.sum()
+        loss.backward(retain_graph=True)
+        return loss
+
+
+@pytest.mark.parametrize("name", ["plain", "one_number"])
+def test_a_microbatch_gives_its_part_of_the_loss_and_of_the_gradient(name: str) -> None:
+    striking = Striking()
+    it = elastic(striking, striking.optimizer)
+    for j in range(2):
+        it._gradients.count(j, it._gradient(lambda step, j: getattr(striking, name)(), 1, j))
+    assert it._gradients.loss() == 3.0
+    assert striking.weight.grad is not None
+    assert striking.weight.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("nothing", "returned None: it must return its loss"),
+        ("several", r"returned a tensor of shape \[3\]: it must return its loss"),
+        ("steps", r"has changed parameters: leave the optimizer's step\(\)"),
+        ("counts", "has changed the model's seen, on this worker alone"),
+        ("zeroes", r"has changed gradients beside backward: leave zero_grad\(\)"),
+        ("goes_back", r"has changed gradients beside backward: .* backward\(\) out"),
+    ],
+)
+def test_what_a_microbatch_must_not_do_is_told(name: str, error: str) -> None:
+    striking = Striking()
+    it = elastic(striking, striking.optimizer)
+    with pytest.raises((TypeError, RuntimeError), match=rf"microbatch\(1, 0\) {error}"):
+        it._gradient(lambda step, j: getattr(striking, name)(), 1, 0)
+
+
+def test_a_microbatch_may_go_back_by_itself_where_nobody_else_does() -> None:
+    striking = Striking()
+    it = elastic(striking, striking.optimizer)
+    it._backward = lambda loss: None
+    it._gradient(lambda step, j: striking.goes_back().detach(), 1, 0)
+
+
+def test_the_coordinator_is_told_of_an_exception_that_ends_the_worker_wherever_it_was_raised() -> None:
+    it, told, shown = elastic(Striking(), Striking().optimizer), [], []
+    it.completed = 3
+    it._column = SimpleNamespace(me=1)  # type: ignore[assignment]
+    it._session = SimpleNamespace(report_exception=lambda *what, **how: told.append((what, how)))  # type: ignore[assignment]
+    it._uncaught = lambda *what: shown.append(what)
+    full = OSError("No space left on device")
+    it._ended_by(OSError, full, None)
+    it._ended_by(KeyboardInterrupt, KeyboardInterrupt(), None)
+    (((step, j, error, _, worker), how),) = told
+    assert (step, j, error, worker) == (4, None, "OSError: No space left on device", 1)
+    assert how == {"phase": "between steps", "tried": []}
+    assert len(shown) == 2, "it is printed as always"
+
+
 def status(completed: int = 0, holds: bool = True, digest: str = "", ran: tuple[int, ...] = ()) -> Status:
     return Status(completed, holds, digest, ran, "host:1")
 
@@ -143,6 +286,37 @@ def test_all_reasons_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [reason.split(":")[0] for reason in reasons] == [
         "this process has no coordinator", "microbatches is 0", "1", "state"
     ]  # fmt: skip
+
+
+Optimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "dtype", "reason"),
+    [
+        (lambda model: torch.optim.LBFGS(model.parameters()), "cpu", torch.float32, "LBFGS wants a closure"),
+        (
+            lambda model: torch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.ones(2))]),
+            "cpu", torch.float32, "the optimizer has 1 parameter(s) that the model does not have",
+        ),
+        (lambda model: torch.optim.SGD(model.parameters()), "meta", torch.float32, "parameters are on the device meta"),
+        (lambda model: torch.optim.SGD(model.parameters()), "cpu", torch.complex64, "parameters of torch.complex64"),
+    ],
+    ids=["a closure", "another's parameters", "no memory", "complex"],
+)  # fmt: skip
+def test_a_worker_refuses_what_it_cannot_train_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    optimizer: Optimizer,
+    device: str,
+    dtype: torch.dtype,
+    reason: str,
+) -> None:
+    monkeypatch.setenv("RECOVER_COORDINATOR", "127.0.0.1:1")
+    model = torch.nn.Linear(2, 2, device=device, dtype=dtype)
+    with pytest.raises(SystemExit, match="2"):
+        ElasticDataParallel(model, optimizer(model), microbatches=1)
+    assert f"error: {reason}" in capsys.readouterr().err
 
 
 def test_the_package_has_three_names_and_imports_torch_for_them_alone() -> None:

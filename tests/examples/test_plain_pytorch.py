@@ -125,7 +125,8 @@ HELD_STEPS = 400
 
 def held(out: Path, example: str, workers: int) -> subprocess.Popen[str]:
     flags = [HELD_STEPS - 20, out / "go", f"examples/{example}", HELD_STEPS]
-    return start(out, "tests/examples/held.py", *flags, workers=workers, path=[DOUBLES])
+    options = [*ELASTIC, "--max-restarts", "1"]
+    return start(out, "tests/examples/held.py", *flags, workers=workers, options=options, path=[DOUBLES])
 
 
 def pid_of(out: Path, worker: int) -> int | None:
@@ -147,6 +148,8 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path, example: str) -> None:
     eventually(lambda: log.exists() and 20 in losses(out, 1), "the run trains")
     eventually(lambda: pid_of(out, 1), "the launcher has written down who that is")
     os.kill(pid_of(out, 1), signal.SIGKILL)
+    there = '"event":"attached","worker":3,'
+    eventually(lambda: any(there in log.read_text() for log in out.glob("events-*.jsonl")), "another is in its place")
     (out / "go").touch()
     assert "was killed by SIGKILL" in finish(run)
     wanted = losses(tmp_path / "alone", 0)
@@ -154,3 +157,6 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path, example: str) -> None:
     assert len(losses(tmp_path / "struck", 1)) < HELD_STEPS
     for survivor in (0, 2):
         assert losses(tmp_path / "struck", survivor) == pytest.approx(wanted, rel=1e-7)
+    came = losses(tmp_path / "struck", 3)
+    assert came == pytest.approx({step: wanted[step] for step in came}, rel=1e-7)
+    assert max(came) == HELD_STEPS, "a worker in its place has trained to the end"

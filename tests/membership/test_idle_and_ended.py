@@ -201,6 +201,9 @@ the last worker that said why is named when nobody is left
     world 2 nodes=2 runs=4; kill 1; run 3; raises 0 at=5 own=1 RuntimeError: uncorrectable ECC error
     -> ends 10 no live worker is left
     ends 10 worker 0 on node0 was the last to say why: RuntimeError: uncorrectable ECC error
+one replica says nothing about the work
+    world 2 nodes=2 runs=4; raises 0 at=0 group=0 TypeError: no loss; raises 1 at=0 group=0 TypeError: no loss
+    -> ends 10 no live worker is left
 the second replica that ends in the same way ends the run with the true cause
     world 4 nodes=4 runs=4; raises 3 at=5 group=1 NaN -> stops; raises 0 at=5 group=0 NaN
     stops 1 microbatch 5 of iteration 7 fails wherever it is run, on worker 3 on node3, then on worker 0 on node0: NaN

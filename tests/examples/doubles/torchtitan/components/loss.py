@@ -1,0 +1,3 @@
+"""What labels that do not count are."""
+
+IGNORE_INDEX = -100
