@@ -19,9 +19,9 @@ from recover_megatron.launch import arguments, preflight, readers, slurm, store
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_test import command_of
-from recover_megatron.launch.log_folder import Claim, FolderLock
+from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
-from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.plan import LaunchPlan, saves_checkpoints
 from recover_megatron.launch.processes import AGAIN_SECONDS
 from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
@@ -100,6 +100,8 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     if options.script and not options.join:
         world = options.nnodes * options.nproc_per_node
         reasons += preflight.check(options.script, options.script_args, world)
+    if options.script:
+        reasons += _check_folders(options)
     reserved: socket.socket | None = None
     reason: str | None = None
     if options.check and options.nnodes > 1:
@@ -117,6 +119,21 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
             reserved.close()
         raise arguments.UsageError(reasons)
     return options, reserved
+
+
+def _check_folders(options: arguments.Options) -> list[str]:
+    """The reasons against --save, into which node 0 writes every checkpoint; and, where nothing is started that would
+    take them, against folders that another run uses."""
+    saves = save_folder(options.script_args) if saves_checkpoints(str(options.script), options.script_args) else None
+    folder = Path(saves) if saves and "://" not in saves else None
+    reasons: list[str | None] = []
+    if folder and options.node_rank == 0 and not options.join and (why := readers.why_not_written(folder)):
+        reasons.append(f"--save {saves} cannot be written ({why}): no checkpoint could be saved there")
+    if options.check:
+        for option, place in (("--log-dir", options.log_dir), ("--save", folder)):
+            lock = FolderLock(place, NOBODY, lambda text: None, option, needed=False) if place else None
+            reasons += [lock.look()] if lock else []
+    return [reason for reason in reasons if reason]
 
 
 def _forecast(options: arguments.Options) -> preflight.Forecast | None:

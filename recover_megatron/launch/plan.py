@@ -51,6 +51,11 @@ def is_megatrons(script: str) -> bool:
     return Path(script).stem.startswith("pretrain_")
 
 
+def saves_checkpoints(script: str, script_args: Sequence[str]) -> bool:
+    """Whether the script's --save is Megatron's: a folder of checkpoints."""
+    return is_megatrons(script) or "--recover" in script_args
+
+
 @dataclass(frozen=True)
 class LaunchPlan:
     """One node's part of a launch.
@@ -130,7 +135,7 @@ class LaunchPlan:
     @property
     def saves(self) -> bool:
         """Whether the script's --save is Megatron's: a folder of checkpoints."""
-        return is_megatrons(self._script) or "--recover" in self.script_args
+        return saves_checkpoints(self._script, self.script_args)
 
     @property
     def _script(self) -> str:
