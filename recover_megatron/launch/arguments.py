@@ -65,11 +65,14 @@ _TORCHRUN_HINTS = {
 
 
 class UsageError(Exception):
-    """The command cannot be started; ``reasons`` says, one line each, what to change."""
+    """The command cannot be started; ``reasons`` says, one line each, what to change.
 
-    def __init__(self, reasons: Sequence[str]) -> None:
+    ``options``: those of a command line that was understood.
+    """
+
+    def __init__(self, reasons: Sequence[str], options: Options | None = None) -> None:
         super().__init__("; ".join(reasons))
-        self.reasons = list(reasons)
+        self.reasons, self.options = list(reasons), options
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from recover_megatron import variables
 from recover_megatron.arguments import config_or_defaults, spares_from_argv
-from recover_megatron.launch import arguments, preflight, readers, slurm, store
+from recover_megatron.launch import arguments, peers, preflight, readers, slurm, store
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_test import command_of
@@ -58,6 +58,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
 
     ``attempt``: how often this launcher has made the start before.
     """
+    options = None
     try:
         options, reserved = _prepare(argv)
         if options.check:
@@ -75,6 +76,8 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
         else:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
             log.info(f"nothing was started, for these reasons:{lines}")
+        if told := options or error.options:
+            _tell_node_0(told, error.reasons)
         return REFUSED
     if options.taken:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
@@ -90,6 +93,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
 def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
     """Make every check.  Returns the options and, on node 0, the store's listening socket; raises UsageError."""
     options, reasons = arguments.parse(argv)
+    understood = not reasons
     use_lines(options.log_format, f"{socket.gethostname()}-{options.node_rank}")
     if options.script and not options.module and (found := readers.installed_module(options.script)):
         log.info(f"no {options.script} in this folder: the installed one, {found[1]}")
@@ -102,6 +106,10 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
         reasons += preflight.check(options.script, options.script_args, world)
     if options.script:
         reasons += _check_folders(options)
+        if not options.check:
+            spares = spares_from_argv(options.script_args) if options.node_rank == options.nnodes - 1 else 0
+            here = options.nproc_per_node + (0 if options.join else spares)
+            reasons += preflight.devices(options.script, options.script_args, here, os.environ)
     reserved: socket.socket | None = None
     reason: str | None = None
     if options.check and options.nnodes > 1:
@@ -117,8 +125,17 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     if reasons:
         if reserved:
             reserved.close()
-        raise arguments.UsageError(reasons)
+        raise arguments.UsageError(reasons, options if understood else None)
     return options, reserved
+
+
+def _tell_node_0(options: arguments.Options, reasons: Sequence[str]) -> None:
+    """This node is refused, where node 0 may not be: it would wait until the rendezvous times out."""
+    if options.check or options.join or not 0 < options.node_rank < options.nnodes:
+        return
+    with contextlib.suppress(SecretError):
+        secret = find_secret(os.environ) if has_secret(os.environ) else None
+        peers.tell_refusal(_plan(options, None, 0), secret, "; ".join(reasons))
 
 
 def _check_folders(options: arguments.Options) -> list[str]:

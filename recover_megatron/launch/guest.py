@@ -85,6 +85,21 @@ class Guest:
         if ring:
             store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
 
+    def refuse(self, reason: str, seconds: float) -> None:
+        """Instead of ``run``: tell node 0, if its store listens within ``seconds``, that this node takes no part."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                store = join_store(self._plan.master_addr, self._plan.master_port, refused=False)
+                break
+            except ConnectionRefusedError:
+                if time.monotonic() > until:
+                    return
+                time.sleep(_AGAIN_SECONDS)  # another host's port gives no event to wait for
+        self._run_id = str(self._job(store)["run_id"])
+        self.say(store, {"refusal": reason})
+        store.check([PREFIX + "job"])  # its answer shows that all before it has arrived
+
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def _join(self) -> tuple[Store, OwnPlace | None]:

@@ -31,12 +31,14 @@ reports go over a connection of their own.  ``Peers`` decides, in the main threa
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from recover_megatron.launch.guest import Guest
@@ -52,6 +54,25 @@ REPORT_SECONDS = 10.0
 """How long another node tries to deliver its report to node 0."""
 FAILURE_SECONDS = 5.0
 """How long a launcher that ends the launch for all tries to tell the others."""
+
+
+REACHED_SECONDS, REFUSAL_SECONDS = 5.0, 30.0
+"""How long a launcher that has refused its own command line looks for node 0, and how long it tries to tell it."""
+
+
+def tell_refusal(plan: LaunchPlan, secret: Secret | None, reason: str) -> None:
+    """Another node than 0 will take no part: have node 0 end the launch, which would else wait for it.
+
+    Returns soon where nobody listens there: node 0 has most often been refused for the same reason.
+    """
+    nobody: Any = SimpleNamespace(note=None)
+    guest = Guest(plan, Seal(secret), nobody, lambda *_: None)
+
+    def run() -> None:
+        with contextlib.suppress(OSError, RuntimeError, ImportError, ValueError, KeyError, TypeError):
+            guest.refuse(reason, REACHED_SECONDS)
+
+    Peers._run(run).join(REFUSAL_SECONDS)
 
 
 class PeerEvents(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -64,7 +65,7 @@ ELSEWHERE = ("--yaml-cfg", "--sft", "--perform-rl-step")
 """With one of these the data, or all flags, are found in another way."""
 TOKENIZER, TOKENIZER_MODEL = "--tokenizer-type", "--tokenizer-model"
 TOKENIZER_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
-"""Tokenizers whose model is a file; that of others may be a name."""
+"""Tokenizers whose model is a file."""
 
 
 def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
@@ -92,10 +93,8 @@ def _names(script_args: Sequence[str]) -> list[str]:
         name = word.partition("=")[0]
         meant = "--" + name.lstrip(DASHES).lower().replace("_", "-")
         if name[:1] in DASHES and meant.startswith("--recover") and name not in known:
-            near = [flag for flag in known if flag == meant] or [
-                flag for flag in known if len(meant) > len("--recover") and flag.startswith(meant)
-            ]
-            near = near[:2] or difflib.get_close_matches(meant, known, n=2, cutoff=0.5)
+            longer = [flag for flag in known if flag.startswith(meant)][:2]
+            near = [meant] if meant in known else longer or difflib.get_close_matches(meant, known, n=2, cutoff=0.5)
             found.append(f"unknown flag {name}" + (f": did you mean {' or '.join(near)}?" if near else ""))
     return found
 
@@ -107,10 +106,9 @@ def _stray_words(script_args: Sequence[str]) -> list[str]:
         name, equals, _ = word.partition("=")
         if (flag := flags.get(name)) is None or (flag.switch and equals):
             continue
-        values = 0 if flag.switch or equals else 1
-        stray = script_args[at + 1 + values : at + 2 + values]
-        if stray and not any(each.startswith("-") for each in script_args[at + 1 : at + 2 + values]):
-            found.append(f"{name}: {stray[0]} is too much, it takes {'one' if not flag.switch else 'no'} value")
+        behind = script_args[at + 1 : at + (2 if flag.switch or equals else 3)]
+        if len(behind) == (1 if flag.switch or equals else 2) and not any(each.startswith("-") for each in behind):
+            found.append(f"{name} takes {'no' if flag.switch else 'one'} value: {behind[-1]} is too much")
     return found
 
 
@@ -143,9 +141,8 @@ def _in_words(flag: Flag, error: str) -> str:
 
 
 def _log_dir(folder: Path | None) -> list[str]:
-    if folder is None or not (why := why_not_written(folder)):
-        return []
-    return [f"--recover-log-dir {folder} cannot be written ({why}): choose another folder"]
+    why = why_not_written(folder) if folder else ""
+    return [f"--recover-log-dir {folder} cannot be written ({why}): choose another folder"] if why else []
 
 
 def _faults(config: RecoverConfig, world: int) -> list[str]:
@@ -169,7 +166,7 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
         sizes = {name: int(given[name][-1]) for name in SIZES.values() if name in given}
         expert, expert_tensor = (int(given[name][-1]) if name in given else 0 for name in (EXPERT, EXPERT_TENSOR))
     except (ValueError, IndexError):
-        return []  # ``_numbers``, or Megatron's parser, says which is no number
+        return []  # ``_numbers`` says which is no number
     replica = prod(sizes.values())
     if "--yaml-cfg" in given or replica < 1 or expert < 0 or expert_tensor < 0:
         return []
@@ -180,7 +177,7 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
     tensor, pipeline = (sizes.get(SIZES[size], 1) for size in ("tensor", "pipeline"))
     experts = max(1, expert) * (expert_tensor or tensor) * pipeline
     if (expert > 1 or expert_tensor) and world % experts:
-        of = f"EP {max(1, expert)}, expert TP {expert_tensor or tensor}"
+        of = f"EP {max(1, expert)}" + (f", {EXPERT_TENSOR} {expert_tensor}" if expert_tensor else "")
         return [f"{world} workers cannot hold whole sets of experts, of {experts} workers ({of}): {change}"]
     try:
         config, training = config_from_argv(script_args), _training(script_args, world)
@@ -247,8 +244,8 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
 
 
 def _data(script_args: Sequence[str]) -> list[str]:
-    names = [*DATA, *FILES, *ELSEWHERE, TOKENIZER, TOKENIZER_MODEL, "--dataloader-type", "--mock-data", MICRO]
-    given = given_flags(script_args, names)
+    others = (TOKENIZER, TOKENIZER_MODEL, "--dataloader-type", "--mock-data", MICRO)
+    given = given_flags(script_args, [*DATA, *FILES, *ELSEWHERE, *others])
     found = [
         f"{name} {path}: no such file"
         for name in FILES
@@ -286,23 +283,23 @@ def _blend(paths: Sequence[str]) -> list[str]:
 
 
 def _tokenizer(given: dict[str, list[str]]) -> list[str]:
-    path = (given.get(TOKENIZER_MODEL) or [""])[-1]
-    if (given.get(TOKENIZER) or [""])[-1] in TOKENIZER_FILES:
-        missing = path and not Path(path).is_file()
-    else:
+    kind, path = ((given.get(name) or [""])[-1] for name in (TOKENIZER, TOKENIZER_MODEL))
+    missing = path and kind in TOKENIZER_FILES and not Path(path).is_file()
+    if kind == "HuggingFaceTokenizer":  # else it is the name of a model
         missing = path.startswith(("/", "./", "../")) and not Path(path).exists()
     return [f"{TOKENIZER_MODEL} {path}: no such file"] if missing and _is_here(path) else []
 
 
-DEVICE = Path("/dev/nvidia0")
-"""Is there where processes may use a GPU; a container without them has the driver's folders all the same."""
+GPU = Path("/dev/nvidia0")
+"""Only where this is may processes use GPUs, whatever the driver tells (in a container without them)."""
 
 
 def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping[str, str]) -> list[str]:
     """The reasons against ``here`` workers and spares on this node, as far as its GPUs are known to be fewer."""
-    device = given_flags(script_args, ["--recover-device"]).get("--recover-device", ["auto"])
-    gpus = count_gpus(environ) if DEVICE.exists() else 0
-    if not is_megatrons(script) or device == ["cpu"] or not 0 < gpus < here:
+    device = given_flags(script_args, ["--recover-device"]).get("--recover-device")
+    without = device == ["cpu"] or any("+cpu" in its.version for its in importlib.metadata.distributions(name="torch"))
+    gpus = count_gpus(environ) if GPU.exists() and not without else 0
+    if not is_megatrons(script) or not 0 < gpus < here:
         return []
     return [
         f"{count(here)} on this node, spares included, but it has {count(gpus, 'GPU', 'GPUs')}: lower "

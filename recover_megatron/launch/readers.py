@@ -109,10 +109,10 @@ def nodes(text: str) -> int:
         raise ValueError("MIN is above MAX")
     if int(least) != int(most):
         raise ValueError(
-            f"a run is launched with nodes of a fixed number, for which batch and layout are checked. Launch {least} "
-            f"with --nnodes {least}, and --recover-max-replicas N among the script's arguments; each further node "
-            "joins at any time, by the recover-run --join ... that the launch prints. Or launch all with --nnodes "
-            f"{most}: the run goes on when nodes are lost, down to --recover-min-replicas"
+            f"a run is launched with all of its nodes, for whose number batch and layout are checked. Give --nnodes "
+            f"{most}: the run goes on when nodes are lost, down to the script's --recover-min-replicas. Or --nnodes "
+            f"{least}, with --recover-max-replicas N among the script's arguments: further nodes come at any time, by "
+            "the command recover-run --join ... that the launch prints"
         )
     return int(least)
 
