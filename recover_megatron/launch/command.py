@@ -112,7 +112,7 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
             reasons += preflight.devices(options.script, options.script_args, here, os.environ)
     reserved: socket.socket | None = None
     reason: str | None = None
-    if options.check and options.nnodes > 1:
+    if options.check and (options.nnodes > 1 or options.join):
         pass  # a login node is none of the run's: it has no address of theirs, nor their secret
     elif options.join or 0 < options.node_rank < options.nnodes:
         _, reason = store.resolve(options.master_addr)

@@ -125,7 +125,7 @@ def _values(script_args: Sequence[str], world: int) -> list[str]:
         return found
     config = config_from_argv(script_args)
     if config.enabled:
-        return [*problems(config), *_faults(config, world), *_metrics(config), *_log_dir(config.log_dir)]
+        return [*problems(config), *_faults(config, world), *_metrics(config), *_log_dir(script_args)]
     if config.inject is not None:
         return ["--recover-inject needs --recover: without it nothing is injected, and no death is survived"]
     return []
@@ -140,9 +140,11 @@ def _in_words(flag: Flag, error: str) -> str:
     return text.replace("expected one argument", f"needs a value, {flag.name} {flag.option.metavar or 'WORD'}")
 
 
-def _log_dir(folder: Path | None) -> list[str]:
-    why = why_not_written(folder) if folder else ""
-    return [f"--recover-log-dir {folder} cannot be written ({why}): choose another folder"] if why else []
+def _log_dir(script_args: Sequence[str]) -> list[str]:
+    # Of the flag alone: its variable is set anew by the launcher.
+    folders = given_flags(script_args, ["--recover-log-dir"]).get("--recover-log-dir", [])[-1:]
+    found = [(folder, why_not_written(Path(folder))) for folder in folders]
+    return [f"--recover-log-dir {folder} cannot be written ({why}): choose another" for folder, why in found if why]
 
 
 def _faults(config: RecoverConfig, world: int) -> list[str]:
@@ -246,13 +248,12 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
 def _data(script_args: Sequence[str]) -> list[str]:
     others = (TOKENIZER, TOKENIZER_MODEL, "--dataloader-type", "--mock-data", MICRO)
     given = given_flags(script_args, [*DATA, *FILES, *ELSEWHERE, *others])
-    found = [
+    found = _tokenizer(given) + [
         f"{name} {path}: no such file"
         for name in FILES
         for path in given.get(name, [])[-1:]
         if _is_here(path) and not Path(path).is_file()
     ]
-    found += _tokenizer(given)
     if any(name in given for name in ELSEWHERE) or given.get("--dataloader-type") == ["external"]:
         return found
     if MICRO in given and not any(name in given for name in (*DATA[:2], *BLENDS, "--mock-data")):
