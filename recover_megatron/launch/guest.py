@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -86,16 +87,20 @@ class Guest:
             store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
 
     def refuse(self, reason: str, seconds: float) -> None:
-        """Instead of ``run``: tell node 0, if its store listens within ``seconds``, that this node takes no part."""
-        until = time.monotonic() + seconds
+        """Instead of ``run``: tell node 0 that this node takes no part.
+
+        Raises OSError where its store is not reached, or does not listen within ``seconds``.
+        """
+        address, until = (self._plan.master_addr, self._plan.master_port), time.monotonic() + seconds
         while True:
             try:
-                store = join_store(self._plan.master_addr, self._plan.master_port, refused=False)
+                socket.create_connection(address, timeout=seconds).close()
                 break
             except ConnectionRefusedError:
                 if time.monotonic() > until:
-                    return
+                    raise
                 time.sleep(_AGAIN_SECONDS)  # another host's port gives no event to wait for
+        store = join_store(*address)
         self._run_id = str(self._job(store)["run_id"])
         self.say(store, {"refusal": reason})
         store.check([PREFIX + "job"])  # its answer shows that all before it has arrived
