@@ -14,6 +14,7 @@ import itertools
 import os
 import shlex
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -67,12 +68,14 @@ _TORCHRUN_HINTS = {
 class UsageError(Exception):
     """The command cannot be started; ``reasons`` says, one line each, what to change.
 
-    ``options``: those of a command line that was understood.
+    ``options``: those of a command line that was understood; ``reserved``: on node 0 the store's socket.
     """
 
-    def __init__(self, reasons: Sequence[str], options: Options | None = None) -> None:
+    def __init__(
+        self, reasons: Sequence[str], options: Options | None = None, reserved: socket.socket | None = None
+    ) -> None:
         super().__init__("; ".join(reasons))
-        self.reasons, self.options = list(reasons), options
+        self.reasons, self.options, self.reserved = list(reasons), options, reserved
 
 
 @dataclass

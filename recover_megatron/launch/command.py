@@ -58,7 +58,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
 
     ``attempt``: how often this launcher has made the start before.
     """
-    options = None
+    options, reserved = None, None
     try:
         options, reserved = _prepare(argv)
         if options.check:
@@ -77,7 +77,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
             log.info(f"nothing was started, for these reasons:{lines}")
         if told := options or error.options:
-            _tell_node_0(told, error.reasons)
+            _tell_others(told, reserved or error.reserved, attempt, error.reasons)
         return REFUSED
     if options.taken:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
@@ -123,19 +123,22 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     if (options.nnodes > 1 or options.join) and not options.check:
         reasons += _check_secret(options)
     if reasons:
-        if reserved:
+        if reserved and (options.nnodes == 1 or not understood):
             reserved.close()
-        raise arguments.UsageError(reasons, options if understood else None)
+            reserved = None
+        raise arguments.UsageError(reasons, options if understood else None, reserved)
     return options, reserved
 
 
-def _tell_node_0(options: arguments.Options, reasons: Sequence[str]) -> None:
-    """This node is refused, where node 0 may not be: it would wait until the rendezvous times out."""
-    if options.check or options.join or not 0 < options.node_rank < options.nnodes:
+def _tell_others(
+    options: arguments.Options, reserved: socket.socket | None, attempt: int, reasons: Sequence[str]
+) -> None:
+    """This node is refused, where others may not be."""
+    if options.check or options.join or options.nnodes == 1 or (options.node_rank == 0 and reserved is None):
         return
     with contextlib.suppress(SecretError):
         secret = find_secret(os.environ) if has_secret(os.environ) else None
-        peers.tell_refusal(_plan(options, None, 0), secret, "; ".join(reasons))
+        peers.tell_refusal(_plan(options, reserved, attempt), secret, reserved, "; ".join(reasons))
 
 
 def _check_folders(options: arguments.Options) -> list[str]:

@@ -237,6 +237,8 @@ class Guest:
 
 
 def _disagreement(plan: LaunchPlan, job: dict[str, Any]) -> str | None:
+    if job.get("refused"):
+        return f"it cannot start itself: {job['refused']}"
     found = []
     for key, own in (("nnodes", plan.nnodes), ("nproc_per_node", plan.nproc_per_node)):
         if job.get(key) != own:

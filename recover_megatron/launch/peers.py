@@ -57,20 +57,26 @@ FAILURE_SECONDS = 5.0
 
 
 REACHED_SECONDS, REFUSAL_SECONDS = 5.0, 30.0
-"""How long a launcher that has refused its own command line looks for node 0, and how long it tries to tell it."""
+"""How long a launcher that has refused its own command line looks for the others, and how long that may take in all."""
 
 
-def tell_refusal(plan: LaunchPlan, secret: Secret | None, reason: str) -> None:
-    """Another node than 0 will take no part: have node 0 end the launch, which would else wait for it.
+def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
+    """This launcher takes no part: tell the others, which would wait for it until the rendezvous times out.
 
-    Returns soon where nobody listens there: node 0 has most often been refused for the same reason.
+    ``listener``: the store's, on node 0.  Of other nodes node 0 is told, which ends the launch.  Most often all have
+    been refused, for the same reason; so nobody is looked for long.
     """
     nobody: Any = SimpleNamespace(note=None)
-    guest = Guest(plan, Seal(secret), nobody, lambda *_: None)
 
     def run() -> None:
         with contextlib.suppress(OSError, RuntimeError, ImportError, ValueError, KeyError, TypeError):
-            guest.refuse(reason, REACHED_SECONDS)
+            if listener is None:
+                Guest(plan, Seal(secret), nobody, lambda *_: None).refuse(reason, REACHED_SECONDS)
+            else:
+                store = serve_store(plan.master_addr, listener)
+                Host(plan, store, Seal(secret), nobody, lambda *_: None, lambda *_: None).refuse(
+                    reason, REACHED_SECONDS
+                )
 
     Peers._run(run).join(REFUSAL_SECONDS)
 
