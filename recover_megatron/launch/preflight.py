@@ -240,7 +240,7 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
         found.append(f"{POSITIONS} {number[POSITIONS]} is below {SEQUENCE} {number[SEQUENCE]}: raise it")
     if "--save" in given and "--save-interval" not in given:
         found.append("--save needs --save-interval N: save a checkpoint every N iterations")
-    if MICRO in given and not any(name in given for name in alone[3:]):
+    if LAYERS in given and MICRO in given and not any(name in given for name in alone[3:]):  # meant to be all flags
         found.append("how long is the training? give --train-iters N, or --train-samples N")
     return found
 

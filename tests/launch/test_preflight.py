@@ -80,7 +80,11 @@ def test_a_good_command_line_is_let_through() -> None:
         ([*GOOD, "--num-layers", "4", "2"], 8, "--num-layers 4 2: give one whole number"),
         (["--recover", "--tensor-model-parallel-size", "two"], 8, "--tensor-model-parallel-size two: give one whole"),
         ([*GOOD, "--save", "there"], 8, "--save needs --save-interval N"),
-        ([*GOOD, "--micro-batch-size", "1"], 8, "how long is the training? give --train-iters N, or --train-samples N"),
+        (
+            [*GOOD, "--micro-batch-size", "1", "--num-layers", "2"],
+            8,
+            "how long is the training? give --train-iters N, or --train-samples N",
+        ),
         (["--pipeline-model-parallel-size=3", *GOOD], 8, "8 workers cannot hold whole replicas of 6"),
         (["--expert-model-parallel-size", "8", *GOOD], 8, "cannot hold whole sets of experts, of 16 workers (EP 8)"),
         (["--recover", "--micro-batch-size", "1", "--train-iters", "1"], 8, "no training data"),
@@ -127,6 +131,7 @@ def test_data_that_is_there_or_elsewhere_is_no_mistake(tmp_path: Path) -> None:
         [*TOKENIZER, "NullTokenizer", "--tokenizer-model", "/none"],
         ["--save", "s3://bucket/run", "--save-interval", "1", "--wandb-exp-name", "recover-balance"],
         ["--recover-spares", "1", "--recover-grace", "3", "--recover-balance"],
+        ["--micro-batch-size", "1", "--global-batch-size", "8"],
     ],
 )
 def test_what_megatron_may_take_is_let_through(script_args: list[str]) -> None:
