@@ -21,7 +21,7 @@ from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_test import command_of
 from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
-from recover_megatron.launch.plan import LaunchPlan, saves_checkpoints
+from recover_megatron.launch.plan import LaunchPlan, is_known, saves_checkpoints
 from recover_megatron.launch.processes import AGAIN_SECONDS
 from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
@@ -147,7 +147,8 @@ def _check_folders(options: arguments.Options) -> list[str]:
     saves = save_folder(options.script_args) if saves_checkpoints(str(options.script), options.script_args) else None
     folder = Path(saves) if saves and "://" not in saves else None
     reasons: list[str | None] = []
-    if folder and options.node_rank == 0 and not options.join and (why := readers.why_not_written(folder)):
+    known = is_known(str(options.script), options.script_args)
+    if folder and known and options.node_rank == 0 and not options.join and (why := readers.why_not_written(folder)):
         reasons.append(f"--save {saves} cannot be written ({why}): no checkpoint could be saved there")
     if options.check:
         for option, place in (("--log-dir", options.log_dir), ("--save", folder)):

@@ -27,7 +27,7 @@ from recover_megatron.arguments import FLAGS, RecoverConfig, config_from_argv, p
 from recover_megatron.chaos.spec import BadSpec, parse_spec
 from recover_megatron.errors import UserError
 from recover_megatron.launch.messages import count
-from recover_megatron.launch.plan import TRAINING, is_megatrons
+from recover_megatron.launch.plan import is_known, is_megatrons
 from recover_megatron.launch.readers import count_gpus, why_not_written
 from recover_megatron.options import Flag, add_options
 from recover_megatron.workload.domains import NodeLoss, Training, data_parallel_ranks_per_replica, node_losses
@@ -77,7 +77,7 @@ def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
     if not megatrons:
         return found
     found += [*_layout(script_args, world), *_data(script_args)]
-    if recover or Path(script).stem == TRAINING:  # else it may be a script that has other flags of these names
+    if is_known(script, script_args):
         found += [*_stray_words(script_args), *_numbers(script_args, world)]
     return found
 

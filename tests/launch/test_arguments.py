@@ -84,7 +84,10 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
         (["-m", "script.py"], "module script.py is not found (write -m script)"),
         (["python", "S"], "SCRIPT is python: leave it out"),
         (["./pretrain_gpt_recover.py"], "the installed one is run by its bare name, pretrain_gpt_recover.py"),
-        (["S", "--recover", "--save", "S"], "is no folder): no checkpoint could be saved there"),
+        (
+            ["-m", "pretrain_gpt_recover", "--save", "S", "--save-interval", "1"],
+            "is no folder): no checkpoint could be",
+        ),
         (["--log-dir", "S/logs", "S"], "cannot be written"),
         (["--master-addr", "no-such-host.invalid", "S"], "is not known"),
         (["--master-addr", "192.0.2.1", "S"], "not an address of this host"),
