@@ -21,9 +21,10 @@ line, and the launcher that wrote the true one writes it again every BEAT_SECOND
 store delays a launch at most.
 
 A node that disagrees with ``job`` is refused before it starts a worker; if it was still missing, the launch can never
-be complete, and node 0 ends it.  Each node of ``candidates`` tells where its coordinator listens (plan.py); no
-worker starts before all know all of them.  Node 0 keeps the store up until it knows from every node how its workers
-ended, or the node's count has stopped for LOST_SECONDS.
+be complete, and node 0 ends it.  A launcher that has refused its own command line tells the others, too
+(``tell_refusal``): node 0 by ``refused`` in ``job``, another one by its refusal in node/R.  Each node of ``candidates``
+tells where its coordinator listens (plan.py); no worker starts before all know all of them.  Node 0 keeps the store up
+until it knows from every node how its workers ended, or the node's count has stopped for LOST_SECONDS.
 
 Store operations block, so each side (guest.py, host.py) runs in a thread and calls back through the event loop; failure
 reports go over a connection of their own.  ``Peers`` decides, in the main thread.

@@ -1,8 +1,8 @@
 """What a training's own flags show before anything is started, so within a second and on a login node.
 
 ``check``: what is wrong with them.  Only what can be seen without importing torch or Megatron: names and values of
-``--recover-*``; of Megatron's own scripts sizes against the number of workers, and files that are not there.  The
-script makes these checks and many more when it has parsed its flags (``megatron_hooks/entry/flags.py``).
+``--recover-*``; of Megatron's own scripts sizes against the number of workers, numbers that do not divide, and files
+that are not there; nothing that Megatron may take.  The script checks all (``megatron_hooks/entry/flags.py``).
 
 ``forecast``: what the loss of each node would cost the training, in lines for people: of ``recover-run --check``, and
 at a start.
