@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import shlex
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -46,17 +48,34 @@ _TORCHRUN_HINTS = {
     "--rdzv-endpoint": "use --master-addr and --master-port",
     "--rdzv-backend": "leave it out; use --master-addr and --master-port",
     "--rdzv-id": "leave it out: the launchers agree on an id by themselves",
+    "--rdzv-conf": "leave it out; --rendezvous-timeout says how long nodes wait for each other",
     "--redirects": "use --log-dir: output is shown and kept",
+    "-r": "use --log-dir: output is shown and kept",
     "--tee": "use --log-dir: output is shown and kept",
+    "-t": "use --log-dir: output is shown and kept",
+    "--local-ranks-filter": "leave it out; lines have the worker's number before them",
+    "--local-addr": "set RECOVER_HOST to the address at which the other nodes reach this one",
+    "--monitor-interval": "leave it out: the kernel tells at once that a worker has ended",
+    "--start-method": "leave it out: each worker is a process of its own",
+    "--shutdown-timeout": "use --grace-seconds",
+    "--role": "leave it out",
+    "--event-log-handler": "leave it out",
+    "--no-python": "give a script of Python, or a module with -m",
+    "--run-path": "give the script itself",
 }
 
 
 class UsageError(Exception):
-    """The command cannot be started; ``reasons`` says, one line each, what to change."""
+    """The command cannot be started; ``reasons`` says, one line each, what to change.
 
-    def __init__(self, reasons: Sequence[str]) -> None:
+    ``options``: those of a command line that was understood; ``reserved``: on node 0 the store's socket.
+    """
+
+    def __init__(
+        self, reasons: Sequence[str], options: Options | None = None, reserved: socket.socket | None = None
+    ) -> None:
         super().__init__("; ".join(reasons))
-        self.reasons = list(reasons)
+        self.reasons, self.options, self.reserved = list(reasons), options, reserved
 
 
 @dataclass
@@ -283,7 +302,10 @@ def _divide(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
         return None, [f"{flag.name} needs a value: {flag.name} {flag.option.metavar}; {MANUAL}"]
     if unknown:
         namespace.script = []
-    return namespace, [_unknown(unknown[0])] if unknown else []
+    # torchrun's own are known, so all of them are told that stand before what looks like SCRIPT.
+    before = itertools.takewhile(lambda word: word != "-m" and not word.endswith(".py"), argv)
+    torchruns = [word for word in before if word.partition("=")[0].replace("_", "-") in _TORCHRUN_HINTS]
+    return namespace, [_unknown(word) for word in dict.fromkeys([unknown[0], *torchruns])] if unknown else []
 
 
 def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
@@ -296,6 +318,10 @@ def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
 
 def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
     """Fill in what the SLURM step says.  Returns the reasons against that."""
+    if namespace.check and "SLURM_STEP_ID" not in environ:  # before srun, as on a login node: who asks says the nodes
+        namespace.nnodes = namespace.nnodes or environ.get("SLURM_JOB_NUM_NODES")
+        namespace.nproc_per_node = namespace.nproc_per_node or environ.get("SLURM_GPUS_ON_NODE")
+        return []
     reasons = [
         f"--{name.replace('_', '-')}: leave it out; with --slurm it is SLURM's"
         for name in ("nnodes", "node_rank")
@@ -370,19 +396,22 @@ def _check_device_test(options: Options) -> list[str]:
 
 
 def check_files(options: Options) -> list[str]:
-    """The reasons against the script and the log folder, which is made if it is missing."""
+    """The reasons against the script and the log folder, which is made if it is missing, but not by ``--check``."""
     reasons = []
     if options.script is not None:
         reasons += check_module(options.script) if options.module else check_script(options.script)
     if options.log_dir is not None:
+        why = readers.why_not_written(options.log_dir)
         try:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=options.log_dir):
-                pass
+            if not why and not options.check:
+                options.log_dir.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=options.log_dir):
+                    pass
         except OSError as error:
+            why = error.strerror or str(error)
+        if why:
             reasons.append(
-                f"--log-dir {options.log_dir} cannot be written ({error.strerror or error}): "
-                "name a folder that you may write to"
+                f"--log-dir {options.log_dir} cannot be written ({why}): name a folder that you may write to"
             )
     return reasons
 

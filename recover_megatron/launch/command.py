@@ -15,13 +15,13 @@ from pathlib import Path
 
 from recover_megatron import variables
 from recover_megatron.arguments import config_or_defaults, spares_from_argv
-from recover_megatron.launch import arguments, preflight, readers, slurm, store
+from recover_megatron.launch import arguments, peers, preflight, readers, slurm, store
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_test import command_of
-from recover_megatron.launch.log_folder import Claim, FolderLock
+from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
-from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.plan import LaunchPlan, is_known, saves_checkpoints
 from recover_megatron.launch.processes import AGAIN_SECONDS
 from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
@@ -58,6 +58,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
 
     ``attempt``: how often this launcher has made the start before.
     """
+    options, reserved = None, None
     try:
         options, reserved = _prepare(argv)
         if options.check:
@@ -75,6 +76,8 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
         else:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
             log.info(f"nothing was started, for these reasons:{lines}")
+        if told := options or error.options:
+            _tell_others(told, reserved or error.reserved, attempt, error.reasons)
         return REFUSED
     if options.taken:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
@@ -90,6 +93,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
 def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
     """Make every check.  Returns the options and, on node 0, the store's listening socket; raises UsageError."""
     options, reasons = arguments.parse(argv)
+    understood = not reasons
     use_lines(options.log_format, f"{socket.gethostname()}-{options.node_rank}")
     if options.script and not options.module and (found := readers.installed_module(options.script)):
         log.info(f"no {options.script} in this folder: the installed one, {found[1]}")
@@ -100,9 +104,15 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     if options.script and not options.join:
         world = options.nnodes * options.nproc_per_node
         reasons += preflight.check(options.script, options.script_args, world)
+    if options.script:
+        reasons += _check_folders(options)
+        if not options.check:
+            spares = spares_from_argv(options.script_args) if options.node_rank == options.nnodes - 1 else 0
+            here = options.nproc_per_node + (0 if options.join else spares)
+            reasons += preflight.devices(options.script, options.script_args, here, os.environ)
     reserved: socket.socket | None = None
     reason: str | None = None
-    if options.check and options.nnodes > 1:
+    if options.check and (options.nnodes > 1 or options.join):
         pass  # a login node is none of the run's: it has no address of theirs, nor their secret
     elif options.join or 0 < options.node_rank < options.nnodes:
         _, reason = store.resolve(options.master_addr)
@@ -113,10 +123,38 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     if (options.nnodes > 1 or options.join) and not options.check:
         reasons += _check_secret(options)
     if reasons:
-        if reserved:
+        if reserved and (options.nnodes == 1 or not understood):
             reserved.close()
-        raise arguments.UsageError(reasons)
+            reserved = None
+        raise arguments.UsageError(reasons, options if understood else None, reserved)
     return options, reserved
+
+
+def _tell_others(
+    options: arguments.Options, reserved: socket.socket | None, attempt: int, reasons: Sequence[str]
+) -> None:
+    """This node is refused, where others may not be."""
+    if options.check or options.join or options.nnodes == 1 or (options.node_rank == 0 and reserved is None):
+        return
+    with contextlib.suppress(SecretError):
+        secret = find_secret(os.environ) if has_secret(os.environ) else None
+        peers.tell_refusal(_plan(options, reserved, attempt), secret, reserved, "; ".join(reasons))
+
+
+def _check_folders(options: arguments.Options) -> list[str]:
+    """The reasons against --save, into which node 0 writes every checkpoint; and, where nothing is started that would
+    take them, against folders that another run uses."""
+    saves = save_folder(options.script_args) if saves_checkpoints(str(options.script), options.script_args) else None
+    folder = Path(saves) if saves and "://" not in saves else None
+    reasons: list[str | None] = []
+    known = is_known(str(options.script), options.script_args)
+    if folder and known and options.node_rank == 0 and not options.join and (why := readers.why_not_written(folder)):
+        reasons.append(f"--save {saves} cannot be written ({why}): no checkpoint could be saved there")
+    if options.check:
+        for option, place in (("--log-dir", options.log_dir), ("--save", folder)):
+            lock = FolderLock(place, NOBODY, lambda text: None, option, needed=False) if place else None
+            reasons += [lock.look()] if lock else []
+    return [reason for reason in reasons if reason]
 
 
 def _forecast(options: arguments.Options) -> preflight.Forecast | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -84,6 +85,25 @@ class Guest:
             store.set(PREFIX + key, self._seal.wrap(key, self._run_id, {**self._words, "count": self._count}))
         if ring:
             store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
+
+    def refuse(self, reason: str, seconds: float) -> None:
+        """Instead of ``run``: tell node 0 that this node takes no part.
+
+        Raises OSError where its store is not reached, or does not listen within ``seconds``.
+        """
+        address, until = (self._plan.master_addr, self._plan.master_port), time.monotonic() + seconds
+        while True:
+            try:
+                socket.create_connection(address, timeout=seconds).close()
+                break
+            except ConnectionRefusedError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_AGAIN_SECONDS)  # another host's port gives no event to wait for
+        store = join_store(*address)
+        self._run_id = str(self._job(store)["run_id"])
+        self.say(store, {"refusal": reason})
+        store.check([PREFIX + "job"])  # its answer shows that all before it has arrived
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -217,6 +237,8 @@ class Guest:
 
 
 def _disagreement(plan: LaunchPlan, job: dict[str, Any]) -> str | None:
+    if job.get("refused"):
+        return f"it cannot start itself: {job['refused']}"
     found = []
     for key, own in (("nnodes", plan.nnodes), ("nproc_per_node", plan.nproc_per_node)):
         if job.get(key) != own:

@@ -65,17 +65,7 @@ class Host:
         if plan.control_plane:
             self._trial = LeaseTrial(plan)  # before anybody can look for it
             self._places[0] = leasing.look_for_witness(plan)
-        job = {
-            "nnodes": plan.nnodes,
-            "nproc_per_node": plan.nproc_per_node,
-            "control_plane": plan.control_plane,
-            "candidates": hosting(plan),
-            "run_id": plan.run_id,
-            "attempt": plan.attempt,
-            "flags": codes(plan.flags),
-        }
-        self._put("job", job, run_id="")
-        self._store.set_timeout(timedelta(seconds=BEAT_SECONDS))
+        self._open({"flags": codes(plan.flags)})
         swept = time.monotonic()
         while self._missing or self._members:
             ranks = self._rung()
@@ -89,6 +79,27 @@ class Host:
             for rank in ranks:
                 if (words := self._words(rank)) is not None and not self._heard(rank, words):
                     return
+
+    def refuse(self, reason: str, seconds: float) -> None:
+        """Instead of ``run``: this launcher has refused its own command line; tell who comes within ``seconds``."""
+        self._open({"refused": reason})
+        until = time.monotonic() + seconds
+        while self._missing and time.monotonic() < until:
+            self._missing.difference_update(self._rung())
+
+    def _open(self, more: dict[str, Any]) -> None:
+        """Say what the launch is."""
+        plan = self._plan
+        job = {
+            "nnodes": plan.nnodes,
+            "nproc_per_node": plan.nproc_per_node,
+            "control_plane": plan.control_plane,
+            "candidates": hosting(plan),
+            "run_id": plan.run_id,
+            "attempt": plan.attempt,
+        }
+        self._put("job", {**job, **more}, run_id="")
+        self._store.set_timeout(timedelta(seconds=BEAT_SECONDS))
 
     def announce_end(self, store: Store, reason: str, code: int) -> None:
         """Have all others stop with ``code``, and wait until they know; over the connection ``store``."""

@@ -68,6 +68,10 @@ class Claim:
         return f"recover-run with pid {self.pid} on host {self.host}, started {since}"
 
 
+NOBODY = Claim(0, "", 0.0, "", 0, "", 0, 0)
+"""Of who only looks."""
+
+
 @dataclass(eq=False)
 class FolderLock:
     """One run at a time in ``folder``, which exists: every launcher of the run holds FOLDER/launch.lock while it lives.
@@ -125,7 +129,15 @@ class FolderLock:
         if self.held and (claim := self._read()) and (claim.pid, claim.host) == (self.mine.pid, self.mine.host):
             self._write(replace(claim, ended=True, code=code, reason=reason[:LONGEST_REASON]))
 
+    def look(self) -> str | None:
+        """Whether a run uses the folder, for who starts none: where none has used it, nothing is made."""
+        return self._opened(self._only_look) if (self.folder / LOCK_FILE).exists() else None
+
     # ---- inside
+
+    def _only_look(self) -> str | None:
+        with self._look() as (free, claim):
+            return None if free else self._in_use(claim)
 
     def _opened(self, attempt: Callable[[], str | None]) -> str | None:
         if self._without:

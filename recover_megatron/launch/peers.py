@@ -21,9 +21,10 @@ line, and the launcher that wrote the true one writes it again every BEAT_SECOND
 store delays a launch at most.
 
 A node that disagrees with ``job`` is refused before it starts a worker; if it was still missing, the launch can never
-be complete, and node 0 ends it.  Each node of ``candidates`` tells where its coordinator listens (plan.py); no
-worker starts before all know all of them.  Node 0 keeps the store up until it knows from every node how its workers
-ended, or the node's count has stopped for LOST_SECONDS.
+be complete, and node 0 ends it.  A launcher that has refused its own command line tells the others, too
+(``tell_refusal``): node 0 by ``refused`` in ``job``, another one by its refusal in node/R.  Each node of ``candidates``
+tells where its coordinator listens (plan.py); no worker starts before all know all of them.  Node 0 keeps the store up
+until it knows from every node how its workers ended, or the node's count has stopped for LOST_SECONDS.
 
 Store operations block, so each side (guest.py, host.py) runs in a thread and calls back through the event loop; failure
 reports go over a connection of their own.  ``Peers`` decides, in the main thread.
@@ -31,12 +32,14 @@ reports go over a connection of their own.  ``Peers`` decides, in the main threa
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from recover_megatron.launch.guest import Guest
@@ -52,6 +55,31 @@ REPORT_SECONDS = 10.0
 """How long another node tries to deliver its report to node 0."""
 FAILURE_SECONDS = 5.0
 """How long a launcher that ends the launch for all tries to tell the others."""
+
+
+REACHED_SECONDS, REFUSAL_SECONDS = 5.0, 30.0
+"""How long a launcher that has refused its own command line looks for the others, and how long that may take in all."""
+
+
+def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
+    """This launcher takes no part: tell the others, which would wait for it until the rendezvous times out.
+
+    ``listener``: the store's, on node 0.  Of other nodes node 0 is told, which ends the launch.  Most often all have
+    been refused, for the same reason; so nobody is looked for long.
+    """
+    nobody: Any = SimpleNamespace(note=None)
+
+    def run() -> None:
+        with contextlib.suppress(OSError, RuntimeError, ImportError, ValueError, KeyError, TypeError):
+            if listener is None:
+                Guest(plan, Seal(secret), nobody, lambda *_: None).refuse(reason, REACHED_SECONDS)
+            else:
+                store = serve_store(plan.master_addr, listener)
+                Host(plan, store, Seal(secret), nobody, lambda *_: None, lambda *_: None).refuse(
+                    reason, REACHED_SECONDS
+                )
+
+    Peers._run(run).join(REFUSAL_SECONDS)
 
 
 class PeerEvents(Protocol):

@@ -51,6 +51,16 @@ def is_megatrons(script: str) -> bool:
     return Path(script).stem.startswith("pretrain_")
 
 
+def is_known(script: str, script_args: Sequence[str]) -> bool:
+    """Whether it is one of Megatron's for certain, and no other script that has flags of the same names."""
+    return is_megatrons(script) and ("--recover" in script_args or Path(script).stem == TRAINING)
+
+
+def saves_checkpoints(script: str, script_args: Sequence[str]) -> bool:
+    """Whether the script's --save is Megatron's: a folder of checkpoints."""
+    return is_megatrons(script) or "--recover" in script_args
+
+
 @dataclass(frozen=True)
 class LaunchPlan:
     """One node's part of a launch.
@@ -130,7 +140,7 @@ class LaunchPlan:
     @property
     def saves(self) -> bool:
         """Whether the script's --save is Megatron's: a folder of checkpoints."""
-        return is_megatrons(self._script) or "--recover" in self.script_args
+        return saves_checkpoints(self._script, self.script_args)
 
     @property
     def _script(self) -> str:

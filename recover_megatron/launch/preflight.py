@@ -1,8 +1,8 @@
 """What a training's own flags show before anything is started, so within a second and on a login node.
 
 ``check``: what is wrong with them.  Only what can be seen without importing torch or Megatron: names and values of
-``--recover-*``; of Megatron's own scripts sizes against the number of workers, and files that are not there.  The
-script makes these checks and many more when it has parsed its flags (``megatron_hooks/entry/flags.py``).
+``--recover-*``; of Megatron's own scripts sizes against the number of workers, numbers that do not divide, and files
+that are not there; nothing that Megatron may take.  The script checks all (``megatron_hooks/entry/flags.py``).
 
 ``forecast``: what the loss of each node would cost the training, in lines for people: of ``recover-run --check``, and
 at a start.
@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -24,7 +27,9 @@ from recover_megatron.arguments import FLAGS, RecoverConfig, config_from_argv, p
 from recover_megatron.chaos.spec import BadSpec, parse_spec
 from recover_megatron.errors import UserError
 from recover_megatron.launch.messages import count
-from recover_megatron.launch.plan import is_megatrons
+from recover_megatron.launch.plan import is_known, is_megatrons
+from recover_megatron.launch.readers import count_gpus, why_not_written
+from recover_megatron.options import Flag, add_options
 from recover_megatron.workload.domains import NodeLoss, Training, data_parallel_ranks_per_replica, node_losses
 
 SIZES = {
@@ -33,19 +38,52 @@ SIZES = {
     "context": "--context-parallel-size",
 }
 EXPERT, EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+MAPPING, SPREAD = "--use-tp-pp-dp-mapping", "--use-distributed-optimizer"
+FSDP, INSTANCES = "--use-megatron-fsdp", "--num-distributed-optimizer-instances"
+OUTER = "--outer-dp-sharding-strategy"
+SHADOWS = "--recover-shadow-shards 2"
+MICRO, BATCH = "--micro-batch-size", "--global-batch-size"
+LAYERS, HEADS, HIDDEN = "--num-layers", "--num-attention-heads", "--hidden-size"
+SEQUENCE, POSITIONS, EXPERTS = "--seq-length", "--max-position-embeddings", "--num-experts"
+NUMBERS = (
+    *(*SIZES.values(), EXPERT, EXPERT_TENSOR, INSTANCES, MICRO, BATCH),
+    *(LAYERS, HEADS, HIDDEN, SEQUENCE, POSITIONS, EXPERTS),
+)
+OTHER_NUMBERS = {
+    BATCH: r"rampup|batch-size-schedule|decrease-batch|weight-shards|gtp|perform-rl",
+    LAYERS: r"pipeline-(?!model-parallel-size)|hybrid|stage|heterogeneous|coder|checkpoint-args",
+    HEADS: r"heterogeneous|coder|checkpoint-args",
+    HIDDEN: r"heterogeneous|coder|checkpoint-args|kv-channels",
+    SEQUENCE: r"coder|checkpoint-args|hybrid-context",
+    EXPERTS: r"heterogeneous|checkpoint-args",
+}
+"""Where a flag like this is given (a regular expression), Megatron may count with another number than this flag's."""
 DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-FILES = ("--data-args-path", "--per-split-data-args-path", "--vocab-file", "--merge-file")
-ELSEWHERE = ("--yaml-cfg", "--dataloader-type", "--sft", "--perform-rl-step")
+BLENDS = ("--data-args-path", "--per-split-data-args-path")
+FILES = (*BLENDS, "--vocab-file", "--merge-file", "--yaml-cfg")
+ELSEWHERE = ("--yaml-cfg", "--sft", "--perform-rl-step")
 """With one of these the data, or all flags, are found in another way."""
+TOKENIZER, TOKENIZER_MODEL = "--tokenizer-type", "--tokenizer-model"
+TOKENIZER_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+"""Tokenizers whose model is a file."""
 
 
 def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
     """The reasons against the flags of a training of ``world`` workers, one line each with what to change."""
-    megatrons = is_megatrons(script)
-    if {"--help", "-h", "--version"} & set(script_args) or not (megatrons or "--recover" in script_args):
+    megatrons, recover = is_megatrons(script), "--recover" in script_args
+    if {"--help", "-h", "--version"} & set(script_args) or not (megatrons or recover):
         return []
     found = [*_names(script_args), *_values(script_args, world)]
-    return [*found, *_layout(script_args, world), *_data(script_args)] if megatrons else found
+    if not megatrons:
+        return found
+    found += [*_layout(script_args, world), *_data(script_args)]
+    if is_known(script, script_args):
+        found += [*_stray_words(script_args), *_numbers(script_args, world)]
+    return found
+
+
+DASHES = "-\u2013\u2014"
+"""What begins a flag, and what word processors make of that."""
 
 
 def _names(script_args: Sequence[str]) -> list[str]:
@@ -53,22 +91,60 @@ def _names(script_args: Sequence[str]) -> list[str]:
     found = []
     for word in script_args:
         name = word.partition("=")[0]
-        if name.startswith("--recover") and name not in known:
-            near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+        meant = "--" + name.lstrip(DASHES).lower().replace("_", "-")
+        if name[:1] in DASHES and meant.startswith("--recover") and name not in known:
+            longer = [flag for flag in known if flag.startswith(meant)][:2]
+            near = [meant] if meant in known else longer or difflib.get_close_matches(meant, known, n=2, cutoff=0.5)
             found.append(f"unknown flag {name}" + (f": did you mean {' or '.join(near)}?" if near else ""))
     return found
 
 
+def _stray_words(script_args: Sequence[str]) -> list[str]:
+    """What stands behind a flag of ours and is not its value: Megatron's parser takes no such words."""
+    flags, found = {flag.name: flag for flag in FLAGS}, []
+    for at, word in enumerate(script_args):
+        name, equals, _ = word.partition("=")
+        if (flag := flags.get(name)) is None or (flag.switch and equals):
+            continue
+        behind = script_args[at + 1 : at + (2 if flag.switch or equals else 3)]
+        if len(behind) == (1 if flag.switch or equals else 2) and not any(each.startswith("-") for each in behind):
+            found.append(f"{name} takes {'no' if flag.switch else 'one'} value: {behind[-1]} is too much")
+    return found
+
+
 def _values(script_args: Sequence[str], world: int) -> list[str]:
-    try:
-        config = config_from_argv(script_args)
-    except UserError as error:
-        return [str(error)]
+    found = []
+    for flag in FLAGS:  # one by one, so that all mistakes are said
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        add_options(parser, [flag])
+        try:
+            parser.parse_known_args(list(script_args))
+        except argparse.ArgumentError as error:
+            found.append(_in_words(flag, str(error)))
+    if found:
+        return found
+    config = config_from_argv(script_args)
     if config.enabled:
-        return [*problems(config), *_faults(config, world), *_metrics(config)]
+        return [*problems(config), *_faults(config, world), *_metrics(config), *_log_dir(script_args)]
     if config.inject is not None:
         return ["--recover-inject needs --recover: without it nothing is injected, and no death is survived"]
     return []
+
+
+def _in_words(flag: Flag, error: str) -> str:
+    text = error.removeprefix("argument ")
+    if "ignored explicit argument" in text:
+        return f"{flag.name} takes no value: write {flag.name} alone"
+    for kind, words in (("int", "a whole number"), ("float", "a number, without a unit")):
+        text = text.replace(f"invalid {kind} value: ", f"give {words}, not ")
+    return text.replace("expected one argument", f"needs a value, {flag.name} {flag.option.metavar or 'WORD'}")
+
+
+def _log_dir(script_args: Sequence[str]) -> list[str]:
+    # Of the flag alone: its variable is set anew by the launcher.
+    folders = given_flags(script_args, ["--recover-log-dir"]).get("--recover-log-dir", [])[-1:]
+    found = [(folder, why_not_written(Path(folder))) for folder in folders]
+    return [f"--recover-log-dir {folder} cannot be written ({why}): choose another" for folder, why in found if why]
 
 
 def _faults(config: RecoverConfig, world: int) -> list[str]:
@@ -93,7 +169,7 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
         sizes = {name: int(given[name][-1]) for name in SIZES.values() if name in given}
         expert, expert_tensor = (int(given[name][-1]) if name in given else 0 for name in (EXPERT, EXPERT_TENSOR))
     except (ValueError, IndexError):
-        return []  # Megatron's parser says which is no number
+        return []  # ``_numbers`` says which is no number
     replica = prod(sizes.values())
     if "--yaml-cfg" in given or replica < 1 or expert < 0 or expert_tensor < 0:
         return []
@@ -103,35 +179,92 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
         return [f"{world} workers cannot hold whole replicas of {replica} ({product}): {change}"]
     tensor, pipeline = (sizes.get(SIZES[size], 1) for size in ("tensor", "pipeline"))
     experts = max(1, expert) * (expert_tensor or tensor) * pipeline
-    if expert > 1 and world % experts:
-        return [f"{world} workers cannot hold whole sets of experts, of {experts} workers (EP {expert}): {change}"]
-    wanted = config_from_argv(script_args).min_replicas if not _values(script_args, world) else 1
-    if wanted > max(1, world // replica):
+    if (expert > 1 or expert_tensor) and world % experts:
+        of = f"EP {max(1, expert)}" + (f", {EXPERT_TENSOR} {expert_tensor}" if expert_tensor else "")
+        return [f"{world} workers cannot hold whole sets of experts, of {experts} workers ({of}): {change}"]
+    try:
+        config, training = config_from_argv(script_args), _training(script_args, world)
+    except (UserError, ValueError, IndexError):
+        return []  # as above, or ``_values`` says it
+    replicas = max(1, world // (replica * (training.inner_ranks if training else 1)))
+    if config.enabled and config.min_replicas > replicas:
         return [
-            f"--recover-min-replicas {wanted}: this run has {world // replica} at its launch ({world} workers, "
-            f"{replica} to a replica): lower it, or start more workers"
+            f"--recover-min-replicas {config.min_replicas}: this run has {replicas} at its launch ({world} workers, "
+            f"{world // replicas} to a replica): lower it, or start more workers"
+        ]
+    if config.enabled and 0 < config.max_replicas < replicas:
+        return [
+            f"--recover-max-replicas {config.max_replicas}: this run has {replicas} at its launch: give at least as "
+            "many, or leave it out"
         ]
     return []
 
 
+def _numbers(script_args: Sequence[str], world: int) -> list[str]:
+    """What Megatron would refuse when every worker has imported it, or built its model: numbers that do not divide.
+
+    Only where no other flag has Megatron count in another way; it makes all of its checks itself.
+    """
+    alone = ("--yaml-cfg", "--save", "--save-interval", "--train-iters", "--train-samples", "--skip-train")
+    given = given_flags(script_args, [*NUMBERS, *alone])
+    if "--yaml-cfg" in given:
+        return []
+    found: list[str] = []
+    number: dict[str, int] = {}
+    for name, words in given.items():
+        try:
+            if name in NUMBERS:
+                (word,) = words
+                number[name] = int(word)
+        except ValueError:
+            found.append(f"{' '.join([name, *words])}: give one whole number")
+    tensor, pipeline, context = (number.get(name, 1) for name in SIZES.values())
+    expert, replica = number.get(EXPERT, 1), tensor * pipeline * context
+    if found or min(tensor, pipeline, context, expert, number.get(MICRO, 1)) < 1 or world % replica:
+        return found
+    ranks = world // replica
+    least = [
+        (BATCH, f"{MICRO} {number.get(MICRO)} x {ranks} data-parallel ranks", number.get(MICRO, 0) * ranks),
+        (LAYERS, f"{SIZES['pipeline']} {pipeline}", pipeline),
+        (HEADS, f"{SIZES['tensor']} {tensor}", tensor),
+        (HIDDEN, f"{HEADS} {number.get(HEADS)}", number.get(HEADS, 0)),
+        (SEQUENCE, f"2 x {SIZES['context']} {context}", 2 * context if context > 1 else 1),
+        (EXPERTS, f"{EXPERT} {expert}", expert),
+    ]
+    for name, whole, divisor in least:
+        others = any(word.startswith("-") and re.search(OTHER_NUMBERS[name], word) for word in script_args)
+        if name in number and divisor > 0 and number[name] % divisor and not others:
+            found.append(f"{name} {number[name]} is not a multiple of {whole}: change one of them")
+    if ranks * context % max(1, number.get(INSTANCES, 1)):
+        found.append(f"{INSTANCES} {number[INSTANCES]} does not divide the {ranks * context} data-parallel ranks")
+    if SEQUENCE in number and number.get(POSITIONS, number[SEQUENCE]) < number[SEQUENCE]:
+        found.append(f"{POSITIONS} {number[POSITIONS]} is below {SEQUENCE} {number[SEQUENCE]}: raise it")
+    if "--save" in given and "--save-interval" not in given:
+        found.append("--save needs --save-interval N: save a checkpoint every N iterations")
+    if LAYERS in given and MICRO in given and not any(name in given for name in alone[3:]):  # meant to be all flags
+        found.append("how long is the training? give --train-iters N, or --train-samples N")
+    return found
+
+
 def _data(script_args: Sequence[str]) -> list[str]:
-    given = given_flags(script_args, [*DATA, *FILES, *ELSEWHERE, "--mock-data", "--micro-batch-size"])
-    found = [
+    others = (TOKENIZER, TOKENIZER_MODEL, "--dataloader-type", "--mock-data", MICRO)
+    given = given_flags(script_args, [*DATA, *FILES, *ELSEWHERE, *others])
+    found = _tokenizer(given) + [
         f"{name} {path}: no such file"
         for name in FILES
         for path in given.get(name, [])[-1:]
         if _is_here(path) and not Path(path).is_file()
     ]
-    if any(name in given for name in ELSEWHERE):
+    if any(name in given for name in ELSEWHERE) or given.get("--dataloader-type") == ["external"]:
         return found
-    if "--micro-batch-size" in given and not any(name in given for name in (*DATA[:2], *FILES[:2], "--mock-data")):
+    if MICRO in given and not any(name in given for name in (*DATA[:2], *BLENDS, "--mock-data")):
         return [
             *found,
             "no training data: give --data-path PREFIX (files PREFIX.bin and PREFIX.idx, made by "
             "scripts/prepare_corpus.py or Megatron's tools/preprocess_data.py), or --mock-data",
         ]
-    for name in DATA:
-        for prefix in given.get(name, []):
+    for name in (*DATA, *BLENDS):
+        for prefix in given.get(name, []) if name in DATA else _blend(given.get(name, [])):
             missing = [prefix + suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
             if missing and _is_here(prefix) and not _is_weight(prefix):
                 files = " and ".join(missing)
@@ -139,10 +272,47 @@ def _data(script_args: Sequence[str]) -> list[str]:
     return found
 
 
+def _blend(paths: Sequence[str]) -> list[str]:
+    """The words of a file of ``BLENDS``; none of one that is not here, or has another form: Megatron says it."""
+    try:
+        text = Path(paths[-1]).read_text(encoding="utf-8") if paths else ""
+        if not text.lstrip().startswith("{"):
+            return text.split()
+        blends = [its.split() if isinstance(its, str) else its for its in json.loads(text).values() if its]
+        return [word for blend in blends for word in map(str, blend)]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _tokenizer(given: dict[str, list[str]]) -> list[str]:
+    kind, path = ((given.get(name) or [""])[-1] for name in (TOKENIZER, TOKENIZER_MODEL))
+    missing = path and kind in TOKENIZER_FILES and not Path(path).is_file()
+    if kind == "HuggingFaceTokenizer":  # else it is the name of a model
+        missing = path.startswith(("/", "./", "../")) and not Path(path).exists()
+    return [f"{TOKENIZER_MODEL} {path}: no such file"] if missing and _is_here(path) else []
+
+
+GPU = Path("/dev/nvidia0")
+"""Only where this is may processes use GPUs, whatever the driver tells (in a container without them)."""
+
+
+def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping[str, str]) -> list[str]:
+    """The reasons against ``here`` workers and spares on this node, as far as its GPUs are known to be fewer."""
+    device = given_flags(script_args, ["--recover-device"]).get("--recover-device")
+    without = device == ["cpu"] or any("+cpu" in its.version for its in importlib.metadata.distributions(name="torch"))
+    gpus = count_gpus(environ) if GPU.exists() and not without else 0
+    if not is_megatrons(script) or not 0 < gpus < here:
+        return []
+    return [
+        f"{count(here)} on this node, spares included, but it has {count(gpus, 'GPU', 'GPUs')}: lower "
+        "--nproc-per-node or --recover-spares (or train without GPUs: --recover-device cpu)"
+    ]
+
+
 def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
     """The values of those flags that are there: of one that is repeated the last."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in names:
+    for name in dict.fromkeys(names):
         parser.add_argument(name, nargs="*")
     try:
         values, _ = parser.parse_known_args(list(script_args))
@@ -164,12 +334,6 @@ def _is_weight(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-MAPPING, SPREAD = "--use-tp-pp-dp-mapping", "--use-distributed-optimizer"
-FSDP, INSTANCES = "--use-megatron-fsdp", "--num-distributed-optimizer-instances"
-OUTER = "--outer-dp-sharding-strategy"
-SHADOWS = "--recover-shadow-shards 2"
 
 
 @dataclass(frozen=True)

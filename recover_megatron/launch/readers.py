@@ -16,6 +16,7 @@ Others have put into the environment what the shape of a launch is, or what look
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib.machinery
 import importlib.util
 import os
@@ -104,10 +105,14 @@ def nodes(text: str) -> int:
     least, colon, most = text.partition(":")
     if not colon:
         return whole(1)(text)
-    if whole(1)(least) != whole(1)(most):
+    if whole(1)(least) > whole(1)(most):
+        raise ValueError("MIN is above MAX")
+    if int(least) != int(most):
         raise ValueError(
-            f"a run is launched with all of its nodes: give --nnodes {most}. It goes on when nodes are lost, down to "
-            "the script's --recover-min-replicas, and others join it while it runs: recover-run --join"
+            f"a run is launched with all of its nodes, for whose number batch and layout are checked. Give --nnodes "
+            f"{most}: the run goes on when nodes are lost, down to the script's --recover-min-replicas. Or --nnodes "
+            f"{least}, with --recover-max-replicas N among the script's arguments: further nodes come at any time, by "
+            "the command recover-run --join ... that the launch prints"
         )
     return int(least)
 
@@ -127,19 +132,41 @@ def installed_module(script: str) -> tuple[str, str] | None:
 def check_script(script: str) -> list[str]:
     """The reasons against running the file (or folder) ``script``."""
     path = Path(script)
+    if path.name in ("python", "python3", "torchrun", "recover-run") and not path.exists():
+        return [f"SCRIPT is {script}: leave it out, and give the script itself; it is run by {sys.executable}"]
     if path.is_dir():
         return [] if (path / "__main__.py").is_file() else [f"script {script} is a folder without a __main__.py"]
     if not path.exists():
         nearest = difflib.get_close_matches(path.name, _names_in(path.parent), n=1)
         hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+        if path.stem in INSTALLED.values():
+            hint = f"; the installed one is run by its bare name, {path.stem}.py"
         return [f"script {script} does not exist (looked for {path.absolute()}){hint}"]
     return [] if os.access(path, os.R_OK) else [f"script {script} cannot be read: check its permissions"]
 
 
 def check_module(module: str) -> list[str]:
-    if _find_module(module) is None:
-        return [f"module {module} is not found: check its name, and that it is installed or in PYTHONPATH"]
+    spec = _find_module(module)
+    if spec is None:
+        bare = f" (write -m {module[:-3]})" if module.endswith(".py") else ""
+        return [f"module {module} is not found{bare}: check its name, and that it is installed or in PYTHONPATH"]
+    if spec.submodule_search_locations is not None and _find_module(f"{module}.__main__") is None:
+        return [f"module {module} is a package without a __main__.py: name the module in it that is to be run"]
     return []
+
+
+def why_not_written(folder: Path) -> str:
+    """Why nobody here can write into ``folder``, which may have to be made; empty: nothing speaks against it.
+
+    Nothing is made, so what only shows then (a full disk) is not seen.
+    """
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
+        return f"{there} is no folder"
+    if os.access(there, os.W_OK | os.X_OK):
+        return ""
+    read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+    return os.strerror(errno.EROFS if read_only else errno.EACCES)
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -158,7 +185,7 @@ def _find_module(module: str) -> ModuleSpec | None:
     name = first
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
-            break
+            return None
         name = f"{name}.{part}"
         spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
     return spec

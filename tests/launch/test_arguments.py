@@ -7,6 +7,8 @@ import pytest
 
 from recover_megatron.launch import arguments, command, store
 
+from .conftest import UNTIL_TOLD
+
 
 @pytest.fixture
 def refused_here(bench, monkeypatch, capsys):
@@ -47,6 +49,9 @@ def test_short_module_option(bench):
         ("--log_dirs", "--log-dir"),
         ("--master-prot", "--master-port"),
         ("--standalone", "leave it out"),
+        ("--role", "of torchrun is not one of recover-run: leave it out"),
+        ("--monitor-interval", "of torchrun is not one of recover-run: leave it out"),
+        ("-t", "use --log-dir"),
         ("--warm", "options of the script go after SCRIPT"),
         ("--recover", "is an option of the script: it goes after SCRIPT"),
         ("--recover-hang-timeout", "is an option of the script: it goes after SCRIPT"),
@@ -74,6 +79,15 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
         ([], "no SCRIPT"),
         (["missing.py"], "missing.py does not exist"),
         (["-m", "no_such_module_here"], "module no_such_module_here is not found"),
+        (["-m", "json"], "module json is a package without a __main__.py"),
+        (["-m", "json.tool.more"], "module json.tool.more is not found"),
+        (["-m", "script.py"], "module script.py is not found (write -m script)"),
+        (["python", "S"], "SCRIPT is python: leave it out"),
+        (["./pretrain_gpt_recover.py"], "the installed one is run by its bare name, pretrain_gpt_recover.py"),
+        (
+            ["-m", "pretrain_gpt_recover", "--save", "S", "--save-interval", "1"],
+            "is no folder): no checkpoint could be",
+        ),
         (["--log-dir", "S/logs", "S"], "cannot be written"),
         (["--master-addr", "no-such-host.invalid", "S"], "is not known"),
         (["--master-addr", "192.0.2.1", "S"], "not an address of this host"),
@@ -100,6 +114,45 @@ def test_all_problems_are_said_together(bench):
     assert launch.out == ""
     for words in ("--nproc-per-node", "--node-rank 3", "/proc/none", f"port {port}", "missing.py"):
         assert words in said
+
+
+def test_all_options_of_torchruns_are_told(refused_here):
+    said = refused_here("--standalone", "--rdzv_backend=c10d", "--rdzv-endpoint", "a:1", "train.py", "--role", "x")
+    assert [word for word in ("--standalone", "--rdzv_backend", "--rdzv-endpoint", "--role") if word not in said] == [
+        "--role"
+    ]
+
+
+def test_check_leaves_nothing_behind_and_sees_who_uses_the_folders(bench, monkeypatch, capsys):
+    words = ("--log-dir", "logs", bench.script(UNTIL_TOLD), "--recover", "--save", "checkpoints")
+    monkeypatch.chdir(bench.folder)
+    assert command.run(["--check", *words]) == 0
+    assert [path.name for path in bench.folder.iterdir()] == ["script.py"]
+    launch = bench.start(*words)
+    launch.wait_for("UP")
+    capsys.readouterr()
+    for nodes in ([], ["--nnodes", "2"]):
+        assert command.run(["--check", *nodes, *words]) == 2
+        said = capsys.readouterr().err
+        assert said.count(f"is in use by another run (recover-run with pid {launch.pid}") == 2
+    bench.go()
+    launch.ends()
+    assert command.run(["--check", *words]) == 0
+
+
+def test_check_needs_no_address_of_the_run_to_join(bench, monkeypatch):
+    monkeypatch.chdir(bench.folder)
+    join = ["--join", "--recover-coordinator", "none.invalid:1", "--master-addr", "none.invalid", "--master-port", "9"]
+    assert command.run(["--check", *join, "--world-size", "4", bench.script("pass"), "--recover"]) == 0
+
+
+def test_check_of_a_batch_script_is_told_the_nodes_that_srun_will_have():
+    nodes = arguments.parse(["--check", "--slurm", "--nnodes", "4", "--nproc-per-node", "8", __file__], {})
+    assert (nodes[0].nnodes, nodes[1]) == (4, [])
+    job = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    options, reasons = arguments.parse(["--check", "--slurm", __file__], job)
+    assert (options.nnodes, options.nproc_per_node, reasons) == (2, 4, [])
+    assert "this is no task of a SLURM step" in arguments.parse(["--slurm", __file__], job)[1][0]
 
 
 def test_a_port_in_use_is_refused_with_the_way_out(bench, refused_here):

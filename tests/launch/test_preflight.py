@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -9,10 +11,19 @@ import pytest
 
 from recover_megatron.launch import arguments, preflight, readers
 from recover_megatron.launch.preflight import Forecast, forecast
+from tests.harness import REPOSITORY
 from tests.harness.processes import python
 
+RECIPES = REPOSITORY / "scripts" / "recipes"
 TRAINING = "pretrain_gpt_recover.py"
 GOOD = ["--recover", "--mock-data", "--tensor-model-parallel-size", "2"]
+
+
+SPREAD = ["--expert-model-parallel-size", "4", "--expert-tensor-parallel-size", "1"]
+STAGES = ["--pipeline-model-parallel-size", "4"]
+CONTEXT = ["--context-parallel-size", "2"]
+BATCH = ["--micro-batch-size", "3", "--train-iters", "1", "--global-batch-size"]
+TOKENIZER = ["--tokenizer-type"]
 
 
 def found(*script_args: str, world: int = 8) -> list[str]:
@@ -28,17 +39,61 @@ def test_a_good_command_line_is_let_through() -> None:
     ("script_args", "world", "words"),
     [
         (["--recover-hangtimeout", "5", *GOOD], 8, "unknown flag --recover-hangtimeout: did you mean --recover-hang-"),
-        (["--recover-hang-timeout", "soon", *GOOD], 8, "--recover-hang-timeout: invalid float value: 'soon'"),
+        (
+            ["--recover-hang-timeout", "60s", *GOOD],
+            8,
+            "--recover-hang-timeout: give a number, without a unit, not '60s'",
+        ),
+        (["--recover-spares=many", *GOOD], 8, "--recover-spares: give a whole number, not 'many'"),
+        (["--recover-spares", *GOOD], 8, "--recover-spares: needs a value, --recover-spares N"),
+        (["--recover-hang", "5", *GOOD], 8, "unknown flag --recover-hang: did you mean --recover-hang-timeout?"),
+        (["--recover_spares", "1", *GOOD], 8, "unknown flag --recover_spares: did you mean --recover-spares?"),
+        (["-recover-spares", "1", *GOOD], 8, "unknown flag -recover-spares: did you mean --recover-spares?"),
+        (["\u2014Recover-spares", "1", *GOOD], 8, "did you mean --recover-spares?"),
+        ([*GOOD, "--recover", "true"], 8, "--recover takes no value: true is too much"),
+        ([*GOOD, "--recover-spares", "1", "2"], 8, "--recover-spares takes one value: 2 is too much"),
+        ([*GOOD, "--recover-balance=1"], 8, "--recover-balance takes no value: write --recover-balance alone"),
+        ([*GOOD, "--recover-log-dir", __file__], 8, "is no folder): choose another"),
         (["--recover-heartbeat-timeout", "1", *GOOD], 8, "--recover-heartbeat-timeout 1 must be at least twice"),
         (["--recover-inject", "1@2:backward", "--mock-data"], 8, "--recover-inject needs --recover"),
         (["--recover-inject", "1@x:backward", *GOOD], 8, "--recover-inject: fault '1@x:backward': not of the form"),
         (["--recover-inject", "8@1:backward", *GOOD], 8, "there is no worker 8, only 0 to 7"),
         (["--recover-min-replicas", "5", *GOOD], 8, "this run has 4 at its launch (8 workers, 2 to a replica)"),
+        (
+            [*GOOD, *SPREAD, "--recover-min-replicas", "3"],
+            8,
+            "this run has 2 at its launch (8 workers, 4 to a replica)",
+        ),
+        ([*GOOD, "--recover-max-replicas", "3"], 8, "--recover-max-replicas 3: this run has 4 at its launch"),
+        (["--expert-tensor-parallel-size", "3", *GOOD], 8, "of 3 workers (EP 1, --expert-tensor-parallel-size 3)"),
+        ([*GOOD, "--num-attention-heads", "5"], 8, "5 is not a multiple of --tensor-model-parallel-size 2"),
+        (
+            [*GOOD, "--num-layers", "5", *STAGES],
+            8,
+            "--num-layers 5 is not a multiple of --pipeline-model-parallel-size 4",
+        ),
+        ([*GOOD, "--seq-length", "6", *CONTEXT], 8, "6 is not a multiple of 2 x --context-parallel-size 2"),
+        ([*GOOD, "--num-experts", "3", *SPREAD], 8, "3 is not a multiple of --expert-model-parallel-size 4"),
+        ([*GOOD, *BATCH, "18"], 8, "18 is not a multiple of --micro-batch-size 3 x 4 data-parallel ranks"),
+        ([*GOOD, "--num-distributed-optimizer-instances", "3"], 8, "3 does not divide the 4 data-parallel ranks"),
+        ([*GOOD, "--seq-length", "8", "--max-position-embeddings", "4"], 8, "--max-position-embeddings 4 is below"),
+        ([*GOOD, "--num-layers", "4", "2"], 8, "--num-layers 4 2: give one whole number"),
+        (["--recover", "--tensor-model-parallel-size", "two"], 8, "--tensor-model-parallel-size two: give one whole"),
+        ([*GOOD, "--save", "there"], 8, "--save needs --save-interval N"),
+        (
+            [*GOOD, "--micro-batch-size", "1", "--num-layers", "2"],
+            8,
+            "how long is the training? give --train-iters N, or --train-samples N",
+        ),
         (["--pipeline-model-parallel-size=3", *GOOD], 8, "8 workers cannot hold whole replicas of 6"),
         (["--expert-model-parallel-size", "8", *GOOD], 8, "cannot hold whole sets of experts, of 16 workers (EP 8)"),
-        (["--recover", "--micro-batch-size", "1"], 8, "no training data"),
+        (["--recover", "--micro-batch-size", "1", "--train-iters", "1"], 8, "no training data"),
+        (["--recover", "--dataloader-type", "cyclic", "--data-path", "here/x"], 8, "--data-path here/x: no here/x.bin"),
         (["--recover", "--data-path", "0.5", "here/x"], 8, "--data-path here/x: no here/x.bin and here/x.idx"),
         (["--vocab-file", "none.json", *GOOD], 8, "--vocab-file none.json: no such file"),
+        (["--yaml-cfg", "none.yaml", *GOOD], 8, "--yaml-cfg none.yaml: no such file"),
+        ([*TOKENIZER, "TikTokenizer", "--tokenizer-model", "none", *GOOD], 8, "--tokenizer-model none: no such file"),
+        ([*TOKENIZER, "HuggingFaceTokenizer", "--tokenizer-model", "./none", *GOOD], 8, "--tokenizer-model ./none: no"),
     ],
 )
 def test_each_mistake_is_one_line_with_what_to_change(script_args: list[str], world: int, words: str) -> None:
@@ -66,13 +121,90 @@ def test_data_that_is_there_or_elsewhere_is_no_mistake(tmp_path: Path) -> None:
         (tmp_path / f"text{suffix}").touch()
     assert found("--data-path", str(tmp_path / "text")) == []
     assert found("--data-path", "s3://bucket/text") == []
-    assert found("--yaml-cfg", "all.yaml", "--tensor-model-parallel-size", "3") == []
+    (tmp_path / "all.yaml").touch()
+    assert found("--yaml-cfg", str(tmp_path / "all.yaml"), "--tensor-model-parallel-size", "3") == []
+
+
+@pytest.mark.parametrize(
+    "script_args",
+    [
+        [*STAGES, "--num-layers", "7", "--account-for-loss-in-pipeline-split"],
+        [*STAGES, "--num-layers", "9", "--decoder-first-pipeline-num-layers", "3"],
+        [*STAGES, "--num-layers", "5", "--hybrid-layer-pattern", "M*M*"],
+        [*BATCH, "18", "--rampup-batch-size", "6", "6", "100"],
+        [*BATCH, "18", "--step-batch-size-schedule", "0:24"],
+        [*BATCH, "18", "--decrease-batch-size-if-needed"],
+        ["--num-attention-heads", "5", "--use-checkpoint-args"],
+        ["--hidden-size", "100", "--num-attention-heads", "8", "--kv-channels", "16"],
+        [*BATCH, "36", "--overlap-grad-reduce", "--lr-decay-style", "cosine", "--override-opt-param-scheduler"],
+        [*TOKENIZER, "HuggingFaceTokenizer", "--tokenizer-model", "meta-llama/Llama-3.1-8B"],
+        [*TOKENIZER, "NullTokenizer", "--tokenizer-model", "/none"],
+        ["--save", "s3://bucket/run", "--save-interval", "1", "--wandb-exp-name", "recover-balance"],
+        ["--recover-spares", "1", "--recover-grace", "3", "--recover-balance"],
+        ["--micro-batch-size", "1", "--global-batch-size", "8"],
+    ],
+)
+def test_what_megatron_may_take_is_let_through(script_args: list[str]) -> None:
+    """Where another flag has it count otherwise; tried with its own checks."""
+    assert found(*GOOD, *script_args) == []
+
+
+def test_of_what_another_flag_changes_the_rest_is_looked_at() -> None:
+    words = ["--overlap-grad-reduce", "--override-opt-param-scheduler", *BATCH, "18"]
+    assert "18 is not a multiple" in found(*GOOD, *words)[0]
+
+
+def test_no_configuration_of_the_recipes_is_refused() -> None:
+    recipes = [line for path in sorted(RECIPES.glob("*.tsv")) for line in path.read_text().splitlines()]
+    lines = [line.partition("\t")[2] for line in recipes if not line.startswith("#")]
+    assert len(lines) > 200
+    for line in lines:
+        words = [word for flag in line.split() for word in re.split("[=,]", f"--{flag}")]
+        assert found("--recover", *words, world=9 << 14) == [], line
+
+
+def test_all_values_that_cannot_be_read_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(found("--recover-spares", "x", "--recover-domain", "--recover-grace", "3s", *GOOD)) == 3
+    monkeypatch.setenv("RECOVER_LOG_DIR", "/proc/of-a-run/around-this-one")
+    assert found(*GOOD) == [], "the launcher sets it anew"
+
+
+def test_the_files_of_blends_are_read(tmp_path: Path) -> None:
+    (tmp_path / "here.bin").touch()
+    (tmp_path / "here.idx").touch()
+    blend, splits = tmp_path / "blend.txt", tmp_path / "splits.json"
+    blend.write_text(f"0.3 {tmp_path}/here\n0.7 {tmp_path}/gone s3://bucket/x\n")
+    splits.write_text(
+        json.dumps({"train": [0.5, f"{tmp_path}/here", 0.5, "gone"], "valid": "gone2 gone3", "test": None})
+    )
+    assert [reason.split(":")[0] for reason in found("--recover", "--data-args-path", str(blend))] == [
+        f"--data-args-path {tmp_path}/gone"
+    ]
+    told = [reason.split(":")[0].split()[1] for reason in found("--recover", "--per-split-data-args-path", str(splits))]
+    assert told == ["gone", "gone2", "gone3"]
+    splits.write_text("{ not JSON")
+    assert found("--recover", "--per-split-data-args-path", str(splits)) == [], "Megatron says what it is"
+
+
+def test_more_workers_than_gpus_are_refused_where_processes_may_use_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    monkeypatch.setattr(preflight.importlib.metadata, "distributions", lambda **_: [])
+    monkeypatch.setattr(preflight, "GPU", tmp_path / "none")
+    assert preflight.devices(TRAINING, GOOD, 3, two) == []
+    monkeypatch.setattr(preflight, "GPU", tmp_path)
+    assert "3 workers on this node, spares included, but it has 2 GPUs" in preflight.devices(TRAINING, GOOD, 3, two)[0]
+    assert preflight.devices(TRAINING, GOOD, 2, two) == preflight.devices("train.py", GOOD, 3, two) == []
+    assert preflight.devices(TRAINING, [*GOOD, "--recover-device", "cpu"], 3, two) == []
 
 
 def test_of_a_script_that_is_not_megatrons_only_our_own_flags_are_looked_at() -> None:
     assert preflight.check("mine.py", ["--recover", "--tensor-model-parallel-size", "3"], 8) == []
     assert len(preflight.check("mine.py", ["--recover", "--recover-spare", "3"], 8)) == 1
     assert preflight.check("mine.py", ["--recover-spare", "3"], 8) == []
+    assert preflight.check("mine.py", ["--recover", "a file"], 8) == []
+    assert preflight.check("pretrain_mine.py", ["--save", "out", "--num-layers", "many"], 8) == []
 
 
 def test_the_words_of_torchrun_for_the_number_of_processes_are_understood(
@@ -98,8 +230,10 @@ def test_a_range_of_nodes_is_refused_with_what_does_its_work() -> None:
     assert arguments.parse(["--nnodes", "2:2", "--node-rank", "1", "train.py"])[0].nnodes == 2
     _, reasons = arguments.parse(["--nnodes", "1:4", "train.py"])
     assert len(reasons) == 1
-    assert "give --nnodes 4" in reasons[0]
+    assert "Give --nnodes 4" in reasons[0]
+    assert "Or --nnodes 1, with --recover-max-replicas N" in reasons[0]
     assert "recover-run --join" in reasons[0]
+    assert arguments.parse(["--nnodes", "4:1", "train.py"])[1] == ["--nnodes '4:1': MIN is above MAX"]
 
 
 def test_check_says_what_it_finds_and_starts_nothing_and_imports_no_torch(tmp_path: Path) -> None:

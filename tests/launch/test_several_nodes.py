@@ -191,6 +191,32 @@ def test_nodes_with_different_flags_are_told_before_a_worker_starts(bench: Bench
         assert "a worker was started" not in launch.out + launch.err
 
 
+@pytest.mark.parametrize("environment", [SECRET, {}], ids=["secret", "none"])
+def test_a_node_that_is_refused_before_it_meets_the_others_is_not_waited_for(
+    bench: Bench, environment: dict[str, str]
+) -> None:
+    """Node 0 learns what is wrong on the other host, and nobody waits until --rendezvous-timeout."""
+    options = ["--nnodes", 2, "--master-port", free_port()]
+    first = bench.start(*options, "--node-rank", 0, bench.script(UNTIL_TOLD), environment=environment)
+    second = bench.start(*options, "--node-rank", 1, "missing.py", environment=environment)
+    assert (second.wait(), first.wait()) == (2, 1)
+    assert re.search(r"the launcher of node 1 on host \S+ was refused: script missing.py does not exist", first.err)
+    assert "the launch cannot be complete" in first.err
+    assert not environment or "UP" not in first.out, "without a coordinator nobody waits for the others"
+
+
+def test_where_node_0_is_refused_nobody_waits_for_it(bench: Bench) -> None:
+    options = ["--nnodes", 3, "--master-port", free_port()]
+    scripts = ["missing.py", bench.script(UNTIL_TOLD), "missing.py"]
+    started = [
+        bench.start(*options, "--node-rank", node, script, environment=SECRET) for node, script in enumerate(scripts)
+    ]
+    assert [launch.wait() for launch in started] == [2, 2, 2]
+    assert "refused by node 0: it cannot start itself: script missing.py does not exist" in started[1].err
+    assert started[0].err.count("\n") == started[2].err.count("\n") == 1
+    assert "UP" not in started[1].out
+
+
 def test_a_flag_that_may_differ_is_not_compared(bench: Bench) -> None:
     options = ["--nnodes", 2, "--nproc-per-node", 1, "--master-port", free_port(), "--log-dir", "logs"]
     script = bench.script(USES_IT)
