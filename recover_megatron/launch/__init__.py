@@ -7,7 +7,7 @@ Modules, from the outside in::
 
     __main__, command               the command: parse, check, supervise, exit
     arguments, readers, slurm       the command line and the environment, with all checks made before a process starts
-    preflight                       the script's own flags: what is wrong, what the loss of a node would cost
+    preflight, forecast             the script's own flags: what is wrong; what the loss of a node would cost
     plan                            what is started: ranks, addresses, ids; the workers' environment
     supervisor                      decides: the state machine of the launch, and its main loop
     states, messages                the states, the sentences printed: pure

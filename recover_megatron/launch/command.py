@@ -19,6 +19,7 @@ from recover_megatron.launch import arguments, peers, preflight, readers, slurm,
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_test import command_of
+from recover_megatron.launch.forecast import Forecast, forecast
 from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
 from recover_megatron.launch.plan import LaunchPlan, is_known, saves_checkpoints
@@ -157,8 +158,8 @@ def _check_folders(options: arguments.Options) -> list[str]:
     return [reason for reason in reasons if reason]
 
 
-def _forecast(options: arguments.Options) -> preflight.Forecast | None:
-    return preflight.forecast(options.script or "", options.script_args, options.nnodes, options.nproc_per_node)
+def _forecast(options: arguments.Options) -> Forecast | None:
+    return forecast(options.script or "", options.script_args, options.nnodes, options.nproc_per_node)
 
 
 def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | None]:

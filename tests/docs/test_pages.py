@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.launch.preflight import forecast
+from recover_megatron.launch.forecast import forecast
 from recover_megatron.workload.domains import NodeLoss, data_parallel_ranks_per_replica
 from recover_megatron.workload.snapshots import interval
 from tests.harness import REPOSITORY

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch import arguments, preflight, readers
-from recover_megatron.launch.preflight import Forecast, forecast
+from recover_megatron.launch.forecast import Forecast, forecast
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
 
