@@ -16,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +35,11 @@ _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
 _MOST_ROUNDS = 100
 _ASK_TO_END = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 _RESET_SIGNALS = [*_ASK_TO_END, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ]
+
+_XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([^)\s]{1,20})\): (\d+)(?:, pid=(\d+))?", re.MULTILINE)
+_XID_SECONDS = 60.0
+_MOST_RECORDS = 10_000
+"""Of the kernel's log, at one time."""
 
 DEAF_TO = [*_ASK_TO_END, signal.SIGUSR1, signal.SIGUSR2]
 """What helpers of the launch block: SLURM sends a signal to *every* process of a step, and these must outlive it, since
@@ -361,6 +368,43 @@ def memory_kills(table: Path = Path("/proc/self/cgroup"), mounted: Path = Path("
                     counts = dict(row.split() for row in (folder / name).read_text().splitlines())
                     return int(counts.get("oom_kill", 0))
     return 0
+
+
+class KernelLog:
+    """What NVIDIA's driver writes of errors into the kernel's log from now on: Xids, each with a number.
+
+    Where that log cannot be read (most containers, kernel.dmesg_restrict) none is known.
+    """
+
+    def __init__(self, path: str = "/dev/kmsg") -> None:
+        self._log = -1
+        self._xids: deque[tuple[int | None, float, str]] = deque(maxlen=1000)  # process, seconds, what is told
+        with contextlib.suppress(OSError):
+            self._log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self._log, 0, os.SEEK_END)
+
+    def xid(self, pid: int) -> str:
+        """The newest Xid that names process ``pid``, else one that names none (a GPU that is off the bus) and is less
+        than a minute old: "Xid 79 of GPU 0000:c1:00"; empty: there is none."""
+        self._read()
+        since = time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - _XID_SECONDS
+        own = [told for named, _, told in self._xids if named == pid]
+        others = [told for named, at, told in self._xids if named is None and at > since]
+        return (own or others or [""])[-1]
+
+    def _read(self) -> None:
+        for _ in range(_MOST_RECORDS if self._log >= 0 else 0):
+            try:
+                record = os.read(self._log, 8192)
+            except BrokenPipeError:  # the oldest were overwritten before they were read
+                continue
+            except OSError:  # no more at this time, or ever
+                return
+            if not record:
+                return
+            for micros, gpu, number, pid in _XID.findall(record):
+                told = f"Xid {number.decode()} of GPU {gpu.decode()}"
+                self._xids.append((int(pid) if pid else None, int(micros) / 1e6, told))
 
 
 START_AGAIN = -1

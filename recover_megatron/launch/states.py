@@ -153,8 +153,8 @@ class WorkerProcess:
     """The worker in whose place it was started."""
     note: str = ""
     """What it says of itself: why it has no place in the training although it runs."""
-    out_of_memory: bool = False
-    """Whether the kernel has killed it for want of memory, for all that is known."""
+    kernel: str = ""
+    """What the kernel has told of its end, for all that is known: "out of memory", "Xid 79 of GPU 0000:c1:00"."""
 
     @property
     def live(self) -> bool:
@@ -167,15 +167,15 @@ class WorkerProcess:
 
     @property
     def how(self) -> str:
-        """Its end, for the coordinator: "SIGKILL", "exit code 1"."""
+        """Its end, for the coordinator: "SIGKILL", "exit code 1", "SIGKILL, out of memory"."""
         how = signal_name(self.signal) if self.signal is not None else f"exit code {self.exit_code}"
-        return f"{how}, out of memory" if self.out_of_memory else how
+        return f"{how}, {self.kernel}" if self.kernel else how
 
     @property
     def end_in_words(self) -> str:
-        """ "exit code 3", "SIGKILL (signal 9)"; of one that the kernel has killed for want of memory with that."""
+        """ "exit code 3", "SIGKILL (signal 9)", "SIGKILL (signal 9), out of memory by the kernel's account,"."""
         end = describe_end(self.exit_code, self.signal)
-        return f"{end} of the kernel's OOM killer: out of memory," if self.out_of_memory else end
+        return f"{end}, {self.kernel} by the kernel's account," if self.kernel else end
 
     def end(self, status: int, now: float) -> None:
         """Record its end: ``status`` is the exit code, or the negative number of the signal that killed it."""

@@ -58,6 +58,7 @@ class WorkerTable:
         """Of workers that have ended: the last line of each on stderr."""
         self._killed: set[int] = set()  # by this launcher
         self._memory_kills = processes.memory_kills()  # when a worker ended last
+        self._kernel_log = processes.KernelLog()
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:
         self._workers |= {worker.worker_id: worker for worker in workers}
@@ -149,7 +150,10 @@ class WorkerTable:
         worker.end(processes.reap(worker.pid), time.time())
         before, self._memory_kills = self._memory_kills, processes.memory_kills()
         killed_by_others = worker.signal == signal.SIGKILL and worker.worker_id not in self._killed
-        worker.out_of_memory = killed_by_others and self._memory_kills > before
+        if killed_by_others and self._memory_kills > before:
+            worker.kernel = "out of memory"
+        elif worker.state is not WorkerState.FINISHED and worker.worker_id not in self._killed:
+            worker.kernel = self._kernel_log.xid(worker.pid)
         self.changed = True
         return len(killed - {worker.pid})
 

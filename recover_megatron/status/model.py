@@ -288,8 +288,11 @@ def _ended(gone: Gone, entry: Raw) -> Gone:
 def _exit(entry: Raw) -> str:
     if (number := entry.get("signal")) is not None:
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return f"{name}, out of memory" if entry.get("out_of_memory") else name
-    return "" if (code := entry.get("exit_code")) is None else f"exit code {code}"
+    elif (code := entry.get("exit_code")) is not None:
+        name = f"exit code {code}"
+    else:
+        return ""
+    return f"{name}, {entry['kernel']}" if entry.get("kernel") else name
 
 
 def read(answer: Raw, address: str) -> RunStatus:

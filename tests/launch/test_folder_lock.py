@@ -337,7 +337,7 @@ def test_entries_have_exactly_the_documented_fields(tmp_path):
         "node_rank": 0,
         "local_rank": 0,
         "note": "",
-        "out_of_memory": False,
+        "kernel": "",
     }
     unknown = ("exit_code", "signal", "started", "ended", "log", "rank", "replaces")
     assert json.loads((tmp_path / "workers.json").read_text()) == [{**known, **dict.fromkeys(unknown), "note": ""}]

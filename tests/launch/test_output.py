@@ -347,8 +347,8 @@ def test_the_last_line_counts_no_newcomer_that_came_too_late_and_names_what_the_
     workers = [WorkerProcess(n, 100 + n, "h", WorkerState.RUNNING, 0, n, started=10.0) for n in range(4)]
     for worker, status in zip(workers, (0, 0, -9, -9), strict=True):
         worker.end(status, 20.0)
-    workers[2].out_of_memory, workers[3].note = True, messages.TOO_LATE
-    killed = "killed by SIGKILL (signal 9) of the kernel's OOM killer: out of memory, after 10.0 s"
+    workers[2].kernel, workers[3].note = "out of memory", messages.TOO_LATE
+    killed = "killed by SIGKILL (signal 9), out of memory by the kernel's account, after 10.0 s"
     late = "1 worker more, started in place of others, had no part in it yet"
     assert messages.ends(workers) == f"2 of 3 workers finished; worker 2 {killed}; {late}"
     assert workers[2].how == "SIGKILL, out of memory"

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from recover_megatron.launch import processes
 from recover_megatron.launch import reaper as reaper_module
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.processes import (
+    KernelLog,
     Process,
     Subreaper,
     belonging,
@@ -275,19 +277,37 @@ def test_what_the_kernel_has_killed_for_want_of_memory_is_counted_by_the_cgroup(
     assert memory_kills(table, tmp_path / "fs") == (2 if "oom_kill 2" in text else 0)
 
 
+def test_an_xid_is_told_of_the_process_that_it_names_and_one_that_names_none_for_a_minute(tmp_path):
+    log = tmp_path / "kmsg"
+    now = int(1e6 * time.clock_gettime(time.CLOCK_MONOTONIC_RAW))
+    log.write_text(f"4,1,{now},-;NVRM: Xid (PCI:0000:01:00): 31, pid=7, name=python, Ch 00000010\n")
+    known = KernelLog(str(log))
+    assert known.xid(7) == ""  # of before
+    with log.open("a") as kernel:
+        kernel.write(f"4,2,{now - 61_000_000},-;NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>, GPU\n")
+        kernel.write(f"6,3,{now},-;eth0: Xid (PCI:0000:09:00): 1, pid=7\n SUBSYSTEM=net\n")
+        kernel.write(f"4,4,{now},-;NVRM: Xid (PCI:0000:03:00): 94, pid=7, name=python, Ch 00000010\n")
+    assert [known.xid(7), known.xid(8)] == ["Xid 94 of GPU 0000:03:00", ""]
+    with log.open("a") as kernel:
+        kernel.write(f"4,5,{now},-;NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', name=<unknown>, GPU is off\n")
+    assert [known.xid(7), known.xid(8)] == ["Xid 94 of GPU 0000:03:00", "Xid 79 of GPU 0000:c1:00"]
+    assert KernelLog(str(tmp_path / "none")).xid(7) == ""
+
+
 @pytest.mark.parametrize(
     ("number", "kills", "ours", "told"),
     [
-        (signal.SIGKILL, [1, 2], False, True),
-        (signal.SIGKILL, [1, 1], False, False),
-        (signal.SIGKILL, [1, 2], True, False),
-        (signal.SIGTERM, [1, 2], False, False),
+        (signal.SIGKILL, [1, 2], False, "out of memory"),
+        (signal.SIGKILL, [1, 1], False, "Xid 79"),
+        (signal.SIGKILL, [1, 2], True, ""),
+        (signal.SIGTERM, [1, 2], False, "Xid 79"),
     ],
     ids=["by the kernel", "by somebody", "by this launcher", "by another signal"],
 )
-def test_a_worker_that_the_kernel_has_killed_for_want_of_memory_is_told_as_such(monkeypatch, number, kills, ours, told):
+def test_what_the_kernel_tells_of_a_workers_end_is_told(monkeypatch, number, kills, ours, told):
     counts = iter(kills)
     monkeypatch.setattr(processes, "memory_kills", lambda: next(counts))
+    monkeypatch.setattr(processes, "KernelLog", lambda: SimpleNamespace(xid=lambda pid: "Xid 79"))
     loop = SimpleNamespace(unwatch=lambda _: None)
     table = WorkerTable(SimpleNamespace(launch_id="x"), loop, None, None, SimpleNamespace(spared=[]), lambda _: None)
     pid = os.posix_spawn("/bin/sleep", ["sleep", "1000"], {}, setpgroup=0)
@@ -300,4 +320,4 @@ def test_a_worker_that_the_kernel_has_killed_for_want_of_memory_is_told_as_such(
     select.select([table._handles[0].pidfd], [], [])
     table.reap(worker)
     os.close(table._handles[0].pidfd)
-    assert (worker.signal, worker.out_of_memory) == (number, told)
+    assert (worker.signal, worker.kernel) == (number, told)

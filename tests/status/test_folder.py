@@ -342,7 +342,7 @@ def test_a_worker_has_its_process_and_how_it_ended(tmp_path: Path) -> None:
             "local_rank": 2,
             "signal": 9,
             "exit_code": None,
-            "out_of_memory": True,
+            "kernel": "out of memory",
             "host": "h2",
         },
     ]
