@@ -75,7 +75,8 @@ class State:
 
     def versions(self) -> dict[str, int]:
         """Name -> a number that is another after each change in place, of what of the model's state is not trained."""
-        return {name: value._version for name, value in self._buffers.items()}
+        # A tensor of torch's inference mode has no such number, and only that mode changes it.
+        return {name: value._version for name, value in self._buffers.items() if not value.is_inference()}
 
     def place(self) -> Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]:
         """Where the tensors of a tree that arrives are to be: the model's in its own memory.

@@ -147,7 +147,9 @@ class MegatronTrainer:
         names = parts.state.totals.names
         if self._losses:
             names[:] = self._losses[0]
-        whole, device = {}, next(self._model[0].parameters()).device
+        whole = {}
+        # A layout may leave a chunk without layers.
+        device = next((weight.device for chunk in self._model for weight in chunk.parameters()), None)
         for number, key in enumerate(names):  # also of a worker that ran no microbatch, if it knows their names
             total, count = losses[2 * number], losses[2 * number + 1]
             pair = bool(self._losses) and self._losses[0][key].numel() == 2

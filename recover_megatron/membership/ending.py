@@ -79,6 +79,10 @@ class ExceptionReport:
 
 _NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?\b(?:nan|inf)\b|[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _NAME_WITH_A_NUMBER = re.compile(r"\w*#[\w#]*|\btmp\w{6,}")
+_OUTAGE = re.compile(
+    r"(?:Connection\w*|BrokenPipe|Timeout)Error\b|OSError: .*\[Errno (?:5|107|110|112|113|116|121)\]", re.DOTALL
+)
+"""An error of storage that does not answer (EIO, ESTALE, ETIMEDOUT, ...), which all may meet at once."""
 _NUMBERS = re.compile(r"#(?:[\s,;:.()\[\]-]*#)+")
 
 
@@ -141,15 +145,16 @@ class ExceptionReports:
     def same_of_all(self, workers: Workers) -> str | None:
         """Why nobody is left, if all of ``workers``, the last, said of one iteration what another replica had said.
 
-        Each may have met it in a microbatch of its own: nobody lived to run one again. None: it may be chance.
+        Each may have met it in a microbatch of its own: nobody lived to run one again. None: it may be chance, or an
+        outage of storage that all read from: a run that is started again may go on.
         """
         last = [self._reports[number] for number in workers if number in self._reports]
         if len(last) < len(workers) or len({report.iteration for report in last}) != 1:
             return None
         reports = [report for report in self._reports.values() if report.iteration == last[0].iteration]
-        if any(report.own for report in reports) or len({alike(report.error) for report in reports}) > 1:
+        if any(report.own or _OUTAGE.match(report.error) for report in reports):
             return None
-        if len({report.group for report in reports}) < 2:
+        if len({alike(report.error) for report in reports}) > 1 or len({report.group for report in reports}) < 2:
             return None
         return f"iteration {reports[0].iteration} fails in all replicas: {cut_middle(reports[0].error, 1900)}"
 

@@ -145,6 +145,8 @@ class Striking(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(3))
         self.register_buffer("seen", torch.zeros(1))
         self.register_buffer("cache", torch.zeros(1), persistent=False)
+        with torch.inference_mode():
+            self.register_buffer("table", torch.zeros(1))
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
 
     def plain(self) -> torch.Tensor:

@@ -17,6 +17,7 @@ from recover_megatron.megatron_hooks import trackers as module
 from recover_megatron.megatron_hooks import writers
 from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.trackers import Trackers
+from recover_megatron.megatron_hooks.trainer import MegatronTrainer
 from recover_megatron.megatron_hooks.writers import Stub
 from tests.harness.waiting import DEADLINE
 
@@ -208,3 +209,27 @@ def test_a_writer_that_does_not_answer_holds_nobody_up_and_hears_everything_late
     writer.flush()
     assert board.told == [("loss", 1.0, step) for step in range(100)]
     assert board.flushed
+
+
+def test_the_losses_of_a_step_have_their_names_where_no_microbatch_was_run_and_a_chunk_has_no_weights() -> None:
+    """A pipeline's layout may leave a stage's first chunk without layers."""
+    config = SimpleNamespace(calculate_per_token_loss=False, finalize_model_grads_func=lambda **call: None)
+    chunks = [SimpleNamespace(config=config, parameters=lambda its=its: iter(its)) for its in ([], [torch.ones(1)])]
+    part = SimpleNamespace(size=0, write=lambda its: None)
+    parts: Any = SimpleNamespace(
+        beside=[part] * 4, buckets=SimpleNamespace(), state=SimpleNamespace(totals=module.LogTotals()),
+        routers=part, trackers=part, logits=part, scales=part,
+    )  # fmt: skip
+
+    def finish(*losses: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        unused: Any = None
+        trainer = MegatronTrainer(unused, {"model": chunks}, parts, unused, unused, unused, 1)
+        trainer._finalize_call = {"model": chunks, "num_tokens": None}
+        trainer._losses += losses
+        return trainer.finish(torch.tensor([0, 6.0, 2.0, 8.0, 4.0], dtype=torch.float64))
+
+    assert finish() == [], "it has never run one"
+    (whole,) = finish({"lm loss": torch.ones(2), "mtp": torch.ones(1)})
+    assert {name: loss.tolist() for name, loss in whole.items()} == {"lm loss": [6.0, 2.0], "mtp": [2.0]}
+    (whole,) = finish()
+    assert {name: loss.tolist() for name, loss in whole.items()} == {"lm loss": [3.0], "mtp": [2.0]}

@@ -237,6 +237,9 @@ where one of them was killed or of a bad host or said another thing it may be ch
     -> ends 10 no live worker is left
 of a bad host
     world 2 nodes=2 runs=4; raises 0 at=1 group=0 own=1 NaN; raises 1 at=5 group=1 own=1 NaN -> ends 10 no live worker
+of storage that has hung up
+    world 2 nodes=2 runs=4; raises 0 at=1 group=0 OSError: read: [Errno 5] I/O
+    raises 1 at=5 group=1 OSError: read: [Errno 5] I/O -> ends 10 no live worker
 another thing
     world 2 nodes=2 runs=4; raises 0 at=1 group=0 NaN; raises 1 at=5 group=1 Key -> ends 10 no live worker
 last words said while no coordinator is reached are told to the next one once
