@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -258,6 +259,7 @@ class Parts:
         try:
             yield
         except CheckpointException as error:
+            forget_variables(error)
             mine = recovery.assignment
             told: list[Any] = [None] * dist.get_world_size()
             known = {rank: signature(each).rpartition(_WORKER_FAILURE)[2] for rank, (each, _) in error.failures.items()}
@@ -270,6 +272,20 @@ class Parts:
             whose = me if me in failed else min(failed, default=me)
             text = failed.get(whose, signature(error))
             raise PartFailed(f"worker {mine.decision.workers[whose]}: {text}", own=others_can) from error
+
+
+def forget_variables(error: BaseException) -> None:
+    """Clear the variables of the functions that ``error``, or what it came of, has ended.
+
+    Where a part could not be written one of them views a BytesIO (``data.getbuffer()`` in ``_write_item`` of torch's
+    distributed/checkpoint/filesystem.py) and is in a cycle with the error.  CPython 3.12.1 collects such a cycle with a
+    SIGSEGV (``bytesiobuf_releasebuffer`` in Modules/_io/bytesio.c, gh-111049; 3.13.0 does not), in Megatron and in
+    torch's own checkpoints alone, too.
+    """
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
 
 
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,6 +305,7 @@ def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> N
 
     def look(written: Any, file: str) -> None:
         if isinstance(error := written[1], Exception):
+            forget_variables(error)
             while before := error.__cause__ or error.__context__:  # torch's archive fails once more when it is closed
                 error = before
             met.append(f"{signature(error)} (in {file})")

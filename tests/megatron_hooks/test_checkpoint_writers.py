@@ -220,6 +220,63 @@ def test_a_part_that_cannot_be_written_is_told_with_its_cause_whichever_thread_w
     assert sorted(results.get()) == list(range(number))
 
 
+COLLECTED = """
+import gc, io, queue, sys
+from functools import partial
+from types import SimpleNamespace
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed, Parts, write
+
+def megatrons(threads):
+    buckets = [
+        ("/dev/full", "full", ([(WriteItem(MetadataIndex("x"), WriteItemType.BYTE_IO), io.BytesIO(bytes(100000)))], []))
+        for _ in range(threads)
+    ]
+    results = queue.SimpleQueue()
+    write(partial(FileSystemWriterAsync.write_preloaded_data_multithread, [_StorageWriterTransforms()], False), 0,
+          buckets, results)
+    return results.get()
+
+class Full(FileSystemWriter):
+    def prepare_global_plan(self, plans):
+        self.path = self.fs.init_path("/dev")
+        self.fs.concat_path = lambda path, name: "/dev/full"
+        return super().prepare_global_plan(plans)
+
+def torchs():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    recovery = SimpleNamespace(assignment=SimpleNamespace(decision=SimpleNamespace(workers=[0])))
+    try:
+        with Parts().told(recovery):
+            save({"x": b"x" * 100000}, storage_writer=Full(sys.argv[2]))
+    except PartFailed as error:
+        return str(error)
+
+gc.disable()  # until what has failed is nobody's any more
+told = torchs() if sys.argv[1] == "torch" else megatrons(int(sys.argv[1]))
+gc.collect()
+assert "No space left on device" in str(told), told
+print("collected", flush=True)
+"""
+
+
+@pytest.mark.parametrize("writer", ["1", "2", "torch"])
+def test_the_garbage_collector_survives_a_part_that_cannot_be_written(tmp_path: Path, writer: str) -> None:
+    """By Megatron's writer with one thread or two, or by torch's own."""
+    script = tmp_path / "program.py"
+    script.write_text(COLLECTED)
+    done = python(script, writer, tmp_path / "checkpoint")
+    assert (done.stdout, done.returncode) == ("collected\n", 0), done.stderr
+    assert "exported buffer" not in done.stderr
+    assert "Existing exports" not in done.stderr
+
+
 class Peers:
     """Stand-ins for the operations of four workers, 10 to 13; ``idle``: ranks without a part."""
 
