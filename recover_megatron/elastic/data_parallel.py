@@ -337,7 +337,7 @@ def _check(
     microbatches: int,
     state: Mapping[str, Stateful],
 ) -> None:
-    """Raise UserError with all reasons against training this."""
+    """Refuse with all reasons against training this: under recover-run by exit code 2, else by UserError."""
     reasons = []
     if COORDINATOR_VARIABLE not in os.environ:
         reasons.append("this process has no coordinator: start it with recover-run --elastic SCRIPT (one worker, too)")

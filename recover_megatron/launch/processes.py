@@ -38,8 +38,8 @@ _RESET_SIGNALS = [*_ASK_TO_END, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ]
 
 _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([^)\s]{1,20})\): (\d+)(?:, pid=(\d+))?", re.MULTILINE)
 _XID_SECONDS = 60.0
-_MOST_RECORDS = 10_000
-"""Of the kernel's log, at one time."""
+_MOST_RECORDS = 100_000
+"""Of the kernel's log, at one time (some 0.1 s): hosts with many cores keep that many, and workers end seldom."""
 
 DEAF_TO = [*_ASK_TO_END, signal.SIGUSR1, signal.SIGUSR2]
 """What helpers of the launch block: SLURM sends a signal to *every* process of a step, and these must outlive it, since

@@ -254,25 +254,25 @@ def torchs():
     recovery = SimpleNamespace(assignment=SimpleNamespace(decision=SimpleNamespace(workers=[0])))
     try:
         with Parts().told(recovery):
-            save({"x": b"x" * 100000}, storage_writer=Full(sys.argv[2]))
+            save({"x": b"x" * 100000}, storage_writer=Full(sys.argv[1]))
     except PartFailed as error:
         return str(error)
 
 gc.disable()  # until what has failed is nobody's any more
-told = torchs() if sys.argv[1] == "torch" else megatrons(int(sys.argv[1]))
-gc.collect()
-assert "No space left on device" in str(told), told
-print("collected", flush=True)
+for name, fails in {"one": partial(megatrons, 1), "two": partial(megatrons, 2), "torch": torchs}.items():
+    told = fails()
+    gc.collect()
+    assert "No space left on device" in str(told), told
+    print(name, flush=True)
 """
 
 
-@pytest.mark.parametrize("writer", ["1", "2", "torch"])
-def test_the_garbage_collector_survives_a_part_that_cannot_be_written(tmp_path: Path, writer: str) -> None:
-    """By Megatron's writer with one thread or two, or by torch's own."""
+def test_the_garbage_collector_survives_a_part_that_cannot_be_written(tmp_path: Path) -> None:
+    """By Megatron's writer with one thread or two, and by torch's own."""
     script = tmp_path / "program.py"
     script.write_text(COLLECTED)
-    done = python(script, writer, tmp_path / "checkpoint")
-    assert (done.stdout, done.returncode) == ("collected\n", 0), done.stderr
+    done = python(script, tmp_path / "checkpoint")
+    assert (done.stdout, done.returncode) == ("one\ntwo\ntorch\n", 0), done.stderr
     assert "exported buffer" not in done.stderr
     assert "Existing exports" not in done.stderr
 
