@@ -25,7 +25,8 @@ from recover_megatron import __version__
 from recover_megatron.hostdevice import CudaBroken, driver_device_count
 
 NO_DEVICE = "not run: no CUDA device"
-TP2, SHARDED = "--tensor-model-parallel-size 2 --recover-allow-cross-node-tp", "--use-distributed-optimizer"
+TP2 = "--tensor-model-parallel-size 2 --recover-allow-cross-node-tp --num-layers 2 --global-batch-size 6"
+SHARDED = "--use-distributed-optimizer"
 CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("queue: what waits for an unfinished sum", one_queue),
     ("overlap: TP beside sums, a death, a rejoin", overlap),

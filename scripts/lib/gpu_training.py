@@ -41,6 +41,8 @@ TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 3
 BUSY = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512
     --ddp-bucket-size 1250000"""
 """Enough to keep a GPU behind its host."""
+SHARED = f"{BUSY} --num-layers 2 --global-batch-size 4 --ddp-bucket-size 600000"
+"""For workers that share a GPU: it serves one process after the other, so each collective of theirs takes long."""
 SMALLER = "--num-layers 2 --global-batch-size 6 --ddp-bucket-size 30000"
 OVERLAP = """--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --lr 1e-5 --min-lr 1e-6 --train-iters 1000000 --exit-duration-in-mins 30"""
@@ -196,10 +198,11 @@ def overlap(place: Place) -> str:
     """What everybody uses on Hopper: sums beside tensor parallelism, one hardware queue; a death and a rejoin."""
     place.needs("megatron.training", "nccl")
     nodes, each = (4, 1) if place.gpus < 2 else (2, 2) if place.gpus < 4 else (1, 4 if place.gpus < 8 else 8)
-    flags = [*TINY, *shlex.split(f"{SMALLER if place.rehearse else BUSY} {OVERLAP}")]
+    size = SMALLER if place.rehearse else BUSY if place.gpus > 1 else SHARED
+    flags = [*TINY, *shlex.split(f"{size} {OVERLAP}")]
     flags += ["--tensor-model-parallel-size", str(nodes * each // 2)]
     flags += ["--recover-allow-cross-node-tp"] if nodes > 1 else []
-    death = 10 if place.rehearse else 30
+    death, after = (30, 10) if place.gpus > 1 else (10, 5)
     calm = Training(place, "overlap", flags, nodes, each)
     killed = Training(place, "overlap-killed", flags, nodes, each, f"1@{death}:backward#2", restarts=1)
     deadline = place.until(100)
@@ -208,7 +211,7 @@ def overlap(place: Place) -> str:
             done, lost = len(calm.steps), killed.steps
             whole = len(list(takewhile(lambda step: step.replicas == 2, lost)))
             back = [step.iteration for step in lost[whole:] if step.replicas == 2]
-            if len(back) >= 10 and done >= back[9]:
+            if len(back) >= after and done >= back[after - 1]:
                 break
             if time.monotonic() > deadline:
                 when = f"a death in {death}, {len(back)} of them after the rejoin"
