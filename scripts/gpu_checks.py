@@ -19,14 +19,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # Python's own doing, 
 
 import torch
 from lib.gpu_ranks import kills, one_queue, two
-from lib.gpu_training import Failed, NotRun, Place, deaths, nvidia_smi, overlap, parity
+from lib.gpu_training import Failed, NotRun, Place, deaths, large, nvidia_smi, overlap, parity
 
 from recover_megatron import __version__
 from recover_megatron.hostdevice import CudaBroken, driver_device_count
 
 NO_DEVICE = "not run: no CUDA device"
 TP2 = "--tensor-model-parallel-size 2 --recover-allow-cross-node-tp --num-layers 2 --global-batch-size 6"
+PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+EP2 = """--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2
+    --disable-bias-linear --recover-allow-cross-node-tp"""
 SHARDED = "--use-distributed-optimizer"
+MIXED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --bf16"
+HSDP = f"""--use-megatron-fsdp {SHARDED} --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce
+    --num-distributed-optimizer-instances 2 --ckpt-format fsdp_dtensor --no-gradient-reduce-div-fusion
+    --disable-bias-linear --recover-allow-cross-node-tp"""
+RING, HANG = "--recover-collective ring", "--recover-hang-timeout 15"
+SAVED = f"{SHARDED} --save checkpoints --save-interval 2 --ckpt-format torch_dist"
 CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("queue: what waits for an unfinished sum", one_queue),
     ("overlap: TP beside sums, a death, a rejoin", overlap),
@@ -37,6 +46,14 @@ CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("distributed optimizer, 1 killed", partial(deaths, "sharded", SHARDED, "1@3:backward#2", (1,), 3, 4)),
     ("a worker's device breaks", partial(deaths, "broken", "", "1@3:forward:device", (1,), 1, 2)),
     ("parity and iteration time, 1 worker", parity),
+    ("bf16, overlap, 1 killed in its gather", partial(deaths, "bf16", MIXED, "1@3:param-gather", (1,), 3, 4)),
+    ("PP 2, 1 killed", partial(deaths, "pp2", PP2, "1@3:backward#2", (1,), 1, 4)),
+    ("experts over 2, 1 killed", partial(deaths, "ep2", EP2, "1@3:backward#2", (1,), 1, 4)),
+    ("HSDP, 2 groups of 2, 1 killed", partial(deaths, "hsdp", HSDP, "1@3:backward#2", (1,), 1, 4)),
+    ("ring, 1 killed in its sum", partial(deaths, "ring", RING, "1@3:reduce-scatter#2", (1,), 3, 4)),
+    ("a hang", partial(deaths, "hang", HANG, "1@3:backward#2:stop", (1,), 3, 4)),
+    ("a large model, a rejoin", large),
+    ("checkpoints, 1 killed in one", partial(deaths, "saved", SAVED, "1@4:checkpoint", (1,), 3, 4)),
 ]
 """In the order in which they tell most."""
 

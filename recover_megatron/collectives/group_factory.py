@@ -78,7 +78,7 @@ def open_group(
     ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``.  ``name``: tells the
     columns apart.  ``collective``: native is NCCL's own; a ring goes by ``transport_kind``, on a CUDA ``device`` by way
     of host memory.  ``timeout``: seconds in which all members must have come.  ``ring_listener``: from
-    ``open_ring_listener``; it is used up.  ``tuning``, ``hook``: of a ring; the second for tests and fault injection.
+    ``open_ring_listener``; it is used up.  ``tuning``: of a ring.  ``hook``: for tests and fault injection.
     ``communicators``: where those of NCCL come from and go to; without it they end with the group.  ``progress``: the
     thread in which all groups of a device are summed, in the order in which buckets are handed in, which must be the
     same at all members; its switch is cancelled by ``epoch``.  Default: one of the group's own.
@@ -97,7 +97,7 @@ def open_group(
             if collective == "native":
                 keeper = communicators if communicators is not None else Keeper(keeps=False)
                 native = open_native(rank, size, store, cancel_token, keeper, prefix, device, timeout)
-                return NativeGroup(epoch, progress, native, device=device)
+                return NativeGroup(epoch, progress, native, device=device, hook=hook)
             tuning = tuning or Tuning()
             transport: Transport = TcpTransport(
                 rank, epoch.members, store, cancel_token, secret=secret, ring=prefix,

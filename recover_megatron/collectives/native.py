@@ -34,6 +34,7 @@ from recover_megatron.collectives.device import Order
 from recover_megatron.collectives.epoch import Epoch
 from recover_megatron.collectives.group import MOST_SPANS, BucketCollective, Group, Memo
 from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
 from recover_megatron.collectives.ring.schedule import Chunks, even_part, frozen
 from recover_megatron.collectives.transport.interface import Scratch
@@ -226,10 +227,15 @@ class NativeTask(Task):
 
 
 class Sequential(Executor[NativeTask]):
-    """Carries out the collectives of a backend group one after the other, in the order in which they are handed in."""
+    """Carries out the collectives of a backend group one after the other, in the order in which they are handed in.
 
-    def __init__(self, backend: NativeBackend, rank: int, size: int, device: torch.device) -> None:
+    ``hook``: told ``add`` while a reduce-scatter is under way, ``store`` (``gather`` where nothing is summed) when a
+    round is in the bucket.
+    """
+
+    def __init__(self, backend: NativeBackend, rank: int, size: int, device: torch.device, hook: Hook | None) -> None:
         self._backend = backend
+        self._hook = hook
         self._rank = rank
         self._size = size
         self._scratch = Scratch(device)
@@ -284,7 +290,10 @@ class Sequential(Executor[NativeTask]):
             scratch[copy.scratch : copy.scratch + copy.length].copy_(flat[copy.bucket : copy.bucket + copy.length])
         if its.reduce:
             source = scratch if plan.source is None else flat[plan.source.start : plan.source.stop]
-            yield backend.reduce_scatter(own, source)
+            operation = backend.reduce_scatter(own, source)
+            if self._hook:
+                self._hook("add", 0)
+            yield operation
         if len(to) == size - 1:
             yield backend.all_gather(scratch, own)
         elif to:
@@ -306,6 +315,8 @@ class Sequential(Executor[NativeTask]):
         self._backend.finish()
         for span, finished in marks:
             ledger.mark(span, finished)
+        if self._hook:
+            self._hook("store" if task.its.reduce else "gather", 0)
 
 
 class NativeGroup(Group):
@@ -314,13 +325,19 @@ class NativeGroup(Group):
     cut_bytes = ALIGNED_BYTES
 
     def __init__(
-        self, epoch: Epoch, progress: ProgressThread, backend: NativeBackend, *, device: torch.device | None = None
+        self,
+        epoch: Epoch,
+        progress: ProgressThread,
+        backend: NativeBackend,
+        *,
+        device: torch.device | None = None,
+        hook: Hook | None = None,
     ) -> None:
         super().__init__(epoch, progress, device)
         self._backend = backend
         size = self.size  # without the group itself: no circle may keep its memory
         self._plans: Memo[tuple[Plan, ...]] = Memo(MOST_SPANS, lambda plans: 1 + len(plans) * size)
-        self._serve(Sequential(backend, self.rank, size, self.device))
+        self._serve(Sequential(backend, self.rank, size, self.device, hook))
 
     def _start(self, collective: BucketCollective) -> Handle:
         its, flat = collective, collective.flat

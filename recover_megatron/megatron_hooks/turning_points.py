@@ -23,7 +23,7 @@ from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.training import TrainingHooks
 
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
-"""Boundaries of the ring's messages -> the phase of a fault specification."""
+"""Boundaries of a collective -> the phase of a fault specification."""
 
 SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint": "checkpoint"}
 """Kinds of sections -> the phase of a fault specification."""
@@ -48,8 +48,8 @@ class FaultInjection:
             phase = SECTIONS.get(self._training.recovery.sections.kind, "")
         self._injector.at(phase, self._training.iteration if iteration is None else iteration)
 
-    def in_ring(self, boundary: str, hop: int) -> None:
-        """At a boundary of a message of a ring: see ``collectives.ring.executor.Hook``."""
+    def in_collective(self, boundary: str, hop: int) -> None:
+        """At a boundary of a collective: see ``collectives.ring.executor.Hook``, and ``collectives.native``."""
         phase, sharded = self._training.recovery.progress.phase, self._training.sharded
         if boundary == "gather":  # with --overlap-param-gather in the next iteration already
             self.inject("param-gather", 0 if sharded is None else sharded.updated)

@@ -196,15 +196,23 @@ def deaths(name: str, flags: str, inject: str, dead: Sequence[int], replicas: in
 
 def overlap(place: Place) -> str:
     """What everybody uses on Hopper: sums beside tensor parallelism, one hardware queue; a death and a rejoin."""
-    place.needs("megatron.training", "nccl")
     nodes, each = (4, 1) if place.gpus < 2 else (2, 2) if place.gpus < 4 else (1, 4 if place.gpus < 8 else 8)
     size = SMALLER if place.rehearse else BUSY if place.gpus > 1 else SHARED
-    flags = [*TINY, *shlex.split(f"{size} {OVERLAP}")]
-    flags += ["--tensor-model-parallel-size", str(nodes * each // 2)]
-    flags += ["--recover-allow-cross-node-tp"] if nodes > 1 else []
-    death, after = (30, 10) if place.gpus > 1 else (10, 5)
-    calm = Training(place, "overlap", flags, nodes, each)
-    killed = Training(place, "overlap-killed", flags, nodes, each, f"1@{death}:backward#2", restarts=1)
+    flags = f"{size} {OVERLAP} --tensor-model-parallel-size {nodes * each // 2}"
+    flags += " --recover-allow-cross-node-tp" if nodes > 1 else ""
+    told = rejoin("overlap", flags, nodes, each, (30, 10) if place.gpus > 1 else (10, 5), place)
+    return f"sums beside TP stop neither by themselves nor at a death; {told}"
+
+
+def rejoin(name: str, flags: str, nodes: int, each: int, when: tuple[int, int], place: Place) -> str:
+    """Worker 1 dies, one of two replicas ends with it, and it is back in the same run.
+
+    ``when``: the iteration of the death, and how many are seen after the rejoin.
+    """
+    place.needs("megatron.training", "nccl")
+    death, after = when
+    calm = Training(place, name, [*TINY, *shlex.split(flags)], nodes, each)
+    killed = replace(calm, name=f"{name}-killed", inject=f"1@{death}:backward#2", restarts=1, _launchers=[])
     deadline = place.until(100)
     with running(calm, killed):
         while True:
@@ -214,18 +222,28 @@ def overlap(place: Place) -> str:
             if len(back) >= after and done >= back[after - 1]:
                 break
             if time.monotonic() > deadline:
-                when = f"a death in {death}, {len(back)} of them after the rejoin"
-                raise Failed(f"{done} iterations, {len(lost)} with {when}: {calm.said()}; {killed.said()}")
+                seen = f"a death in {death}, {len(back)} of them after the rejoin"
+                raise Failed(f"{done} iterations, {len(lost)} with {seen}: {calm.said()}; {killed.said()}")
             time.sleep(0.5)
         calm.stop()
         using = list(Counter(nvidia_smi("--query-compute-apps=gpu_uuid").splitlines()).values())
     if place.gpus > 1 and max(using, default=0) > nodes * each // min(place.gpus, each):
         raise Failed(f"a GPU is used by others than its workers: processes of each GPU: {using}")
-    told = "".join(log.read_text(errors="replace") for log in killed.folder.rglob("worker-*.log"))
-    states = [told.count(f"{how} from device to device") for how in ("comes", "does not come")]
-    meaning = "sums beside TP stop neither by themselves nor at a death"
+    logs = "".join(log.read_text(errors="replace") for log in killed.folder.rglob("worker-*.log"))
+    states = [logs.count(f"{how} from device to device") for how in ("comes", "does not come")]
     came = f"states that came from device to device: {states[0]}, that did not: {states[1]}"
-    return f"{meaning}; {difference(killed, calm)}; {came}; processes of each GPU: {using or 'not told'}"
+    took = "; ".join(re.findall(r"takes position .* on: (.*)", logs))
+    return f"{difference(killed, calm)}; {came}; {took}; processes of each GPU: {using or 'not told'}"
+
+
+def large(place: Place) -> str:
+    """A state of some gigabytes from device to device, while its holder computes."""
+    size = (
+        f"{SMALLER} {OVERLAP}"
+        if place.rehearse
+        else f"{LARGE} {OVERLAP} --global-batch-size 4 --ddp-bucket-size 40000000"
+    )
+    return rejoin("large", f"{size} {OVERLAP}", 2, 1, (4, 3), place)
 
 
 def nvidia_smi(query: str) -> str:

@@ -217,7 +217,7 @@ class Worker:
         )  # fmt: skip
 
     def between(self) -> None:
-        """A native group has no boundaries of messages: those between its buckets count."""
+        """A native group has few boundaries of its own: those between its buckets count, too."""
         if self.scenario.collective == "native":
             self.boundary()
 

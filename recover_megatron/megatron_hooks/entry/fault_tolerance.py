@@ -315,7 +315,7 @@ class FaultTolerance:
             device=self._device,
             host=host,
             collective="native" if self._device.type == "cuda" and config.collective != "ring" else "ring",
-            hook=None if self._faults is None else self._faults.in_ring,
+            hook=None if self._faults is None else self._faults.in_collective,
         )
         node = os.environ.get(NODE_NAME_VARIABLE) or os.environ.get(NODE_VARIABLE) or socket.gethostname()
         spread, instances = spreads_optimizer(args), optimizer_instances(args)
