@@ -52,8 +52,8 @@ CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("HSDP, 2 groups of 2, 1 killed", partial(deaths, "hsdp", HSDP, "1@3:backward#2", (1,), 1, 4)),
     ("ring, 1 killed in its sum", partial(deaths, "ring", RING, "1@3:reduce-scatter#2", (1,), 3, 4)),
     ("a hang", partial(deaths, "hang", HANG, "1@3:backward#2:stop", (1,), 3, 4)),
-    ("a large model, a rejoin", large),
     ("checkpoints, 1 killed in one", partial(deaths, "saved", SAVED, "1@4:checkpoint", (1,), 3, 4)),
+    ("a large model, a rejoin", large),
 ]
 """In the order in which they tell most."""
 
@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
     parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the checks that have this in their name")
-    parser.add_argument("--seconds", type=float, default=580.0, help="for all checks of this call (%(default)g)")
+    parser.add_argument("--seconds", type=float, default=900.0, help="for all checks of this call (%(default)g)")
     parser.add_argument("--rehearse", action="store_true", help="on the host device: tries the checks, tells of no GPU")
     options = parser.parse_args()
     if options.resume and options.keep is None:

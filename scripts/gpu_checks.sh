@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check recover_megatron on one NVIDIA GPU, in under 10 minutes, and print a table: check | result | seconds | number.
+# Check recover_megatron on one NVIDIA GPU, in some 15 minutes, and print a table: check | result | seconds | number.
 #
 #   scripts/gpu_checks.sh [--keep DIR [--resume]] | --help       of an installed package: recover-tools gpu-checks ...
 #

@@ -12,7 +12,7 @@ the user names another one, is this module (``main``), with torch; the launcher'
 The counters are asked only where Python's ``pynvml`` (nvidia-ml-py) is installed; NVML counts no Xids, but says which
 of them want the device reset (the recovery action).
 
-NOT RUN on a GPU: the parts that need one are written to the documentation of CUDA and NVML.
+Written to the documentation of CUDA and NVML; a GPU that is whole has passed it, a broken one was not there.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ OVERLAP = """--use-distributed-optimizer --overlap-grad-reduce --overlap-param-g
     --lr 1e-5 --min-lr 1e-6 --train-iters 1000000 --exit-duration-in-mins 30"""
 """Ended when all was seen.  Rounding stays small."""
 LARGE = f"{BUSY} --num-layers 12 --hidden-size 1024 --lr 1e-4 --min-lr 1e-5 --bf16"
+TIMED = f"{LARGE} --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 2"
+"""A microbatch takes the GPU longer than its host, whose time varies too much to be compared between two runs."""
 
 
 class Failed(Exception):
@@ -204,16 +206,18 @@ def overlap(place: Place) -> str:
     return f"sums beside TP stop neither by themselves nor at a death; {told}"
 
 
-def rejoin(name: str, flags: str, nodes: int, each: int, when: tuple[int, int], place: Place) -> str:
+def rejoin(
+    name: str, flags: str, nodes: int, each: int, when: tuple[int, int], place: Place, seconds: float = 100.0
+) -> str:
     """Worker 1 dies, one of two replicas ends with it, and it is back in the same run.
 
-    ``when``: the iteration of the death, and how many are seen after the rejoin.
+    ``when``: the iteration of the death, and how many are seen after the rejoin, in ``seconds``.
     """
     place.needs("megatron.training", "nccl")
     death, after = when
     calm = Training(place, name, [*TINY, *shlex.split(flags)], nodes, each)
     killed = replace(calm, name=f"{name}-killed", inject=f"1@{death}:backward#2", restarts=1, _launchers=[])
-    deadline = place.until(100)
+    deadline = place.until(seconds)
     with running(calm, killed):
         while True:
             done, lost = len(calm.steps), killed.steps
@@ -238,12 +242,8 @@ def rejoin(name: str, flags: str, nodes: int, each: int, when: tuple[int, int], 
 
 def large(place: Place) -> str:
     """A state of some gigabytes from device to device, while its holder computes."""
-    size = (
-        f"{SMALLER} {OVERLAP}"
-        if place.rehearse
-        else f"{LARGE} {OVERLAP} --global-batch-size 4 --ddp-bucket-size 40000000"
-    )
-    return rejoin("large", f"{size} {OVERLAP}", 2, 1, (4, 3), place)
+    size = SMALLER if place.rehearse else f"{LARGE} --global-batch-size 4 --ddp-bucket-size 40000000"
+    return rejoin("large", f"{size} {OVERLAP}", 2, 1, (4, 3), place, 150)
 
 
 def nvidia_smi(query: str) -> str:
@@ -258,7 +258,7 @@ def nvidia_smi(query: str) -> str:
 def parity(place: Place) -> str:
     """One worker, without --recover and with it: the same losses; and the time."""
     place.needs("megatron.training", "nccl")
-    flags = [*TINY, *shlex.split("" if place.rehearse else LARGE), "--train-iters", "30"]
+    flags = [*TINY, *shlex.split("" if place.rehearse else TIMED), "--train-iters", "30"]
     losses, took = [], []
     for name, recover in (("without-recover", False), ("with-recover", True)):
         training = Training(place, name, flags, recover=recover)

@@ -72,14 +72,14 @@ class Watched(NcclNative):
         self.did.append(("over", None))
 
 
-def members(size: int, work: Any, limits: Sequence[int] = ()) -> list[Any]:
+def members(size: int, work: Any, limits: Sequence[int] = (), **options: Any) -> list[Any]:
     """What ``work`` returns at each member of a group with ``Watched`` backends."""
     double = nccl_double()
     backend = type("Its", (Watched,), {"limits": limits, "stopped": threading.Barrier(size)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "load", lambda: double)
         patch.setattr(groups, "NcclNative", backend)
-        return together(size, work, collective="native")
+        return together(size, work, collective="native", **options)
 
 
 def gradient(rank: int, numel: int) -> torch.Tensor:
@@ -117,6 +117,31 @@ def test_a_shadows_chunk_goes_to_its_holder_alone() -> None:
     for rank, (first, _, second, _) in enumerate(members(4, work)):
         assert first[0] == "reduce_scatter"
         assert second == ("transfer", [[(16, (rank + hops) % 4) for hops in each] for each in ((1, 2), (-1, -2))])
+
+
+def test_who_injects_faults_is_told_of_a_sum_under_way_and_of_what_has_arrived() -> None:
+    by_thread = threading.local()
+
+    def hook(boundary: str, _: int) -> None:
+        by_thread.did.append((boundary, None))
+
+    def work(group: Any) -> list[str]:
+        assert group._executor._hook is hook
+        its = group._backend
+        begin = its.begin
+
+        def first(token: object) -> None:
+            by_thread.did = its.did
+            begin(token)
+
+        its.begin = first
+        bucket = Bucket(gradient(group.rank, 64))
+        group.reduce_scatter(bucket).wait(DEADLINE)
+        group.all_gather(bucket).wait(DEADLINE)
+        return [name for name, _ in its.did]
+
+    for did in members(2, work, hook=hook):
+        assert did == ["reduce_scatter", "add", "over", "store", "all_gather", "over", "gather"]
 
 
 def test_an_operation_is_enqueued_when_the_one_before_is_over_however_many_buckets_are_handed_in() -> None:

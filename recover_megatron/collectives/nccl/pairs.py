@@ -1,4 +1,4 @@
-"""The bytes of a state from device to device, by a communicator of two that is made for it.  NOT RUN on a GPU.
+"""The bytes of a state from device to device, by a communicator of two that is made for it.
 
     receiver                                              holder
        | -- NCCL's unique id -------------------------->     |    both open it
