@@ -20,6 +20,7 @@ What is not everywhere (``lacking``, ``memory_file``): a Python that was built f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -27,6 +28,7 @@ import re
 import resource
 import socket
 import struct
+import sys
 import tempfile
 import termios
 import threading
@@ -34,6 +36,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -171,6 +174,86 @@ class KernelLog:
             for micros, gpu, number, pid in _XID.findall(record):
                 told = f"Xid {number.decode()} of GPU {gpu.decode()}"
                 self._xids.append((int(pid) if pid else None, int(micros) / 1e6, told))
+
+
+def refused() -> list[str]:
+    """Why nothing can be launched on this host, one line each; empty where the system has what a launch rests on."""
+    reasons = []
+    if not os.path.exists("/proc/self/stat"):
+        reasons.append("/proc is not mounted: the processes of a launch, and a worker's connections, are found there")
+    libc, told = ctypes.CDLL(None, use_errno=True), ctypes.byref(ctypes.c_int())
+    for name, number in (("PR_GET_CHILD_SUBREAPER", 37), ("PR_GET_PDEATHSIG", 2)):
+        if libc.prctl(number, told, 0, 0, 0) != 0:
+            why = os.strerror(ctypes.get_errno())
+            reasons.append(f"prctl({name}) is refused ({why}), and with it what ends a launch's processes: allow prctl")
+    return reasons
+
+
+def open_files() -> int:
+    """How many one process may have; see ``use_all_descriptors``."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return hard if hard != resource.RLIM_INFINITY else sys.maxsize
+
+
+def longest_file() -> int | None:
+    """Bytes; None: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return soft if soft != resource.RLIM_INFINITY else None
+
+
+def shared_memory() -> int:
+    """Bytes of /dev/shm that are left; 0: nobody may write there."""
+    try:
+        there = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return there.f_bavail * there.f_frsize if os.access("/dev/shm", os.W_OK) else 0
+
+
+@dataclass(frozen=True)
+class TaskLimit:
+    """Of processes and threads.  ``remedy``: what to do, with {} for how many there are to be."""
+
+    name: str
+    most: int
+    used: int
+    how: str
+
+    def remedy(self, wanted: int) -> str:
+        return self.how.format(1 << wanted.bit_length())
+
+
+def task_limits(proc: Path = Path("/proc"), mounted: Path = CGROUPS) -> list[TaskLimit]:
+    """Those that hold for this process: of its user (not for root, or with its rights), and of its control groups."""
+    found = []
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if most != resource.RLIM_INFINITY and not _unbounded(proc):
+        found.append(TaskLimit("ulimit -u", most, _tasks_of(os.getuid(), proc), "run ulimit -u {} before recover-run"))
+    for folder in control_groups("pids", proc / "self" / "cgroup", mounted):
+        with contextlib.suppress(OSError, ValueError):  # none here, or "max"
+            limit, used = (int((folder / name).read_text()) for name in ("pids.max", "pids.current"))
+            how = "raise it to {0} (docker --pids-limit {0}, podPidsLimit in Kubernetes, TasksMax={0} of systemd)"
+            found.append(TaskLimit(f"{folder}/pids.max", limit, used, how))
+    return found
+
+
+def _unbounded(proc: Path) -> bool:
+    """Whether RLIMIT_NPROC does not hold for this process: root, CAP_SYS_ADMIN or CAP_SYS_RESOURCE."""
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "status").read_text().splitlines():
+            if line.startswith("CapEff:") and int(line.split()[1], 16) & (1 << 21 | 1 << 24):
+                return True
+    return os.getuid() == 0
+
+
+def _tasks_of(user: int, proc: Path) -> int:
+    """Processes and threads of a user, as far as they are seen here."""
+    count = 0
+    for entry in proc.iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if entry.name.isdecimal() and entry.stat().st_uid == user:
+                count += len(os.listdir(entry / "task"))
+    return count
 
 
 class Forked(Protocol):
