@@ -344,7 +344,8 @@ def compare(
     needs: Needs, workers: str, files: int, tasks: Sequence[system.TaskLimit], longest: int | None, shared: int
 ) -> Limits:
     """``files``, ``tasks``, ``longest``, ``shared``: what ``network.system`` tells of this host."""
-    reasons, notes = [], []
+    reasons: list[str] = []
+    notes: list[str] = []
     if files < needs.files:
         enough, never = 1 << needs.files.bit_length(), files < needs.least_files
         (reasons if never else notes).append(

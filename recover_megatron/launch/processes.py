@@ -92,7 +92,7 @@ def spawn(
     return pid, open_pidfd(pid)
 
 
-def spawn_leader(command: Sequence[str], environment: Mapping[str, str], **options: Any) -> int:
+def spawn_leader(command: list[str], environment: Mapping[str, str], **options: Any) -> int:
     """Start this interpreter, which leads a session of its own.  Returns its pid; raises OSError.
 
     ``options``: posix_spawn's.  Where Python cannot ask for a session what is started has to call ``lead_session``.

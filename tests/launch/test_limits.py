@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.chaos.__main__ import main as chaos
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.launch import preflight, processes
 from recover_megatron.launch.forecast import Needs, needs_of
@@ -38,6 +39,9 @@ NO_LOADERS = ["--num-workers", "0"]
         ([*NO_LOADERS, *PIPELINE], 4, 143, 236),
         ([*NO_LOADERS, *TENSOR, *PIPELINE], 8, 179, 456),
         (NO_LOADERS, 8, 195, 456),
+        (["--async-save", "--eval-interval", "2"], 4, 206, 346),
+        ([*NO_LOADERS, "--disable-gloo-process-groups"], 2, 114, 114),
+        ([*NO_LOADERS, "--disable-gloo-process-groups"], 4, 130, 212),
     ],
 )
 def test_what_a_training_needs_is_bounded_by_what_was_counted(
@@ -158,7 +162,8 @@ del os.pidfd_open, os.memfd_create, os.MFD_CLOEXEC, fcntl.F_ADD_SEALS, signal.pi
 """
 SECCOMP = """
 import ctypes, os, struct
-numbers = [434, 424, {"x86_64": 319, "aarch64": 279}[os.uname().machine]]
+arm = os.uname().machine == "aarch64"
+numbers = [434, 424, 279 if arm else 319]
 skip = [part for n in numbers for part in (struct.pack("HBBI", 0x15, 0, 1, n), struct.pack("HBBI", 6, 0, 0, 0x50026))]
 code = b"".join([struct.pack("HBBI", 0x20, 0, 0, 0), *skip, struct.pack("HBBI", 6, 0, 0, 0x7FFF0000)])
 held = ctypes.create_string_buffer(code)
@@ -183,6 +188,20 @@ def test_without_pidfds_and_memory_files_ends_are_seen_and_nothing_is_left(bench
     launch.wait_for("it left behind ended")
     launch.send(signal.SIGKILL)
     leaves_nothing(launch)
+
+
+def test_where_prctl_is_refused_nothing_is_started(bench) -> None:
+    text = SECCOMP.replace("[434, 424, 279 if arm else 319]", "[167 if arm else 157]")
+    assert text != SECCOMP
+    bench.script(text, "sitecustomize.py")
+    launch = bench.run(bench.script(""), environment={"PYTHONPATH": f"{bench.folder}:{REPOSITORY}"}, ends=2)
+    assert "prctl(PR_GET_CHILD_SUBREAPER) is refused (Function not implemented)" in launch.err
+
+
+def test_without_proc_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert preflight.host() == ([], [])
+    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith("/proc"))
+    assert ["/proc is not mounted" in reason for reason in preflight.host()[0]] == [True]
 
 
 @pytest.fixture
@@ -212,6 +231,14 @@ def test_a_process_is_ended_by_its_pid_where_there_are_no_pidfds(no_pidfds: None
     assert processes.kill_until_none_left(lambda: [p for p in [processes.process_table()[pid]] if p.alive], 30) == []
     eventually(lambda: not alive(pid), "it has ended")
     os.waitpid(pid, 0)
+
+
+def test_without_pidfds_no_worker_is_struck_from_outside(
+    no_pidfds: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit):
+        chaos(["--log-dir", str(tmp_path), "--mtbf", "1", "--seed", "1"])
+    assert "has no pidfds" in capsys.readouterr().err
 
 
 def test_a_memory_file_lies_where_there_is_memory(no_pidfds: None) -> None:
