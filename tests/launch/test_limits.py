@@ -23,7 +23,7 @@ from tests.harness import REPOSITORY
 from tests.harness.processes import alive
 from tests.harness.waiting import eventually
 
-from .test_death import leaves_nothing, start_family
+from .test_death import leaves_nothing, reaper_of, start_family
 
 TENSOR, PIPELINE = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
 NO_LOADERS = ["--num-workers", "0"]
@@ -183,6 +183,8 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
 def test_without_pidfds_and_memory_files_ends_are_seen_and_nothing_is_left(bench, old: dict[str, str]) -> None:
     launch = start_family(bench, environment=old)
     assert launch.err.count("pidfd_open") == launch.err.count("memfd_create") == 1
+    for pid in (reaper_of(launch), *(worker["pid"] for worker in bench.workers(count=2))):
+        eventually(lambda pid=pid: os.getsid(pid) == pid, f"{pid} leads a session")
     bench.kill(0, 2)
     launch.wait_for("was killed by SIGKILL")
     launch.wait_for("it left behind ended")
@@ -223,11 +225,14 @@ def test_a_thread_tells_of_an_end_and_leaves_the_child_to_be_reaped(no_pidfds: N
     os.close(ends)
 
 
-def test_a_process_is_ended_by_its_pid_where_there_are_no_pidfds(no_pidfds: None) -> None:
+def test_a_process_is_ended_by_its_pid_where_there_are_no_pidfds(
+    no_pidfds: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)"], {})
     started = processes.process_table()[pid]
-    processes._kill(started._replace(start=started.start - 1))
-    assert alive(pid), "another process had this pid before"
+    with monkeypatch.context() as no_kill:
+        no_kill.setattr(os, "kill", lambda pid, _: pytest.fail(f"another process had the pid {pid} before"))
+        processes._kill(started._replace(start=started.start - 1))
     assert processes.kill_until_none_left(lambda: [p for p in [processes.process_table()[pid]] if p.alive], 30) == []
     eventually(lambda: not alive(pid), "it has ended")
     os.waitpid(pid, 0)
