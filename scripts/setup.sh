@@ -145,11 +145,16 @@ main() {
         read_choices
         if up_to_date; then return 0; fi
     fi
-    local base=$made_base remake=''
+    local base=$made_base remake='' missing
     if ! reusable; then
         if [[ -f $state && $(<"$state") == installing ]]; then say "the last run did not come to its end; starting afresh"; fi
         if [[ -n ${RECOVER_PYTHON:-} || -z $base || $(probe_python "$base") != ok\ * ]]; then
             base=$(find_python) || exit 1
+            missing=$(lacks "$base")
+            if [[ $missing ]]; then
+                say "note: $base was built for an older Linux, without os.${missing// /, os.}." \
+                    "It will do (docs/compatibility.md says what is done instead); a newer build of it has them."
+            fi
         fi
         remake=yes
     fi

@@ -245,6 +245,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.kinds = args.kinds.split(",")
     if not (args.mtbf > 0 and math.isfinite(args.mtbf)):
         parser.error("--mtbf must be a positive number of seconds")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        parser.error(f"this Python, or the kernel, has no pidfds ({error}): by a pid alone another might be struck")
     if bad := [kind for kind in args.kinds if kind not in SIGNALS]:
         parser.error(f"--kinds: there is no {bad[0]!r}, only {' and '.join(SIGNALS)}")
     if args.keep < 0 or (args.max_kills or 0) < 0:

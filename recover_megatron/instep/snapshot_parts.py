@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from recover_megatron.collectives.state_transport import bytes_of, check_sum
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, new_memory, unflatten
+from recover_megatron.network.system import control_groups
 
 
 def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -74,7 +75,7 @@ def available_memory(
     proc: pathlib.Path = pathlib.Path("/proc"), cgroup: pathlib.Path = pathlib.Path("/sys/fs/cgroup")
 ) -> int | None:
     """Bytes: what the kernel has to give, or a control group of this process may have, if less; None: not known."""
-    groups = _groups(proc / "self" / "cgroup", cgroup)
+    groups = control_groups("memory", proc / "self" / "cgroup", cgroup)
     found = [size for size in (_of_kernel(proc / "meminfo"), *map(_of_group, groups)) if size is not None]
     return min(found, default=None)
 
@@ -86,20 +87,6 @@ def _of_kernel(path: pathlib.Path) -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return None
-
-
-def _groups(told: pathlib.Path, root: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Folders of the groups that this process is in, and of those around them, each of which may have a limit.
-
-    A container has its own group at ``root``, whatever ``told`` calls it; a batch job has one far below.
-    """
-    lines = told.read_text().splitlines() if told.exists() else ["0::/"]
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount, group = root / "memory" if controllers else root, pathlib.PurePosixPath(name)
-        yield from (mount / str(its).lstrip("/") for its in (group, *group.parents) if ".." not in its.parts)
 
 
 def _of_group(folder: pathlib.Path) -> int | None:

@@ -29,6 +29,7 @@ from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.logger import get_logger, use_lines
 from recover_megatron.membership.records import SecretError
 from recover_megatron.membership.wire import find_secret
+from recover_megatron.network.system import use_all_descriptors
 from recover_megatron.variables import HOST_VARIABLE
 
 log = get_logger(__name__)
@@ -66,6 +67,8 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
             here = f"{count(options.nproc_per_node)} on this node"
             everywhere = f", {options.nnodes * options.nproc_per_node} on all" if options.nnodes > 1 else ""
             log.info(f"all checks have passed; without --check this would start {here}{everywhere}")
+            if options.script and (its := _limits(options)):
+                log.info(f"what that takes here, as counted on CPUs: {its.counted}")
             if found := _forecast(options):
                 log.info("what the loss of a node would cost:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
@@ -86,6 +89,8 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
         log.info(hint)
     if plan.node_rank == 0 and not plan.joins and (found := _forecast(options)) and (fatal := found.warning()):
         log.info(fatal)
+    if plan.fault_tolerant:
+        use_all_descriptors()  # a connection of each worker of the run to the store counts, too
     if lock and plan.joins:
         plan = replace(plan, run_id=lock.run_id)
     return Supervisor(plan, reserved, os.environ, lock, save_lock).run()
@@ -100,20 +105,24 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
         log.info(f"no {options.script} in this folder: the installed one, {found[1]}")
         options.script, options.module = found[0], True
     reasons += arguments.check_files(options)
+    lacking, notes = preflight.host()
+    reasons += lacking
     if options.fault_tolerant:
         reasons += variables.refusals(os.environ)
     if options.script and not options.join:
         world = options.nnodes * options.nproc_per_node
         reasons += preflight.check(options.script, options.script_args, world)
+    if options.script and (its := _limits(options)):
+        notes += its.notes
+        if not _elsewhere(options):
+            reasons += its.reasons
     if options.script:
         reasons += _check_folders(options)
         if not options.check:
-            spares = spares_from_argv(options.script_args) if options.node_rank == options.nnodes - 1 else 0
-            here = options.nproc_per_node + (0 if options.join else spares)
-            reasons += preflight.devices(options.script, options.script_args, here, os.environ)
+            reasons += preflight.devices(options.script, options.script_args, _here(options), os.environ)
     reserved: socket.socket | None = None
     reason: str | None = None
-    if options.check and (options.nnodes > 1 or options.join):
+    if _elsewhere(options):
         pass  # a login node is none of the run's: it has no address of theirs, nor their secret
     elif options.join or 0 < options.node_rank < options.nnodes:
         _, reason = store.resolve(options.master_addr)
@@ -128,7 +137,26 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
             reserved.close()
             reserved = None
         raise arguments.UsageError(reasons, options if understood else None, reserved)
+    for note in notes:
+        log.info(note)
     return options, reserved
+
+
+def _elsewhere(options: arguments.Options) -> bool:
+    """Whether a launch is only checked that other hosts than this one would make."""
+    return options.check and (options.nnodes > 1 or options.join)
+
+
+def _here(options: arguments.Options) -> int:
+    """Workers of this node, spares included."""
+    last = options.node_rank == options.nnodes - 1 and not options.join
+    return options.nproc_per_node + (spares_from_argv(options.script_args) if last else 0)
+
+
+def _limits(options: arguments.Options) -> preflight.Limits | None:
+    """What this host allows its workers and spares."""
+    world = options.world_size if options.join else options.nnodes * options.nproc_per_node
+    return preflight.limits(str(options.script), options.script_args, world, _here(options), os.environ)
 
 
 def _tell_others(

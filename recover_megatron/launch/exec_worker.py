@@ -16,6 +16,8 @@ if __name__ == "__main__":
     launcher, command = int(sys.argv[1]), sys.argv[2:]
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         sys.exit(f"recover-run: prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
+    if os.getsid(0) != os.getpid():  # not every Python can start a process in a session of its own
+        os.setsid()
     if os.getppid() != launcher:
         os._exit(1)
     # The interpreter ignores these two, and exec would hand that down.

@@ -1,9 +1,13 @@
-"""What the loss of each node would cost a training, by its flags alone: for ``recover-run --check``, and at a start."""
+"""What a training takes of each node, and what the loss of a node would cost it, by its flags alone.
+
+For ``recover-run --check``, and at a start.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -101,6 +105,49 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
         instances=1 if fsdp else instances,
         memory=config.memory_tier != "off",
         blocks=sizes["pipeline"] == 1 or expert * expert_tensor == sizes["tensor"] * sizes["context"],
+    )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a training takes of a node: as much as is enough, and what it cannot do without (0: not known).
+
+    ``files``: open ones of one worker, connections included.  ``tasks``: processes and threads of the whole node.
+    ``shared``: bytes of /dev/shm, for the batches of loader processes.
+    """
+
+    files: int
+    least_files: int
+    tasks: int
+    least_tasks: int
+    shared: int
+
+
+def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping[str, str], *, cpu: bool) -> Needs:
+    """Of a training of Megatron's with ``--recover``: ``here`` of ``world`` workers are on the node.
+
+    Counted on CPUs, where every group is gloo's (tests/launch/test_limits.py): 56 threads, and 118 descriptors and up
+    to 11 for each other worker.  Of its sockets a worker makes duplicates when it looks for gloo's.  A loader process
+    takes pipes, and a descriptor for each tensor of a batch.  ``cpu``: False: on GPUs, where nothing was counted, so
+    that no limit is known to be too low.
+    Raises ValueError or IndexError for a flag that is no number.
+    """
+    names = ("--num-workers", SIZES["tensor"], "--micro-batch-size", "--seq-length")
+    found = given_flags(script_args, [*names, "--no-create-attention-mask-in-dataloader"])
+    loaders, tensor, micro, sequence = (
+        int(found[name][-1]) if name in found else default for name, default in zip(names, (2, 1, 1, 1), strict=True)
+    )
+    omp = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    pool = int(omp) if omp.isdecimal() else 1 if here > 1 else len(os.sched_getaffinity(0))
+    # Tokens, labels and positions in 8 bytes each, weights in 4; each loader has two batches ahead, and makes one more.
+    mask = 0 if "--no-create-attention-mask-in-dataloader" in found else sequence
+    batch = micro * sequence * (28 + mask)
+    return Needs(
+        files=175 + 24 * (world - 1) + 30 * loaders,
+        least_files=(100 + 4 * (world - 1)) * cpu,
+        tasks=30 + here * (64 + 12 * loaders + 2 * (pool - 1)),
+        least_tasks=40 * here * cpu,
+        shared=3 * loaders * batch * -(-here // max(1, tensor)),
     )
 
 

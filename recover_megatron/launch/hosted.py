@@ -29,6 +29,7 @@ from recover_megatron.launch.states import has_ended
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.testimony import Scope
+from recover_megatron.network.system import memory_file
 from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -78,7 +79,7 @@ class CandidateCommand:
         opened = [os.open(os.devnull, os.O_WRONLY)]
         try:
             if self.shared.witness is not None:  # of many nodes more than a command line takes
-                opened.append(os.memfd_create("recover-witness"))
+                opened.append(memory_file("recover-witness"))
                 with open(opened[1], "w", encoding="utf-8", closefd=False) as scope:
                     json.dump(self.shared.witness.to_json(), scope)
                 os.lseek(opened[1], 0, os.SEEK_SET)

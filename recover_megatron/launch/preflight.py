@@ -14,16 +14,27 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from recover_megatron.arguments import FLAGS, RecoverConfig, config_from_argv, problems
 from recover_megatron.chaos.spec import BadSpec, parse_spec
 from recover_megatron.errors import UserError
-from recover_megatron.launch.forecast import EXPERT, EXPERT_TENSOR, INSTANCES, SIZES, given_flags, training_of
+from recover_megatron.launch.forecast import (
+    EXPERT,
+    EXPERT_TENSOR,
+    INSTANCES,
+    SIZES,
+    Needs,
+    given_flags,
+    needs_of,
+    training_of,
+)
 from recover_megatron.launch.messages import count
 from recover_megatron.launch.plan import is_known, is_megatrons
 from recover_megatron.launch.readers import count_gpus, why_not_written
+from recover_megatron.network import system
 from recover_megatron.options import Flag, add_options
 
 MICRO, BATCH = "--micro-batch-size", "--global-batch-size"
@@ -282,15 +293,95 @@ GPU = Path("/dev/nvidia0")
 
 def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping[str, str]) -> list[str]:
     """The reasons against ``here`` workers and spares on this node, as far as its GPUs are known to be fewer."""
-    device = given_flags(script_args, ["--recover-device"]).get("--recover-device")
-    without = device == ["cpu"] or any("+cpu" in its.version for its in importlib.metadata.distributions(name="torch"))
-    gpus = count_gpus(environ) if GPU.exists() and not without else 0
+    gpus = 0 if _on_cpus(script_args) else count_gpus(environ)
     if not is_megatrons(script) or not 0 < gpus < here:
         return []
     return [
         f"{count(here)} on this node, spares included, but it has {count(gpus, 'GPU', 'GPUs')}: lower "
         "--nproc-per-node or --recover-spares (or train without GPUs: --recover-device cpu)"
     ]
+
+
+def _on_cpus(script_args: Sequence[str]) -> bool:
+    device = given_flags(script_args, ["--recover-device"]).get("--recover-device")
+    without = device == ["cpu"] or any("+cpu" in its.version for its in importlib.metadata.distributions(name="torch"))
+    return without or not GPU.exists()
+
+
+def host() -> tuple[list[str], list[str]]:
+    """The reasons against this host and this Python for any launch; and, for people, what is done without something."""
+    notes = []
+    if why := system.lacking("pidfd_open"):
+        notes.append(f"{why}. A thread waits for the end of each process instead")
+    if why := system.lacking("memfd_create"):
+        notes.append(f"{why}. Rings go over TCP, also between workers on one host, which is slower")
+    return system.refused(), notes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this host allows a training.  ``counted``: what it takes, for people; ``notes``: what may be too little."""
+
+    reasons: list[str]
+    notes: list[str]
+    counted: str
+
+
+def limits(script: str, script_args: Sequence[str], world: int, here: int, environ: Mapping[str, str]) -> Limits | None:
+    """For ``here`` of ``world`` workers, spares included; None: it is not known what they take."""
+    if not is_megatrons(script) or "--recover" not in script_args:
+        return None
+    try:
+        needs = needs_of(script_args, world, here, environ, cpu=_on_cpus(script_args))
+    except (ValueError, IndexError):
+        return None  # ``check`` says it, or Megatron
+    return compare(
+        needs, count(here), system.open_files(), system.task_limits(), system.longest_file(), system.shared_memory()
+    )
+
+
+def compare(
+    needs: Needs, workers: str, files: int, tasks: Sequence[system.TaskLimit], longest: int | None, shared: int
+) -> Limits:
+    """``files``, ``tasks``, ``longest``, ``shared``: what ``network.system`` tells of this host."""
+    reasons: list[str] = []
+    notes: list[str] = []
+    if files < needs.files:
+        enough, never = 1 << needs.files.bit_length(), files < needs.least_files
+        (reasons if never else notes).append(
+            f"ulimit -n {files} {'is' if never else 'may be'} too low: a worker opens up to {needs.files} files and "
+            f"connections: run ulimit -n {enough} before recover-run (where that is not permitted: docker --ulimit "
+            f"nofile={enough}, LimitNOFILE={enough} of systemd)"
+        )
+    for limit in tasks:
+        if limit.most - limit.used < needs.tasks:
+            never = limit.most < needs.least_tasks
+            (reasons if never else notes).append(
+                f"{limit.name} {limit.most} {'is' if never else 'may be'} too low (in use: {limit.used}): {workers} "
+                f"and what is beside them are up to {needs.tasks} processes and threads: "
+                f"{limit.remedy(limit.used + needs.tasks)}"
+            )
+    if longest is not None:
+        notes.append(
+            f"ulimit -f: no file may be longer than {longest} bytes, a part of a checkpoint neither, nor a log: run "
+            "ulimit -f unlimited before recover-run"
+        )
+    if shared < needs.shared:
+        notes.append(
+            f"/dev/shm has {_mib(shared)} left, and the batches of loaders may take {_mib(needs.shared)} there: give "
+            "it more (docker --shm-size, an emptyDir of medium Memory in Kubernetes), or --num-workers 0"
+        )
+    few = min((limit.most - limit.used for limit in tasks), default=None)
+    return Limits(
+        reasons,
+        notes,
+        f"{needs.files} open files in each worker (of {files}), {needs.tasks} processes and threads "
+        f"({'no limit' if few is None else f'of {few}'}), {_mib(needs.shared)} of /dev/shm (of {_mib(shared)})",
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size >> 20)} MiB"
 
 
 def _is_here(path: str) -> bool:

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
-import re
 import select
 import signal
 import sys
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recover_megatron.launch.loop import EventLoop
+from recover_megatron.network.system import lacking
 from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -35,11 +36,6 @@ _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
 _MOST_ROUNDS = 100
 _ASK_TO_END = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 _RESET_SIGNALS = [*_ASK_TO_END, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ]
-
-_XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([^)\s]{1,20})\): (\d+)(?:, pid=(\d+))?", re.MULTILINE)
-_XID_SECONDS = 60.0
-_MOST_RECORDS = 100_000
-"""Of the kernel's log, at one time (some 0.1 s): hosts with many cores keep that many, and workers end seldom."""
 
 DEAF_TO = [*_ASK_TO_END, signal.SIGUSR1, signal.SIGUSR2]
 """What helpers of the launch block: SLURM sends a signal to *every* process of a step, and these must outlive it, since
@@ -79,8 +75,7 @@ def spawn(
     for descriptor in inherit:
         os.set_inheritable(descriptor, True)
     try:
-        pid = os.posix_spawn(
-            sys.executable,
+        pid = spawn_leader(
             [sys.executable, "-I", "-S", _EXEC_WORKER, str(os.getpid()), *command],
             environment,
             file_actions=[
@@ -88,7 +83,6 @@ def spawn(
                 (os.POSIX_SPAWN_DUP2, stdout, 1),
                 (os.POSIX_SPAWN_DUP2, stderr, 2),
             ],
-            setsid=True,
             setsigmask=DEAF_TO if deaf else [],
             setsigdef=_RESET_SIGNALS,
         )
@@ -98,19 +92,56 @@ def spawn(
     return pid, open_pidfd(pid)
 
 
+def spawn_leader(command: list[str], environment: Mapping[str, str], **options: Any) -> int:
+    """Start this interpreter, which leads a session of its own.  Returns its pid; raises OSError.
+
+    ``options``: posix_spawn's.  Where Python cannot ask for a session what is started has to call ``lead_session``.
+    """
+    try:
+        return os.posix_spawn(command[0], command, environment, setsid=True, **options)
+    except NotImplementedError:  # it was built with a glibc before 2.26
+        return os.posix_spawn(command[0], command, environment, **options)
+
+
+def lead_session() -> None:
+    """Lead a session, if this process does not yet."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+
+
 _own_children: set[int] = set()
 """Pids of those that were started here, each to be reaped when its end is handled; all others are inherited."""
 
 
 def open_pidfd(pid: int) -> int:
-    """A pidfd of a child that was just started.  Where none can be had it is ended; raises OSError."""
+    """A pidfd of a child that was just started.  Where none can be had it is ended; raises OSError.
+
+    Without pidfds the reading end of a pipe, which becomes readable at the same moment: a thread waits.
+    """
     _own_children.add(pid)
     try:
-        return os.pidfd_open(pid)
+        return _wait_in_thread(pid) if lacking("pidfd_open") else os.pidfd_open(pid)
     except OSError:
         os.kill(pid, signal.SIGKILL)
         reap(pid)
         raise
+
+
+def _wait_in_thread(pid: int) -> int:
+    ends, its = os.pipe()
+
+    def wait() -> None:
+        with contextlib.suppress(ChildProcessError):  # it was forgotten, and reaped as any other
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(its)
+
+    try:
+        threading.Thread(target=wait, name="recover-wait", daemon=True).start()
+    except RuntimeError as error:
+        os.close(ends)
+        os.close(its)
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
+    return ends
 
 
 def reap(pid: int) -> int:
@@ -150,7 +181,7 @@ class Child:
         os.close(self._pidfd)
 
     def send(self, number: int) -> None:
-        signal.pidfd_send_signal(self._pidfd, number)
+        os.kill(self.pid, number)  # it is ours to reap: nobody else can have its pid
 
     def wait(self, seconds: float) -> None:
         """Wait until it has ended; so long at most."""
@@ -283,20 +314,26 @@ def _identity(process: Process) -> tuple[int, int]:
 def _kill(process: Process) -> None:
     """SIGKILL exactly ``process``, not a later user of its pid."""
     try:
-        pidfd = os.pidfd_open(process.pid)
+        pidfd = None if lacking("pidfd_open") else os.pidfd_open(process.pid)
     except ProcessLookupError:
         return
     try:
         now = _read_process(process.pid)
         if now and _identity(now) == _identity(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                if pidfd is None:  # nothing keeps another one from getting its pid at this very moment
+                    os.kill(process.pid, signal.SIGKILL)
+                else:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     finally:
-        os.close(pidfd)
+        if pidfd is not None:
+            os.close(pidfd)
 
 
 def _wait_for_exits(pids: Sequence[int], timeout: float) -> None:
-    """Wait until one of ``pids`` ends (at once if one has), at most ``timeout`` seconds."""
+    """Wait until one of ``pids`` ends (at once if one has), at most ``timeout`` seconds; without pidfds a moment."""
+    if lacking("pidfd_open"):
+        pids, timeout = (), min(timeout, 0.02)
     poll = select.poll()
     descriptors = []
     try:
@@ -352,61 +389,6 @@ class Subreaper:
         return kill_until_none_left(partial(find_launch, launch_id, (), spared, parent), timeout=LAST_SWEEP_SECONDS)
 
 
-def memory_kills(table: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many processes in this one's cgroup, where its workers are, too, the kernel has killed for want of memory.
-
-    0 where that is not told.  ``table``: this process's cgroups; ``mounted``: where cgroups are.  A container may see
-    its own cgroup as the root, or by the host's name for it.
-    """
-    with contextlib.suppress(OSError):
-        for line in table.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            found = {"": (mounted, "memory.events"), "memory": (mounted / "memory", "memory.oom_control")}
-            root, name = found.get(controllers, (None, ""))
-            for folder in (root / path.lstrip("/"), root) if root else ():
-                with contextlib.suppress(OSError):
-                    counts = dict(row.split() for row in (folder / name).read_text().splitlines())
-                    return int(counts.get("oom_kill", 0))
-    return 0
-
-
-class KernelLog:
-    """What NVIDIA's driver writes of errors into the kernel's log from now on: Xids, each with a number.
-
-    Where that log cannot be read (most containers, kernel.dmesg_restrict) none is known.
-    """
-
-    def __init__(self, path: str = "/dev/kmsg") -> None:
-        self._log = -1
-        self._xids: deque[tuple[int | None, float, str]] = deque(maxlen=1000)  # process, seconds, what is told
-        with contextlib.suppress(OSError):
-            self._log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            os.lseek(self._log, 0, os.SEEK_END)
-
-    def xid(self, pid: int) -> str:
-        """The newest Xid that names process ``pid``, else one that names none (a GPU that is off the bus) and is less
-        than a minute old: "Xid 79 of GPU 0000:c1:00"; empty: there is none."""
-        self._read()
-        since = time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - _XID_SECONDS
-        own = [told for named, _, told in self._xids if named == pid]
-        others = [told for named, at, told in self._xids if named is None and at > since]
-        return (own or others or [""])[-1]
-
-    def _read(self) -> None:
-        for _ in range(_MOST_RECORDS if self._log >= 0 else 0):
-            try:
-                record = os.read(self._log, 8192)
-            except BrokenPipeError:  # the oldest were overwritten before they were read
-                continue
-            except OSError:  # no more at this time, or ever
-                return
-            if not record:
-                return
-            for micros, gpu, number, pid in _XID.findall(record):
-                told = f"Xid {number.decode()} of GPU {gpu.decode()}"
-                self._xids.append((int(pid) if pid else None, int(micros) / 1e6, told))
-
-
 START_AGAIN = -1
 """In place of an exit code: all launchers make the start again."""
 AGAIN_SECONDS = 30.0
@@ -429,5 +411,7 @@ def start_again(attempt: int) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for number in map(int, os.listdir("/proc/self/fd")):  # not all up to the limit: there may be a billion
+        if number > 2:
+            os.closerange(number, number + 1)  # ignores the one that listed them, which is closed
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, ATTEMPT_VARIABLE: str(attempt)})

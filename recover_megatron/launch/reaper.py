@@ -26,7 +26,6 @@ import os
 import select
 import socket
 import struct
-import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,9 +36,12 @@ from recover_megatron.launch.processes import (
     Child,
     find_launch,
     kill_until_none_left,
+    lead_session,
     open_pidfd,
     program,
+    spawn_leader,
 )
+from recover_megatron.network.system import memory_file
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 1.0
@@ -118,7 +120,7 @@ class Reaper:
         self._launch_id = launch_id
         self._say = say
         self._sessions: dict[int, list[int]] = {}
-        self._pulse = os.memfd_create("recover-pulse")
+        self._pulse = memory_file("recover-pulse")
         self.dropped: Callable[[int, int], None] = lambda session, lines: None
         """Called when the launcher runs again: so many lines of the worker that leads the session are missing."""
         self.pid = 0
@@ -156,8 +158,7 @@ class Reaper:
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         environment = {"PATH": os.defpath, **kept}
         try:
-            pid = os.posix_spawn(
-                sys.executable,
+            pid = spawn_leader(
                 program("recover_megatron.launch.reaper", "-S"),
                 environment,
                 file_actions=[
@@ -165,7 +166,6 @@ class Reaper:
                     (os.POSIX_SPAWN_DUP2, self._pulse, 1),
                     (os.POSIX_SPAWN_DUP2, 2, 2),
                 ],
-                setsid=True,
                 setsigmask=DEAF_TO,
             )
             pidfd = open_pidfd(pid)
@@ -226,6 +226,7 @@ class Reaper:
 
 def main() -> None:
     launcher = os.getppid()
+    lead_session()
     # A shell's job table or a terminal must not wait for the reaper: after the launcher it holds nothing of theirs.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.chdir("/")

@@ -25,6 +25,7 @@ from recover_megatron.launch.processes import find_launch, kill_found, kill_grou
 from recover_megatron.launch.reaper import Reaper
 from recover_megatron.launch.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
 from recover_megatron.membership.records import ranges
+from recover_megatron.network import system
 
 
 @dataclass
@@ -57,8 +58,8 @@ class WorkerTable:
         self.last_words: dict[int, str] = {}
         """Of workers that have ended: the last line of each on stderr."""
         self._killed: set[int] = set()  # by this launcher
-        self._memory_kills = processes.memory_kills()  # when a worker ended last
-        self._kernel_log = processes.KernelLog()
+        self._memory_kills = system.memory_kills()  # when a worker ended last
+        self._kernel_log = system.KernelLog()
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:
         self._workers |= {worker.worker_id: worker for worker in workers}
@@ -135,10 +136,8 @@ class WorkerTable:
         for worker in workers:
             if number == signal.SIGKILL:
                 self._killed.add(worker.worker_id)
-            try:
-                signal.pidfd_send_signal(self._handles[worker.worker_id].pidfd, number)
-            except ProcessLookupError:
-                continue  # it has ended: its pidfd says so in a moment
+            if worker.pid is not None:  # not reaped yet: nobody else can have its pid
+                os.kill(worker.pid, number)
 
     def reap(self, worker: WorkerProcess) -> int:
         """``worker`` has ended: kill what it left behind, then reap it.  Returns how many processes it had left."""
@@ -148,7 +147,7 @@ class WorkerTable:
         find = partial(find_launch, self._plan.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}
         worker.end(processes.reap(worker.pid), time.time())
-        before, self._memory_kills = self._memory_kills, processes.memory_kills()
+        before, self._memory_kills = self._memory_kills, system.memory_kills()
         killed_by_others = worker.signal == signal.SIGKILL and worker.worker_id not in self._killed
         if killed_by_others and self._memory_kills > before:
             worker.kernel = "out of memory"

@@ -12,20 +12,33 @@ The other kernel answers whatever its process does: one that is stopped, or that
 Forks (``close_in_children``): a forked process, such as a data loader, closes what its parent holds open. Else a
 worker's connections would stay open after its death, and nobody would see an end. Sockets are closed, never shut down:
 that would reach the parent's connection.
+
+What is not everywhere (``lacking``, ``memory_file``): a Python that was built for an older system lacks what is newer
+(uv's and conda's until 2026: os.memfd_create, os.pidfd_open), and a filter of system calls answers ENOSYS or EPERM.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import os
+import re
 import resource
 import socket
 import struct
+import sys
+import tempfile
 import termios
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 _PROBES, _UNACKED, _LAST_ACK = 3, 24, 56  # in ``struct tcp_info`` of linux/tcp.h, whose layout is stable
@@ -61,6 +74,186 @@ def use_all_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@cache
+def lacking(name: str) -> str:
+    """Why there is no ``os.pidfd_open``, or ``os.memfd_create``, in words for people; empty: there is one."""
+    try:
+        os.close(getattr(os, name)({"pidfd_open": os.getpid(), "memfd_create": "look"}[name]))
+    except AttributeError:
+        return f"this Python has no os.{name}: it was built for an older Linux"
+    except OSError as error:  # else there is no descriptor at this time
+        refused = error.errno in (errno.ENOSYS, errno.EPERM)
+        return f"{name} is refused here ({error.strerror}): by the kernel, or by seccomp" if refused else ""
+    return ""
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of a file in memory that has no name in any folder, and is gone with its last user.
+
+    Where there is no memfd_create: one under /dev/shm, or, where nobody may write there, in the folder for temporary
+    files.  Raises OSError where there is none of these.
+    """
+    if not lacking("memfd_create"):
+        return os.memfd_create(name)
+    shared = "/dev/shm"
+    with tempfile.TemporaryFile(dir=shared if os.access(shared, os.W_OK) else None) as file:
+        return os.dup(file.fileno())
+
+
+CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def control_groups(controller: str, told: Path, root: Path) -> Iterator[Path]:
+    """Folders of the control groups that a process is in, and of those around them, each of which may have a limit.
+
+    ``told``: the process's own ``cgroup`` under /proc; ``root``: where they are mounted.  A container has its own group
+    at ``root``, whatever ``told`` calls it; a batch job has one far below.
+    """
+    lines = told.read_text().splitlines() if told.exists() else ["0::/"]
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount, group = root / controller if controllers else root, PurePosixPath(name)
+        yield from (mount / str(its).lstrip("/") for its in (group, *group.parents) if ".." not in its.parts)
+
+
+def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
+    """How many processes in this one's cgroup, where its workers are, too, the kernel has killed for want of memory.
+
+    0 where that is not told.  ``table``: this process's cgroups; ``mounted``: where cgroups are.
+    """
+    for folder in control_groups("memory", table, mounted):
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError):
+                counts = dict(row.split() for row in (folder / name).read_text().splitlines())
+                return int(counts.get("oom_kill", 0))
+    return 0
+
+
+_XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([^)\s]{1,20})\): (\d+)(?:, pid=(\d+))?", re.MULTILINE)
+_XID_SECONDS = 60.0
+_MOST_RECORDS = 100_000
+"""Of the kernel's log, at one time (some 0.1 s): hosts with many cores keep that many, and workers end seldom."""
+
+
+class KernelLog:
+    """What NVIDIA's driver writes of errors into the kernel's log from now on: Xids, each with a number.
+
+    Where that log cannot be read (most containers, kernel.dmesg_restrict) none is known.
+    """
+
+    def __init__(self, path: str = "/dev/kmsg") -> None:
+        self._log = -1
+        self._xids: deque[tuple[int | None, float, str]] = deque(maxlen=1000)  # process, seconds, what is told
+        with contextlib.suppress(OSError):
+            self._log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self._log, 0, os.SEEK_END)
+
+    def xid(self, pid: int) -> str:
+        """The newest Xid that names process ``pid``, else one that names none (a GPU that is off the bus) and is less
+        than a minute old: "Xid 79 of GPU 0000:c1:00"; empty: there is none."""
+        self._read()
+        since = time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - _XID_SECONDS
+        own = [told for named, _, told in self._xids if named == pid]
+        others = [told for named, at, told in self._xids if named is None and at > since]
+        return (own or others or [""])[-1]
+
+    def _read(self) -> None:
+        for _ in range(_MOST_RECORDS if self._log >= 0 else 0):
+            try:
+                record = os.read(self._log, 8192)
+            except BrokenPipeError:  # the oldest were overwritten before they were read
+                continue
+            except OSError:  # no more at this time, or ever
+                return
+            if not record:
+                return
+            for micros, gpu, number, pid in _XID.findall(record):
+                told = f"Xid {number.decode()} of GPU {gpu.decode()}"
+                self._xids.append((int(pid) if pid else None, int(micros) / 1e6, told))
+
+
+def refused() -> list[str]:
+    """Why nothing can be launched on this host, one line each; empty where the system has what a launch rests on."""
+    reasons = []
+    if not os.path.exists("/proc/self/stat"):
+        reasons.append("/proc is not mounted: the processes of a launch, and a worker's connections, are found there")
+    libc, told = ctypes.CDLL(None, use_errno=True), ctypes.byref(ctypes.c_int())
+    for name, number in (("PR_GET_CHILD_SUBREAPER", 37), ("PR_GET_PDEATHSIG", 2)):
+        if libc.prctl(number, told, 0, 0, 0) != 0:
+            why = os.strerror(ctypes.get_errno())
+            reasons.append(f"prctl({name}) is refused ({why}), and with it what ends a launch's processes: allow prctl")
+    return reasons
+
+
+def open_files() -> int:
+    """How many one process may have; see ``use_all_descriptors``."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return hard if hard != resource.RLIM_INFINITY else sys.maxsize
+
+
+def longest_file() -> int | None:
+    """Bytes; None: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return soft if soft != resource.RLIM_INFINITY else None
+
+
+def shared_memory() -> int:
+    """Bytes of /dev/shm that are left; 0: nobody may write there."""
+    try:
+        there = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return there.f_bavail * there.f_frsize if os.access("/dev/shm", os.W_OK) else 0
+
+
+@dataclass(frozen=True)
+class TaskLimit:
+    """Of processes and threads.  ``remedy``: what to do, with {} for how many there are to be."""
+
+    name: str
+    most: int
+    used: int
+    how: str
+
+    def remedy(self, wanted: int) -> str:
+        return self.how.format(1 << wanted.bit_length())
+
+
+def task_limits(proc: Path = Path("/proc"), mounted: Path = CGROUPS) -> list[TaskLimit]:
+    """Those that hold for this process: of its user (not for root, or with its rights), and of its control groups."""
+    found = []
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if most != resource.RLIM_INFINITY and not _unbounded(proc):
+        found.append(TaskLimit("ulimit -u", most, _tasks_of(os.getuid(), proc), "run ulimit -u {} before recover-run"))
+    for folder in control_groups("pids", proc / "self" / "cgroup", mounted):
+        with contextlib.suppress(OSError, ValueError):  # none here, or "max"
+            limit, used = (int((folder / name).read_text()) for name in ("pids.max", "pids.current"))
+            how = "raise it to {0} (docker --pids-limit {0}, podPidsLimit in Kubernetes, TasksMax={0} of systemd)"
+            found.append(TaskLimit(f"{folder}/pids.max", limit, used, how))
+    return found
+
+
+def _unbounded(proc: Path) -> bool:
+    """Whether RLIMIT_NPROC does not hold for this process: root, CAP_SYS_ADMIN or CAP_SYS_RESOURCE."""
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "status").read_text().splitlines():
+            if line.startswith("CapEff:") and int(line.split()[1], 16) & (1 << 21 | 1 << 24):
+                return True
+    return os.getuid() == 0
+
+
+def _tasks_of(user: int, proc: Path) -> int:
+    """Processes and threads of a user, as far as they are seen here."""
+    count = 0
+    for entry in proc.iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if entry.name.isdecimal() and entry.stat().st_uid == user:
+                count += len(os.listdir(entry / "task"))
+    return count
 
 
 class Forked(Protocol):

@@ -46,6 +46,11 @@ probe_python() {
     fi
 }
 
+# lacks PYTHON: print those functions that a build for an older Linux does not have (uv's and conda's until 2026).
+lacks() {
+    "$1" -E -s -c 'import os; print(*(n for n in ("pidfd_open", "memfd_create") if not hasattr(os, n)))' </dev/null
+}
+
 # list_pythons: print candidates, best first, one path a line; duplicates are possible.  Where RECOVER_PYTHON is set: it.
 list_pythons() {
     local name folder path home=${HOME:-/nonexistent}

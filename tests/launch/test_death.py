@@ -268,8 +268,8 @@ def reaper_of(launch):
     return reapers[0]
 
 
-def start_family(bench, logs="logs"):
-    launch = bench.up(2, bench.script(FAMILY), logs=logs)
+def start_family(bench, logs="logs", environment=None):
+    launch = bench.up(2, bench.script(FAMILY), logs=logs, environment=environment)
     # The launcher, two candidate coordinators, per worker four.
     eventually(lambda: len(launch.left()) == 11, "11 processes run")
     return launch

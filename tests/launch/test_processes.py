@@ -22,20 +22,19 @@ from recover_megatron.launch import processes
 from recover_megatron.launch import reaper as reaper_module
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.processes import (
-    KernelLog,
     Process,
     Subreaper,
     belonging,
     carries,
     find_launch,
     kill_found,
-    memory_kills,
     process_table,
     spawn,
 )
 from recover_megatron.launch.reaper import Reaper, beat
 from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.launch.worker_table import WorkerTable
+from recover_megatron.network import system
 from tests.harness.processes import children, environment
 
 
@@ -269,19 +268,19 @@ def test_a_callback_that_raises_keeps_no_other_from_being_called() -> None:
 )
 def test_what_the_kernel_has_killed_for_want_of_memory_is_counted_by_the_cgroup(tmp_path, line, file, text):
     table, told = tmp_path / "cgroup", tmp_path / "fs" / file
-    assert memory_kills(table, tmp_path / "fs") == 0
+    assert system.memory_kills(table, tmp_path / "fs") == 0
     table.write_text(f"9:name=systemd:/\n{line}\n")
-    assert memory_kills(table, tmp_path / "fs") == 0
+    assert system.memory_kills(table, tmp_path / "fs") == 0
     told.parent.mkdir(parents=True)
     told.write_text(text)
-    assert memory_kills(table, tmp_path / "fs") == (2 if "oom_kill 2" in text else 0)
+    assert system.memory_kills(table, tmp_path / "fs") == (2 if "oom_kill 2" in text else 0)
 
 
 def test_an_xid_is_told_of_the_process_that_it_names_and_one_that_names_none_for_a_minute(tmp_path):
     log = tmp_path / "kmsg"
     now = int(1e6 * time.clock_gettime(time.CLOCK_MONOTONIC_RAW))
     log.write_text(f"4,1,{now},-;NVRM: Xid (PCI:0000:01:00): 31, pid=7, name=python, Ch 00000010\n")
-    known = KernelLog(str(log))
+    known = system.KernelLog(str(log))
     assert known.xid(7) == ""  # of before
     with log.open("a") as kernel:
         kernel.write(f"4,2,{now - 61_000_000},-;NVRM: Xid (PCI:0000:02:00): 79, pid='<unknown>', name=<unknown>, GPU\n")
@@ -291,7 +290,7 @@ def test_an_xid_is_told_of_the_process_that_it_names_and_one_that_names_none_for
     with log.open("a") as kernel:
         kernel.write(f"4,5,{now},-;NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', name=<unknown>, GPU is off\n")
     assert [known.xid(7), known.xid(8)] == ["Xid 94 of GPU 0000:03:00", "Xid 79 of GPU 0000:c1:00"]
-    assert KernelLog(str(tmp_path / "none")).xid(7) == ""
+    assert system.KernelLog(str(tmp_path / "none")).xid(7) == ""
 
 
 @pytest.mark.parametrize(
@@ -306,8 +305,8 @@ def test_an_xid_is_told_of_the_process_that_it_names_and_one_that_names_none_for
 )
 def test_what_the_kernel_tells_of_a_workers_end_is_told(monkeypatch, number, kills, ours, told):
     counts = iter(kills)
-    monkeypatch.setattr(processes, "memory_kills", lambda: next(counts))
-    monkeypatch.setattr(processes, "KernelLog", lambda: SimpleNamespace(xid=lambda pid: "Xid 79"))
+    monkeypatch.setattr(system, "memory_kills", lambda: next(counts))
+    monkeypatch.setattr(system, "KernelLog", lambda: SimpleNamespace(xid=lambda pid: "Xid 79"))
     loop = SimpleNamespace(unwatch=lambda _: None)
     table = WorkerTable(SimpleNamespace(launch_id="x"), loop, None, None, SimpleNamespace(spared=[]), lambda _: None)
     pid = os.posix_spawn("/bin/sleep", ["sleep", "1000"], {}, setpgroup=0)

@@ -23,6 +23,7 @@ from tests.harness.waiting import DEADLINE
 STUB = r"""#!/usr/bin/env bash
 here="$FAKE"
 case "$*" in
+    "-E -s -c import os; print"*) cat "$here/lacks" ;;
     "-E -s -c "*) echo "ok $here/python" ;;
     "-I -m venv "*)
         echo "make ${*:4}" >>"$here/calls"
@@ -60,7 +61,8 @@ class Checkout:
             shutil.copy(REPOSITORY / "scripts" / name, self.root / "scripts" / name)
         (self.root / "pyproject.toml").write_text("# as it is\n")
         put(fake / "python", STUB)
-        for name, text in {"calls": "", "output": "", "gate": "", "status": "0", "version": "3.12.99\n"}.items():
+        answers = {"calls": "", "output": "", "gate": "", "status": "0", "version": "3.12.99\n", "lacks": ""}
+        for name, text in answers.items():
             (fake / name).write_text(text)
 
     def start(self, **changes: str | None) -> subprocess.Popen[str]:
@@ -117,6 +119,13 @@ def test_it_installs_what_has_changed_and_nothing_where_nothing_has(checkout: Ch
     assert checkout.calls() == ["pip"]
     checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
     checkout.run()
+    assert checkout.calls() == ["make", "pip"]
+
+
+def test_a_python_that_was_built_for_an_older_linux_is_taken_and_named(checkout: Checkout) -> None:
+    (checkout.fake / "lacks").write_text("pidfd_open memfd_create\n")
+    said = checkout.run()
+    assert f"note: {checkout.fake}/python was built for an older Linux, without os.pidfd_open, os.memfd_create." in said
     assert checkout.calls() == ["make", "pip"]
 
 

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import psutil
 
+from recover_megatron.launch.forecast import needs_of
 from recover_megatron.membership.client import Observer
 from recover_megatron.membership.records import MembershipError
 from recover_megatron.membership.wire import Secret
@@ -338,6 +339,10 @@ class Soak:
             report.problems.append(f"another training than the reference: {error}")
         for samples in self._samples.values():
             report.problems += growth(samples)
+        used, needs = self._samples["worker 0"], needs_of(FLAGS, WORKERS, WORKERS, {}, cpu=True)
+        files, tasks = max(one.descriptors for one in used), WORKERS * max(one.threads for one in used)
+        if not needs.least_files < files <= needs.files <= 2 * files or not tasks <= needs.tasks <= 2 * tasks:
+            report.problems.append(f"recover-run counts with {needs}: worker 0 had {files} files, all {tasks} threads")
         last = sorted(self._seconds[-max(1, len(self._seconds) // 10) :])
         report.seconds = last[len(last) // 2]
 

@@ -227,9 +227,15 @@ def _is_connected(sock: socket.socket) -> bool:
 
 
 def machine() -> str:
-    """Equal on two processes if one may see the other's descriptors under /proc: same boot, same namespaces."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.stat('/proc/self/ns/user').st_ino}"
+    """Equal on two processes if one may see the other's descriptors under /proc: same boot, same namespaces.
+
+    "-" where the system does not tell.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.stat('/proc/self/ns/user').st_ino}"
+    except OSError:
+        return "-"
 
 
 class SharedMemory:
@@ -248,11 +254,19 @@ class SharedMemory:
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     @classmethod
-    def make(cls, count: int, size: int) -> SharedMemory:
-        descriptor = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, count * size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return cls(descriptor, count, size)
+    def make(cls, count: int, size: int) -> SharedMemory | None:
+        """None where it cannot be had: no memfd_create (``network.system``), or files may not be that long."""
+        try:
+            descriptor = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except (AttributeError, OSError):
+            return None
+        try:
+            os.ftruncate(descriptor, count * size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(descriptor, count, size)
+        except (AttributeError, OSError):
+            os.close(descriptor)
+            return None
 
     @classmethod
     def open(cls, pid: int, descriptor: int, count: int, size: int) -> SharedMemory | None:
@@ -261,11 +275,11 @@ class SharedMemory:
             mine = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
         try:
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
             if fcntl.fcntl(mine, fcntl.F_GET_SEALS) & seals != seals or os.fstat(mine).st_size != count * size:
                 raise OSError("not the memory of a ring")
-        except OSError:
+        except (AttributeError, OSError):
             os.close(mine)
             return None
         return cls(mine, count, size)
@@ -297,13 +311,13 @@ class RingListener:
     It can be made before the ring is known.  A worker that tells its address with the status with which it joins an
     epoch needs no store: with the plan everybody has been told all addresses.
 
-    ``host``: the address of this machine that the others can reach.  ``slots``: number and bytes of the slots; None:
-    everything goes through the connections.
+    ``host``: the address of this machine that the others can reach.  ``slots``: number and bytes of the slots; None, or
+    where there is no shared memory: everything goes through the connections.
     """
 
     def __init__(self, host: str, slots: tuple[int, int] | None) -> None:
         self.listener, address = listen(host, _BACKLOG)
-        self._slots = SharedMemory.make(*slots) if slots else None
+        self._slots = SharedMemory.make(*slots) if slots and machine() != "-" else None
         offer = f"{machine()}:{os.getpid()}:{self._slots.descriptor}" if self._slots else "-"
         self.address = f"{address} {offer}"
         """For the predecessor: one line of text."""
