@@ -135,6 +135,7 @@ def test_data_that_is_there_or_elsewhere_is_no_mistake(tmp_path: Path) -> None:
         [*BATCH, "18", "--step-batch-size-schedule", "0:24"],
         [*BATCH, "18", "--decrease-batch-size-if-needed"],
         ["--num-attention-heads", "5", "--use-checkpoint-args"],
+        ["--use-checkpoint-args", "--use-mp-args-from-checkpoint-args", "--tensor-model-parallel-size", "3"],
         ["--hidden-size", "100", "--num-attention-heads", "8", "--kv-channels", "16"],
         [*BATCH, "36", "--overlap-grad-reduce", "--lr-decay-style", "cosine", "--override-opt-param-scheduler"],
         [*TOKENIZER, "HuggingFaceTokenizer", "--tokenizer-model", "meta-llama/Llama-3.1-8B"],

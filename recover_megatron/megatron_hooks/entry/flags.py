@@ -22,7 +22,7 @@ from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError, traceback_wanted
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
-from recover_megatron.megatron_hooks.layout import inner_ranks_of
+from recover_megatron.megatron_hooks.layout import batches_to_come, inner_ranks_of, misfits
 from recover_megatron.megatron_hooks.refused import (
     EMERGING,
     cannot_grow,
@@ -193,17 +193,11 @@ def _layout(args: argparse.Namespace) -> list[str]:
 
 
 def _batch(args: argparse.Namespace, ranks: int) -> list[str]:
-    """A global batch that is no whole number of microbatches for every data-parallel rank."""
-    micro, whole = getattr(args, "micro_batch_size", None), getattr(args, "global_batch_size", None)
-    scheduled = getattr(args, "rampup_batch_size", None) or getattr(args, "step_batch_size_schedule", None)
-    if not micro or not whole or scheduled or getattr(args, "decrease_batch_size_if_needed", False):
-        return []
-    if whole % (micro * ranks) == 0:
-        return []
-    return [
-        f"global batch size {whole} is not a multiple of micro batch size {micro} x {ranks} data-parallel ranks: "
-        "change --global-batch-size, --micro-batch-size or the number of workers"
-    ]
+    """Global batches that are no whole number of microbatches for every data-parallel rank.
+
+    Of a run that resumes with a schedule only train() knows which are still to come.
+    """
+    return [] if getattr(args, "rampup_batch_size", None) else misfits(args, ranks, batches_to_come(args))
 
 
 def _data(args: argparse.Namespace) -> list[str]:
