@@ -122,6 +122,7 @@ BAD = [
     (GOOD, "--num-layers four", "argument --num-layers: invalid int value: 'four'"),
     (GOOD, "--hidden-size 33", "Megatron refuses these flags"),
     (GOOD, "--recover --recover-log-dir /proc/nowhere", "--recover-log-dir /proc/nowhere: "),
+    (GOOD, "--save /proc/nowhere --save-interval 1", "--save /proc/nowhere: "),
     (GOOD, "--recover --recover-min-replicas 0", "--recover-min-replicas 0: give 1 or more"),
     (GOOD, "--wandb-project mine", "--wandb-project mine needs the Python package wandb, which is not"),
     (GOOD, "--tokenizer-type TikTokenizer", "--tokenizer-type TikTokenizer needs the Python package tiktoken"),

@@ -21,6 +21,7 @@ from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError, traceback_wanted
+from recover_megatron.log_writer import why_not_used
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.layout import batches_to_come, inner_ranks_of, misfits
 from recover_megatron.megatron_hooks.refused import (
@@ -138,13 +139,13 @@ def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
 
 def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
-    found = [*_layout(args), *_data(args), *_device(args), *_packages(args)]
+    found = [*_layout(args), *_data(args), *_device(args), *_packages(args), *_folders(args, config)]
     if config.enabled:
         found += [*arguments.problems(config), *_injection(args, config), *_number_of_replicas(args, config)]
         world = int(os.environ.get("WORLD_SIZE", "1"))
         found += not_settled(args)
         found += [*cannot_recover(args, config), *cannot_shard(args, config), *cannot_shard_model(args, config, world)]
-        found += [*hostdevice.never_summed(args), *cannot_use_nccl(config), *_log_dir(config.log_dir)]
+        found += [*hostdevice.never_summed(args), *cannot_use_nccl(config)]
     elif config.inject is not None:
         found.append("--recover-inject needs --recover: without it nothing is injected, and no death is survived")
     return found
@@ -293,14 +294,19 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     ]
 
 
-def _log_dir(folder: Path | None) -> list[str]:
-    """A folder for steps.jsonl that cannot be made or written, found before the first iteration has been trained."""
-    if folder is None:
-        return []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return [f"--recover-log-dir {folder}: {error.strerror}; choose a folder that can be written"]
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return [f"--recover-log-dir {folder} cannot be written: choose another folder, or change its permissions"]
-    return []
+def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+    """Folders that cannot be made or written, found before the first iteration has been trained: of what is logged, and
+    of the first worker those of checkpoints.
+    """
+    wanted = {"--recover-log-dir": config.log_dir if config.enabled else None}
+    if os.environ.get("RANK", "0") == "0":  # other hosts need not have it: one worker may write all
+        wanted |= {f"--{its.replace('_', '-')}": getattr(args, its, None) for its in SAVES}
+    return [
+        f"{flag} {folder}: {why}; choose a folder that can be written"
+        for flag, folder in wanted.items()
+        if folder and "://" not in str(folder) and (why := why_not_used(Path(folder)))
+    ]
+
+
+SAVES = ("save", "non_persistent_global_ckpt_dir")
+"""Arguments of Megatron's that name a folder into which nothing is written before the first checkpoint."""
