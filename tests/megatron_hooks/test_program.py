@@ -122,6 +122,7 @@ BAD = [
     (GOOD, "--num-layers four", "argument --num-layers: invalid int value: 'four'"),
     (GOOD, "--hidden-size 33", "Megatron refuses these flags"),
     (GOOD, "--recover --recover-log-dir /proc/nowhere", "--recover-log-dir /proc/nowhere: "),
+    (GOOD, "--eval-interval 0", "give --eval-interval N, above 0 (and --eval-iters 0, if nothing is to be"),
     (GOOD, "--save /proc/nowhere --save-interval 1", "--save /proc/nowhere: "),
     (GOOD, "--recover --recover-min-replicas 0", "--recover-min-replicas 0: give 1 or more"),
     (GOOD, "--wandb-project mine", "--wandb-project mine needs the Python package wandb, which is not"),

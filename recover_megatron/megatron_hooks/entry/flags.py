@@ -139,7 +139,14 @@ def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
 
 def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
-    found = [*_layout(args), *_data(args), *_device(args), *_packages(args), *_folders(args, config)]
+    found = [
+        *_layout(args),
+        *_data(args),
+        *_device(args),
+        *_packages(args),
+        *_evaluation(args),
+        *_folders(args, config),
+    ]
     if config.enabled:
         found += [*arguments.problems(config), *_injection(args, config), *_number_of_replicas(args, config)]
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -229,6 +236,20 @@ def _data(args: argparse.Namespace) -> list[str]:
         if path and "://" not in path and not Path(path).is_file():
             found.append(f"--{flag.replace('_', '-')} {path}: no such file")
     return found
+
+
+def _evaluation(args: argparse.Namespace) -> list[str]:
+    """Megatron divides by the interval when it has built the model, whether it is given or not."""
+    if (
+        getattr(args, "eval_interval", 1)
+        or getattr(args, "full_validation", False)
+        or getattr(args, "skip_train", False)
+    ):
+        return []
+    return [
+        "give --eval-interval N, above 0 (and --eval-iters 0, if nothing is to be evaluated): without it Megatron ends "
+        "with an error of its own when it counts its samples"
+    ]
 
 
 def _packages(args: argparse.Namespace) -> list[str]:
