@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 import threading
 import time
 from collections import deque
@@ -299,3 +300,13 @@ def flush_all(files: Iterable[Aside], seconds: float = FLUSH_SECONDS) -> None:
     for file in files:
         if not file.flush(seconds):
             seconds = PATIENCE_SECONDS
+
+
+def why_not_used(folder: Path) -> str:
+    """Why ``folder`` cannot be made, or no file in it, tried with one that is gone at once; empty: both can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

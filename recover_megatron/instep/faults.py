@@ -91,11 +91,13 @@ class OtherPosition(InStepError):
 
 
 class CheckpointFailed(InStepError):
-    """A checkpoint cannot be written.  ``own``: by this worker; others can."""
+    """A checkpoint cannot be written.  ``own``: by this worker; others can.  ``to_folder``: the folder does not let it
+    be, which needs no traceback.
+    """
 
-    def __init__(self, message: str, *, own: bool) -> None:
+    def __init__(self, message: str, *, own: bool, to_folder: bool = False) -> None:
         super().__init__(message)
-        self.own = own
+        self.own, self.to_folder = own, to_folder
 
 
 class UnknownOperation(InStepError):
@@ -131,6 +133,11 @@ DISK_QUOTA = "Disk quota exceeded"
 _FULL_SIGNS = ("No space left on device", DISK_QUOTA)
 _FULL_BYTES = 1 << 16
 """A file system with less to give is full: torch's writer of archives does not say why it failed."""
+
+_FILE_NUMBERS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
+"""Of what is met with an open file, whose name the error does not have."""
+_ARCHIVE = "PytorchStreamWriter failed"
+"""torch's writer of archives: nor has its error."""
 
 _OWN_NUMBERS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, *_FULL_NUMBERS)
 
@@ -222,7 +229,7 @@ def _is_of_device(error: BaseException) -> bool:
 
 def is_full(error: BaseException, folder: str) -> bool:
     """Whether ``error``, met while a file was written in ``folder``, means that its file system has no space left."""
-    if any(_is(each, _FULL_NUMBERS, _FULL_SIGNS) for each in _causes(error)):
+    if any(_is(each, _FULL_NUMBERS, _FULL_SIGNS) and not _is_elsewhere(each, folder) for each in _causes(error)):
         return True
     try:
         status = os.statvfs(folder)
@@ -231,10 +238,26 @@ def is_full(error: BaseException, folder: str) -> bool:
     return status.f_bavail * status.f_frsize < _FULL_BYTES
 
 
+def is_write(error: BaseException, folder: str) -> bool:
+    """Whether ``error`` says of ``folder``, or of a file in it, that it cannot be written."""
+    if is_full(error, folder) or is_of_folder(error, folder):
+        return True
+    found = [each for each in _causes(error) if not _is_elsewhere(each, folder)]
+    return any(_is(each, _FILE_NUMBERS, (_ARCHIVE,)) for each in found)
+
+
 def is_of_folder(error: BaseException, folder: str) -> bool:
     """Whether ``error`` was met with ``folder`` or something in it, by the names that the system's errors have."""
-    names = [repr(folder), os.path.join(folder, "")]
-    return any(_any_in([str(each)], names) for each in _causes(error))
+    return any(_names(each, folder) for each in _causes(error))
+
+
+def _names(error: BaseException, folder: str) -> bool:
+    return _any_in([str(error)], [repr(folder), os.path.join(folder, "")])
+
+
+def _is_elsewhere(error: BaseException, folder: str) -> bool:
+    """Whether it names a file, and none in ``folder``."""
+    return isinstance(error, OSError) and error.filename is not None and not _names(error, folder)
 
 
 def _is(error: BaseException, numbers: tuple[int, ...], signs: tuple[str, ...]) -> bool:

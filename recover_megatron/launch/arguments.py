@@ -16,7 +16,6 @@ import shlex
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -400,19 +399,8 @@ def check_files(options: Options) -> list[str]:
     reasons = []
     if options.script is not None:
         reasons += check_module(options.script) if options.module else check_script(options.script)
-    if options.log_dir is not None:
-        why = readers.why_not_written(options.log_dir)
-        try:
-            if not why and not options.check:
-                options.log_dir.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=options.log_dir):
-                    pass
-        except OSError as error:
-            why = error.strerror or str(error)
-        if why:
-            reasons.append(
-                f"--log-dir {options.log_dir} cannot be written ({why}): name a folder that you may write to"
-            )
+    if options.log_dir is not None and (why := readers.why_not_written(options.log_dir, tried=not options.check)):
+        reasons.append(f"--log-dir {options.log_dir} cannot be written ({why}): name a folder that you may write to")
     return reasons
 
 

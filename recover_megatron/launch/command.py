@@ -177,8 +177,9 @@ def _check_folders(options: arguments.Options) -> list[str]:
     folder = Path(saves) if saves and "://" not in saves else None
     reasons: list[str | None] = []
     known = is_known(str(options.script), options.script_args)
-    if folder and known and options.node_rank == 0 and not options.join and (why := readers.why_not_written(folder)):
-        reasons.append(f"--save {saves} cannot be written ({why}): no checkpoint could be saved there")
+    if folder and known and options.node_rank == 0 and not options.join:
+        why = readers.why_not_written(folder, tried=not options.check)
+        reasons += [f"--save {saves} cannot be written ({why}): no checkpoint could be saved there"] if why else []
     if options.check:
         for option, place in (("--log-dir", options.log_dir), ("--save", folder)):
             lock = FolderLock(place, NOBODY, lambda text: None, option, needed=False) if place else None

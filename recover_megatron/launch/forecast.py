@@ -28,6 +28,8 @@ EXPERT, EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-paralle
 MAPPING, SPREAD = "--use-tp-pp-dp-mapping", "--use-distributed-optimizer"
 FSDP, INSTANCES = "--use-megatron-fsdp", "--num-distributed-optimizer-instances"
 OUTER = "--outer-dp-sharding-strategy"
+SIZES_ELSEWHERE = ("--yaml-cfg", "--use-mp-args-from-checkpoint-args")
+"""With one of these the sizes of a replica are in a file."""
 SHADOWS = "--recover-shadow-shards 2"
 
 
@@ -75,9 +77,9 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
 
     Raises ValueError and IndexError for what is no number, UserError for a wrong value of ``--recover-*``.
     """
-    names = [*SIZES.values(), EXPERT, EXPERT_TENSOR, MAPPING, SPREAD, FSDP, INSTANCES, OUTER, "--yaml-cfg"]
+    names = [*SIZES.values(), EXPERT, EXPERT_TENSOR, MAPPING, SPREAD, FSDP, INSTANCES, OUTER, *SIZES_ELSEWHERE]
     found = given_flags(script_args, names)
-    if "--yaml-cfg" in found:
+    if any(name in found for name in SIZES_ELSEWHERE):
         return None
 
     def number(name: str, default: int) -> int:

@@ -26,6 +26,7 @@ from recover_megatron.launch.forecast import (
     EXPERT_TENSOR,
     INSTANCES,
     SIZES,
+    SIZES_ELSEWHERE,
     Needs,
     given_flags,
     needs_of,
@@ -159,14 +160,14 @@ def _metrics(config: RecoverConfig) -> list[str]:
 
 
 def _layout(script_args: Sequence[str], world: int) -> list[str]:
-    given = given_flags(script_args, [*SIZES.values(), EXPERT, EXPERT_TENSOR, "--yaml-cfg"])
+    given = given_flags(script_args, [*SIZES.values(), EXPERT, EXPERT_TENSOR, *SIZES_ELSEWHERE])
     try:
         sizes = {name: int(given[name][-1]) for name in SIZES.values() if name in given}
         expert, expert_tensor = (int(given[name][-1]) if name in given else 0 for name in (EXPERT, EXPERT_TENSOR))
     except (ValueError, IndexError):
         return []  # ``_numbers`` says which is no number
     replica = prod(sizes.values())
-    if "--yaml-cfg" in given or replica < 1 or expert < 0 or expert_tensor < 0:
+    if any(name in given for name in SIZES_ELSEWHERE) or replica < 1 or expert < 0 or expert_tensor < 0:
         return []
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     change = "start a multiple of that (recover-run --nproc-per-node, --nnodes) or change these sizes"
@@ -200,9 +201,9 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
 
     Only where no other flag has Megatron count in another way; it makes all of its checks itself.
     """
-    alone = ("--yaml-cfg", "--save", "--save-interval", "--train-iters", "--train-samples", "--skip-train")
-    given = given_flags(script_args, [*NUMBERS, *alone])
-    if "--yaml-cfg" in given:
+    alone = ("--save", "--save-interval", "--train-iters", "--train-samples", "--skip-train")
+    given = given_flags(script_args, [*NUMBERS, *alone, *SIZES_ELSEWHERE])
+    if any(name in given for name in SIZES_ELSEWHERE):
         return []
     found: list[str] = []
     number: dict[str, int] = {}
@@ -236,7 +237,7 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
         found.append(f"{POSITIONS} {number[POSITIONS]} is below {SEQUENCE} {number[SEQUENCE]}: raise it")
     if "--save" in given and "--save-interval" not in given:
         found.append("--save needs --save-interval N: save a checkpoint every N iterations")
-    if LAYERS in given and MICRO in given and not any(name in given for name in alone[3:]):  # meant to be all flags
+    if LAYERS in given and MICRO in given and not any(name in given for name in alone[2:]):  # meant to be all flags
         found.append("how long is the training? give --train-iters N, or --train-samples N")
     return found
 

@@ -26,6 +26,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from recover_megatron.log_writer import why_not_used
+
 PROC = Path("/proc/driver/nvidia/gpus")
 """NVIDIA's driver has a folder here for each GPU."""
 
@@ -155,16 +157,16 @@ def check_module(module: str) -> list[str]:
     return []
 
 
-def why_not_written(folder: Path) -> str:
+def why_not_written(folder: Path, *, tried: bool = False) -> str:
     """Why nobody here can write into ``folder``, which may have to be made; empty: nothing speaks against it.
 
-    Nothing is made, so what only shows then (a full disk) is not seen.
+    Unless it is to be ``tried``, nothing is made, so what only shows then (a full disk) is not seen.
     """
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
     if not there.is_dir():
         return f"{there} is no folder"
     if os.access(there, os.W_OK | os.X_OK):
-        return ""
+        return why_not_used(folder) if tried else ""
     read_only = os.statvfs(there).f_flag & os.ST_RDONLY
     return os.strerror(errno.EROFS if read_only else errno.EACCES)
 

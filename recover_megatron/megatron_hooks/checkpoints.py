@@ -34,6 +34,7 @@ from recover_megatron.instep.faults import (
     is_full,
     is_of_folder,
     is_own,
+    is_write,
     signature,
 )
 from recover_megatron.instep.recovery import Recovery
@@ -318,9 +319,10 @@ class Checkpoints:
         for folder in [*self._folders, *(folder for each in self._under_way for folder in each.folders)]:
             discard(folder)  # nobody will complete it without this worker, and the others need the space
         why, own = _reason(error, save)
-        last = self._records.last_checkpoint()
+        last, to_folder = self._records.last_checkpoint(), is_write(error, save)
+        failed = f"cannot be written to {save}" if to_folder else "has failed"
         raise CheckpointFailed(
-            f"{what} cannot be written to {save}: {why}. The last checkpoint: {last}", own=own
+            f"{what} {failed}: {why}. The last checkpoint: {last}", own=own, to_folder=to_folder
         ) from error
 
     def _abandon(self, recovery: Recovery) -> None:
@@ -346,7 +348,7 @@ class Checkpoints:
 
 
 def _reason(error: BaseException, save: str) -> tuple[str, bool]:
-    """Why a checkpoint cannot be written to ``save``, and whether that is a matter of this worker alone."""
+    """Why there is no checkpoint in ``save``, and whether that is a matter of this worker alone."""
     if isinstance(error, PartFailed):
         why, own = str(error), error.own
     else:

@@ -3,6 +3,7 @@
 torch.distributed.init_process_group     the default group  --> EpochGroup
 parallel_state.create_group              of several replicas --> EpochGroup
                                          of one replica      --> SwappableGroup, noted by ModelParallelGroups
+torch.distributed.new_group              of several replicas, called by others --> EpochGroup
 a new plan                               global ranks count the slots in which somebody stands, without gaps: rank 0
                                          prints, the last rank logs, checkpoints are written by ranks 0 .. n-1;
                                          sizes in Megatron's arguments stay those of the launch
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import get_args
 
+from recover_megatron import integrate
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.instep.assignment import Assignment
@@ -34,7 +37,7 @@ from recover_megatron.instep.grid import LaunchGrid, Slot, launch_grid
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.process_group import EpochGroup, register, register_new, renumber, stands_in
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.traffic import WORLD, Caller, Mode, Traffic
+from recover_megatron.instep.traffic import WORLD, Caller, Mode, Traffic, caller
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, writers
 from recover_megatron.megatron_hooks.fsdp.state import install_meshes
@@ -115,10 +118,14 @@ class Groups:
         self._own: list[SwappableGroup] = []
         self._mates: SwappableGroup | None = None
         self._lists: dict[str, Any] = {}
+        self._creating = False
+        """Whether Megatron makes a group, of which ``_create_group`` knows all that there is to know."""
 
     def install(self, loop: Loop) -> None:
         """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
         monkeypatch.wrap("create_group", self._create_group)
+        for module in (dist, dist.distributed_c10d):
+            integrate.wrap(module, "new_group", ("ranks",), self._new_group, monkeypatch.SUPPORTED)
         loop.wrap("initialize", self._initialize)
         # Megatron takes a line with another number of GPUs than `args.world_size` for one of another job, and then
         # finds no start of its own.
@@ -175,11 +182,18 @@ class Groups:
         return self._grid
 
     def _create_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            self._creating = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._creating = False
+
         def create_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
             grid = self._known_grid(dist.get_world_size())
             members = tuple(map(Slot, range(dist.get_world_size()) if ranks is None else ranks))
             if self.traffic.slot not in members:
-                return dist.GroupMember.NON_GROUP_MEMBER if self.alone else original(ranks, *args, **kwargs)
+                return dist.GroupMember.NON_GROUP_MEMBER if self.alone else create(ranks, *args, **kwargs)
             label = str(kwargs.get("group_desc", "")).lower()
             options = kwargs.get("pg_options")  # what Megatron found for this group (--nccl-communicator-config-path)
             inside = len({grid.place(slot)[0] for slot in members}) == 1
@@ -191,9 +205,9 @@ class Groups:
                     group = self._inside(group, members, label, backend, options)
                 register_new(group, members, backend)
                 return group
-            group = self.inside.make(lambda: original(ranks, *args, **kwargs)) if inside else None
+            group = self.inside.make(lambda: create(ranks, *args, **kwargs)) if inside else None
             if group is None:
-                group = original(ranks, *args, **kwargs)
+                group = create(ranks, *args, **kwargs)
                 outside: Any = EpochGroup(self.traffic, group, members, label, places)
             else:
                 outside = self._inside(group, members, label, str(dist.get_backend(group)), options)
@@ -204,6 +218,41 @@ class Groups:
             return outside
 
         return create_group
+
+    def _new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What a script makes itself is seen, too, where it reaches over replicas: `traffic` knows what it may do."""
+
+        def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self._creating or not dist.is_initialized():
+                return original(ranks, *args, **kwargs)
+            traffic, world = self.traffic, dist.get_world_size()
+            grid, slots = self._known_grid(world), [Slot(rank) for rank in range(world)]
+            begun = traffic.mode not in (Mode.STARTING, Mode.ALONE)
+            if begun and traffic.recovery is not None:
+                slots = list(traffic.recovery.assignment.standing)
+            members = tuple(slots[rank] for rank in (range(world) if ranks is None else sorted(ranks)))
+            if traffic.me not in members and traffic.mode is Mode.ALONE:
+                return dist.GroupMember.NON_GROUP_MEMBER
+            if traffic.me not in members or len({grid.place(slot)[0] for slot in members}) == 1:
+                return original(ranks, *args, **kwargs)
+            label = str(kwargs.get("group_desc") or "new_group").lower()
+            if begun:
+                where = (
+                    "and was not there when the training began, so who comes later would not have it: make it before"
+                )
+                its = EpochGroup(traffic, None, members, label)
+                traffic.refuse(replace(caller(), operation="new_group"), its, where)
+            if traffic.mode is Mode.ALONE:
+                made = EpochGroup(traffic, None, members, label, grid.column(members))
+                register_new(made, members, str(kwargs.get("backend") or dist.get_backend()))
+                return made
+            group = original(ranks, *args, **kwargs)
+            members = tuple(map(Slot, dist.get_process_group_ranks(group)))  # in its order
+            made = EpochGroup(traffic, group, members, label, grid.column(members))
+            register(made, group)
+            return made
+
+        return new_group
 
     def _inside(self, group: Any, members: tuple[Slot, ...], label: str, backend: str, options: Any) -> SwappableGroup:
         positions = [self.grid.place(slot)[1] for slot in members]

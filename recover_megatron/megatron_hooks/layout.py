@@ -1,8 +1,10 @@
-"""How Megatron lays workers out: pure arithmetic, no state of Megatron's."""
+"""How Megatron lays workers and batches out: pure arithmetic, no state of Megatron's."""
 
 from __future__ import annotations
 
-from math import prod
+import itertools
+from math import inf, prod
+from pathlib import Path
 from typing import Any
 
 from recover_megatron.workload.domains import data_parallel_ranks_per_replica
@@ -22,6 +24,68 @@ def inner_ranks_of(args: Any, world: int) -> int:
         expert=getattr(args, "expert_model_parallel_size", 1) or 1,
         expert_tensor=getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size,
     )
+
+
+def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) -> list[int]:
+    """The global batches, in samples, of a run that has consumed so many samples in so many iterations, in their order.
+
+    ``args``: also such as Megatron has not looked at.  Empty where they do not tell: Megatron will refuse them, or
+    ``consumed`` is None, not known yet, and the run goes on with a schedule where a checkpoint ends.
+    """
+    schedule, fixed = getattr(args, "step_batch_size_schedule", None), getattr(args, "global_batch_size", None)
+    if not schedule:
+        return [fixed] if fixed else []
+    if consumed is None:
+        if _resumes(args):
+            return []
+        consumed = 0
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator as Calculator
+
+    try:
+        entries = Calculator._parse_schedule(schedule, getattr(args, "seq_length", None))
+    except ValueError:
+        return []
+    left, samples = (getattr(args, "train_iters", None) or inf) - iteration, getattr(args, "train_samples", None) or inf
+    if interval := getattr(args, "exit_interval", None):  # the next run may have other workers
+        left = min(left, interval - iteration % interval)
+    found: list[int] = []
+    for (_, size), following in zip(entries, [start for start, _ in entries[1:]] + [inf], strict=True):
+        end = min(following, samples)
+        if size < 1 or left < 1 or end <= consumed:
+            continue
+        found.append(size)
+        steps = inf if end == inf else -((consumed - end) // size)
+        consumed, left = consumed + steps * size, left - steps
+    return found
+
+
+def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
+    """Why Megatron would end in the middle of these batches with so many data-parallel ranks; empty: it takes them."""
+    micro, steps = getattr(args, "micro_batch_size", None), bool(getattr(args, "step_batch_size_schedule", None))
+    if not micro or getattr(args, "decrease_batch_size_if_needed", False):
+        return []
+    named = "batch size {} of --step-batch-size-schedule" if steps else "global batch size {}"
+    change = "--step-batch-size-schedule" if steps else "--global-batch-size"
+    found = [
+        f"{named.format(size)} is not a multiple of micro batch size {micro} x {ranks} data-parallel ranks: "
+        f"change {change}, --micro-batch-size or the number of workers"
+        for size in dict.fromkeys(batches)
+        if size % (micro * ranks)
+    ]
+    return found + [
+        f"--step-batch-size-schedule: {after} after {before}: Megatron takes no batch of fewer microbatches than the "
+        "one before"
+        for before, after in itertools.pairwise(batches)
+        if after // (micro * ranks) < before // (micro * ranks)
+    ]
+
+
+def _resumes(args: Any) -> bool:
+    """Whether the run goes on where a checkpoint ends, as far as the tracker file tells."""
+    load = getattr(args, "load", None)
+    if not load or getattr(args, "finetune", False):
+        return False
+    return "://" in load or (Path(load) / "latest_checkpointed_iteration.txt").is_file()
 
 
 def rolls_back(args: Any) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.megatron_hooks.entry import flags
-from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge
+from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge, with_those_of_checkpoint
 from recover_megatron.megatron_hooks.monkeypatch import find_megatron
 
 
@@ -51,7 +51,7 @@ def parsing(parse_args: Callable[..., argparse.Namespace]) -> Callable[..., argp
             config = config_from_argv(sys.argv[1:])
             provider = flags.arguments_provider(config, [extra_args_provider] if extra_args_provider else [])
             args: argparse.Namespace = flags.in_plain_words(lambda: parse_args(provider, ignore_unknown_args))
-            if reasons := flags.problems(args, config):
+            if reasons := flags.problems(with_those_of_checkpoint(args), config):
                 raise UserError(*reasons)
         return args
 

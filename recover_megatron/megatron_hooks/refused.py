@@ -38,6 +38,7 @@ from recover_megatron.hostdevice.flags import (
     unless,
 )
 from recover_megatron.logger import get_logger
+from recover_megatron.megatron_hooks.layout import batches_to_come
 from recover_megatron.workload.assign import runs
 
 log = get_logger(__name__)
@@ -220,7 +221,7 @@ def cannot_grow(args: argparse.Namespace, config: RecoverConfig, replicas: int, 
         found.append(f"{flag}: this run has {replicas} at its launch: give at least as many, or leave it out")
     if replicas < 2:
         found.append(f"{flag} needs a launch of two replicas at least: with one nothing is summed over replicas")
-    micro, whole = getattr(args, "micro_batch_size", None), getattr(args, "global_batch_size", None)
+    micro, whole = getattr(args, "micro_batch_size", None), min(batches_to_come(args), default=None)
     least = _least(args) * lanes
     if micro and whole and whole // (micro * least) < config.max_replicas:
         why = f" of {least} microbatches at least (an interleaved pipeline)" if least > lanes else ""
@@ -252,11 +253,13 @@ def _groups_of_microbatches(args: argparse.Namespace) -> list[str]:
         return []
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     ranks = int(os.environ.get("WORLD_SIZE", "1")) // model
-    micro, whole = getattr(args, "micro_batch_size", None), getattr(args, "global_batch_size", None)
-    if not micro or not whole or ranks < 1 or runs(whole // (micro * ranks), stages, group):
+    micro = getattr(args, "micro_batch_size", None)
+    if not micro or ranks < 1:
         return []
-    return [f"{flag} {group}: an interleaved pipeline of {stages} stages cannot run the {whole // (micro * ranks)} "
-            f"microbatches of a rank in such groups: each, also the last one, needs {stages} at least"]  # fmt: skip
+    shares = (whole // (micro * ranks) for whole in batches_to_come(args))
+    return [f"{flag} {group}: an interleaved pipeline of {stages} stages cannot run the {share} microbatches of a rank "
+            f"in such groups: each, also the last one, needs {stages} at least"
+            for share in shares if not runs(share, stages, group)]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

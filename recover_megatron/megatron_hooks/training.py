@@ -36,6 +36,7 @@ from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import sources_of
 from recover_megatron.megatron_hooks.evaluation import Evaluation
 from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.megatron_hooks.layout import batches_to_come, misfits
 from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
@@ -178,6 +179,7 @@ class TrainingHooks:
         ) -> Any:  # fmt: skip
             late = self.begun  # a newcomer, which waited without a model until it was to build one
             if not late:
+                _check_batches(get_args())
                 self._groups.recovery = self._make_recovery()
             parts = self._take_up(model, optimizer, scheduler, validation, late=late)
             rejoin = Rejoin(self.recovery, self._groups, parts, self._checkpoints, self._blame, self.step_guard)
@@ -309,3 +311,11 @@ class TrainingHooks:
         progress.mark("optimizer")
         progress.inject("optimizer")
         return losses
+
+
+def _check_batches(args: Any) -> None:
+    """Raise UserError where an entry of a schedule of batches that is still to come would end the run (`flags`)."""
+    if getattr(args, "step_batch_size_schedule", None):
+        batches = batches_to_come(args, args.consumed_train_samples, args.iteration)
+        if reasons := misfits(args, args.data_parallel_size, batches):
+            raise UserError(*reasons)

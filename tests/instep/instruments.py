@@ -329,6 +329,7 @@ def reaching(where: str) -> None:
     """Have users reach over replicas.
 
     loss        the loss function averages what it logs over the data-parallel group, in the step
+    own         the same, over a group that the script made itself when it was asked for its data
     optimizer   from the third iteration on the last stage takes a maximum over replicas before the optimizer's step
     log         the last stage sums two things after each step, in place, and the stages meet in between; it prints
                 them, and worker 3 kills itself before the second sum of the third iteration
@@ -340,12 +341,17 @@ def reaching(where: str) -> None:
     from recover_megatron.megatron_hooks.entry import gpt_script
 
     loss_func, step = gpt_script.loss_func, optimizer.FP32Optimizer.step_with_ready_grads
-    training_log = training.training_log
+    training_log, data = training.training_log, gpt_script.train_valid_test_datasets_provider
+    own: list[Any] = []
 
     def averaging(*args: Any, **kwargs: Any) -> Any:
         loss, tokens, logged = loss_func(*args, **kwargs)
-        dist.all_reduce(loss.detach().clone(), group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(loss.detach().clone(), group=own[0] if own else parallel_state.get_data_parallel_group())
         return loss, tokens, logged
+
+    def making(*args: Any, **kwargs: Any) -> Any:
+        own.append(dist.new_group(list(range(dist.get_world_size()))))
+        return data(*args, **kwargs)
 
     def stepping(self: Any) -> Any:
         if get_args().curr_iteration >= 2 and parallel_state.is_pipeline_last_stage():
@@ -364,8 +370,10 @@ def reaching(where: str) -> None:
             print(f"summed {name} in {get_args().curr_iteration + 1}: {value.item():g}", flush=True)
         return result
 
-    if where == "loss":
+    if where in ("loss", "own"):
         gpt_script.loss_func = averaging
+    if where == "own":
+        gpt_script.train_valid_test_datasets_provider = making
     if where == "optimizer":
         optimizer.FP32Optimizer.step_with_ready_grads = stepping
     if where == "log":

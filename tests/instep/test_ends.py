@@ -12,10 +12,12 @@ import pytest
 
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_SAME_FAULT
 from tests.drawn import EVERYTHING
+from tests.harness.forkserver import ForkServer
 from tests.harness.processes import mount
 from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check_steps, check_steps_until
-from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
+from tests.launch.pretrain_struck import __file__ as STRUCK
+from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, SCHEDULE
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +54,18 @@ def test_without_a_complete_replica_the_survivors_end_with_10_and_say_what_was_l
         said = result.log(worker)
         assert f"Workers lost: {told}; alive" in said, said
         assert f"iteration 8 in {tmp_path / 'checkpoints'}" in said, said
+
+
+@pytest.mark.parametrize("tensor", ["1", "2"])
+def test_who_waits_for_the_first_plan_when_another_one_dies_ends_with_10(
+    forkserver: ForkServer, tmp_path: Path, tensor: str
+) -> None:
+    """In train() already, and with nobody who would end it: the run may be started again."""
+    argv = [STRUCK, *MODEL, *SCHEDULE, *MOCK, "--recover", "--tensor-model-parallel-size", tensor]
+    struck = {"STRUCK_AT": "join", "STRUCK_RANKS": "1", "STRUCK_FOLDER": str(tmp_path)}
+    run = forkserver.run(4, argv, tmp_path, environment=struck, timeout=120)
+    assert run.codes == [EXIT_NO_REPLICA, -9, EXIT_NO_REPLICA, EXIT_NO_REPLICA], run.tail()
+    assert "worker 1 died before the training began, which needs all workers" in run.logs[0].read_text()
 
 
 @pytest.mark.parametrize("layout", [DP4, PP2], ids=lambda layout: layout.name)

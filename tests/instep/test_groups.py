@@ -24,7 +24,7 @@ from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.process_group import EpochGroup, register_new
 from recover_megatron.instep.rendezvous import Kept
 from recover_megatron.instep.traffic import Caller, Mode, Staged, Traffic
-from recover_megatron.megatron_hooks.groups import is_known
+from recover_megatron.megatron_hooks.groups import Groups, is_known
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.doubles.nccl import library as nccl_double
 from tests.harness.waiting import DEADLINE
@@ -95,6 +95,63 @@ def test_what_is_not_known_ends_the_run_and_names_the_place(traffic: Traffic, gr
     assert "data_parallel" in text
     (told,) = traffic.recovery.session.said  # type: ignore[union-attr]
     assert told == (1, text)
+
+
+class Torchs(dist.ProcessGroup):
+    """A group that torch has made, as far as it is looked at."""
+
+    group_name = "torch's"
+
+
+@pytest.fixture
+def script_makes(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """``dist.new_group`` as a script calls it on worker 1 of three; torch's own is a stand-in."""
+    groups = Groups(Slot(1), (), torch.device("cpu"))
+    assignment: Any = traffic.recovery.assignment  # type: ignore[union-attr]
+    assignment.standing = {Slot(rank): rank for rank in REPLICAS}
+    groups._grid, groups.traffic, made = assignment.grid, traffic, list[Any]()
+
+    def torchs(ranks: list[int], **_: Any) -> Any:
+        made.append(Torchs(0, len(ranks)))
+        register_new(made[-1], tuple(map(Slot, sorted(ranks))), "gloo")
+        return made[-1]
+
+    new_group = groups._new_group(torchs)
+
+    def makes(*ranks: Any, **options: Any) -> Any:
+        with monkeypatch.context() as patches:
+            patches.setattr(dist, "is_initialized", lambda: True)
+            patches.setattr(dist, "get_world_size", lambda: 3)
+            return new_group(*ranks, **options)
+
+    yield makes
+    for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks, c10d._world.pg_backend_config):
+        for group in list(table):
+            if group in made or isinstance(group, EpochGroup):
+                table.pop(group)
+
+
+def test_a_group_that_a_script_makes_over_replicas_is_seen(traffic: Traffic, script_makes: Callable[..., Any]) -> None:
+    """And one inside a replica is torch's."""
+    traffic.mode = Mode.STARTING
+    over, inside = script_makes([2, 1]), script_makes([1])
+    assert (type(over), over.workers, over.label) == (EpochGroup, (1, 2), "new_group")
+    assert not isinstance(inside, EpochGroup)
+    traffic.mode = Mode.STEP
+    with pytest.raises(UnknownOperation, match=f"allreduce at {__file__}:.* \\(group new_group of 2 workers\\)"):
+        dist.all_reduce(ones(), group=over)
+    traffic.mode = Mode.ALONE
+    assert script_makes([0, 1, 2], backend="gloo", group_desc="Mine").label == "mine"
+
+
+@pytest.mark.parametrize("mode", [Mode.STEP, Mode.OPEN, Mode.SECTION])
+def test_a_group_over_replicas_that_is_made_too_late_is_named(
+    traffic: Traffic, script_makes: Callable[..., Any], mode: Mode
+) -> None:
+    traffic.mode = mode
+    with pytest.raises(UnknownOperation, match=f"new_group at {__file__}:.* was not there when the training began"):
+        script_makes([0, 1])
+    assert not isinstance(script_makes([0, 2]), EpochGroup), "this worker has no part in it"
 
 
 def test_functional_collectives_do_not_pass_by(group: EpochGroup) -> None:

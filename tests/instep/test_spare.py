@@ -26,7 +26,7 @@ from recover_megatron.instep.spare import (
     Spare,
     UntakenPlaces,
 )
-from recover_megatron.membership.records import CoordinatorLost, EpochRevoked
+from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, EpochRevoked
 from tests.harness.waiting import DEADLINE
 
 FRESH = Decision(5, {0: (0, 1), 1: (2, 3)}, (4,), at=7, fresh=(1,), version=6, holders={2: (0,), 3: (1,)})
@@ -208,6 +208,23 @@ def test_an_orphan_may_take_as_long_to_leave_as_its_last_mark_allows(allowed: fl
     session.ends.put(None)
     assert orphan._spare is not None
     assert isinstance(orphan._spare.arrive(), RunOver)
+
+
+def test_a_death_before_the_first_plan_ends_who_waits_for_it_with_a_code_that_is_requeued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("recover_megatron.instep.orphan.os._exit", end)
+    session: Any = SimpleNamespace(plan=None, dead={1}, opened_members={0})
+    mine: Any = SimpleNamespace(present=lambda: (None, False))
+    others: Any = SimpleNamespace(why="", opened=lambda epoch, workers: None)
+    orphan = Orphan(session, HOOKS, others, mine, others, others, others, at_launch=True)
+    with pytest.raises(SystemExit, match=f"^{EXIT_NO_REPLICA}$"):
+        orphan.revoked(1, "worker 1 died")
+    session.plan = object()
+    orphan.revoked(2, "worker 1 died")  # this worker's main thread is about to take up the first plan
 
 
 class Told:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.launch import arguments, preflight, readers
+from recover_megatron.launch import arguments, command, preflight, readers
 from recover_megatron.launch.forecast import Forecast, forecast
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
@@ -135,6 +135,7 @@ def test_data_that_is_there_or_elsewhere_is_no_mistake(tmp_path: Path) -> None:
         [*BATCH, "18", "--step-batch-size-schedule", "0:24"],
         [*BATCH, "18", "--decrease-batch-size-if-needed"],
         ["--num-attention-heads", "5", "--use-checkpoint-args"],
+        ["--use-checkpoint-args", "--use-mp-args-from-checkpoint-args", "--tensor-model-parallel-size", "3"],
         ["--hidden-size", "100", "--num-attention-heads", "8", "--kv-channels", "16"],
         [*BATCH, "36", "--overlap-grad-reduce", "--lr-decay-style", "cosine", "--override-opt-param-scheduler"],
         [*TOKENIZER, "HuggingFaceTokenizer", "--tokenizer-model", "meta-llama/Llama-3.1-8B"],
@@ -197,6 +198,15 @@ def test_more_workers_than_gpus_are_refused_where_processes_may_use_gpus(
     assert "3 workers on this node, spares included, but it has 2 GPUs" in preflight.devices(TRAINING, GOOD, 3, two)[0]
     assert preflight.devices(TRAINING, GOOD, 2, two) == preflight.devices("train.py", GOOD, 3, two) == []
     assert preflight.devices(TRAINING, [*GOOD, "--recover-device", "cpu"], 3, two) == []
+
+
+def test_the_folder_of_checkpoints_is_tried_before_anything_is_started(tmp_path: Path) -> None:
+    """In /proc root may write, by its permissions, and nobody can."""
+    for folder, words in (("/proc/none", ["--save /proc/none cannot be written ("]), (str(tmp_path / "a" / "b"), [])):
+        options, _ = arguments.parse([TRAINING, *GOOD, "--save", folder])
+        reasons = command._check_folders(options)
+        assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * len(words)
+    assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 def test_of_a_script_that_is_not_megatrons_only_our_own_flags_are_looked_at() -> None:

@@ -1,7 +1,11 @@
-"""Where the parts of a checkpoint go: to a folder of the attempt until all are written, then to the checkpoint."""
+"""Where the parts of a checkpoint go: to a folder of the attempt until all are written, then to the checkpoint.
+
+And what is said where one fails.
+"""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +13,7 @@ from typing import Any
 import pytest
 
 from recover_megatron.instep.attempts import Attempt
+from recover_megatron.instep.faults import CheckpointFailed, is_full
 from recover_megatron.megatron_hooks import checkpoints
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 
@@ -37,3 +42,35 @@ def test_what_is_written_after_the_tracker_file_belongs_to_the_checkpoint(
     ours._publish(recovery, ours._folders)
     final = tmp_path / "iter_0000008"
     assert sorted(path.name for path in final.iterdir()) == ["part", "tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("error", "to_folder"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/save/attempt_4"), True),
+        (RuntimeError("RuntimeError: File too large (in /save/attempt_4/__2_0.distcp)"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/segment"), False),
+        (PermissionError(errno.EACCES, "Permission denied", "/elsewhere/of-a-hook"), False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), False),
+        (ValueError("a hook's"), False),
+    ],
+    ids=repr,
+)
+def test_that_a_folder_cannot_be_written_is_said_where_a_write_to_it_has_failed(
+    error: Exception, to_folder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "recover_megatron.instep.faults.os.statvfs", lambda _: SimpleNamespace(f_bavail=9, f_frsize=1 << 20)
+    )
+    monkeypatch.setattr(checkpoints, "get_args", lambda: SimpleNamespace(save="/save"))
+    groups: Any = None
+    records: Any = SimpleNamespace(last_checkpoint=lambda: "none")
+    with pytest.raises(CheckpointFailed) as failed:
+        Checkpoints(groups, records, lambda: None)._explain(error, "the checkpoint of iteration 4")
+    words = "cannot be written to /save" if to_folder else "has failed"
+    told = "No space left on device" if is_full(error, "/save") else f"{type(error).__name__}: {error}"
+    assert str(failed.value) == f"the checkpoint of iteration 4 {words}: {told}. The last checkpoint: none"
+    assert failed.value.to_folder is to_folder

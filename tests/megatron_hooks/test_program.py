@@ -36,9 +36,11 @@ from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
 from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
 from recover_megatron.megatron_hooks.entry.flags import arguments_provider
-from recover_megatron.megatron_hooks.entry.program import HANDLERS, EndedEarly, validated
+from recover_megatron.megatron_hooks.entry.program import HANDLERS, EndedEarly, with_those_of_checkpoint
+from recover_megatron.megatron_hooks.layout import batches_to_come
 from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard
+from recover_megatron.megatron_hooks.training import _check_batches
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.processes import python
@@ -120,6 +122,8 @@ BAD = [
     (GOOD, "--num-layers four", "argument --num-layers: invalid int value: 'four'"),
     (GOOD, "--hidden-size 33", "Megatron refuses these flags"),
     (GOOD, "--recover --recover-log-dir /proc/nowhere", "--recover-log-dir /proc/nowhere: "),
+    (GOOD, "--eval-interval 0", "give --eval-interval N, above 0 (and --eval-iters 0, if nothing is to be"),
+    (GOOD, "--save /proc/nowhere --save-interval 1", "--save /proc/nowhere: "),
     (GOOD, "--recover --recover-min-replicas 0", "--recover-min-replicas 0: give 1 or more"),
     (GOOD, "--wandb-project mine", "--wandb-project mine needs the Python package wandb, which is not"),
     (GOOD, "--tokenizer-type TikTokenizer", "--tokenizer-type TikTokenizer needs the Python package tiktoken"),
@@ -609,7 +613,80 @@ def test_why_the_sizes_of_a_checkpoint_cannot_be_read_is_told(tmp_path: Path) ->
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     args = parsed(True, "--use-checkpoint-args", "--load", str(tmp_path))
     with pytest.raises(UserError, match=r"--use-checkpoint-args: Megatron ends: .*could not load the checkpoint"):
-        validated(args)
+        with_those_of_checkpoint(args)
+    with pytest.raises(UserError, match="--use-checkpoint-args needs a checkpoint: give --load FOLDER"):
+        with_those_of_checkpoint(parsed(True, "--use-checkpoint-args"))
+
+
+def test_flags_are_checked_with_the_sizes_that_the_checkpoint_has(forkserver: ForkServer, tmp_path: Path) -> None:
+    """Those of the model, and, with another flag, of a replica: two workers, which three are no multiple of."""
+    names = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
+    folder = tmp_path / "saved" / "iter_0000004" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("4")
+    saved = {"args": parsed(True, *MODEL, "--tensor-model-parallel-size", "2"), "iteration": 4}
+    torch.save(saved | {"checkpoint_version": 3.0}, folder / "model_optim_rng.pt")
+    words = [word for at, word in enumerate(GOOD) if not {*names} & {*GOOD[max(0, at - 1) : at + 1]}]
+    words += ["--use-checkpoint-args", "--load", str(tmp_path / "saved"), "--ckpt-format", "torch"]
+    words += ["--use-mp-args-from-checkpoint-args"]
+    said = refusal(forkserver, tmp_path, [*words, "--recover"], workers=3)
+    assert "3 workers cannot hold whole replicas of 2 (--tensor-model-parallel-size 2)" in said
+    words += ["--tensor-model-parallel-size", "4", "--global-batch-size", "15"]
+    said = refusal(forkserver, tmp_path, words, workers=2)
+    assert "global batch size 15 is not a multiple of micro batch size 2 x 1" in said
+
+
+def scheduled(batches: str, **others: Any) -> argparse.Namespace:
+    """A schedule of batches, by tokens: micro batches of two samples of 32."""
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+    args = {"micro_batch_size": 2, "seq_length": 32, "step_batch_size_schedule": batches, "train_iters": 20, **sizes}
+    return argparse.Namespace(**args | others)
+
+
+@pytest.mark.parametrize(
+    ("batches", "others", "words"),
+    [("0:6 1536:12", {}, []),
+     ("0:6 1536:8", {}, ["batch size 8 of --step-batch-size-schedule is not a multiple of micro batch size 2 x 3"]),
+     ("0:6 1536:8", {"train_iters": None, "train_samples": 48}, []),
+     ("0:6 1536:8", {"train_iters": None, "train_samples": 49}, ["batch size 8 of"]),
+     ("0:6 1536:8", {"train_iters": 8}, []),
+     ("0:6 1536:8", {"train_iters": 9}, ["batch size 8 of"]),
+     ("0:6 1536:8", {"exit_interval": 8}, []),
+     ("0:12 32:8 384:6", {}, ["6 after 12: Megatron takes no batch of fewer microbatches"]),
+     ("0:7 1536:8", {}, ["batch size 7 of", "batch size 8 of"]),
+     ("nonsense", {}, [])],
+)  # fmt: skip
+def test_every_batch_of_a_schedule_that_comes_must_divide(
+    batches: str, others: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By three data-parallel ranks; others than come are as the user likes."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    reasons = flag_checks._layout(scheduled(batches, **others))
+    assert len(reasons) == len(words), reasons
+    assert all(word in reason for word, reason in zip(words, reasons, strict=True))
+
+
+def test_of_a_run_that_resumes_the_batches_before_it_are_left_alone(tmp_path: Path) -> None:
+    """More workers than it began with may not take the first ones; Megatron would not look at them either."""
+    args = scheduled("0:6 1536:8", load=str(tmp_path), data_parallel_size=4, consumed_train_samples=48, iteration=8)
+    assert batches_to_come(args) == [6, 8], "there is no checkpoint in it"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    assert batches_to_come(args) == []
+    _check_batches(args)
+    args.consumed_train_samples = 42
+    with pytest.raises(UserError, match="batch size 6 of --step-batch-size-schedule is not a multiple of"):
+        _check_batches(args)
+
+
+def test_each_batch_of_a_schedule_must_have_enough_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the replicas that the run may grow to, and for the groups of an interleaved pipeline."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = scheduled("0:6 1536:16", dataloader_type="single", microbatch_group_size_per_vp_stage=5)
+    reasons = refused.cannot_grow(args, RecoverConfig(enabled=True, max_replicas=4), 2, 1)
+    assert ["a global batch of 3 microbatches is enough for 3" in reason for reason in reasons] == [True]
+    args.pipeline_model_parallel_size = 4
+    reasons = refused._groups_of_microbatches(args)
+    assert [" cannot run the 3 microbatches of a rank" in reason for reason in reasons] == [True, False]
 
 
 @pytest.mark.parametrize(("flags", "taken"), [("--bf16", True), ("", False), ("--bf16 --use-megatron-fsdp", False)])

@@ -35,7 +35,7 @@ from recover_megatron import hostdevice, script_flags, variables
 from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.spec import InjectedExit, InjectedFault, Injector, parse_spec
 from recover_megatron.collectives import torch_nccl
-from recover_megatron.errors import UserError
+from recover_megatron.errors import UserError, traceback_wanted
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.faults import (
@@ -244,7 +244,9 @@ class FaultTolerance:
         if isinstance(error, EndedEarly) and not started:
             _end(1, f"worker {self._me} ends: {error}; what it said of that is above")
         text = "".join(traceback.format_exception(error))
-        write_stderr(text)
+        in_words = isinstance(error, CheckpointFailed) and error.to_folder and not traceback_wanted()
+        if not in_words:
+            write_stderr(text)
         if not started and (is_communication(error) or isinstance(error, torch.distributed.DistError)):
             # Not a fault of its own: whoever starts the run again may do so.
             lost = "lost touch with another one before the training began"
@@ -270,6 +272,8 @@ class FaultTolerance:
                     self._session.wait_revoked(EXCEPTION_REPORT_SECONDS)
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             _end(error.code, f"worker {self._me} exits with {error.code}")
+        if in_words:
+            _end(1, f"worker {self._me} ends: {error} (RECOVER_TRACEBACK=1 shows the traceback)")
         whose = "a CUDA error: its device or its context is broken" if broken else "an exception of its own"
         _end(1, f"worker {self._me} ends by {whose} ({signature(error)[:200]}); its traceback is above")
 

@@ -21,8 +21,9 @@ from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError, traceback_wanted
+from recover_megatron.log_writer import why_not_used
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
-from recover_megatron.megatron_hooks.layout import inner_ranks_of
+from recover_megatron.megatron_hooks.layout import batches_to_come, inner_ranks_of, misfits
 from recover_megatron.megatron_hooks.refused import (
     EMERGING,
     cannot_grow,
@@ -138,13 +139,20 @@ def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
 
 def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
-    found = [*_layout(args), *_data(args), *_device(args), *_packages(args)]
+    found = [
+        *_layout(args),
+        *_data(args),
+        *_device(args),
+        *_packages(args),
+        *_evaluation(args),
+        *_folders(args, config),
+    ]
     if config.enabled:
         found += [*arguments.problems(config), *_injection(args, config), *_number_of_replicas(args, config)]
         world = int(os.environ.get("WORLD_SIZE", "1"))
         found += not_settled(args)
         found += [*cannot_recover(args, config), *cannot_shard(args, config), *cannot_shard_model(args, config, world)]
-        found += [*hostdevice.never_summed(args), *cannot_use_nccl(config), *_log_dir(config.log_dir)]
+        found += [*hostdevice.never_summed(args), *cannot_use_nccl(config)]
     elif config.inject is not None:
         found.append("--recover-inject needs --recover: without it nothing is injected, and no death is survived")
     return found
@@ -193,17 +201,11 @@ def _layout(args: argparse.Namespace) -> list[str]:
 
 
 def _batch(args: argparse.Namespace, ranks: int) -> list[str]:
-    """A global batch that is no whole number of microbatches for every data-parallel rank."""
-    micro, whole = getattr(args, "micro_batch_size", None), getattr(args, "global_batch_size", None)
-    scheduled = getattr(args, "rampup_batch_size", None) or getattr(args, "step_batch_size_schedule", None)
-    if not micro or not whole or scheduled or getattr(args, "decrease_batch_size_if_needed", False):
-        return []
-    if whole % (micro * ranks) == 0:
-        return []
-    return [
-        f"global batch size {whole} is not a multiple of micro batch size {micro} x {ranks} data-parallel ranks: "
-        "change --global-batch-size, --micro-batch-size or the number of workers"
-    ]
+    """Global batches that are no whole number of microbatches for every data-parallel rank.
+
+    Of a run that resumes with a schedule only train() knows which are still to come.
+    """
+    return [] if getattr(args, "rampup_batch_size", None) else misfits(args, ranks, batches_to_come(args))
 
 
 def _data(args: argparse.Namespace) -> list[str]:
@@ -234,6 +236,20 @@ def _data(args: argparse.Namespace) -> list[str]:
         if path and "://" not in path and not Path(path).is_file():
             found.append(f"--{flag.replace('_', '-')} {path}: no such file")
     return found
+
+
+def _evaluation(args: argparse.Namespace) -> list[str]:
+    """Megatron divides by the interval when it has built the model, whether it is given or not."""
+    if (
+        getattr(args, "eval_interval", 1)
+        or getattr(args, "full_validation", False)
+        or getattr(args, "skip_train", False)
+    ):
+        return []
+    return [
+        "give --eval-interval N, above 0 (and --eval-iters 0, if nothing is to be evaluated): without it Megatron ends "
+        "with an error of its own when it counts its samples"
+    ]
 
 
 def _packages(args: argparse.Namespace) -> list[str]:
@@ -299,14 +315,19 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     ]
 
 
-def _log_dir(folder: Path | None) -> list[str]:
-    """A folder for steps.jsonl that cannot be made or written, found before the first iteration has been trained."""
-    if folder is None:
-        return []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return [f"--recover-log-dir {folder}: {error.strerror}; choose a folder that can be written"]
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return [f"--recover-log-dir {folder} cannot be written: choose another folder, or change its permissions"]
-    return []
+def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+    """Folders that cannot be made or written, found before the first iteration has been trained: of what is logged, and
+    of the first worker those of checkpoints.
+    """
+    wanted = {"--recover-log-dir": config.log_dir if config.enabled else None}
+    if os.environ.get("RANK", "0") == "0":  # other hosts need not have it: one worker may write all
+        wanted |= {f"--{its.replace('_', '-')}": getattr(args, its, None) for its in SAVES}
+    return [
+        f"{flag} {folder}: {why}; choose a folder that can be written"
+        for flag, folder in wanted.items()
+        if folder and "://" not in str(folder) and (why := why_not_used(Path(folder)))
+    ]
+
+
+SAVES = ("save", "non_persistent_global_ckpt_dir")
+"""Arguments of Megatron's that name a folder into which nothing is written before the first checkpoint."""

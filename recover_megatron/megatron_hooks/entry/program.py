@@ -57,7 +57,7 @@ class Program:
 
     def check(self) -> None:
         """Parse ``sys.argv`` as Megatron will and raise UserError with every reason why the run cannot start."""
-        args = self._parse()
+        args = with_those_of_checkpoint(self._parse())
         if reasons := flags.problems(args, self.config):
             raise UserError(*reasons)
         hostdevice.warn_of_what_is_never_summed(args)
@@ -80,7 +80,12 @@ class Program:
         if self.config.enabled:
             from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
 
-            survive(self.config, lambda: self._pretrain(training.pretrain), lambda: validated(self._parse()))
+            parse = self._parse
+            survive(
+                self.config,
+                lambda: self._pretrain(training.pretrain),
+                lambda: validated(with_those_of_checkpoint(parse())),
+            )
             return
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
         self._pretrain(pretrain, store=store)
@@ -144,26 +149,31 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
     found = copy.deepcopy(args)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if getattr(found, "use_checkpoint_args", False):
-            _take_those_of_checkpoint(found)
         flags.in_plain_words(partial(arguments.validate_args, found, dict(DEFAULTS)))
     return found
 
 
-def _take_those_of_checkpoint(args: argparse.Namespace) -> None:
-    """--use-checkpoint-args: as Megatron does before it validates; without a checkpoint they stay as they are.
+def with_those_of_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
+    """What --use-checkpoint-args makes of parsed arguments, as Megatron does before it validates; else as they are.
 
-    Raises UserError where Megatron would only say why, and end as if all were well.
+    In silence, on a copy: Megatron does it again in its turn.  Without a checkpoint they stay as they are, too.  Raises
+    UserError where Megatron refuses, or would only say why, and end as if all were well.
     """
+    if not getattr(args, "use_checkpoint_args", False):
+        return args
     from megatron.training.checkpointing import load_args_from_checkpoint
 
-    said = io.StringIO()
+    if args.load is None and getattr(args, "pretrained_checkpoint", None) is None:
+        raise UserError("--use-checkpoint-args needs a checkpoint: give --load FOLDER, or --pretrained-checkpoint")
+    said, found = io.StringIO(), copy.deepcopy(args)
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             for folder in ("pretrained_checkpoint", "load"):
-                load_args_from_checkpoint(args, load_arg=folder)
+                flags.in_plain_words(partial(load_args_from_checkpoint, found, load_arg=folder))
     except SystemExit:
         raise UserError(f"--use-checkpoint-args: Megatron ends: {' '.join(said.getvalue().split())}") from None
+    return found
 
 
 def load(config: RecoverConfig) -> Program:
