@@ -211,7 +211,6 @@ def install_building_alone(groups: Groups, loop: Loop) -> None:
 
     load_checkpoint                      nothing is read: the state comes from a peer
     build_train_valid_test_data_loaders  whether there is data is what rank 0 says at launch: there is, they train
-    append_to_progress_log               no job begins
     """
 
     def no_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,14 +227,6 @@ def install_building_alone(groups: Groups, loop: Loop) -> None:
 
         return build_train_valid_test_data_loaders
 
-    def no_job_begins(original: Callable[..., Any]) -> Callable[..., Any]:
-        def append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
-            # Not for good: with a place it waits for all others where they write of a checkpoint, as they do for it.
-            return None if groups.traffic.mode is Mode.ALONE else original(*args, **kwargs)
-
-        return append_to_progress_log
-
-    loop.wrap("progress_log", no_job_begins)
     loop.wrap("load", no_checkpoint)
     loop.wrap("loaders", data_is_there)
 
