@@ -50,7 +50,8 @@ from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.checkpoints import CHECKPOINT_SECONDS, Checkpoints
+from recover_megatron.megatron_hooks.checkpoints import Checkpoints
+from recover_megatron.megatron_hooks.children import moved
 from recover_megatron.megatron_hooks.fsdp.state import forget_meshes
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Console, Records
@@ -279,7 +280,6 @@ class Rollback:
         take_up: list[Callable[[], None]] = []
 
         def run() -> None:
-            recovery.progress.mark("rollback", allow=CHECKPOINT_SECONDS)
             state.go_back(target.iteration)
             recovery.progress.inject("rollback")
             take_up.clear()
@@ -297,7 +297,7 @@ class Rollback:
             recovery.progress.inject("rollback")
 
         if target.source != HELD:  # else all have begun from that state when they took their places
-            recovery.sections.run("rollback", run)
+            recovery.sections.run("rollback", recovery.progress.moving("rollback", run, moved))
             take_up[0]()
         self._done = decision.epoch
         tier = "memory" if target.source in (HELD, MEMORY) else "disk"
