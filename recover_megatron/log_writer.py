@@ -205,17 +205,20 @@ class Aside:
         self._say(f"{self._what} {trouble}; the run goes on without it")
 
 
-def open_to_append(path: Path) -> int:
+def open_to_append(path: Path, *, drop_cut: bool = False) -> int:
     """A descriptor for adding lines to ``path``, whose folder is made; a last line that was cut gets its end.
 
-    Raises OSError.
+    ``drop_cut``: it is removed.  Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         info = os.fstat(descriptor)
         if stat.S_ISREG(info.st_mode) and info.st_size and os.pread(descriptor, 1, info.st_size - 1) != b"\n":
-            os.write(descriptor, b"\n")
+            if drop_cut:
+                os.ftruncate(descriptor, os.pread(descriptor, info.st_size, 0).rfind(b"\n") + 1)
+            else:
+                os.write(descriptor, b"\n")
     except OSError:
         os.close(descriptor)
         raise

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Checkpoint, Decision
@@ -78,10 +78,21 @@ class Hooks(Protocol):
 FIRST_SECONDS = 600.0
 """What a worker's first decision may take beyond the hang timeout between two marks: kernels are compiled in it."""
 
+STORAGE_SECONDS = 3600.0
+"""How long a checkpoint may take to be written or read, beyond the hang timeout, while not a byte is moved."""
+LOOK_SECONDS = 1.0
+LEAST_BYTES = 1 << 16
+"""Fewer may be those of messages."""
+
+T = TypeVar("T")
+
 
 @dataclass(eq=False)
 class ProgressReports:
-    """The decision that this worker works on (`rendezvous`), and what it does in it.  Written by the main thread."""
+    """The decision that this worker works on (`rendezvous`), and what it does in it.
+
+    Written by the main thread, but for marks that are made again (``moving``).
+    """
 
     _session: Session
     _hooks: Hooks
@@ -96,6 +107,8 @@ class ProgressReports:
     _warm: bool = field(default=False, init=False)
     """Whether this worker has done all that is done for the first time only."""
     _allow: float = field(default=0.0, init=False)
+    _waits: bool = field(default=False, init=False)
+    _marking: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def begin(self) -> int:
         """The number of the next decision, which begins."""
@@ -119,10 +132,11 @@ class ProgressReports:
 
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress: see ``Session.mark``.  ``allow``: seconds beyond the hang timeout until the next mark."""
-        self.microbatch, self.phase, self._allow = microbatch, phase, allow
-        if microbatch is not None:
-            self.tried.add(microbatch)
-        self._session.mark(self._hooks.iteration(), phase, microbatch, waiting, self.allowed)
+        with self._marking:
+            self.microbatch, self.phase, self._allow, self._waits = microbatch, phase, allow, waiting
+            if microbatch is not None:
+                self.tried.add(microbatch)
+            self._session.mark(self._hooks.iteration(), phase, microbatch, waiting, self.allowed)
 
     @property
     def allowed(self) -> float:
@@ -147,6 +161,33 @@ class ProgressReports:
         self.inject(phase)
         yield
         self.mark(before, microbatch=microbatch, allow=allow)
+
+    def moving(self, phase: str, work: Callable[[], T], moved: Callable[[], int]) -> Callable[[], T]:
+        """Do ``work`` in ``phase``, in which files are written or read; as long as ``moved`` changes that is progress.
+
+        ``moved()``: how many bytes were read and written by now.  Without progress an hour is allowed.
+        """
+
+        def look(over: threading.Event) -> None:
+            last = moved()
+            while not over.wait(LOOK_SECONDS):
+                if abs((now := moved()) - last) >= LEAST_BYTES:
+                    last = now
+                    with self._marking:
+                        if self.phase == phase and not self._waits:
+                            self._session.mark(self._hooks.iteration(), phase, self.microbatch, False, self.allowed)
+
+        def do() -> T:
+            self.mark(phase, allow=STORAGE_SECONDS)
+            over = threading.Event()
+            with suppress(RuntimeError):  # no thread can be started: then an hour is all that it may take
+                threading.Thread(target=look, args=(over,), name="recover-moving", daemon=True).start()
+            try:
+                return work()
+            finally:
+                over.set()
+
+        return do
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
         """Inject a fault if one is due in this phase of ``iteration``; None: of that under way."""

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from recover_megatron import variables
 from recover_megatron.arguments import config_or_defaults, spares_from_argv
@@ -19,7 +20,7 @@ from recover_megatron.launch import arguments, peers, preflight, readers, slurm,
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_test import command_of
-from recover_megatron.launch.forecast import Forecast, forecast
+from recover_megatron.launch.forecast import Forecast, forecast, given_flags
 from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
 from recover_megatron.launch.plan import LaunchPlan, is_known, saves_checkpoints
@@ -73,7 +74,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
                 log.info("what the loss of a node would cost:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
         plan = _plan(options, reserved, attempt)
-        save_lock, lock = _lock_folders(plan)
+        others, lock = _lock_folders(plan)
     except arguments.UsageError as error:
         if len(error.reasons) == 1:
             log.info(error.reasons[0])
@@ -93,7 +94,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
         use_all_descriptors()  # a connection of each worker of the run to the store counts, too
     if lock and plan.joins:
         plan = replace(plan, run_id=lock.run_id)
-    return Supervisor(plan, reserved, os.environ, lock, save_lock).run()
+    return Supervisor(plan, reserved, os.environ, lock, others).run()
 
 
 def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
@@ -173,42 +174,64 @@ def _tell_others(
 def _check_folders(options: arguments.Options) -> list[str]:
     """The reasons against --save, into which node 0 writes every checkpoint; and, where nothing is started that would
     take them, against folders that another run uses."""
-    saves = save_folder(options.script_args) if saves_checkpoints(str(options.script), options.script_args) else None
-    folder = Path(saves) if saves and "://" not in saves else None
+    folders = _named_folders(saves_checkpoints(str(options.script), options.script_args), options.script_args)
     reasons: list[str | None] = []
     known = is_known(str(options.script), options.script_args)
-    if folder and known and options.node_rank == 0 and not options.join:
-        why = readers.why_not_written(folder, tried=not options.check)
-        reasons += [f"--save {saves} cannot be written ({why}): no checkpoint could be saved there"] if why else []
+    writes, tried = known and options.node_rank == 0 and not options.join, not options.check
+    if writes and (folder := folders.get("--save")) and (why := readers.why_not_written(folder, tried=tried)):
+        reasons.append(f"--save {folder} cannot be written ({why}): no checkpoint could be saved there")
     if options.check:
-        for option, place in (("--log-dir", options.log_dir), ("--save", folder)):
+        for option, place in {"--log-dir": options.log_dir, **folders}.items():
             lock = FolderLock(place, NOBODY, lambda text: None, option, needed=False) if place else None
             reasons += [lock.look()] if lock else []
     return [reason for reason in reasons if reason]
+
+
+def _named_folders(saves: bool, script_args: Sequence[str]) -> dict[str, Path]:
+    """Those that the script's arguments name, in which one run at a time may write, by flag.
+
+    ``saves``: whether its --save is Megatron's.
+    """
+    save = save_folder(script_args) if saves else None
+    found = {"--save": save} if save and "://" not in save else {}
+    flag = "--recover-log-dir"
+    if "--recover" in script_args and (logs := given_flags(script_args, [flag]).get(flag)):
+        found[flag] = logs[-1]
+    return {name: Path(folder) for name, folder in found.items()}
 
 
 def _forecast(options: arguments.Options) -> Forecast | None:
     return forecast(options.script or "", options.script_args, options.nnodes, options.nproc_per_node)
 
 
-def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | None]:
-    """The locks of --save and of the log folder, held if this node knows which run it is.  Raises UsageError."""
+def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None]:
+    """The locks of folders that the script's arguments name, and of the log folder, held if this node knows which run
+    it is.  Raises UsageError."""
     started, address = time.time(), (plan.master_addr, plan.master_port)
     mine = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
-    saves = save_folder(plan.script_args) if plan.saves else None
-    save_lock, lock = None, FolderLock(plan.log_dir, mine, log.info) if plan.log_dir else None
-    if saves and "://" not in saves and not (plan.log_dir and plan.log_dir.resolve() == Path(saves).resolve()):
+    lock = FolderLock(plan.log_dir, mine, log.info) if plan.log_dir else None
+    folders = {plan.log_dir.resolve()} if plan.log_dir else set()
+    others: list[FolderLock] = []
+    for option, folder in _named_folders(plan.saves, plan.script_args).items():
+        if folder.resolve() in folders:
+            continue
+        folders.add(folder.resolve())
         with contextlib.suppress(OSError):  # which the lock says
-            Path(saves).mkdir(parents=True, exist_ok=True)
-        save_lock = FolderLock(Path(saves).resolve(), mine, log.info, "--save", needed=False)
-        if (reason := _hold(save_lock, plan)) and not plan.joins:
-            raise arguments.UsageError([reason])
-        save_lock = None if reason else save_lock  # the run that is joined may be known by another address
+            folder.mkdir(parents=True, exist_ok=True)
+        other = FolderLock(folder.resolve(), mine, log.info, option, needed=False)
+        if not (reason := _hold(other, plan)):
+            others.append(other)
+        elif not plan.joins:  # the run that is joined may be known by another address
+            _refuse(others, reason)
     if lock and (reason := _hold(lock, plan)):
-        if save_lock:
-            save_lock.end(REFUSED, reason)
-        raise arguments.UsageError([reason])
-    return save_lock, lock
+        _refuse(others, reason)
+    return others, lock
+
+
+def _refuse(held: Sequence[FolderLock], reason: str) -> NoReturn:
+    for lock in held:
+        lock.end(REFUSED, reason)
+    raise arguments.UsageError([reason])
 
 
 def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:

@@ -5,8 +5,8 @@
     workers.json        what became of each worker                    WorkersFile
     secret              the secret that the launch made up            SecretFile
 
-The folder of ``--save`` has such a lock, too.  Without ``--log-dir`` nothing else is written.  The disk neither stops
-nor ends the launcher (log_writer.py).
+The folders of ``--save`` and ``--recover-log-dir`` have such a lock, too.  Without ``--log-dir`` nothing else is
+written.  The disk neither stops nor ends the launcher (log_writer.py).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class FolderLock:
             if not self.needed:
                 self._without = True
                 where = f"{LOCK_FILE} in {self.option} {self.folder} cannot be used ({error.strerror})"
-                self.say(f"{where}: another run that saves there would not be noticed")
+                self.say(f"{where}: another run that writes there would not be noticed")
                 return None
             return f"{self.option} {self.folder}: {LOCK_FILE} cannot be used ({error.strerror}): choose another folder"
 
@@ -374,12 +374,12 @@ class LogFolder:
 
     def __init__(
         self, folder: Path | None, lock: FolderLock | None, loop: EventLoop, say: Callable[[str], None],
-        save_lock: FolderLock | None = None,
+        other_locks: Sequence[FolderLock] = (),
     ) -> None:  # fmt: skip
-        """``lock``: of ``folder``; ``save_lock``: of --save; ``say`` tells people of trouble with the disk."""
+        """``lock``: of ``folder``; ``other_locks``: of the script's; ``say`` tells people of trouble with the disk."""
         self._lock = lock
         self._say = loop.from_thread(say)
-        self._locks = [held for held in (lock, save_lock) if held]
+        self._locks = [held for held in (lock, *other_locks) if held]
         self._logs: list[Aside] = []
         self._workers_file = WorkersFile(folder, self._say) if folder else None
         self._secret_file = SecretFile(folder, self._say) if folder else None

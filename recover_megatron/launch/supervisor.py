@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from recover_megatron.launch import messages, successors
 from recover_megatron.launch.conclusion import START_GRACE_SECONDS, Conclusion, StartUp
@@ -46,10 +46,11 @@ class Supervisor:
         listener: socket.socket | None,
         inherited: Mapping[str, str],
         lock: FolderLock | None = None,
-        save_lock: FolderLock | None = None,
+        other_locks: Sequence[FolderLock] = (),
     ) -> None:
         """``listener``: the store's, on node 0; ``inherited``: the launcher's environment; ``lock``: of the log folder,
-        ``save_lock``: of --save, of which a node that joins a launch makes sure when it knows the run's id."""
+        ``other_locks``: of folders of the script's, of which a node that joins a launch makes sure when it knows the
+        run's id."""
         self._plan = plan
         self._inherited = inherited
         self._state = LaunchState.STARTING
@@ -67,7 +68,7 @@ class Supervisor:
         self._signals = LaunchSignals(self._loop, self)
         self._subreaper = Subreaper()
         self._reaper = Reaper(self._loop, plan.launch_id, say)
-        self._folder = LogFolder(plan.log_dir, lock, self._loop, say, save_lock)
+        self._folder = LogFolder(plan.log_dir, lock, self._loop, say, other_locks)
         self._environment = WorkerEnvironment(plan, inherited, say)
         self._table = WorkerTable(plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited)
         self._successors = Successors(plan, self._loop, self._table, say, self._start_tested, self._left_out)

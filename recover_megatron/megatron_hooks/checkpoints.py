@@ -42,14 +42,11 @@ from recover_megatron.instep.timelines import MOST
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import checkpoint_writers, monkeypatch
 from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed, Parts
+from recover_megatron.megatron_hooks.children import moved
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.training_parts import TrainingParts
 from recover_megatron.membership.records import MembershipError
-
-CHECKPOINT_SECONDS = 3600.0
-"""How long a checkpoint may take, beyond the hang timeout, before a worker that makes no mark counts as hung."""
-
 
 _WRITERS = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
@@ -119,7 +116,6 @@ class Checkpoints:
 
             def run() -> Any:
                 nonlocal begun
-                recovery.progress.mark("checkpoint", allow=CHECKPOINT_SECONDS)
                 recovery.progress.inject("checkpoint")
                 if begun:  # what the last attempt has left here is not to be taken for a part of this one
                     self._abandon(recovery)
@@ -146,7 +142,7 @@ class Checkpoints:
             if (trained := self._trained()) is not None:
                 trained.before_checkpoint()
             with nullcontext() if trained is None else trained.saving():
-                result = recovery.sections.run("checkpoint", run)
+                result = recovery.sections.run("checkpoint", recovery.progress.moving("checkpoint", run, moved))
             if get_args().async_save:
                 again = partial(_with_counters, _counters(), partial(save_checkpoint, iteration, *args, **kwargs))
                 self._lost, self._again = False, (iteration, again)
@@ -169,7 +165,6 @@ class Checkpoints:
 
             def run() -> Any:
                 written.clear()
-                recovery.progress.mark("checkpoint", allow=CHECKPOINT_SECONDS)
                 self._settle(recovery)
                 if self._lost and self._again is not None and self._again[0] == recovery.hooks.iteration():
                     return _LOST
@@ -190,7 +185,8 @@ class Checkpoints:
                     self._explain(error, f"the checkpoint {which}")
                     raise
 
-            while (result := recovery.sections.run("asynchronous checkpoint", run)) is _LOST:
+            attempt = recovery.progress.moving("checkpoint", run, moved)
+            while (result := recovery.sections.run("asynchronous checkpoint", attempt)) is _LOST:
                 assert self._again is not None
                 self._again[1]()
             for iteration in written:

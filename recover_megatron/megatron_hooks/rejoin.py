@@ -50,7 +50,8 @@ from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.checkpoints import CHECKPOINT_SECONDS, Checkpoints
+from recover_megatron.megatron_hooks.checkpoints import Checkpoints
+from recover_megatron.megatron_hooks.children import moved
 from recover_megatron.megatron_hooks.fsdp.state import forget_meshes
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Console, Records
@@ -211,7 +212,6 @@ def install_building_alone(groups: Groups, loop: Loop) -> None:
 
     load_checkpoint                      nothing is read: the state comes from a peer
     build_train_valid_test_data_loaders  whether there is data is what rank 0 says at launch: there is, they train
-    append_to_progress_log               no job begins
     """
 
     def no_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,14 +228,6 @@ def install_building_alone(groups: Groups, loop: Loop) -> None:
 
         return build_train_valid_test_data_loaders
 
-    def no_job_begins(original: Callable[..., Any]) -> Callable[..., Any]:
-        def append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
-            # Not for good: with a place it waits for all others where they write of a checkpoint, as they do for it.
-            return None if groups.traffic.mode is Mode.ALONE else original(*args, **kwargs)
-
-        return append_to_progress_log
-
-    loop.wrap("progress_log", no_job_begins)
     loop.wrap("load", no_checkpoint)
     loop.wrap("loaders", data_is_there)
 
@@ -288,7 +280,6 @@ class Rollback:
         take_up: list[Callable[[], None]] = []
 
         def run() -> None:
-            recovery.progress.mark("rollback", allow=CHECKPOINT_SECONDS)
             state.go_back(target.iteration)
             recovery.progress.inject("rollback")
             take_up.clear()
@@ -306,7 +297,7 @@ class Rollback:
             recovery.progress.inject("rollback")
 
         if target.source != HELD:  # else all have begun from that state when they took their places
-            recovery.sections.run("rollback", run)
+            recovery.sections.run("rollback", recovery.progress.moving("rollback", run, moved))
             take_up[0]()
         self._done = decision.epoch
         tier = "memory" if target.source in (HELD, MEMORY) else "disk"

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B, whoever is left to tell them: the last rank writes, and some others remember.
+"""TensorBoard and W&B, whoever is left to tell them: the last rank writes, and some others remember; progress.txt.
 
 Megatron gives its writers to the last rank.  Every worker that may become it has stand-ins in their place:
 
@@ -7,23 +7,30 @@ Megatron gives its writers to the last rank.  Every worker that may become it ha
 
 A writer that was killed takes with it what waited in its queues: what a new one tells may be there twice, at the same
 step with the same value.  A thread tells the writers, so that no disk and no server holds up the training.
+
+``ProgressLog`` does the same for what --log-progress adds to progress.txt in --save.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import get_args, global_vars
 
-from recover_megatron.log_writer import Aside
+from recover_megatron.integrate import Loop
+from recover_megatron.log_writer import Aside, LogWriter, flush_all, open_to_append
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
@@ -178,6 +185,67 @@ def take_turns(last: bool) -> None:
     """A new plan: whether this worker is the last rank now."""
     for writer in _stubs():
         writer.begin() if last else writer.rest()
+
+
+class ProgressLog:
+    """progress.txt of --log-progress, which rank 0 writes, by a thread: no disk ends or stops a worker.
+
+    No worker waits for another here, and rank 0 alone reads the file: who is lost, or has another host's view of the
+    folder, has no part in it.  Megatron ends by a line that was cut: such a last line is dropped.
+    """
+
+    def __init__(self, alone: Callable[[], bool]) -> None:
+        """``alone``: whether this worker builds a model while the others train; for it no job begins."""
+        self._alone = alone
+        self._process = os.getpid()
+        self._files: dict[str, LogWriter] = {}
+        self._told = False
+
+    def install(self, loop: Loop) -> None:
+        """Wrap the seams; raises UserError if the loop's are not the ones we know."""
+        loop.wrap("progress_log", self._appending)
+        loop.wrap("throughputs", self._telling)
+
+    def finish(self) -> None:
+        """This worker's process ends: what was told is on the disk, within a bounded time."""
+        flush_all(self._files.values())
+
+    def _opened(self, folder: str) -> LogWriter:
+        if folder not in self._files:
+            self._files[folder] = LogWriter(
+                Path(folder) / "progress.txt", opening=partial(open_to_append, drop_cut=True)
+            )
+            self._files[folder].make()
+        return self._files[folder]
+
+    def _appending(self, original: Callable[..., None]) -> Callable[..., None]:
+        def append_to_progress_log(save_dir: str | None, string: str, barrier: bool = True) -> None:
+            if os.getpid() != self._process:  # deletes a checkpoint, and bears any error
+                return original(save_dir, string, barrier)
+            if save_dir is None or self._alone() or dist.get_rank() != 0:
+                return None
+            file = self._opened(save_dir)
+            when, job = f"{datetime.now():%Y-%m-%d %H:%M:%S}", os.environ.get("SLURM_JOB_ID", "")
+            words = (when, f"Job ID: {job}", f"# GPUs: {get_args().world_size}", string)
+            file.put("\t".join(words).encode() + b"\n")
+            file.settle()
+            return None
+
+        return append_to_progress_log
+
+    def _telling(self, original: Callable[..., None]) -> Callable[..., None]:
+        def compute_throughputs_and_append_to_progress_log(*args: Any, **kwargs: Any) -> None:
+            if (save := get_args().save) is None or dist.get_rank() != 0:
+                return
+            try:
+                self._opened(save).settle()
+                original(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  what is written for people ends no run
+                if not self._told:
+                    self._told = True
+                    log.warning(f"progress.txt gets no line for a checkpoint, since it cannot be read: {error!r}")
+
+        return compute_throughputs_and_append_to_progress_log
 
 
 def finish() -> None:

@@ -39,8 +39,8 @@ from recover_megatron.membership.records import Settings, WorkerId, Workers
 STEP_PHASES = ("data", "forward", "reduce-scatter", "agree", "optimizer")
 """In one of these is who computes a training step, sums its gradients, or applies them: who stops in the next step
 before its next heartbeat was last heard in the optimizer."""
-STORAGE_PHASES = ("data", "eval-data")
-"""A worker in one of these waits for storage: whoever has to wait for it is told, as of any stall."""
+STORAGE_PHASES = ("data", "eval-data", "checkpoint", "rollback")
+"""A worker in one of these that makes no mark waits for storage: people are told, as of any stall."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Judgement:
     hung: list[WorkerId] = field(default_factory=list)
     stuck: bool = False
     slow: list[WorkerId] = field(default_factory=list)
-    """Workers that would hang, had they not said that they wait for storage."""
+    """Workers that would hang, had they not said that they wait for storage; or all do, and none waits for another."""
 
 
 def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fresh: float = -math.inf) -> Judgement:
@@ -103,10 +103,13 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
     progress = list(group)
     waiting = [p.waiting_since for p in progress if p.waiting_since is not None]
     if not waiting:
+        last = max((p.marked for p in progress), default=now)
+        slow = [p.worker for p in progress if p.phase in STORAGE_PHASES and now - max(last, fresh) > hang_timeout]
         last = max((p.marked + _allowed(p, now, hang_timeout) for p in progress), default=now)
         if now - max(last, fresh) <= hang_timeout:
-            return Judgement()
-        return Judgement([p.worker for p in progress if p.heard is not None and now - p.heard > hang_timeout])
+            return Judgement(slow=slow)
+        hung = [p.worker for p in progress if p.heard is not None and now - p.heard > hang_timeout]
+        return Judgement(hung, slow=[worker for worker in slow if worker not in hung])
     if len(waiting) == len(progress):
         last = max(max(p.marked + _allowed(p, now, hang_timeout) for p in progress), *waiting, fresh)
         return Judgement(stuck=now - last > hang_timeout)
@@ -193,20 +196,32 @@ class Stall:
         """For whom it is waited, and why."""
         self.lately: dict[WorkerId, float] = {}
         """When workers were put out, within the last hang timeout."""
+        self.until: float | None = None
+        """When those are put out that may wait for storage longer than ``stall_timeout``; infinite: nobody waits for
+        them, None: there are none."""
         self.fresh = float("-inf")
         """Nobody is late by what was before: the last stall ended then."""
         self._settings = settings
         self._shared = False
+        self._shared_since: float | None = None
+        """When those became late for whom it is waited; who waits for storage may have stalled long before."""
         self._say_at = 0.0
 
     def left(self, now: float) -> float:
         """Seconds for which it will be waited; of a stall."""
-        assert self.since is not None
-        return max(0.0, self.since + self._settings.stall_timeout - now)
+        since = self.since if self._shared_since is None else self._shared_since
+        assert since is not None
+        return max(0.0, since + self._settings.stall_timeout - now)
+
+    def ends_in(self, now: float) -> float | None:
+        """After how many seconds nobody will be waited for any more; None: nobody says."""
+        left = self.left(now) if self.until is None else max(self.left(now), self.until - now)
+        return left if math.isfinite(left) else None
 
     def excuse(self, pause: float) -> None:
         """The coordinator did not run for so long: it did not wait for anybody meanwhile."""
         self.since = None if self.since is None else self.since + pause
+        self._shared_since = None if self._shared_since is None else self._shared_since + pause
 
     def _some_are_back(
         self, away: set[WorkerId], late: Mapping[WorkerId, str], replica_of: Mapping[WorkerId, Hashable]
@@ -233,8 +248,12 @@ class Stall:
         self.lately = {worker: at for worker, at in self.lately.items() if now - at <= hang}
         shared = bool(late) and many_share([*late, *allowed, *suspected, *self.lately], replica_of)
         put_out = Workers()
+        if not shared:
+            self._shared_since = None
+        elif self._shared_since is None:
+            self._shared_since = now
         if shared and self.since is not None and self.left(now) <= 0:
-            shared, put_out, self.told = False, frozenset(late), False
+            shared, put_out, self.told, self._shared_since = False, frozenset(late), False, None
         elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late, replica_of)):
             # Who shared the stall, or waited for a mate's storage, comes back when the others do, but a moment later.
             self.fresh = now if self.told else now - hang / 2

@@ -9,7 +9,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from recover_megatron.membership.detect import Answer, Stall, behind, judge
+from recover_megatron.membership.detect import STORAGE_PHASES, Answer, Stall, WorkerProgress, behind, judge
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import Outbox, Probe, State, Statement
 from recover_megatron.membership.leadership import Leadership
@@ -30,6 +30,8 @@ class Lateness:
         self.stall = Stall(roster.settings)
         self.unreached: dict[WorkerId, tuple[float, str]] = {}
         """Workers whose connection has ended though they may be running -> since when, and why."""
+        self._others_wait = False
+        """Whether any of those who were looked at last waits."""
         self._deaf: dict[WorkerId, tuple[float, str]] = {}
         """Workers that their host does not answer for -> when asked last, and why they are late."""
         self._roster = roster
@@ -91,6 +93,8 @@ class Lateness:
         workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
         group = [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
         patience = settings.hang_timeout if self._epochs.formed.epoch else settings.start_timeout
+        waiting = [p.waiting_since for p in group if p.waiting_since is not None]
+        self._others_wait = bool(waiting)
         judgement = judge(group, now, patience, fresh)
         late |= {number: self._no_progress(number, now) for number in judgement.hung}
         slow = {number: self._no_progress(number, now) for number in judgement.slow}
@@ -107,11 +111,19 @@ class Lateness:
         suspected |= set(half.hung)
         if self._lease and self._is_lost_node({*late, *slow, *suspected}, replica_of, now):
             replica_of = {}  # no stall: they share nothing but their node
+        self.stall.until = self._until(group, slow) if waiting or late or not slow else math.inf
         answer = self.stall.consider(late, slow, suspected, replica_of, now)
         for number in sorted(answer.put_out):
             self._roster.exclude(workers[number], late[number], now, together=answer.put_out)
         self._tell(answer, replica_of, now)
         return judgement.stuck
+
+    def _until(self, group: list[WorkerProgress], slow: dict[WorkerId, str]) -> float | None:
+        """See ``Stall.until``."""
+        settings, since = self._roster.settings, [p.waiting_since for p in group if p.waiting_since is not None]
+        longer = [p for p in group if p.worker in slow and p.allow > settings.stall_timeout]
+        ends = (max(p.marked, min(since, default=p.marked)) + settings.hang_timeout + p.allow for p in longer)
+        return max(ends, default=None)
 
     def put_out_aside(self, now: float) -> None:
         """Put out who was set aside and does not come back."""
@@ -164,7 +176,9 @@ class Lateness:
     def _no_progress(self, number: WorkerId, now: float) -> str:
         progress = self._roster.workers[number].progress
         where = f"iteration {progress.iteration}, {progress.phase or 'no phase'}"
-        return f"no progress for {now - progress.marked:.1f} s at {where} while others wait"
+        what = " (it waits for storage)" if progress.phase in STORAGE_PHASES else ""
+        others = " while others wait" if self._others_wait else ""
+        return f"no progress for {now - progress.marked:.1f} s at {where}{what}{others}"
 
     def _held_up(
         self, late: dict[WorkerId, str], slow: set[Hashable], replica_of: dict[WorkerId, Hashable], now: float
@@ -200,9 +214,11 @@ class Lateness:
         """Say on the launchers' consoles and in the event log that the run waits, or that it does not any more."""
         if answer.say:
             assert self.stall.since is not None
-            waited, seconds, left = self.stall.waited, now - self.stall.since, self.stall.left(now)
-            text = f"STALLED: {self._who(waited)}; the run waits for them, {left:.0f} s more at most "
-            text += "(--recover-stall-timeout)"
+            waited, seconds = self.stall.waited, now - self.stall.since
+            text = f"STALLED: {self._who(waited)}; the run waits for them, "
+            left = self.stall.ends_in(now)
+            text += "however long" if left is None else f"{left:.0f} s more at most"
+            text += " (--recover-stall-timeout)" * (self.stall.until is None)
             told = {"replicas": len({replica_of[number] for number in waited if number in replica_of})}
             self._out.log("stalled", workers=to_runs(waited), **told, seconds=seconds, left=left, reason=text)
             self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})

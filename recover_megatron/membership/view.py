@@ -185,7 +185,7 @@ class Observing:
             shown_late = sorted(stall.waited)[:LAST]
             message["stall"] = {
                 "seconds": _ago(stall.since, now),
-                "left": round(stall.left(now), 3),
+                "left": None if (left := stall.ends_in(now)) is None else round(left, 3),
                 "workers": to_runs(stall.waited)[:MAX_ROWS],
                 "where": [_cut(f"{workers[n].name}: {stall.waited[n]}", _WHY) for n in shown_late],
             }

@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.trace is not None:
+        if unused := [f"--{name}" for name in ("out", "reference", "corpus", "microbatches") if getattr(args, name)]:
+            parser.error(f"--trace writes no page: leave out {', '.join(unused)}, or --trace")
         return _trace(args.run_dir, args.trace)
     try:
         run, found = _audited(args)
@@ -130,7 +132,7 @@ def _schema(folder: Path) -> Iterator[None]:
 
 def _refuse(error: object) -> int:
     """Tell what cannot be done; returns the exit status where that is the report itself."""
-    print(f"report: error: {error}", file=sys.stderr)
+    print(f"recover-report: error: {error}", file=sys.stderr)
     return 2
 
 
@@ -147,9 +149,9 @@ def _say(text: str) -> None:
 def _tell(found: Sequence[str]) -> int:
     """Print what the audit found; returns the exit status."""
     for problem in found[:_SHOWN]:
-        print(f"report: {problem}", file=sys.stderr)
+        print(f"recover-report: {problem}", file=sys.stderr)
     if len(found) > _SHOWN:
-        print(f"report: and {len(found) - _SHOWN} more", file=sys.stderr)
+        print(f"recover-report: and {len(found) - _SHOWN} more", file=sys.stderr)
     return 1 if found else 0
 
 

@@ -27,7 +27,7 @@ QUIET_SECONDS = 3.0
 """A worker that is silent for longer is: a heartbeat a second is usual."""
 DESCRIBED = 3
 """So many workers that are waited for are described one by one."""
-WRITES = ("checkpoint",)
+WRITES = ("checkpoint", "rollback")
 """Phases that take their time."""
 
 

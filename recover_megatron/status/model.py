@@ -113,8 +113,8 @@ class Stall:
 
     seconds: float
     """Since when."""
-    left: float
-    """For how long it will go on waiting."""
+    left: float | None
+    """For how long it will go on waiting; None: as long as it takes."""
     workers: Sequence[int]
     where: Sequence[str]
     """Of the first of them: who, on which host, and what it was doing."""

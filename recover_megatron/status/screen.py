@@ -24,7 +24,7 @@ from rich.text import Text
 
 from recover_megatron.membership.client import NoAnswer
 from recover_megatron.membership.records import AuthenticationError, ranges
-from recover_megatron.status.headline import QUIET_SECONDS, Level, headline, some, span
+from recover_megatron.status.headline import QUIET_SECONDS, WRITES, Level, headline, some, span
 from recover_megatron.status.model import (
     DrainStatus,
     Fault,
@@ -51,13 +51,19 @@ def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> 
     parts: list[RenderableType] = [_headline(status, complaint)]
     if status.stall is not None:
         parts += [Text(f"  {where}", "yellow") for where in status.stall.where]
-        left = f"they are put out if they are not back in {span(status.stall.left)} (--recover-stall-timeout)"
+        left = "they are waited for however long it takes, since nobody waits for another"
+        if status.stall.left is not None:
+            writes = any(worker.phase in WRITES for worker in status.workers if worker.worker in status.stall.workers)
+            why = "an hour for a checkpoint" if writes else "--recover-stall-timeout"
+            left = f"they are put out if they are not back in {span(status.stall.left)} ({why})"
         parts.append(Text(f"  {left}", "dim"))
     few = None if lines is None else 8
     room = None if lines is None else max(4, lines - 9 - _lines_of(status))
     tables = {
         "grid": _grid(status.grid, room),
-        "workers, of which no replica is known": _loose(status.unplaced, room),
+        f"workers{', of which no replica is known' * (status.replicas_of_launch is not None)}": _loose(
+            status.unplaced, room
+        ),
         "spares": _loose(status.spares, few),
         "drained nodes": _drains(status.drains),
         "gone": _gone(status.gone, few),

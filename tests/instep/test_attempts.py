@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from recover_megatron.instep import attempts
+from recover_megatron.instep import attempts, hooks
 from recover_megatron.instep.attempts import Attempt, clean, publish
+from recover_megatron.megatron_hooks import children
+from tests.harness.waiting import eventually
 
 FIRST = Attempt(8, term=0x1ABCDEF01, epoch=3, decision=17)
 SECOND = Attempt(8, term=0x1ABCDEF01, epoch=4, decision=17)
@@ -138,3 +143,41 @@ def test_no_late_attempt_removes_a_newer_one(tmp_path: Path) -> None:
     written(tmp_path, SECOND, "part")
     clean(str(tmp_path), FIRST, [])
     assert len(os.listdir(tmp_path)) == 1
+
+
+def test_what_a_worker_and_its_children_write_is_progress_and_a_frozen_disk_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "LOOK_SECONDS", 0.01)
+    marks: list[tuple[str, bool]] = []
+    session: Any = SimpleNamespace(mark=lambda at, phase, microbatch, waits, allow: marks.append((phase, waits)))
+    its_hooks: Any = SimpleNamespace(iteration=lambda: 4)
+    progress = hooks.ProgressReports(session, its_hooks)
+    looks: list[int] = []
+
+    def moved() -> int:
+        looks.append(children.moved())
+        return looks[-1]
+
+    def looked() -> None:
+        after = len(looks) + 3
+        eventually(lambda: len(looks) > after, "three looks more")
+
+    script = f"read go; dd if=/dev/zero of={tmp_path}/part bs=1M count=1 2>&-; read end"
+    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE) as child:
+        assert child.stdin
+
+        def write() -> str:
+            looked()
+            assert marks == [("checkpoint", False)], "nothing is written, as when the disk is frozen"
+            os.write(child.stdin.fileno(), b"go\n")
+            eventually(lambda: len(marks) > 1, "a mark for what the child's child has written")
+            with progress.waiting("an operation"):
+                (tmp_path / "own").write_bytes(bytes(1 << 20))
+                looked()
+                assert marks[-1] == ("an operation", True), "others are to be blamed while this worker waits"
+            return "written"
+
+        assert progress.moving("checkpoint", write, moved)() == "written"
+        child.stdin.close()
+    assert {mark for mark in marks if not mark[1]} == {("checkpoint", False)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import some
+from tests.harness.processes import mount
 from tests.instep.conftest import Runs
 from tests.instep.logged import Numbers, console, differences, scalars
 from tests.instep.runs import (
@@ -51,6 +53,28 @@ def test_the_progress_log_is_that_of_one_job_whose_workers_die(runs: Runs, savin
     begun = {True: "Saving async checkpoint", False: "Saved checkpoint"}[bool(saving)]
     saves = [iteration for _, what, *more in lines if what == begun for iteration in more]
     assert saves == [f"Iteration: {iteration}" for iteration in (2, 4, 6, 8)], lines
+
+
+def test_a_progress_log_on_a_full_disk_ends_nobody(runs: Runs) -> None:
+    """Not at the start, where the job's own line is written, nor at a checkpoint, where all of them are read."""
+    saved, disk = runs.out / "saved", runs.out / "disk"
+    saved.mkdir(parents=True)
+    disk.mkdir()
+    mount("-t", "tmpfs", "-o", "size=4k", "none", disk)
+    try:
+        (disk / "of-another-job").write_bytes(bytes(4096))
+        (saved / "progress.txt").symlink_to(disk / "progress.txt")
+        flags = ("--log-progress", "--save", str(saved), "--save-interval", "2")
+        result = runs(Case(DP4, (Strike(0, 0, 3, "backward"),), flags=flags))
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+    assert result.ended.codes == [-9, 0, 0, 0], result.told()
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "8"
+    warning = f"recover: warning: {saved}/progress.txt cannot be written (No space left on device)"
+    # Worker 0 has the job's own line; its successor has none for a checkpoint, since that line is missing.
+    assert result.log(0).count(warning) == 1, result.told()
+    for worker in (0, 1):
+        assert result.log(worker).count("progress.txt gets no line for a checkpoint") == 1, result.told()
 
 
 @dataclass(frozen=True)

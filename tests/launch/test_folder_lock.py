@@ -237,7 +237,7 @@ def test_nodes_share_a_folder_and_a_second_launch_of_several_is_refused_there(be
     assert len(bench.workers()) == 2
 
 
-# -- the folder of checkpoints ----------------------------------------------------------------------------------------
+# -- folders of the script -------------------------------------------------------------------------------------------
 
 
 def saving(folder, script="pretrain_gpt.py", **fields):
@@ -247,36 +247,58 @@ def saving(folder, script="pretrain_gpt.py", **fields):
 
 
 def test_a_second_launch_that_saves_into_a_folder_is_refused_until_the_first_has_ended(tmp_path, capsys):
-    first, _ = command._lock_folders(saving(tmp_path / "new" / "checkpoints"))
+    (first,), _ = command._lock_folders(saving(tmp_path / "new" / "checkpoints"))
     assert first.held
     with pytest.raises(UsageError, match=r"--save \S+/checkpoints is in use by another run \(recover-run with pid"):
         command._lock_folders(saving(tmp_path / "new" / "checkpoints", log_dir=tmp_path))
     die(first)  # as after kill -9: on this host its lock tells
-    again, _ = command._lock_folders(saving(tmp_path / "new" / "checkpoints"))
+    (again,), _ = command._lock_folders(saving(tmp_path / "new" / "checkpoints"))
     assert again.held
     die(again)
     assert capsys.readouterr().err == ""
 
 
+def test_a_second_run_that_logs_where_another_does_is_refused_and_the_same_run_comes_again(tmp_path):
+    def logging(name, **fields):
+        """With its own --log-dir, and --recover-log-dir ``name``."""
+        folder, where = tmp_path / f"of-{fields['run_id']}", str(tmp_path / name)
+        folder.mkdir(exist_ok=True)
+        return plan_of(script_args=("--recover", "--recover-log-dir", where), log_dir=folder, **fields)
+
+    ((first,), its) = command._lock_folders(logging("steps", run_id="1", nnodes=2))
+    assert (first.folder, first.held) == (tmp_path / "steps", True)
+    for name in ("steps", "of-1"):  # or where another has its --log-dir
+        with pytest.raises(UsageError, match=rf"--recover-log-dir {tmp_path}/{name} is in use by another run \(rec"):
+            command._lock_folders(logging(name, run_id="2"))
+    ((mate,), _) = command._lock_folders(logging("steps", run_id="not known yet", nnodes=2, node_rank=1))
+    assert (mate.share("1"), mate.held) == (None, True)
+    for lock in (first, mate, its):
+        die(lock)
+    ((again,), its) = command._lock_folders(logging("steps", run_id="1"))
+    assert command._lock_folders(logging("of-3", run_id="3"))[0] == []  # one folder, one lock
+    for lock in (again, its):
+        die(lock)
+
+
 def test_other_nodes_share_the_folder_of_checkpoints_and_a_launcher_that_joins_is_not_kept_from_its_run(tmp_path):
-    first, _ = command._lock_folders(saving(tmp_path, nnodes=2, run_id="of node 0"))
-    mate, _ = command._lock_folders(saving(tmp_path, nnodes=2, node_rank=1))
+    (first,), _ = command._lock_folders(saving(tmp_path, nnodes=2, run_id="of node 0"))
+    (mate,), _ = command._lock_folders(saving(tmp_path, nnodes=2, node_rank=1))
     assert mate.share("of node 0") is None
     assert mate.held
     same = {"joins": (("a", 2),), "joined_world_size": 2}
-    joined, _ = command._lock_folders(saving(tmp_path, **same))
+    (joined,), _ = command._lock_folders(saving(tmp_path, **same))
     assert (joined.held, joined.run_id) == (True, "of node 0")
-    assert command._lock_folders(saving(tmp_path, **same, master_addr="another name of a")) == (None, None)
+    assert command._lock_folders(saving(tmp_path, **same, master_addr="another name of a")) == ([], None)
     for held in (first, mate, joined):
         die(held)
 
 
 def test_a_launch_whose_folder_has_no_lock_goes_on_and_says_so(tmp_path, capsys):
     (tmp_path / "file").touch()
-    lock, _ = command._lock_folders(saving(tmp_path / "file"))
+    (lock,), _ = command._lock_folders(saving(tmp_path / "file"))
     assert (lock.held, lock.share("r"), lock.share("r")) == (False, None, None)
     said = capsys.readouterr().err
-    assert said.count("another run that saves there would not be noticed") == 1
+    assert said.count("another run that writes there would not be noticed") == 1
     assert "Not a directory" in said
 
 
@@ -289,8 +311,8 @@ def test_what_is_no_folder_of_checkpoints_of_its_own_gets_no_lock(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
     fields = {**fields, **({"log_dir": tmp_path / "logs"} if "log_dir" in fields else {})}
-    save_lock, lock = command._lock_folders(saving(folder, **fields))
-    assert save_lock is None
+    others, lock = command._lock_folders(saving(folder, **fields))
+    assert others == []
     if lock:
         die(lock)
     assert sorted(os.listdir(tmp_path)) == ["logs"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
+from recover_megatron import log_writer
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.megatron_hooks import trackers as module
 from recover_megatron.megatron_hooks import writers
@@ -233,3 +237,49 @@ def test_the_losses_of_a_step_have_their_names_where_no_microbatch_was_run_and_a
     assert {name: loss.tolist() for name, loss in whole.items()} == {"lm loss": [6.0, 2.0], "mtp": [2.0]}
     (whole,) = finish()
     assert {name: loss.tolist() for name, loss in whole.items()} == {"lm loss": [3.0], "mtp": [2.0]}
+
+
+def test_the_progress_log_ends_nobody_and_is_one_that_megatron_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is in its place; a line that was cut as the disk was full, Megatron's reader ends by."""
+    args = SimpleNamespace(
+        save=str(tmp_path), async_save=False, world_size=4, seq_length=8, num_floating_point_operations_so_far=0,
+        consumed_train_samples=16,
+    )  # fmt: skip
+    rank = 0
+    monkeypatch.setattr(writers.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(training, "_TRAIN_START_TIME", time.time() - 10)
+    for each in (training, writers):
+        monkeypatch.setattr(each, "get_args", lambda: args)
+    monkeypatch.setattr(log_writer, "RETRY_SECONDS", 0.01)
+    append = training.append_to_progress_log
+
+    def worker() -> tuple[writers.ProgressLog, Callable[..., None]]:
+        its = writers.ProgressLog(alone=lambda: False)
+        monkeypatch.setattr(training, "append_to_progress_log", its._appending(append))
+        return its, its._telling(training.compute_throughputs_and_append_to_progress_log)
+
+    progress = tmp_path / "progress.txt"
+    progress.mkdir()
+    wrapped, told = worker()
+    training.append_to_progress_log(args.save, "Starting job")
+    told(2, 1e15)
+    told(4, 2e15)
+    said = capsys.readouterr().err
+    assert said.count("progress.txt cannot be written (Is a directory)") == 1, said
+    assert said.count("progress.txt gets no line for a checkpoint") == 1, said
+
+    progress.rmdir()
+    wrapped.finish()
+    with progress.open("a") as file:
+        file.write("2026-01-01 00:00:00\tJob")
+    wrapped, told = worker()  # the next rank 0
+    told(6, 3e15)
+    rank = 1
+    told(8, 4e15)
+    training.append_to_progress_log(args.save, "Starting job")
+    wrapped.finish()
+    lines = [line.split("\t")[2:5] for line in progress.read_text().splitlines()]
+    assert lines == [["# GPUs: 4", "Starting job"], ["# GPUs: 4", "Saved checkpoint", "Iteration: 6"]]
+    assert training.get_start_time_from_progress_log()[1] == 0

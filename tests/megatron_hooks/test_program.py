@@ -66,13 +66,14 @@ MONKEYPATCH = {
     "megatron.core.parallel_state": "create_group",
     "megatron.core.pipeline_parallel.schedules": "backward_step forward_step_calc_loss",
     "megatron.training.checkpointing": (
-        "get_checkpoint_name get_checkpoint_tracker_filename get_rng_state schedule_async_save"
+        "append_to_progress_log get_checkpoint_name get_checkpoint_tracker_filename get_rng_state schedule_async_save"
     ),
     "megatron.training.datasets.fim_dataset.GPTFIMDataset": "_query_document_sample_shuffle_indices",
     "megatron.training.initialize": "_initialize_distributed",
     "megatron.training.training": (
         "append_to_progress_log build_pretraining_data_loader build_train_valid_test_data_loaders "
-        "calc_params_l2_norm check_param_hashes_across_dp_replicas consume_seqlen_stats_in_iteration "
+        "calc_params_l2_norm check_param_hashes_across_dp_replicas "
+        "compute_throughputs_and_append_to_progress_log consume_seqlen_stats_in_iteration "
         "cyclic_iter dummy_train_step evaluate evaluate_and_print_results get_forward_backward_func "
         "load_checkpoint maybe_finalize_async_save save_checkpoint train train_step training_log"
     ),

@@ -97,6 +97,15 @@ def test_who_waits_for_storage_is_told_of_and_not_put_out() -> None:
     assert consider(stall, 52.0) == Answer(over=2.0)
 
 
+def test_hosts_that_stop_while_storage_has_been_out_for_long_have_their_whole_time() -> None:
+    stall = Stall(SETTINGS)
+    assert consider(stall, 50.0, slow=(2,)) == Answer(say=True)
+    late = 60.0 + SETTINGS.stall_timeout
+    assert consider(stall, late, 0, 1, 3, slow=(2,)) == Answer(say=True)
+    assert stall.left(late) == SETTINGS.stall_timeout
+    assert consider(stall, late + SETTINGS.stall_timeout, 0, 1, 3, slow=(2,)).put_out == frozenset({0, 1, 3})
+
+
 # -- the state machines over a simulated network -----------------------------------------------------------------------
 
 
@@ -118,6 +127,13 @@ a connection that breaks during a stall is made again
     wake; run 20 -> goes_on 20; fates live live live live
 a worker that waits for storage holds the run up and is told of
     world 4 runs=10; mark 2 data 100; busy 2; run 60 -> no fault; stalled data
+    wake; goes_on 20; fates live live live live
+a checkpoint of which nothing is written is told of long before its writer is put out
+    world 4 runs=10; mark 2 checkpoint 3600; busy 2; run 60 -> no fault; stalled worker 2 checkpoint storage
+    stalled while others wait 3600 more; wake; goes_on 20; fates live live live live
+so is one of which all write and nobody can
+    world 4 runs=10; mark 0 checkpoint 3600; mark 1 checkpoint 3600; mark 2 checkpoint 3600; mark 3 checkpoint 3600
+    busy 0 1 2 3; run 150 -> no fault; stalled worker 0 worker 3 checkpoint however long
     wake; goes_on 20; fates live live live live
 who is held up is told of together with its mate, whose wait for storage began after its own last mark
     world 4 runs=10; place 0 0 0; place 1 0 1; place 2 1 0; place 3 1 1; busy 2 3; mark 2 forward; mark 3 forward

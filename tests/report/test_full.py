@@ -378,7 +378,7 @@ def test_the_page_goes_where_it_was_told_to(run: Path, tmp_path: Path, capsys) -
     (run / "report.html").mkdir()  # as good as a folder that may not be written
     assert main([str(run)]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"report: error: cannot write {run / 'report.html'}: ")
+    assert told.startswith(f"recover-report: error: cannot write {run / 'report.html'}: ")
     assert told.endswith("; name another place for the page: --out FILE\n")
 
 
@@ -387,7 +387,7 @@ def test_an_event_against_the_schema_is_an_error_without_a_traceback(run: Path, 
     with (run / "events-0.jsonl").open("a") as file:
         file.write(line + "\n")
     assert main([str(run)]) == 2
-    assert capsys.readouterr().err.startswith("report: error: ")
+    assert capsys.readouterr().err.startswith("recover-report: error: ")
 
 
 def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, run: Path, capsys) -> None:

@@ -301,3 +301,6 @@ def test_the_command_writes_the_file_alone_and_a_folder_without_events_is_refuse
     write_lines(tmp_path / "events.jsonl", [{"event": "recovery", "time": T0, "seconds": [1]}])
     assert main([str(tmp_path), "--trace", str(out)]) == 2
     assert "does not keep to the schema" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--trace", str(out), "--out", "page.html", "--reference", str(tmp_path)])
+    assert "--trace writes no page: leave out --out, --reference" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_each_kind_of_violation_is_found_and_named(
     assert violations(steps)[0].startswith(said)
     told = summary(write_steps(tmp_path, steps), code=1)
     assert f"NOT each counted exactly once: {said}" in told
-    assert f"\nreport: {said}" in told
+    assert f"\nrecover-report: {said}" in told
 
 
 def test_ids_missing_from_every_iteration_are_found_where_their_number_is_known(
@@ -163,7 +163,7 @@ def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, capsys: pyte
         assert main([str(tmp_path)]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 5
-    assert all(line.startswith("report: error: ") for line in said)
+    assert all(line.startswith("recover-report: error: ") for line in said)
 
 
 def test_a_run_without_a_step_is_told_and_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

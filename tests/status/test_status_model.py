@@ -275,4 +275,8 @@ def test_a_stall_comes_first_with_who_is_where_and_for_how_long_it_is_waited() -
     assert "waits for workers 0, 1, 2" in shown
     assert "worker 0 on node0: no progress for" in shown
     assert "(--recover-stall-timeout)" in shown
+    assert "of which no replica is known" not in shown, "plans tell of none, as those of the library"
     assert json.loads(json.dumps(status.to_json()))["stall"]["workers"] == [0, 1, 2]
+    assert "however long it takes" in text(replace(status, stall=replace(status.stall, left=None)))
+    held = [replace(worker, phase="checkpoint") for worker in status.unplaced]
+    assert "(an hour for a checkpoint)" in text(replace(status, unplaced=held))

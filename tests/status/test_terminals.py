@@ -56,7 +56,7 @@ def test_a_reader_that_goes_away_changes_nothing_of_what_the_audit_says(
     made = steps()
     broken = write_steps(tmp_path / "broken", [*made[:9], *made[10:]])
     code, _, told = command(SUMMARY, broken, "--no-plot", stdout=closed_pipe)
-    assert (code, told) == (1, "report: iteration 11 follows iteration 9 in steps.jsonl\n")
+    assert (code, told) == (1, "recover-report: iteration 11 follows iteration 9 in steps.jsonl\n")
 
 
 def test_a_full_disk_behind_stdout_is_told_in_a_line(run: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_full_disk_behind_stdout_is_told_in_a_line(run: Path) -> None:
         code, _, _ = command(STATUS, run, "--check", stdout=full.fileno())
         assert code == 3  # not 1, which would be a warning of the run
         code, _, told = command(SUMMARY, run, "--no-plot", stdout=full.fileno())
-        assert (code, told) == (0, "report: error: cannot write the summary: No space left on device\n")
+        assert (code, told) == (0, "recover-report: error: cannot write the summary: No space left on device\n")
 
 
 @pytest.mark.parametrize("option", ["--once", "--json", "--check", "--watch"])

@@ -58,6 +58,7 @@ from recover_megatron.instep.faults import (
 )
 from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
 from recover_megatron.megatron_hooks import checkpoint_writers, children, data, monkeypatch, writers
@@ -135,6 +136,7 @@ class FaultTolerance:
         self._turning_points = TurningPoints(
             self._groups, self._training, self._records, self._faults, not self._newcomer
         )
+        self._progress_log = writers.ProgressLog(lambda: self._groups.traffic.mode is Mode.ALONE)
         self._session = self._connect()
 
     def install(self) -> None:
@@ -157,6 +159,7 @@ class FaultTolerance:
         self._training.install()
         checkpoint_writers.watch.seconds = self._config.hang_timeout
         install_building_alone(self._groups, self._loop)
+        self._progress_log.install(self._loop)
         if self._faults is not None:
             self._faults.install()
 
@@ -172,6 +175,7 @@ class FaultTolerance:
                 self._records.log(self._training.recovery, "end")
                 self._records.close()
                 writers.finish()
+                self._progress_log.finish()
                 data.finish()
             else:  # a signal asked for the end
                 self._session.leave()

@@ -31,6 +31,7 @@ class Services:
 LOOP_PARAMETERS = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
 RESULTS_PARAMETERS = ("prefix", "forward_step_func", "data_iterator", "model", "iteration")
 SAVED_PARAMETERS = ("checkpoint_path", "tracker_filename", "save_dir", "iteration")
+PROGRESS_PARAMETERS = ("save_dir", "string", "barrier")
 STEP_PARAMETERS = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
 
 SEAMS = {
@@ -53,7 +54,10 @@ SEAMS = {
     "random_states": [Seam(CHECKPOINTING, "get_rng_state", ("ckpt_format", "tp_group", "pp_group"))],
     "load": [Seam(TRAINING, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))],
     "loaders": [Seam(TRAINING, "build_train_valid_test_data_loaders", ("build_train_valid_test_datasets_provider",))],
-    "progress_log": [Seam(TRAINING, "append_to_progress_log")],
+    "progress_log": [
+        Seam(module, "append_to_progress_log", PROGRESS_PARAMETERS) for module in (TRAINING, CHECKPOINTING)
+    ],
+    "throughputs": [Seam(TRAINING, "compute_throughputs_and_append_to_progress_log")],
     "world_size": [Seam("megatron.training.utils.log_utils", "safe_get_world_size")],
     "weight_hashes": [Seam(TRAINING, "check_param_hashes_across_dp_replicas", ("model", "cross_check"))],
     "parameters_norm": [Seam(TRAINING, "calc_params_l2_norm", ("model", "force_create_fp32_copy"))],
