@@ -9,6 +9,7 @@ which that does not get through are killed instead.
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import popen_fork, process, resource_tracker
@@ -69,7 +70,12 @@ def _terminate(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _ensure_running(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def ensure_running(self: Any) -> None:
-        with _blocked(handled()):  # it unblocks some itself
-            original(self)
+        # What a killed worker has left in /dev/shm it removes; a line about that would be taken for the worker's last.
+        sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
+        try:
+            with _blocked(handled()):  # it unblocks some itself
+                original(self)
+        finally:
+            sys.warnoptions.pop()
 
     return ensure_running
