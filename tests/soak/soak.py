@@ -5,7 +5,7 @@ What its processes hold must not grow.
     python -m tests.soak.soak FOLDER KILLS [SEED]
 
 Real: recover-run --max-restarts, its two coordinators, SIGKILL and SIGSTOP; workers are forked by one process that has
-imported what they need (``template``). One worker, or two at once, are killed at a random time
+imported what they need (``template``). One worker, each fourth time two at once, are killed at a random time
 after the run is whole again; worker 0 never, so that it has seen every recovery by the end. Coordinators are stopped at
 any time, for less than the heartbeat timeout; the leading one is killed after a quarter of the kills.
 
@@ -312,8 +312,8 @@ class Soak:
                 os.kill(launch.candidates()[0], signal.SIGKILL)
                 self.report.coordinators_killed += 1
             alive = launch.workers()
-            most = min(self._random.choice((1, 1, 2)), self._kills - self.report.kills)
-            victims = self._random.sample(sorted(worker for worker in alive if worker != 0), most)
+            count = min(2 if len(self._seconds) % 4 == 3 else 1, self._kills - self.report.kills)
+            victims = self._random.sample(sorted(worker for worker in alive if worker != 0), count)
             struck = time.monotonic()
             (launch.folder / "awaits").touch()
             for victim in victims:
