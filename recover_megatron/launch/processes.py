@@ -275,14 +275,26 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def kill_found(find: Callable[[], list[Process]]) -> set[Process]:
+def tracks_resources(pid: int) -> bool:
+    """Whether it is a resource tracker of Python's: when all are gone that hold what it tracks, it removes from
+    /dev/shm what they have left there, and ends."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
+
+
+def kill_found(find: Callable[[], list[Process]], *, trackers: bool = False) -> set[Process]:
     """SIGKILL what ``find`` returns, again while it returns processes not yet signalled.  Returns those signalled.
 
     Killed processes may take a moment to disappear; processes that fork while we look are met in the next round.
+    ``trackers``: resource trackers, too; else they are left to their work.
     """
     signalled: set[Process] = set()
     for _ in range(_MOST_ROUNDS):
         new = [process for process in find() if _identity(process) not in {_identity(old) for old in signalled}]
+        new = [process for process in new if trackers or not tracks_resources(process.pid)]
         if not new:
             break
         for process in new:
@@ -295,11 +307,13 @@ def kill_until_none_left(find: Callable[[], list[Process]], timeout: float) -> l
     """SIGKILL what ``find`` returns and wait until nothing is left.  Returns what is still there after ``timeout`` s.
 
     A process in the middle of exec has no environment for a moment; so "nothing left" is believed when seen twice.
+    Resource trackers have TRACKER_SECONDS to end by themselves.
     """
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    deadline = began + timeout
     seen_none = 0
     while True:
-        killed = kill_found(find)
+        killed = kill_found(find, trackers=time.monotonic() >= began + TRACKER_SECONDS)
         left = [process for process in find() if process.alive]
         seen_none = 0 if left or killed else seen_none + 1
         if seen_none >= 2 or time.monotonic() >= deadline:
@@ -350,6 +364,7 @@ def _wait_for_exits(pids: Sequence[int], timeout: float) -> None:
 
 
 LAST_SWEEP_SECONDS = 10.0
+TRACKER_SECONDS = 5.0
 
 
 class Subreaper:

@@ -21,7 +21,7 @@ from recover_megatron.launch.log_folder import LogFolder
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.processes import find_launch, kill_found, kill_group, spawn
+from recover_megatron.launch.processes import find_launch, kill_found, spawn
 from recover_megatron.launch.reaper import Reaper
 from recover_megatron.launch.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
 from recover_megatron.membership.records import ranges
@@ -143,7 +143,6 @@ class WorkerTable:
         """``worker`` has ended: kill what it left behind, then reap it.  Returns how many processes it had left."""
         assert worker.pid is not None
         self._loop.unwatch(self._handles[worker.worker_id].pidfd)
-        kill_group(worker.pid)
         find = partial(find_launch, self._plan.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}
         worker.end(processes.reap(worker.pid), time.time())

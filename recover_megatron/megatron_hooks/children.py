@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import popen_fork, process, resource_tracker
@@ -84,7 +85,12 @@ def _terminate(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _ensure_running(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def ensure_running(self: Any) -> None:
-        with _blocked(handled()):  # it unblocks some itself
-            original(self)
+        # What a killed worker has left in /dev/shm it removes; a line about that would be taken for the worker's last.
+        sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
+        try:
+            with _blocked(handled()):  # it unblocks some itself
+                original(self)
+        finally:
+            sys.warnoptions.pop()
 
     return ensure_running

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron import errors
+from recover_megatron.launch.processes import kill_found, process_table
 from recover_megatron.launch.states import describe_end
 from tests.harness.patience import patient
 from tests.harness.processes import end_with, ends_within
@@ -150,6 +151,11 @@ def _flush_tensorboard() -> None:
         writer.flush()
 
 
+def _kill_left_behind(worker: int) -> None:
+    """Kill loader workers, and the checkpoint writer's helper; what tracks their semaphores ends by itself."""
+    kill_found(lambda: [process for process in process_table().values() if process.session == worker and process.alive])
+
+
 Ended = Callable[[_Worker, int], int | None]
 """Told of a worker that has ended, with its exit code; answers the pid of one started in its place, if there is one."""
 
@@ -176,8 +182,7 @@ def _wait_for_all(
             os.close(handle)
             who, code = children[pid], os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             codes[who.worker] = code
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it left behind: loader workers, the checkpoint writer's helper
+            _kill_left_behind(pid)
             if (successor := ended(who, code)) is not None:
                 handles[os.pidfd_open(successor)] = successor
         for pid in handles.values() if late is not None else ():

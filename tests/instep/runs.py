@@ -183,7 +183,7 @@ class Case:
         return replace(self, flags=(*self.flags, *flags))
 
     def altered(self, function: str, *arguments: object) -> Case:
-        """The same, in which something is altered by a function of ``pacing``, ``faulty`` or ``instruments``."""
+        """The same, in which something is altered by a function of a module that ``altered`` names."""
         return replace(self, train_with=(*altered(function, *arguments), *self.train_with))
 
     def throughout(self, function: str, *arguments: object) -> Case:

@@ -90,7 +90,7 @@ def test_who_was_put_out_in_the_middle_of_a_checkpoint_and_wakes_later_spoils_no
 ) -> None:
     """Worker 0 is stopped while it writes, put out, and goes on writing when the others have finished theirs."""
     checkpoints, resumed = tmp_path / "checkpoints", tmp_path / "resumed"
-    script = [*altered("faulty.frozen", checkpoints), *TRAINING]
+    script = [*altered("unwritten.frozen", checkpoints), *TRAINING]
     run = write(forkserver, tmp_path, script, *flags, "--save-interval", "4", *QUICK)
     assert run.codes == [EXIT_FENCED, 0, 0, 0], run.tail()
     assert "Traceback" not in run.logs[0].read_text(), run.logs[0].read_text()
@@ -120,7 +120,7 @@ def test_who_cannot_write_its_part_ends_and_the_others_write_again(
     forkserver: ForkServer, tmp_path: Path, unable: list[int], how: str
 ) -> None:
     """If nobody can, the run ends with the cause."""
-    script = [*altered("faulty.limited", ",".join(map(str, unable)), 4), *TRAINING]
+    script = [*altered("unwritten.limited", ",".join(map(str, unable)), 4), *TRAINING]
     run = write(forkserver, tmp_path, script, "--save-interval", "2", *how.split())
     cause = (
         f"the checkpoint of iteration 4 cannot be written to {tmp_path / 'checkpoints'}: worker {{}}: OSError: [Errno "
@@ -142,7 +142,7 @@ def test_who_cannot_write_its_part_ends_and_the_others_write_again(
 def test_loaders_killed_while_a_checkpoint_is_written_cost_their_workers_and_not_the_checkpoint(
     forkserver: ForkServer, tmp_path: Path
 ) -> None:
-    script = [*altered("faulty.lost_loaders", "0,2"), *TRAINING]
+    script = [*altered("unwritten.lost_loaders", "0,2"), *TRAINING]
     run = write(forkserver, tmp_path, script, "--num-workers", "2", "--save-interval", "4")
     assert run.codes == [1, 0, 1, 0], run.tail()
     for worker in (0, 2):
@@ -159,7 +159,7 @@ def saving(case: Case, out: Path, interval: int) -> Case:
 
 def held(case: Case, out: Path, pattern: str) -> Case:
     """With every checkpoint held up until the coordinator's events have ``pattern``."""
-    return case.altered("faulty.held_writers", out / "events-0.jsonl", pattern)
+    return case.altered("unwritten.held_writers", out / "events-0.jsonl", pattern)
 
 
 def abandoned(result: Result) -> bool:
@@ -188,7 +188,7 @@ def test_the_last_checkpoint_is_saved_again_by_who_is_left_if_a_writer_dies_befo
 ) -> None:
     case = Case(DP4, ())
     expected = runs(saving(case, runs.out / "whole", 8), "whole")
-    case = replace(case, doomed=(1 if how == "enter" else 0,)).altered("faulty.deadly_wait", how)
+    case = replace(case, doomed=(1 if how == "enter" else 0,)).altered("unwritten.deadly_wait", how)
     result = runs.check(saving(case, runs.out, 8))
     assert abandoned(result)
     mine, its = check_saved(result, [8]), check_saved(expected, [8])
@@ -199,7 +199,7 @@ def test_the_last_checkpoint_is_saved_again_by_who_is_left_if_a_writer_dies_befo
 def test_what_is_saved_again_counts_no_samples_that_were_left_out_since(runs: Runs) -> None:
     """Iteration 8 is left out: it makes no step, but its samples count as consumed."""
     case = Case(DP4, doomed=(1,), model=("--iterations-to-skip", "8"))
-    result = runs(saving(case.altered("faulty.deadly_wait", "enter"), runs.out, 7))
+    result = runs(saving(case.altered("unwritten.deadly_wait", "enter"), runs.out, 7))
     assert list(result.ended.codes) == [0, -9, 0, 0], result.told()
     assert abandoned(result)
     check_saved(result, [7, 8])
@@ -217,7 +217,7 @@ def test_a_spare_that_comes_while_the_last_checkpoint_is_written_does_not_cost_i
 @pytest.mark.parametrize("how", ["write", "copy", "stop"])
 def test_a_worker_ends_with_its_writer_and_the_others_save_again(runs: Runs, how: str) -> None:
     case = Case(DP4).with_flags(*QUICK_TO_SEE_A_HANG)
-    result = runs(saving(case.altered("faulty.deadly_writers", how), runs.out, 8))
+    result = runs(saving(case.altered("unwritten.deadly_writers", how), runs.out, 8))
     assert list(result.ended.codes) == [0, 1, 0, 0], result.told()
     told = "WriterStopped: process .* has been stopped" if how == "stop" else "WriterKilled: the process .* by signal 9"
     assert re.search(told, result.log(1)), result.told()
@@ -226,7 +226,7 @@ def test_a_worker_ends_with_its_writer_and_the_others_save_again(runs: Runs, how
 
 
 def test_a_part_that_cannot_be_written_in_the_background_ends_the_run_with_the_reason(runs: Runs) -> None:
-    result = runs(saving(Case(DP4).altered("faulty.deadly_writers", "fail"), runs.out, 8))
+    result = runs(saving(Case(DP4).altered("unwritten.deadly_writers", "fail"), runs.out, 8))
     assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
     (stop,) = [event for event in result.events if event["event"] == "stop"]
     assert "the process that writes checkpoints for this worker ended with exit code 1" in str(stop["reason"])

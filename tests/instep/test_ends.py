@@ -179,7 +179,7 @@ def test_a_full_checkpoint_disk_ends_the_run_with_its_cause_and_the_last_good_ch
     case = Case(Layout(f"dp{replicas}", replicas)).with_flags(
         "--save", str(save), "--save-interval", "2", "--ckpt-format", form, *how.split()
     )
-    result = runs(case.altered("faulty.full", small_disk))
+    result = runs(case.altered("unwritten.full", small_disk))
     assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
     (stop,) = [event for event in result.events if event["event"] == "stop"]
     assert stop["code"] == EXIT_SAME_FAULT

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import random
 import shlex
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from recover_megatron.run_log.steps import read_steps, violations
+from recover_megatron.membership.records import EXIT_FENCED
+from recover_megatron.run_log.steps import violations
 from tests.drawn import SEED, some
 from tests.harness.forkserver import ForkServer, Run
+from tests.instep.altered import altered
 from tests.instep.conftest import FEW
 from tests.instep.logged import checkpoint, console, differences, scalars
 from tests.instep.runs import (
@@ -33,15 +36,18 @@ from tests.instep.runs import (
     PARAMETERS,
     QUICK_TO_SEE_A_HANG,
     ROPE,
+    SLOW_TO_SEE_A_HANG,
+    Case,
     Layout,
+    Result,
     Strike,
+    check_parameters,
     check_rows,
     distance,
+    placed,
     recorded,
 )
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, OURS, STOCK
-
-pytestmark = pytest.mark.slow
 
 ADAM = "--optimizer adam --adam-eps 1e-2 --lr 0.01 --min-lr 0.003"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
@@ -83,6 +89,13 @@ class Recipe:
     """Whether it reads an indexed data set instead of mock data."""
     left_out: tuple[int, ...] = ()
     """Iterations that are not made: no fault strikes in them."""
+    exits: bool = False
+    """Whether Megatron ends the process in the middle of ``train()``: its checkpoint alone tells the parameters."""
+
+    @property
+    def made(self) -> list[int]:
+        """Its iterations."""
+        return [iteration for iteration in range(1, self.iterations + 1) if iteration not in self.left_out]
 
     def __str__(self) -> str:
         return self.name
@@ -249,9 +262,9 @@ RECIPES = [
     Recipe("log-interval-100", dp(3), "--log-interval 100"),
     Recipe("checkpoint-beside", dp(3), "--non-persistent-ckpt-type global --non-persistent-save-interval 2",
            checkpoint="torch_dist"),
-    Recipe("exit-interval", dp(3), "--exit-interval 6", iterations=6, checkpoint="torch_dist"),
+    Recipe("exit-interval", dp(3), "--exit-interval 6", iterations=6, checkpoint="torch_dist", exits=True),
     Recipe("phases", dp(3), "--train-samples 96 --phase-transition-iterations 5,8", iterations=5, data=True,
-           checkpoint="torch_dist"),
+           checkpoint="torch_dist", exits=True),
     Recipe("timeout-after-start", dp(3), "--distributed-timeout-seconds-after-init 60"),
     Recipe("watched", dp(3), "--check-for-large-grads --check-for-spiky-loss --rerun-mode validate_results "
            "--train-sync-interval 2 --exit-duration-in-mins 100"),
@@ -313,23 +326,26 @@ PHASES = ("data", "forward", "backward", "reduce-scatter", "agree", "optimizer")
 
 
 def faults_of(recipe: Recipe, source: random.Random) -> tuple[tuple[Strike, ...], int]:
-    """One to three faults, one replica at least is left; how many of those lost are started again.
+    """One to three faults, one replica at least is left; how many of those lost are started again: none, or all.
 
-    With the distributed optimizer one: its one shadow is only renewed at the next boundary, where "agree" may strike.
+    If all, then so early that all replicas train the last iteration, and by kills: a run that waits for replicas sees a
+    hang late.  With the distributed optimizer one fault: its one shadow is renewed at the next boundary only, where
+    "agree" may strike.
     """
     layout = recipe.layout
     most = 1 if SHARDED in recipe.flags else min(3, layout.replicas - 1)
     victims = source.sample(range(layout.replicas), source.randint(1, most))
-    made = [iteration for iteration in range(1, recipe.iterations + 1) if iteration not in recipe.left_out]
-    iterations = sorted(source.sample(made, len(victims)))
+    early = recipe.made[: -len(victims) - 1]
+    kinds = ["stop" if source.random() < 0.1 else "kill" for _ in victims]
+    again = "stop" not in kinds and len(early) >= len(victims) and source.random() < 0.5
+    iterations = sorted(source.sample(early if again else recipe.made, len(victims)))
     strikes = []
-    for replica, iteration in zip(victims, iterations, strict=True):
+    for replica, iteration, kind in zip(victims, iterations, kinds, strict=True):
         phase = source.choice(PHASES)
         # Only the first tensor rank of the first stage reads data in all layouts.
         position = 0 if phase == "data" else source.randrange(layout.positions)
-        kind = "stop" if source.random() < 0.1 else "kill"
         strikes.append(Strike(replica, position, iteration, phase, kind))
-    return tuple(strikes), source.choice([0, len(strikes)])
+    return tuple(strikes), len(strikes) if again else 0
 
 
 def argv(recipe: Recipe, out: Path, data: str) -> list[str]:
@@ -352,19 +368,44 @@ def argv(recipe: Recipe, out: Path, data: str) -> list[str]:
 
 
 def train(server: ForkServer, recipe: Recipe, out: Path, data: str, *more: str, script: str, restarts: int = 0) -> Run:
+    waiting = altered("pacing.patient", f"{recipe.made[-restarts]}-:{recipe.layout.replicas}") if restarts else ()
     return server.run(
-        recipe.layout.grid.world, [script, *argv(recipe, out, data), *more], out,
+        recipe.layout.grid.world, [*waiting, script, *argv(recipe, out, data), *more], out, training=out / "training",
         losses=None if "--recover" in more else out / "losses.jsonl", restarts=restarts, timeout=400,
     )  # fmt: skip
 
 
-def with_recover(out: Path, strikes: tuple[Strike, ...], recipe: Recipe) -> list[str]:
+def with_recover(out: Path, strikes: tuple[Strike, ...], recipe: Recipe, restarts: int = 0) -> list[str]:
     more = ["--recover", "--recover-log-dir", str(out)]
     if strikes:
         more += ["--recover-inject", ",".join(strike.spec(recipe.layout) for strike in strikes)]
-    return more + QUICK_TO_SEE_A_HANG * any(strike.kind == "stop" for strike in strikes)
+    more += QUICK_TO_SEE_A_HANG * any(strike.kind == "stop" for strike in strikes)
+    return more + [*SLOW_TO_SEE_A_HANG] * bool(restarts)
 
 
+def wrong_ends(recipe: Recipe, strikes: tuple[Strike, ...], run: Run) -> dict[int, int]:
+    """Worker -> exit code, of those that did not end as they should.
+
+    Mates of who was stopped wait for it and make no progress either: they may be put out with it.
+    """
+    allowed = defaultdict(lambda: {0})
+    for strike in strikes:
+        if strike.kind == "stop":
+            allowed |= {mate: {0, -9, EXIT_FENCED} for mate in recipe.layout.grid.replicas[strike.replica]}
+    allowed |= {strike.worker(recipe.layout): {strike.code} for strike in strikes}
+    return {worker: code for worker, code in (*enumerate(run.codes), *run.more.items()) if code not in allowed[worker]}
+
+
+def test_a_fault_that_has_not_struck_is_seen_by_its_workers_exit_code() -> None:
+    recipe = Recipe("two mates", tp(3))
+    strikes = (Strike(0, 0, 3, "forward", "stop"), Strike(1, 1, 4, "forward"))
+    ends = partial(wrong_ends, recipe, strikes)
+    assert ends(Run([-9, EXIT_FENCED, 0, -9, 0, 0], [])) == {}
+    assert ends(Run([0, 0, 0, -9, 0, 0], [])) == {0: 0}
+    assert ends(Run([-9, 0, -9, -9, 0, 1], [], {6: 1})) == {2: -9, 5: 1, 6: 1}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", some("layouts", RECIPES, 3), ids=str)
 def test_deaths_change_no_number_that_is_logged_and_no_tensor_that_is_saved(
     forkserver: ForkServer, tmp_path: Path, indexed_data: str, recipe: Recipe
@@ -380,18 +421,21 @@ def test_deaths_change_no_number_that_is_logged_and_no_tensor_that_is_saved(
 
     expected = train(forkserver, recipe, stock, indexed_data, *plain, script=script)
     assert expected.ok, expected.tail()
-    run = train(forkserver, recipe, ours, indexed_data, *with_recover(ours, strikes, recipe), script=OURS,
-                restarts=restarts)  # fmt: skip
-    struck = {strike.worker(recipe.layout) for strike in strikes}
-    mates = {
-        mate for strike in strikes if strike.kind == "stop" for mate in recipe.layout.grid.replicas[strike.replica]
-    }
-    for worker, code in enumerate(run.codes):
-        assert code == (-9 if worker in struck else 0) or worker in mates, told + run.tail()
+    run = train(forkserver, recipe, ours, indexed_data, *with_recover(ours, strikes, recipe, restarts),
+                script=OURS, restarts=restarts)  # fmt: skip
+    wrong = wrong_ends(recipe, strikes, run)
+    assert not wrong, (told, wrong, run.tail())
 
-    steps = list(read_steps(ours / "steps.jsonl"))
-    made = [iteration for iteration in range(1, recipe.iterations + 1) if iteration not in recipe.left_out]
-    assert [step.iteration for step in steps] == made, told
+    case = Case(recipe.layout, strikes, recipe.iterations)
+    result, undisturbed = Result(case, run, ours), Result(case, expected, stock)
+    steps = result.steps
+    assert [step.iteration for step in steps] == recipe.made, told
+    if restarts:
+        assert sum(worker >= recipe.layout.grid.world for worker in placed(result.grid)) == restarts, (
+            told,
+            result.grid,
+        )
+        assert steps[-1].replicas == len(result.grid) == recipe.layout.replicas, (told, result.grid)
     assert violations(steps, None if "batch" in recipe.name else recipe.layout.samples) == [], told
     if not recipe.dropout:
         check_rows(steps, recorded(stock), recipe.near, told)
@@ -400,6 +444,8 @@ def test_deaths_change_no_number_that_is_logged_and_no_tensor_that_is_saved(
     assert theirs, expected.tail()
     assert differences(console(sorted(ours.glob("worker-*.log"))), theirs, near) == [], told
     assert differences(scalars(ours / "board"), scalars(stock / "board"), near) == [], told
+    if not recipe.exits:
+        check_parameters(result, undisturbed, recipe.near * PARAMETERS)
     if recipe.checkpoint:
         its, mine = (checkpoint(folder / "checkpoints", recipe.iterations) for folder in (stock, ours))
         assert set(its) == set(mine), told

@@ -5,6 +5,7 @@ No process outlives the launcher, however it ends.
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -112,6 +113,33 @@ def test_the_launcher_does_not_wait_for_pipes_that_a_dead_workers_child_holds(be
     assert "LAST WORDS" in launch.out
     hidden = int((bench.folder / "hidden").read_text())
     assert not alive(hidden)
+
+
+@pytest.mark.parametrize("killed", ["worker", "launch"])
+def test_what_a_killed_worker_has_left_in_shared_memory_is_removed_and_no_other(bench, killed):
+    """By a process of Python's that outlives the worker; one that does not end by itself is killed, too."""
+    script = bench.script(
+        """
+        import multiprocessing, os, time
+        lock = multiprocessing.get_context("spawn").Lock()
+        print("UP", "sem." + lock._semlock.name[1:])
+        while not os.path.exists("go"):
+            time.sleep(0.05)
+        """
+    )
+    launch = bench.up(2, script)
+    names = [Path("/dev/shm", name) for name in re.findall(r"UP (sem[.]\S+)", launch.out)]
+    assert [name.exists() for name in names] == [True, True]
+    if killed == "launch":
+        launch.send(signal.SIGKILL)
+        leaves_nothing(launch)
+    else:
+        bench.kill(0, 2)
+        launch.wait_for("was killed by SIGKILL")
+        eventually(lambda: sum(name.exists() for name in names) == 1, "what worker 0 has left is removed")
+        bench.go()
+        launch.ends(137)
+    assert not any(name.exists() for name in names)
 
 
 @pytest.fixture

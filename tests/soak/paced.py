@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PAUSE_SECONDS = 0.1
-AWAITING_SECONDS = 0.5
+AWAITING_SECONDS = 0.25
 
 
 def pace(folder: Path) -> None:

@@ -5,9 +5,9 @@ What its processes hold must not grow.
     python -m tests.soak.soak FOLDER KILLS [SEED]
 
 Real: recover-run --max-restarts, its two coordinators, SIGKILL and SIGSTOP; workers are forked by one process that has
-imported what they need (``template``). A worker is killed at a random time
+imported what they need (``template``). One worker, each fourth time two at once, are killed at a random time
 after the run is whole again; worker 0 never, so that it has seen every recovery by the end. Coordinators are stopped at
-any time, for less than the heartbeat timeout; the leading one is killed half-way.
+any time, for less than the heartbeat timeout; the leading one is killed after a quarter of the kills.
 
     FOLDER/run/...          the log folder of the run
     FOLDER/reference/...    that of the same run without any of this
@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -65,59 +66,82 @@ class Sample:
     threads: int
     seconds: float
     """Of processor time, so far."""
+    files: int = 0
+    """In /dev/shm, as this process sees it."""
+    logs: int = 0
+    """Bytes in the run's log folder."""
 
 
-def sample(process: str, pid: int, kills: int, iteration: int) -> Sample:
+def sample(process: str, pid: int, kills: int, iteration: int, logs: int = 0) -> Sample:
     """Raises psutil.NoSuchProcess for a process that has ended."""
     seen = psutil.Process(pid)
     used, times = seen.memory_info().rss, seen.cpu_times()
     descriptors, threads = seen.num_fds(), seen.num_threads()
-    return Sample(process, pid, kills, iteration, used, descriptors, threads, times.user + times.system)
+    files = len(os.listdir(f"/proc/{pid}/root/dev/shm"))
+    return Sample(process, pid, kills, iteration, used, descriptors, threads, times.user + times.system, files, logs)
+
+
+def told(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Those that are looked at: the first tenth is left out, since what is allocated once is there by then."""
+    return samples[len(samples) // 10 :]
+
+
+FEWEST = 8
+"""Samples that are needed to tell growth."""
 
 
 def growth(samples: Sequence[Sample]) -> list[str]:
     """What one process has more of late in a run than early, in words; empty: nothing.
 
-    The first tenth is left out: what is allocated once is there by then. Of what follows the first and the last
-    quarter are compared, by their medians: a sample may fall into the middle of a recovery.
+    The first and the last quarter are compared, by their medians: a sample may fall into the middle of a recovery.
     """
-    told = samples[len(samples) // 10 :]
-    if len(told) < 8:
+    looked_at = told(samples)
+    if len(looked_at) < FEWEST:
         return []
-    quarter = len(told) // 4
-    early, late = told[:quarter], told[-quarter:]
+    quarter = len(looked_at) // 4
+    early, late = looked_at[:quarter], looked_at[-quarter:]
     found = []
-    for what, slack in (("descriptors", 2.0), ("threads", 1.0), ("memory", 6.0 * MIB)):
+    for what, slack in (("descriptors", 2.0), ("threads", 1.0), ("memory", 6.0 * MIB), ("files", 2.0)):
         before, after = (statistics.median(getattr(one, what) for one in part) for part in (early, late))
         if after > 1.03 * before + slack:
             found.append(f"{samples[0].process}: {what} {before:.0f} -> {after:.0f}")
-    before, after = (_work(part) for part in (early, late))
     # The slack is that of a coordinator: it shows each worker that it has ever known to whoever looks, and we do.
-    if len(told) >= 100 and after > 1.5 * before + 0.005:
-        found.append(f"{samples[0].process}: processor seconds per iteration {before:.4f} -> {after:.4f}")
+    for what, slack in (("seconds", 0.005), ("logs", 1000.0)):
+        before, after = (_each(part, what) for part in (early, late))
+        if len(looked_at) >= 100 and after > 1.5 * before + slack:
+            found.append(f"{samples[0].process}: {what} per iteration {before:.4f} -> {after:.4f}")
     return found
 
 
-def _work(part: Sequence[Sample]) -> float:
-    """Processor seconds per iteration, from one kill to the next, so with a recovery every few of them.
+def _each(part: Sequence[Sample], what: str) -> float:
+    """Processor seconds, or bytes of logs, per iteration, from one kill to the next, so with a recovery every few.
 
     Not per kill: on a busy machine a newcomer takes longer, and more iterations pass meanwhile.
     """
     pairs = [(early, late) for early, late in itertools.pairwise(part) if late.iteration > early.iteration]
-    each = [(late.seconds - early.seconds) / (late.iteration - early.iteration) for early, late in pairs]
+    each = [(getattr(b, what) - getattr(a, what)) / (b.iteration - a.iteration) for a, b in pairs]
     return statistics.median(each) if each else 0.0
 
 
-WORKERS, BATCH = 3, 6
+WORKERS, BATCH = 4, 12
 HEARTBEAT_TIMEOUT = 5.0
 ITERATIONS_PER_KILL = 30
 """Enough: a kill and the rejoin of a worker take some ten, on a busy machine twenty."""
-ASK_SECONDS = 0.5
+ASK_SECONDS = 0.2
 STUCK_SECONDS = patient(300)
 SCRIPT = str(REPOSITORY / "tests" / "soak" / "paced.py")
 FLAGS = [*MODEL, "--log-interval", "100", "--eval-interval", "1000000", "--eval-iters", "0"]
 FLAGS += ["--lr", "0.001", "--min-lr", "0.001", "--hidden-dropout", "0", "--attention-dropout", "0"]
 FLAGS += ["--global-batch-size", str(BATCH)]
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the files in a log folder, those together whose names differ by a number alone."""
+    found: defaultdict[str, int] = defaultdict(int)
+    for path in folder.rglob("*"):
+        if path.is_file() and "pids" not in path.parts:  # those are the template's
+            found[re.sub(r"\d+", "#", str(path.relative_to(folder)))] += path.stat().st_size
+    return dict(found)
 
 
 class Stuck(AssertionError):
@@ -134,6 +158,10 @@ class Report:
     iterations: int = 0
     seconds: float = 0.0
     """From a kill to the run being whole again, the median of the last tenth of them."""
+    logs: dict[str, float] = field(default_factory=dict)
+    """Files of the log folder (# for a number) -> bytes for each kill: they grow by design."""
+    judged: list[str] = field(default_factory=list)
+    """The processes of which there were samples enough to tell growth."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -157,8 +185,17 @@ class Launch:
         while (said := self._template.stdout.readline()) != b"ready\n":
             assert said, "the template has ended: " + (folder / "template.log").read_text()[-2000:]
         with (folder / "console.log").open("wb") as console:
-            self.process = recover_run(argv, REPOSITORY, environment, stdout=console, stderr=console)
+            self.process = recover_run(
+                argv, REPOSITORY, environment, stdout=console, stderr=console, preexec_fn=self._enter
+            )
         self.secret = Secret(secret.encode())
+
+    def _enter(self) -> None:
+        """See the /dev/shm that the template has made for itself, if it could."""
+        with open(f"/proc/{self._template.pid}/ns/mnt", "rb") as its, open("/proc/self/ns/mnt", "rb") as mine:
+            if not os.path.sameopenfile(its.fileno(), mine.fileno()):
+                os.setns(its.fileno(), os.CLONE_NEWNS)
+                os.chdir(REPOSITORY)
 
     @property
     def console(self) -> str:
@@ -271,16 +308,19 @@ class Soak:
                 raise Stuck(f"{self._iterations} iterations are not enough for {self._kills} kills")
             self._note(launch, iteration)
             pauses = self._pause(launch) if self._random.random() < 0.4 else None
-            time.sleep(self._random.uniform(0.0, 1.0))
-            if self.report.kills == self._kills // 2:
+            time.sleep(self._random.uniform(0.0, 0.5))
+            if self.report.kills >= self._kills // 4 and not self.report.coordinators_killed:
                 os.kill(launch.candidates()[0], signal.SIGKILL)
                 self.report.coordinators_killed += 1
-            victim = self._random.choice([worker for worker in launch.workers() if worker != 0])
+            alive = launch.workers()
+            count = min(2 if len(self._seconds) % 4 == 3 else 1, self._kills - self.report.kills)
+            victims = self._random.sample(sorted(worker for worker in alive if worker != 0), count)
             struck = time.monotonic()
             (launch.folder / "awaits").touch()
-            os.kill(launch.workers()[victim], signal.SIGKILL)
-            self.report.kills += 1
-            self._wait_whole(launch, eyes, without=victim)
+            for victim in victims:
+                os.kill(alive[victim], signal.SIGKILL)
+            self.report.kills += len(victims)
+            self._wait_whole(launch, eyes, without=victims)
             self._seconds.append(time.monotonic() - struck)
             (launch.folder / "awaits").unlink()
             if pauses is not None:
@@ -302,8 +342,8 @@ class Soak:
         thread.start()
         return thread
 
-    def _wait_whole(self, launch: Launch, eyes: Eyes, without: int | None = None) -> RunStatus:
-        """Until every replica is there again, and the killed worker is in none."""
+    def _wait_whole(self, launch: Launch, eyes: Eyes, without: Sequence[int] = ()) -> RunStatus:
+        """Until every replica is there again, and the killed workers are in none."""
         until = time.monotonic() + STUCK_SECONDS
         while time.monotonic() < until:
             if launch.process.poll() is not None:
@@ -311,17 +351,18 @@ class Soak:
             status = eyes.look()
             if status is not None and status.state == "steady" and len(status.grid) == WORKERS:
                 placed = {worker.worker for replica in status.grid for worker in replica.workers}
-                if without not in placed:
+                if placed.isdisjoint(without):
                     return status
             time.sleep(ASK_SECONDS)
         raise Stuck(f"not whole within {STUCK_SECONDS:.0f} s after {self.report.kills} kills: {launch.console[-3000:]}")
 
     def _note(self, launch: Launch, iteration: int) -> None:
+        logs = sum(sizes(launch.folder).values())
         for name, pid in launch.others().items():
             # A standby that has become the leader holds more than before.
             process = f"{name}, {self.report.coordinators_killed} leaders killed" if "coordinator" in name else name
             with contextlib.suppress(psutil.NoSuchProcess):
-                one = sample(process, pid, self.report.kills, iteration)
+                one = sample(process, pid, self.report.kills, iteration, logs)
                 self._samples[process].append(one)
                 with (self._folder / "samples.jsonl").open("a") as file:
                     file.write(json.dumps(asdict(one)) + "\n")
@@ -337,8 +378,10 @@ class Soak:
             check_rows(steps, read_steps(reference / "steps.jsonl"))
         except AssertionError as error:
             report.problems.append(f"another training than the reference: {error}")
-        for samples in self._samples.values():
+        for process, samples in self._samples.items():
             report.problems += growth(samples)
+            report.judged += [process] * (len(told(samples)) >= FEWEST)
+        report.logs = {name: size / report.kills for name, size in sizes(run).items()}
         used, needs = self._samples["worker 0"], needs_of(FLAGS, WORKERS, WORKERS, {}, cpu=True)
         files, tasks = max(one.descriptors for one in used), WORKERS * max(one.threads for one in used)
         if not needs.least_files < files <= needs.files <= 2 * files or not tasks <= needs.tasks <= 2 * tasks:

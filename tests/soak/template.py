@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -117,8 +118,19 @@ def _die_with(pid: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def own_shared_memory() -> None:
+    """Where that is permitted, have a /dev/shm that nobody else on this machine leaves anything in."""
+    try:
+        os.unshare(os.CLONE_NEWNS)
+    except PermissionError:
+        return
+    for how in (["--make-rprivate", "/"], ["-t", "tmpfs", "tmpfs", "/dev/shm"]):
+        subprocess.run(["mount", *how], check=True)
+
+
 def main() -> None:
     """Import, say so on stdout, then serve."""
+    own_shared_memory()
     from recover_megatron.arguments import RecoverConfig
     from recover_megatron.megatron_hooks.entry.program import load
     from tests.harness.server import prepare_megatron
