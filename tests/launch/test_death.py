@@ -114,15 +114,6 @@ def test_the_launcher_does_not_wait_for_pipes_that_a_dead_workers_child_holds(be
     assert not alive(hidden)
 
 
-@pytest.fixture
-def no_nohup():
-    """As from a terminal, whoever has started these tests: recover-run leaves SIGHUP alone where it is ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize(
     ("number", "code"),
     [(number, 128 + number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] + [(signal.SIGUSR1, 0)],
@@ -146,6 +137,19 @@ def test_a_signal_lets_workers_end_by_themselves(bench, number, code):
     launch.ends(code)
     assert launch.out.count("SAVED") == 2
     assert "Traceback" not in launch.err
+
+
+def test_a_launch_that_was_started_with_a_terminals_signals_ignored_is_ended_by_sigterm_alone(bench):
+    """So are the background jobs of a script (SIGINT), and what nohup starts (SIGHUP)."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        launch = bench.up(1, bench.script(UNTIL_TOLD))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in (*before, signal.SIGTERM):  # delivered in the order of their numbers
+        launch.send(number)
+    launch.ends(128 + signal.SIGTERM)
 
 
 def test_after_the_grace_time_workers_are_killed_and_nothing_is_left(bench):
