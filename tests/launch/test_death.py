@@ -6,6 +6,7 @@ No process outlives the launcher, however it ends.
 import contextlib
 import os
 import signal
+import textwrap
 import time
 from pathlib import Path
 
@@ -139,17 +140,21 @@ def test_a_signal_lets_workers_end_by_themselves(bench, number, code):
     assert "Traceback" not in launch.err
 
 
-def test_a_launch_that_was_started_with_a_terminals_signals_ignored_is_ended_by_sigterm_alone(bench):
+def test_a_launch_that_was_started_with_a_terminals_signals_ignored_goes_on(bench):
     """So are the background jobs of a script (SIGINT), and what nohup starts (SIGHUP)."""
+    tells = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('TOLD', flush=True))\n"
+    script = bench.script(tells + textwrap.dedent(UNTIL_TOLD))
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
     try:
-        launch = bench.up(1, bench.script(UNTIL_TOLD))
+        launch = bench.up(1, script)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number in (*before, signal.SIGTERM):  # delivered in the order of their numbers
+    for number in (*before, signal.SIGUSR1):
         launch.send(number)
-    launch.ends(128 + signal.SIGTERM)
+    launch.wait_for("TOLD")  # so it has had the others
+    bench.go()
+    launch.ends(0)
 
 
 def test_after_the_grace_time_workers_are_killed_and_nothing_is_left(bench):
