@@ -22,7 +22,7 @@ from recover_megatron.launch.device_test import command_of
 from recover_megatron.launch.forecast import Forecast, forecast
 from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
-from recover_megatron.launch.plan import LaunchPlan, is_known, saves_checkpoints
+from recover_megatron.launch.plan import LaunchPlan, is_known, loopback, saves_checkpoints
 from recover_megatron.launch.processes import AGAIN_SECONDS
 from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
@@ -102,6 +102,8 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     reasons += arguments.check_files(options)
     if options.fault_tolerant:
         reasons += variables.refusals(os.environ)
+    if options.nnodes == 1 and options.master_addr == arguments.DEFAULT_ADDR:
+        options.master_addr = loopback()
     if options.script and not options.join:
         world = options.nnodes * options.nproc_per_node
         reasons += preflight.check(options.script, options.script_args, world)
