@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import socket
 import sys
 import time
@@ -21,10 +22,10 @@ from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_test import command_of
 from recover_megatron.launch.forecast import Forecast, forecast
 from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
-from recover_megatron.launch.messages import SHARE_A_SECRET, count
+from recover_megatron.launch.messages import SHARE_A_SECRET, count, goes_on_without
 from recover_megatron.launch.plan import LaunchPlan, is_known, loopback, saves_checkpoints
 from recover_megatron.launch.processes import AGAIN_SECONDS
-from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
+from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.logger import get_logger, use_lines
 from recover_megatron.membership.records import SecretError
@@ -80,6 +81,11 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
         if told := options or error.options:
             _tell_others(told, reserved or error.reserved, attempt, error.reasons)
         return REFUSED
+    except _LeftOut as error:
+        log.info(str(error))
+        if options:
+            _tell_others(options, reserved, attempt, [str(error)])
+        return LEFT_OUT
     if options.taken:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
     if not options.slurm and options.nnodes == 1 and (hint := slurm.left_alone(os.environ)):
@@ -115,22 +121,32 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
             reasons += preflight.devices(options.script, options.script_args, here, os.environ)
     reserved: socket.socket | None = None
     reason: str | None = None
-    if options.check and (options.nnodes > 1 or options.join):
-        pass  # a login node is none of the run's: it has no address of theirs, nor their secret
-    elif options.join or 0 < options.node_rank < options.nnodes:
-        _, reason = store.resolve(options.master_addr)
-    else:
+    several = options.nnodes > 1 or options.join
+    if (
+        several and not options.check
+    ):  # a login node is none of the run's: it has no address of theirs, nor their secret
+        reasons += _check_secret(options)
+        reason = None if reasons else _await_others(options, options.rendezvous_timeout)
+    elsewhere = options.join or 0 < options.node_rank < options.nnodes or (several and options.check)
+    if reason is None and not elsewhere:
         reserved, reason = store.open_listener(options.master_addr, options.master_port, options.nnodes)
     if reason:
         reasons.append(reason)
-    if (options.nnodes > 1 or options.join) and not options.check:
-        reasons += _check_secret(options)
     if reasons:
         if reserved and (options.nnodes == 1 or not understood):
             reserved.close()
             reserved = None
         raise arguments.UsageError(reasons, options if understood else None, reserved)
     return options, reserved
+
+
+def _await_others(options: arguments.Options, seconds: float) -> str | None:
+    """Wait until the names of the hosts that are needed are known here; the reason if they are not."""
+    if not options.join:
+        return store.await_names("--master-addr", [options.master_addr], seconds, log.info)
+    if reason := store.await_names("--master-addr", [options.master_addr], 0.0, log.info):
+        log.info(f"{reason.partition(': give')[0]}: what needs the store of node 0 fails here")  # it may be lost
+    return store.await_names("--recover-coordinator", [host for host, _ in options.coordinators], seconds, log.info)
 
 
 def _tell_others(
@@ -164,8 +180,15 @@ def _forecast(options: arguments.Options) -> Forecast | None:
     return forecast(options.script or "", options.script_args, options.nnodes, options.nproc_per_node)
 
 
+class _LeftOut(Exception):
+    """The run of this launch goes on without this node; says how to come back."""
+
+
 def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | None]:
-    """The locks of --save and of the log folder, held if this node knows which run it is.  Raises UsageError."""
+    """The locks of --save and of the log folder, held if this node knows which run it is.
+
+    Raises UsageError and _LeftOut.
+    """
     started, address = time.time(), (plan.master_addr, plan.master_port)
     mine = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
     saves = save_folder(plan.script_args) if plan.saves else None
@@ -175,12 +198,12 @@ def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | Non
             Path(saves).mkdir(parents=True, exist_ok=True)
         save_lock = FolderLock(Path(saves).resolve(), mine, log.info, "--save", needed=False)
         if (reason := _hold(save_lock, plan)) and not plan.joins:
-            raise arguments.UsageError([reason])
+            raise _in_use(save_lock, plan, reason)
         save_lock = None if reason else save_lock  # the run that is joined may be known by another address
     if lock and (reason := _hold(lock, plan)):
         if save_lock:
             save_lock.end(REFUSED, reason)
-        raise arguments.UsageError([reason])
+        raise _in_use(lock, plan, reason)
     return save_lock, lock
 
 
@@ -189,6 +212,13 @@ def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
     if plan.joins:
         return lock.join(plan.run_id)
     return lock.check() if plan.node_rank > 0 else lock.take()
+
+
+def _in_use(lock: FolderLock, plan: LaunchPlan, reason: str) -> Exception:
+    if not lock.goes_on:
+        return arguments.UsageError([reason])
+    coordinators = f"$(recover-status {shlex.quote(str(plan.log_dir))} --coordinators)" if plan.log_dir else ""
+    return _LeftOut(goes_on_without(plan, reason, coordinators))
 
 
 def _check_secret(options: arguments.Options) -> list[str]:

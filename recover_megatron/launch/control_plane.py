@@ -20,6 +20,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,14 @@ AGAIN_SECONDS = 1.0
 
 def has_secret(environ: Mapping[str, str]) -> bool:
     return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
+
+
+def _own_address(others: Sequence[Address]) -> str:
+    """The address from which one of ``others``, of which hosts may be lost, is reached.  Raises OSError if none is."""
+    for other in others[:-1]:
+        with suppress(OSError):
+            return local_address(other)
+    return local_address(others[-1])
 
 
 class _InMainThread:
@@ -142,11 +151,13 @@ class ControlPlane:
         """The addresses of all candidates; the numbers and sockets of those here; this host's address for others."""
         plan = self._plan
         if plan.joins:
-            return plan.joins, [], plan.node_address or local_address(plan.joins[0])
+            return plan.joins, [], plan.node_address or _own_address(plan.joins)
         if candidates is None:
             host = self._host_address
             listeners = [(number, listen(host)) for number in range(HERE)]
-            told = None if plan.node_address or host == LOOPBACK else host  # LOOPBACK is what workers take by themselves
+            told = (
+                None if plan.node_address or host == LOOPBACK else host
+            )  # LOOPBACK is what workers take by themselves
             return [listener.getsockname()[:2] for _, listener in listeners], listeners, told
         own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
         return candidates.addresses, own, candidates.host

@@ -128,9 +128,21 @@ def late(worker: WorkerProcess) -> str:
 
 
 def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
+    return f"more workers may join from other hosts: {_join_command(plan, coordinators)}"
+
+
+def goes_on_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
+    """Of a launcher that was started once more; ``coordinators``: those of the run."""
+    text = f"{why}: the run goes on without this node"
+    if not plan.fault_tolerant or not coordinators:
+        return text
+    return f"{text}. Its workers come back with {_join_command(plan, coordinators)}, the script and its arguments"
+
+
+def _join_command(plan: LaunchPlan, coordinators: str) -> str:
     return (
-        f"more workers may join from other hosts: recover-run --join --recover-coordinator {coordinators} "
-        f"--world-size {plan.world_size} --master-addr {plan.master_addr} --master-port {plan.master_port}"
+        f"recover-run --join --recover-coordinator {coordinators} --world-size {plan.world_size} "
+        f"--master-addr {plan.master_addr} --master-port {plan.master_port}"
     )
 
 
