@@ -90,6 +90,12 @@ def make_listener(listen: str, descriptor: int | None) -> socket.socket:
     return socket.create_server((host, int(port)), family=family_of(host), backlog=BACKLOG, reuse_port=False)
 
 
+def address_of(listener: socket.socket) -> str:
+    """``HOST:PORT``, or ``[HOST]:PORT``: as ``--listen`` takes it."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def settings_from(args: argparse.Namespace) -> Settings:
     """The protocol's times; ``ValueError`` if they contradict each other."""
     settings = Settings.of(args)
@@ -136,8 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         server.lease = Lease(args.lease, server.post)
     if scope is not None:
         server.witness = WitnessThread(scope, server.post)
-    host, port = listener.getsockname()[:2]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = address_of(listener)
     print(json.dumps({"listening": address}), flush=True)
     journal({"event": "listening", "address": address, "world": args.world})
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
