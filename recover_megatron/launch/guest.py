@@ -154,9 +154,10 @@ class Guest:
 
         One that lives writes its words again every BEAT_SECONDS, over those of this one, which says no more.
         """
-        plan, until = self._plan, time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS
+        plan, patience = self._plan, LOST_SECONDS + 2 * BEAT_SECONDS
+        until = time.monotonic() + patience
         first = f"the first launcher of node {plan.node_rank}"
-        self._tell(self._events.note, f"{first} has taken its place: waiting {LOST_SECONDS:g} s for word from that one")
+        self._tell(self._events.note, f"{first} has taken its place: waiting {patience:g} s for word from that one")
         while time.monotonic() < until:
             if store.check([PREFIX + "end"]) and self._obey(store, self._look(store, "end", self._run_id)):
                 return
