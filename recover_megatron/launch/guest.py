@@ -46,6 +46,8 @@ class Guest:
         self._coordinators = ""
         self.heard = time.monotonic()
         """When the store last answered."""
+        self.reached = False
+        """Whether it ever did."""
 
     def run(self) -> None:
         """Until the end of the launch, or of the store."""
@@ -114,6 +116,7 @@ class Guest:
         while True:
             try:
                 store = join_store(self._plan.master_addr, self._plan.master_port)
+                self.reached = True
                 if not self._plan.attempt or self._attempt_of(store) >= self._plan.attempt:
                     return store, self._take_part(store)
             except RuntimeError:
@@ -159,7 +162,7 @@ class Guest:
         first = f"the first launcher of node {plan.node_rank}"
         self._tell(self._events.note, f"{first} has taken its place: waiting {patience:g} s for word from that one")
         while time.monotonic() < until:
-            if store.check([PREFIX + "end"]) and self._obey(store, self._look(store, "end", self._run_id)):
+            if self._obey(store, self._look(store, "end", self._run_id)):
                 return
             words = self._look(store, f"node/{plan.node_rank}", self._run_id)
             if words is not None and words["nonce"] != self._words["nonce"]:
@@ -168,7 +171,6 @@ class Guest:
                     f"{words['host']}: give each node its own --node-rank"
                 )
                 return
-            time.sleep(BEAT_SECONDS / 2)  # the key is there: there is nothing to wait for
         told = self._look(store, "coordinators", self._run_id) if plan.control_plane else None
         addresses = [address_from(value) for value in told["addresses"]] if told else []
         reason = goes_on_without(plan, f"{first} is lost", join_addresses(addresses))

@@ -235,7 +235,7 @@ class Peers:
         self._loop.call_later(LOST_SECONDS / 4, self._watch_store)
 
     def _on_waiting(self) -> None:
-        if not self.joined:
+        if not self.joined and not self._guest.reached:
             plan = self._plan
             where = f"{plan.master_addr}:{plan.master_port}"
             self._say(f"waiting for node 0 at {where}, {plan.rendezvous_timeout:g} s in all (--rendezvous-timeout)")
