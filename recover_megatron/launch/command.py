@@ -80,12 +80,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
             log.info(f"nothing was started, for these reasons:{lines}")
         if told := options or error.options:
             _tell_others(told, reserved or error.reserved, attempt, error.reasons)
-        return REFUSED
-    except _LeftOut as error:
-        log.info(str(error))
-        if options:
-            _tell_others(options, reserved, attempt, [str(error)])
-        return LEFT_OUT
+        return error.code
     if options.taken:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
     if not options.slurm and options.nnodes == 1 and (hint := slurm.left_alone(os.environ)):
@@ -122,13 +117,11 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     reserved: socket.socket | None = None
     reason: str | None = None
     several = options.nnodes > 1 or options.join
-    if (
-        several and not options.check
-    ):  # a login node is none of the run's: it has no address of theirs, nor their secret
+    outside = several and options.check  # a login node is none of the run's: it has no address or secret of theirs
+    if several and not outside:
         reasons += _check_secret(options)
         reason = None if reasons else _await_others(options, options.rendezvous_timeout)
-    elsewhere = options.join or 0 < options.node_rank < options.nnodes or (several and options.check)
-    if reason is None and not elsewhere:
+    if reason is None and not (outside or options.join or 0 < options.node_rank < options.nnodes):
         reserved, reason = store.open_listener(options.master_addr, options.master_port, options.nnodes)
     if reason:
         reasons.append(reason)
@@ -180,15 +173,8 @@ def _forecast(options: arguments.Options) -> Forecast | None:
     return forecast(options.script or "", options.script_args, options.nnodes, options.nproc_per_node)
 
 
-class _LeftOut(Exception):
-    """The run of this launch goes on without this node; says how to come back."""
-
-
 def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | None]:
-    """The locks of --save and of the log folder, held if this node knows which run it is.
-
-    Raises UsageError and _LeftOut.
-    """
+    """The locks of --save and of the log folder, held if this node knows which run it is.  Raises UsageError."""
     started, address = time.time(), (plan.master_addr, plan.master_port)
     mine = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
     saves = save_folder(plan.script_args) if plan.saves else None
@@ -214,11 +200,11 @@ def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
     return lock.check() if plan.node_rank > 0 else lock.take()
 
 
-def _in_use(lock: FolderLock, plan: LaunchPlan, reason: str) -> Exception:
+def _in_use(lock: FolderLock, plan: LaunchPlan, reason: str) -> arguments.UsageError:
     if not lock.goes_on:
         return arguments.UsageError([reason])
     coordinators = f"$(recover-status {shlex.quote(str(plan.log_dir))} --coordinators)" if plan.log_dir else ""
-    return _LeftOut(goes_on_without(plan, reason, coordinators))
+    return arguments.UsageError([goes_on_without(plan, reason, coordinators)], code=LEFT_OUT)
 
 
 def _check_secret(options: arguments.Options) -> list[str]:

@@ -170,7 +170,7 @@ class FolderLock:
                 return self._in_use(claim)
             if self.goes_on and not told:
                 told = True
-                self.say(f"{self._in_use(claim).partition(':')[0]}: waiting {patience:g} s for its end")
+                self.say(f"{self._in_use(claim)}: waiting {patience:g} s for its end")
             time.sleep(_LOOK_SECONDS)
 
     def _check(self) -> str | None:

@@ -71,8 +71,9 @@ def test_a_launcher_that_sleeps_while_the_run_ends_ends_with_the_runs_code(bench
     bench.go()
     eventually(lambda: bench.events("stop"), "the run ends")
     assert [event["node"][-1] for event in bench.events("witness_gone")] == [str(node)]
-    if node == 0:
+    if node == 0:  # nobody is left whom it could ask
         eventually(lambda: not alive(leader), "the coordinator has waited for it")
+        assert other.wait() == 0, other.err
     sleeper.send(signal.SIGCONT)
     assert (sleeper.wait(), other.wait()) == (0, 0), sleeper.err + other.err
 
