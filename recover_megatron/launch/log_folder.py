@@ -162,9 +162,11 @@ class FolderLock:
             with self._look() as (free, claim):
                 if free:
                     self._claim(self.mine, claim)
+                    self.goes_on = False
                     return None
             # A launcher of node 0 that is started once more: those of the other nodes end now, or the run goes on.
-            self.goes_on = claim is not None and not claim.ended and self.mine.nnodes > 1 and claim.job == self.mine.job
+            ours = claim is not None and not claim.ended and claim.job == self.mine.job
+            self.goes_on = ours and self.mine.nnodes > 1
             patience = 2 * ENDING_SECONDS if self.goes_on else ENDING_SECONDS if claim and claim.ended else 0.0
             if time.monotonic() >= begun + patience:
                 return self._in_use(claim)
