@@ -303,7 +303,8 @@ def main(argv: Sequence[str]) -> int:
     if args.iters < 1 or args.workers < 1:
         options.error("--iters and --workers must be 1 or more")
     for number in (signal.SIGTERM, signal.SIGHUP):  # they end the training as Ctrl-C does
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         return quickstart(args)
     except Stop as stop:

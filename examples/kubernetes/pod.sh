@@ -43,9 +43,5 @@ if ((${#join[@]})); then
     exec "${join[@]}" --nproc-per-node "$WORKERS" --log-dir "$RUN_DIR" "$@"
 fi
 rm -f -- "$said"
-for ((second = 0; second < 300; second++)); do # the service may not know pod 0 yet
-    if getent hosts "$MASTER" >/dev/null; then break; fi
-    sleep 1
-done
 exec recover-run --nnodes "$PODS" --node-rank "$JOB_COMPLETION_INDEX" --master-addr "$MASTER" --master-port "$PORT" \
     --nproc-per-node "$WORKERS" --log-dir "$RUN_DIR" "$@" > >(tee -- "$said") 2>&1

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line ``argv`` (default: this process's) and end the process with its exit code."""
     # Until the supervisor handles it, Ctrl-C ends the process without a traceback; nothing has been started then.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from recover_megatron.launch.command import run_guarded
     from recover_megatron.launch.processes import START_AGAIN, start_again, take_attempt
 

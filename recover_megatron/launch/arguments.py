@@ -36,6 +36,7 @@ from recover_megatron.launch.readers import (
     workers_here,
 )
 from recover_megatron.launch.slurm import shape_of
+from recover_megatron.launch.states import REFUSED
 from recover_megatron.options import Flag, add_options, flags_of, option
 
 DEFAULT_ADDR = "127.0.0.1"
@@ -67,13 +68,16 @@ _TORCHRUN_HINTS = {
 class UsageError(Exception):
     """The command cannot be started; ``reasons`` says, one line each, what to change.
 
-    ``options``: those of a command line that was understood; ``reserved``: on node 0 the store's socket.
+    ``options``: those of a command line that was understood; ``reserved``: on node 0 the store's socket; ``code``: the
+    exit code.
     """
 
     def __init__(
-        self, reasons: Sequence[str], options: Options | None = None, reserved: socket.socket | None = None
-    ) -> None:
+        self, reasons: Sequence[str], options: Options | None = None, reserved: socket.socket | None = None,
+        code: int = REFUSED,
+    ) -> None:  # fmt: skip
         super().__init__("; ".join(reasons))
+        self.code = code
         self.reasons, self.options, self.reserved = list(reasons), options, reserved
 
 

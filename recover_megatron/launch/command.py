@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import socket
 import sys
 import time
@@ -22,10 +23,10 @@ from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_test import command_of
 from recover_megatron.launch.forecast import Forecast, forecast, given_flags
 from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
-from recover_megatron.launch.messages import SHARE_A_SECRET, count
-from recover_megatron.launch.plan import LaunchPlan, is_known, saves_checkpoints
+from recover_megatron.launch.messages import SHARE_A_SECRET, count, goes_on_without
+from recover_megatron.launch.plan import LaunchPlan, is_known, loopback, saves_checkpoints
 from recover_megatron.launch.processes import AGAIN_SECONDS
-from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
+from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.logger import get_logger, use_lines
 from recover_megatron.membership.records import SecretError
@@ -83,7 +84,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
             log.info(f"nothing was started, for these reasons:{lines}")
         if told := options or error.options:
             _tell_others(told, reserved or error.reserved, attempt, error.reasons)
-        return REFUSED
+        return error.code
     if options.taken:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
     if not options.slurm and options.nnodes == 1 and (hint := slurm.left_alone(os.environ)):
@@ -110,6 +111,8 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     reasons += lacking
     if options.fault_tolerant:
         reasons += variables.refusals(os.environ)
+    if options.nnodes == 1 and options.master_addr == arguments.DEFAULT_ADDR:
+        options.master_addr = loopback()
     if options.script and not options.join:
         world = options.nnodes * options.nproc_per_node
         reasons += preflight.check(options.script, options.script_args, world)
@@ -123,16 +126,15 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
             reasons += preflight.devices(options.script, options.script_args, _here(options), os.environ)
     reserved: socket.socket | None = None
     reason: str | None = None
-    if _elsewhere(options):
-        pass  # a login node is none of the run's: it has no address of theirs, nor their secret
-    elif options.join or 0 < options.node_rank < options.nnodes:
-        _, reason = store.resolve(options.master_addr)
-    else:
+    several = options.nnodes > 1 or options.join
+    outside = _elsewhere(options)  # a login node is none of the run's: it has no address or secret of theirs
+    if several and not outside:
+        reasons += _check_secret(options)
+        reason = None if reasons else _await_others(options, options.rendezvous_timeout)
+    if reason is None and not (outside or options.join or 0 < options.node_rank < options.nnodes):
         reserved, reason = store.open_listener(options.master_addr, options.master_port, options.nnodes)
     if reason:
         reasons.append(reason)
-    if (options.nnodes > 1 or options.join) and not options.check:
-        reasons += _check_secret(options)
     if reasons:
         if reserved and (options.nnodes == 1 or not understood):
             reserved.close()
@@ -158,6 +160,15 @@ def _limits(options: arguments.Options) -> preflight.Limits | None:
     """What this host allows its workers and spares."""
     world = options.world_size if options.join else options.nnodes * options.nproc_per_node
     return preflight.limits(str(options.script), options.script_args, world, _here(options), os.environ)
+
+
+def _await_others(options: arguments.Options, seconds: float) -> str | None:
+    """Wait until the names of the hosts that are needed are known here; the reason if they are not."""
+    if not options.join:
+        return store.await_names("--master-addr", [options.master_addr], seconds, log.info)
+    if reason := store.await_names("--master-addr", [options.master_addr], 0.0, log.info):
+        log.info(f"{reason.partition(': give')[0]}: what needs the store of node 0 fails here")  # it may be lost
+    return store.await_names("--recover-coordinator", [host for host, _ in options.coordinators], seconds, log.info)
 
 
 def _tell_others(
@@ -222,16 +233,16 @@ def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None
         if not (reason := _hold(other, plan)):
             others.append(other)
         elif not plan.joins:  # the run that is joined may be known by another address
-            _refuse(others, reason)
+            _refuse(others, other, plan, reason)
     if lock and (reason := _hold(lock, plan)):
-        _refuse(others, reason)
+        _refuse(others, lock, plan, reason)
     return others, lock
 
 
-def _refuse(held: Sequence[FolderLock], reason: str) -> NoReturn:
+def _refuse(held: Sequence[FolderLock], taken: FolderLock, plan: LaunchPlan, reason: str) -> NoReturn:
     for lock in held:
         lock.end(REFUSED, reason)
-    raise arguments.UsageError([reason])
+    raise _in_use(taken, plan, reason)
 
 
 def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
@@ -239,6 +250,13 @@ def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
     if plan.joins:
         return lock.join(plan.run_id)
     return lock.check() if plan.node_rank > 0 else lock.take()
+
+
+def _in_use(lock: FolderLock, plan: LaunchPlan, reason: str) -> arguments.UsageError:
+    if not lock.goes_on:
+        return arguments.UsageError([reason])
+    coordinators = f"$(recover-status {shlex.quote(str(plan.log_dir))} --coordinators)" if plan.log_dir else ""
+    return arguments.UsageError([goes_on_without(plan, reason, coordinators)], code=LEFT_OUT)
 
 
 def _check_secret(options: arguments.Options) -> list[str]:

@@ -20,6 +20,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,16 @@ from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate, Shared
 from recover_megatron.launch.leasing import lease_is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, join_addresses, listen, local_address
+from recover_megatron.launch.plan import (
+    LOOPBACK,
+    Address,
+    Candidates,
+    LaunchPlan,
+    join_addresses,
+    listen,
+    local_address,
+    loopback,
+)
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.records import EXIT_NO_REPLICA, FIRST_JOINED, CoordinatorLost, Settings
 from recover_megatron.membership.wire import find_secret
@@ -51,6 +61,14 @@ AGAIN_SECONDS = 1.0
 
 def has_secret(environ: Mapping[str, str]) -> bool:
     return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
+
+
+def _own_address(others: Sequence[Address]) -> str:
+    """The address from which one of ``others``, of which hosts may be lost, is reached.  Raises OSError if none is."""
+    for other in others[:-1]:
+        with suppress(OSError):
+            return local_address(other)
+    return local_address(others[-1])
 
 
 class _InMainThread:
@@ -88,7 +106,7 @@ class ControlPlane:
         self._settings = Settings.of(times_from_argv(plan.script_args), start_needs_all=plan.needs_all)
         self._variables: dict[str, str] = {}
         self._environment: dict[str, str] = {}
-        self._host_address = "127.0.0.1"
+        self._host_address = loopback()
         self._candidates: dict[Address, HostedCandidate] = {}
         self._joins_as_candidate = bool(plan.joins)
         """Whether a candidate may still be started here."""
@@ -133,10 +151,14 @@ class ControlPlane:
         """The addresses of all candidates; the numbers and sockets of those here; this host's address for others."""
         plan = self._plan
         if plan.joins:
-            return plan.joins, [], plan.node_address or local_address(plan.joins[0])
+            return plan.joins, [], plan.node_address or _own_address(plan.joins)
         if candidates is None:
-            listeners = [(number, listen("127.0.0.1")) for number in range(HERE)]
-            return [listener.getsockname()[:2] for _, listener in listeners], listeners, None
+            host = self._host_address
+            listeners = [(number, listen(host)) for number in range(HERE)]
+            told = (
+                None if plan.node_address or host == LOOPBACK else host
+            )  # LOOPBACK is what workers take by themselves
+            return [listener.getsockname()[:2] for _, listener in listeners], listeners, told
         own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
         return candidates.addresses, own, candidates.host
 

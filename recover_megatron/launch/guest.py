@@ -12,11 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 from recover_megatron.launch import leasing
+from recover_megatron.launch.host import LOST_SECONDS
 from recover_megatron.launch.leasing import lease_path, try_lease
-from recover_megatron.launch.messages import SHARE_A_SECRET
-from recover_megatron.launch.plan import Candidates, LaunchPlan, OwnPlace, address_from
+from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without
+from recover_megatron.launch.plan import Candidates, LaunchPlan, OwnPlace, address_from, join_addresses
 from recover_megatron.launch.processes import START_AGAIN
-from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
+from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, join_store, one_line, timed_out
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.membership.testimony import Scope
@@ -42,8 +43,11 @@ class Guest:
         self._count = 0
         self._words: dict[str, Any] = {"host": self._plan.host, "nonce": secrets.token_hex(16)}
         self._ignored: set[str] = set()
+        self._coordinators = ""
         self.heard = time.monotonic()
         """When the store last answered."""
+        self.reached = False
+        """Whether it ever did."""
 
     def run(self) -> None:
         """Until the end of the launch, or of the store."""
@@ -70,9 +74,8 @@ class Guest:
                 ended = self._obey(store, self._next(store, "end"))
             except RuntimeError as error:
                 self._tell(self._events.store_lost, one_line(error))
-                again = self._find_again()
-                if again is None:
-                    return
+                while (again := self._find_again()) is None:
+                    time.sleep(BEAT_SECONDS)  # another host's port gives no event to wait for
                 store = again
                 self._tell(self._events.store_back)
 
@@ -113,6 +116,7 @@ class Guest:
         while True:
             try:
                 store = join_store(self._plan.master_addr, self._plan.master_port)
+                self.reached = True
                 if not self._plan.attempt or self._attempt_of(store) >= self._plan.attempt:
                     return store, self._take_part(store)
             except RuntimeError:
@@ -144,13 +148,33 @@ class Guest:
             if welcome is not None and welcome["nonce"] == self._words["nonce"]:
                 return own
             if welcome is not None:
-                reason = (
-                    f"node rank {plan.node_rank} has been taken by another launcher of this launch: give each node its "
-                    "own --node-rank"
-                )
-                self._refused(reason)
+                self._come_second(store)
                 return None
             job = self._job(store)
+
+    def _come_second(self, store: Store) -> None:
+        """Another launcher was welcomed in this place: end, since it is there, or was lost and the run goes on.
+
+        One that lives writes its words again every BEAT_SECONDS, over those of this one, which says no more.
+        """
+        plan, patience = self._plan, LOST_SECONDS + 2 * BEAT_SECONDS
+        until = time.monotonic() + patience
+        first = f"the first launcher of node {plan.node_rank}"
+        self._tell(self._events.note, f"{first} has taken its place: waiting {patience:g} s for word from that one")
+        while time.monotonic() < until:
+            if self._obey(store, self._look(store, "end", self._run_id)):
+                return
+            words = self._look(store, f"node/{plan.node_rank}", self._run_id)
+            if words is not None and words["nonce"] != self._words["nonce"]:
+                self._refused(
+                    f"node rank {plan.node_rank} has been taken by another launcher of this launch, on host "
+                    f"{words['host']}: give each node its own --node-rank"
+                )
+                return
+        told = self._look(store, "coordinators", self._run_id) if plan.control_plane else None
+        addresses = [address_from(value) for value in told["addresses"]] if told else []
+        reason = goes_on_without(plan, f"{first} is lost", join_addresses(addresses))
+        self._tell(self._events.failed, reason, LEFT_OUT)
 
     def _refused(self, reason: str) -> None:
         self._tell(self._events.failed, f"refused by node 0: {reason}", REFUSED)
@@ -181,6 +205,7 @@ class Guest:
                 addresses = [address_from(value) for value in told["addresses"]]
                 lease = lease_path(self._plan, self._run_id) if told["lease"] else None
                 witness = Scope.from_json(told["witness"]) if told.get("witness") else None
+                self._coordinators = join_addresses(addresses)
                 self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener, lease, witness))
                 return True
             if store.check([PREFIX + "end"]) and self._obey(store, self._look(store, "end", self._run_id)):
@@ -225,15 +250,30 @@ class Guest:
             self._tell(self._events.note, f"{PREFIX}{key} in the store is ignored: {why}")
 
     def _find_again(self) -> Store | None:
-        """A new connection to the store of this launch; None: it is gone for good."""
+        """A new connection to the store of this launch; None: it is gone, or another launcher of node 0 has its place,
+        which is told of the run that goes on."""
         try:
             store = join_store(self._plan.master_addr, self._plan.master_port, refused=False)
             job = self._look(store, "job", "")
+            if job is None or job["run_id"] == self._run_id:
+                return store if job is not None else None
+            if int(job["attempt"]) > self._plan.attempt:
+                self._tell(self._events.failed, "node 0 makes the start again", START_AGAIN)
+            elif self._plan.control_plane and self._events.goes_on() and _disagreement(self._plan, job) is None:
+                self._tell_of_the_run(store, str(job["run_id"]))
         except (ConnectionRefusedError, RuntimeError):
             return None
-        if job is not None and int(job["attempt"]) > self._plan.attempt:
-            self._tell(self._events.failed, "node 0 makes the start again", START_AGAIN)
-        return store if job is not None and job["run_id"] == self._run_id else None
+        return None
+
+    def _tell_of_the_run(self, store: Store, run_id: str) -> None:
+        """In the store of a launch that cannot be complete, since this node has its part in another run."""
+        key = f"node/{self._plan.node_rank}"
+        with self._lock:
+            self._count += 1
+            words = {"host": self._words["host"], "nonce": self._words["nonce"], "count": self._count}
+            told = {**words, "goes_on": self._coordinators}
+            store.set(PREFIX + key, self._seal.wrap(key, run_id, told))
+        store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
 
 
 def _disagreement(plan: LaunchPlan, job: dict[str, Any]) -> str | None:

@@ -10,14 +10,16 @@ from typing import Any
 
 from recover_megatron.launch import leasing
 from recover_megatron.launch.leasing import AUTO, OFF, LeaseTrial, lease_path
-from recover_megatron.launch.messages import SHARE_A_SECRET
+from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without
 from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
-from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, ExitOutcome
+from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED, ExitOutcome
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, Unproved, one_line, timed_out
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.script_flags import codes
 
 LOST_SECONDS = 20.0
+WAITING_SECONDS = 10.0
+"""A launcher that waits so long for others says so."""
 SEEN_SECONDS = 3.0
 """How long node 0 waits, when it ends the launch, until all have read that."""
 
@@ -179,6 +181,9 @@ class Host:
 
     def _newcomer(self, rank: int, words: dict[str, Any]) -> bool:
         plan = self._plan
+        if (coordinators := words.get("goes_on")) is not None and self._seal.proves:
+            why = f"node {rank} on host {words['host']} has workers in the run of an earlier launcher of node 0"
+            return self._end(goes_on_without(plan, why, str(coordinators)), LEFT_OUT)
         if reason := words.get("refusal"):
             text = f"the launcher of node {rank} on host {words['host']} was refused: {reason}"
             return self._end(text + "; the launch cannot be complete", LAUNCH_FAILED)
@@ -234,8 +239,11 @@ class Host:
             if not member.lost and now - member.seen > LOST_SECONDS:
                 member.lost = True
                 self._tell(self._events.node_lost, rank)
+        nodes = ", ".join(str(rank) for rank in sorted(self._missing))
+        patience = self._plan.rendezvous_timeout
+        if self._missing and now > self._deadline - patience + WAITING_SECONDS:
+            self._note(0, "waiting", f"waiting for node {nodes}, {patience:g} s in all (--rendezvous-timeout)")
         if self._missing and now > self._deadline:
-            nodes = ", ".join(str(rank) for rank in sorted(self._missing))
             return self._end(
                 f"node {nodes} of {self._plan.nnodes} did not appear within {self._plan.rendezvous_timeout:g} s "
                 "(--rendezvous-timeout): start recover-run on every node, with the same --master-addr and "

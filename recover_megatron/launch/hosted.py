@@ -3,10 +3,11 @@
 A candidate is its socket, and its process, which is started again::
 
     RUNNING --killed, or ended while the run goes on--> DOWN --after a pause--> RUNNING (a fresh candidate)
+       '--has led the run to its end--> OVER
 
-The socket stays open in between, so that a worker that turns to the address waits in its backlog. A fresh candidate
-knows nothing, and need not: see membership/coordinator.py. A candidate that ends soon after each start is started ever
-less often (``PAUSES``), for as long as the run lasts.
+The socket stays open while it is DOWN, so that a worker that turns to the address waits in its backlog. A fresh
+candidate knows nothing, and need not: see membership/coordinator.py. A candidate that ends soon after each start is
+started ever less often (``PAUSES``), for as long as the run lasts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.processes import Child, program, spawn
 from recover_megatron.launch.states import has_ended
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent
-from recover_megatron.membership.records import Settings
+from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST, Settings
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.network.system import memory_file
 from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
@@ -36,7 +37,10 @@ PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds before the next start, by how many candidates have ended soon one after the other."""
 SOON = 60.0
 LAST_WORD_SECONDS = 0.5
-"""One that ends by itself has usually ended the run: so long after it the launcher's session knows that."""
+"""One that ends by itself has usually ended the run: so long after it the launcher's session knows that, unless the
+launcher was stopped meanwhile and its connection given up."""
+_OF_RUNS = (0, EXIT_NO_REPLICA, EXIT_STATE_LOST)
+"""The exit codes of one that has led the run to its end, and of no other."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,10 @@ class HostedCandidate:
         assert self._process is not None
         what = f"candidate coordinator {self._command.number} (pid {self._process.pid}) {has_ended(status)}"
         self._process = None
-        if status == 0:
-            return  # it led the run to its end
+        if status in _OF_RUNS:
+            self._listener.close()  # or whoever dials it would wait for an answer
+            self._timer = self._loop.call_later(LAST_WORD_SECONDS, lambda: self._agent.run_over(status, what))
+            return
         if time.monotonic() - self._started >= SOON:
             self._soon = 0
         self._again(what, LAST_WORD_SECONDS if status > 0 else 0.0)

@@ -104,6 +104,8 @@ class FolderLock:
     held: bool = field(default=False, init=False)
     run_id: str = field(default="", init=False)
     """Of the run for which the folder is held."""
+    goes_on: bool = field(default=False, init=False)
+    """Whether it is not to be had since the other nodes of this launcher's own run are in it."""
     _without: bool = field(default=False, init=False)
     _has_locks: bool = field(default=True, init=False)
     _descriptor: int = field(default=-1, init=False)
@@ -155,14 +157,22 @@ class FolderLock:
             return f"{self.option} {self.folder}: {LOCK_FILE} cannot be used ({error.strerror}): choose another folder"
 
     def _take(self) -> str | None:
-        end = time.monotonic() + ENDING_SECONDS
+        begun, told = time.monotonic(), False
         while True:
             with self._look() as (free, claim):
                 if free:
                     self._claim(self.mine, claim)
+                    self.goes_on = False
                     return None
-            if not (claim and claim.ended) or time.monotonic() >= end:
+            # A launcher of node 0 that is started once more: those of the other nodes end now, or the run goes on.
+            ours = claim is not None and not claim.ended and claim.job == self.mine.job
+            self.goes_on = ours and self.mine.nnodes > 1
+            patience = 2 * ENDING_SECONDS if self.goes_on else ENDING_SECONDS if claim and claim.ended else 0.0
+            if time.monotonic() >= begun + patience:
                 return self._in_use(claim)
+            if self.goes_on and not told:
+                told = True
+                self.say(f"{self._in_use(claim)}: waiting {patience:g} s for its end")
             time.sleep(_LOOK_SECONDS)
 
     def _check(self) -> str | None:
@@ -232,6 +242,8 @@ class FolderLock:
 
     def _in_use(self, claim: Claim | None) -> str:
         who = claim.in_words() if claim else "another launch"
+        if self.goes_on:
+            return f"{self.option} {self.folder} is in use by the other nodes of this run, which was started by {who}"
         return (
             f"{self.option} {self.folder} is in use by another run ({who}): choose another folder, or wait until "
             "that run has ended"

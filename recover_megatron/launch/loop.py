@@ -181,15 +181,16 @@ class LaunchSignals:
         SIGUSR1, SIGUSR2            for the workers: batch systems send these ahead of a time limit
         SIGINT, SIGTERM, SIGHUP     the first: stop the launch; another one: kill it at once
 
-    SIGHUP is left alone under nohup.
+    SIGINT and SIGHUP are left alone where they were ignored at the start: by nohup, by a script's shell for what it
+    starts in the background.  They are meant for others then.
     """
 
     def __init__(self, loop: EventLoop, events: SignalEvents) -> None:
         self._events = events
         self._asked_at: float | None = None
-        signals: list[int] = [signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, *_PASSED_ON]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            signals.append(signal.SIGHUP)
+        signals: list[int] = [signal.SIGTERM, signal.SIGCHLD, *_PASSED_ON]
+        of_terminals = (signal.SIGINT, signal.SIGHUP)
+        signals += [number for number in of_terminals if signal.getsignal(number) is not signal.SIG_IGN]
         loop.handle_signals(signals, self._arrived)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.plan import LaunchPlan, join_addresses
 from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.membership.records import ranges
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
@@ -21,7 +21,7 @@ NO_CONTROL_PLANE = f"no coordinator for this run, since its nodes share no secre
 def opening(plan: LaunchPlan) -> str:
     if plan.joins:
         return (
-            f"joining the run of {', '.join(f'{host}:{port}' for host, port in plan.joins)} with "
+            f"joining the run of {join_addresses(plan.joins)} with "
             f"{count(plan.nproc_per_node)} on {plan.host}, log dir {plan.log_dir or 'none (--log-dir)'}"
         )
     node = f" (node {plan.node_rank} of {plan.nnodes})" if plan.nnodes > 1 else ""
@@ -128,9 +128,21 @@ def late(worker: WorkerProcess) -> str:
 
 
 def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
+    return f"more workers may join from other hosts: {_join_command(plan, coordinators)}"
+
+
+def goes_on_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
+    """Of a launcher that was started once more; ``coordinators``: those of the run."""
+    text = f"{why}: the run goes on without this node"
+    if not plan.fault_tolerant or not coordinators:
+        return text
+    return f"{text}. Its workers come back with {_join_command(plan, coordinators)}, the script and its arguments"
+
+
+def _join_command(plan: LaunchPlan, coordinators: str) -> str:
     return (
-        f"more workers may join from other hosts: recover-run --join --recover-coordinator {coordinators} "
-        f"--world-size {plan.world_size} --master-addr {plan.master_addr} --master-port {plan.master_port}"
+        f"recover-run --join --recover-coordinator {coordinators} --world-size {plan.world_size} "
+        f"--master-addr {plan.master_addr} --master-port {plan.master_port}"
     )
 
 

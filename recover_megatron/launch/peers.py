@@ -43,7 +43,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from recover_megatron.launch.guest import Guest
-from recover_megatron.launch.host import LOST_SECONDS, Host
+from recover_megatron.launch.host import LOST_SECONDS, WAITING_SECONDS, Host
 from recover_megatron.launch.loop import EventLoop, Timer
 from recover_megatron.launch.plan import Candidates, LaunchPlan
 from recover_megatron.launch.states import LAUNCH_FAILED, ExitOutcome
@@ -94,6 +94,9 @@ class PeerEvents(Protocol):
     def stop_with_peers(self, reason: str, code: int) -> None:
         """The launch cannot go on here: the reason, and the exit code."""
 
+    def goes_on(self) -> bool:
+        """Whether workers of this node are in the run, which goes on; called in any thread."""
+
     def store_failed(self, reason: str) -> None:
         """The store here is not served."""
 
@@ -129,7 +132,7 @@ class Peers:
         # Of NodeEvents: what is passed on as it comes.
         self.note, self.delivered = self._say, self._stop_waiting
         self.coordinators, self.failed = self._events.start_control_plane, self._events.stop_with_peers
-        self.store_failed = self._events.store_failed
+        self.store_failed, self.goes_on = self._events.store_failed, self._events.goes_on
         self._seal = Seal(secret)
         self._store: Store | None = None  # keeps the server alive
         self._guest = Guest(plan, self._seal, self, self._tell)
@@ -146,6 +149,7 @@ class Peers:
         if not self.joined:
             self._run(self._guest.run)
             self._timer = self._loop.call_later(self._plan.rendezvous_timeout, self._on_timeout)
+            self._loop.call_later(WAITING_SECONDS, self._on_waiting)
 
     def serve_store(self) -> None:
         """Node 0: have the store served, once; call it only after what imports for long was started beside it."""
@@ -229,6 +233,12 @@ class Peers:
             self._silent = False
             self.store_back()
         self._loop.call_later(LOST_SECONDS / 4, self._watch_store)
+
+    def _on_waiting(self) -> None:
+        if not self.joined and not self._guest.reached:
+            plan = self._plan
+            where = f"{plan.master_addr}:{plan.master_port}"
+            self._say(f"waiting for node 0 at {where}, {plan.rendezvous_timeout:g} s in all (--rendezvous-timeout)")
 
     def _on_timeout(self) -> None:
         plan = self._plan

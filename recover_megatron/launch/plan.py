@@ -29,6 +29,7 @@ from recover_megatron import script_flags, variables
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.membership.testimony import Scope
+from recover_megatron.network.connection import family_of
 from recover_megatron.variables import (
     HOST_VARIABLE,
     JOIN_VARIABLE,
@@ -276,8 +277,7 @@ def hosting(plan: LaunchPlan) -> tuple[int, ...]:
 
 def listen(host: str) -> socket.socket:
     """A socket that listens on a free port of ``host``, an address of this host.  Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+    return socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
 
 
 def local_address(other: Address) -> str:
@@ -304,6 +304,16 @@ def address_from(value: Any) -> Address:
 VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """For NCCL a bare name is the beginning of one."""
 LOOPBACK = "127.0.0.1"
+LOOPBACK_6 = "::1"
+
+
+def loopback() -> str:
+    """The address by which processes of this host reach each other: that of IPv6 where it has no other."""
+    for address in (LOOPBACK, LOOPBACK_6):
+        with contextlib.suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+            return address
+    return LOOPBACK  # whoever uses it meets the error
 
 
 def interfaces() -> dict[str, str]:
@@ -388,7 +398,7 @@ class WorkerEnvironment:
         """The variables that have the workers talk over the interface by which this host and the others reach."""
         plan = self._plan
         if plan.nnodes == 1 and not plan.joins:
-            return variables_for(LOOPBACK, self._inherited)[0]
+            return variables_for(loopback(), self._inherited)[0]
         host = self._added.get(HOST_VARIABLE) or plan.node_address
         if host is None:
             host = plan.master_addr

@@ -32,6 +32,8 @@ LAUNCH_FAILED = 1
 """The launch itself failed: the store could not be made, a node did not appear or was lost."""
 REFUSED = 2
 """The command line, or its agreement with the other nodes, is wrong; no worker was started here."""
+LEFT_OUT = 14
+"""The run goes on without this node, whose launcher was started once more; nothing was started here."""
 RUN_VERDICTS = (10, 11, 12)
 """Not enough live workers for one replica; lost the majority; state lost."""
 NO_FAULT = (*RUN_VERDICTS, EXIT_FENCED)

@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ PREFIX = "recover/launch/"
 BEAT_SECONDS = 2.0
 TIMEOUT = timedelta(minutes=30)
 _RETRY_SECONDS = 0.25
+_NAME_SECONDS = 1.0
 
 
 class Store(Protocol):
@@ -148,6 +150,36 @@ def resolve(address: str) -> tuple[list[tuple[socket.AddressFamily, str]], str |
     return [(family, str(name[0])) for family, _, _, _, name in in_order], None
 
 
+def await_names(option: str, names: Sequence[str], seconds: float, say: Callable[[str], None]) -> str | None:
+    """Wait until one of ``names`` is known here, ``seconds`` at most: that of a new pod takes a while.
+
+    Returns why none is.  ``option``: where the names are from; ``say``: told once, if there is something to wait for.
+    """
+    until, told = time.monotonic() + seconds, False
+    while (error := _why_unknown(names)) is not None:
+        why = f"{option} {','.join(names)} is not known on host {socket.gethostname()} ({error})"
+        if not isinstance(error, socket.gaierror) or time.monotonic() >= until:
+            return f"{why}: give a host name or an address that every node can reach"
+        if not told:
+            told = True
+            say(f"{why} yet: asking again, for {seconds:g} s at most (--rendezvous-timeout)")
+        time.sleep(_NAME_SECONDS)  # name servers give no event to wait for
+    return None
+
+
+def _why_unknown(names: Sequence[str]) -> OSError | UnicodeError | None:
+    """None: one of them is known."""
+    why: OSError | UnicodeError | None = None
+    for name in names:
+        try:
+            socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            why = error
+        else:
+            return None
+    return why
+
+
 def _hides_interface(address: str, ip: str) -> bool:
     if address == "localhost":
         return False
@@ -196,6 +228,7 @@ class NodeEvents(Protocol):
     def accepted(self, run_id: str) -> None: ...  # this node takes part in the run
     def store_lost(self, reason: str) -> None: ...  # the store of node 0 is gone, or not reached
     def store_back(self) -> None: ...
+    def goes_on(self) -> bool: ...  # the run is under way with workers of this node; in any thread
     def delivered(self) -> None: ...  # our report is in the store, or the store is gone
 
 

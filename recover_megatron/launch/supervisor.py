@@ -319,6 +319,9 @@ class Supervisor:
     def stop_with_peers(self, reason: str, code: int) -> None:
         self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
 
+    def goes_on(self) -> bool:
+        return self._state is LaunchState.RUNNING and self._control.under_way
+
     def store_failed(self, reason: str) -> None:
         """The workers do without the store once they train; a launch that has not begun cannot."""
         if self._control.under_way:

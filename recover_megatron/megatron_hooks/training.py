@@ -187,6 +187,8 @@ class TrainingHooks:
             if late:
                 rejoin.come_back()
             else:
+                args = get_args()
+                args.curr_iteration = args.iteration  # the loop sets it, but has no round where the run was complete
                 self._start()
             while True:
                 try:

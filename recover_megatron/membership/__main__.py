@@ -20,6 +20,7 @@ from recover_megatron.membership.records import MAX_WORKERS, Planner, SecretErro
 from recover_megatron.membership.server import CoordinatorServer, Journal
 from recover_megatron.membership.testimony import Scope, WitnessThread
 from recover_megatron.membership.wire import find_secret
+from recover_megatron.network.connection import family_of
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 EXIT_USAGE = 2
@@ -85,7 +86,14 @@ def make_listener(listen: str, descriptor: int | None) -> socket.socket:
     host, separator, port = listen.rpartition(":")
     if not separator or not port.isdigit():
         raise ValueError(f"--listen {listen}: give HOST:PORT")
-    return socket.create_server((host, int(port)), backlog=BACKLOG, reuse_port=False)
+    host = host.removeprefix("[").removesuffix("]")
+    return socket.create_server((host, int(port)), family=family_of(host), backlog=BACKLOG, reuse_port=False)
+
+
+def address_of(listener: socket.socket) -> str:
+    """``HOST:PORT``, or ``[HOST]:PORT``: as ``--listen`` takes it."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
@@ -134,9 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         server.lease = Lease(args.lease, server.post)
     if scope is not None:
         server.witness = WitnessThread(scope, server.post)
-    host, port = listener.getsockname()[:2]
-    print(json.dumps({"listening": f"{host}:{port}"}), flush=True)
-    journal({"event": "listening", "address": f"{host}:{port}", "world": args.world})
+    address = address_of(listener)
+    print(json.dumps({"listening": address}), flush=True)
+    journal({"event": "listening", "address": address, "world": args.world})
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return server.serve_forever()

@@ -100,6 +100,14 @@ class Client:
             if self._out or self.core.deadline == -math.inf:
                 self._wake()
 
+    def give_up(self, reason: MembershipError) -> None:
+        """Be out, if it is not yet, for a reason that the owner knows better."""
+        with self.condition:
+            if self.core.stage is not Stage.OUT:
+                self.core.give_up(reason)
+                self._wake()
+                self.condition.notify_all()
+
     def close(self, flush_seconds: float = 2.0) -> None:
         """Send what is queued, then end the thread. The socket stays open: its end is the end of the process."""
         until = time.monotonic() + flush_seconds

@@ -11,6 +11,7 @@ from recover_megatron.membership.client import Address, Client
 from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify
 from recover_megatron.membership.follower import Follower
 from recover_megatron.membership.records import (
+    CoordinatorLost,
     MembershipError,
     Settings,
     WorkerId,
@@ -241,6 +242,10 @@ class NodeAgent:
         """Report that a worker's process has ended, ``how`` in a few words ("SIGKILL", "exit code 1")."""
         self._client.call(self._core.ended, worker, how[:256])
 
+    def run_over(self, code: int, what: str) -> None:
+        """A candidate here has led the run to its end, ``what`` in words: nobody is left who would tell of it."""
+        self._client.give_up(CoordinatorLost(f"the run has ended: {what}", code, told=True))
+
     def catch_up(self, timeout: float | None = None) -> None:
         """Wait until all is heard that the coordinator has said by now; at most ``timeout`` seconds."""
         with self._client.condition:
@@ -290,4 +295,4 @@ class NoAgent:
     def _nothing(self, *_: object) -> None:
         """Nobody hears it, nobody answers."""
 
-    spawned = ended = stopping = hosts = catch_up = wait_led = wait_out = close = _nothing
+    spawned = ended = stopping = hosts = run_over = catch_up = wait_led = wait_out = close = _nothing

@@ -151,8 +151,14 @@ class Challenge:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """IPv6 for an address with colons, else IPv4."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    """IPv6 for an address with colons, and for a name that has no other; else IPv4."""
+    if ":" in host:
+        return socket.AF_INET6
+    try:
+        found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        return socket.AF_INET  # whoever uses it meets the error
+    return socket.AF_INET6 if found == {socket.AF_INET6} else socket.AF_INET
 
 
 def listen(host: str, backlog: int) -> tuple[socket.socket, str]:

@@ -234,6 +234,14 @@ class Bench:
             print(launch.pid, launch.process.args, launch.out, launch.err, sep="\n")  # shown with a failure
 
 
+@pytest.fixture(scope="session", autouse=True)
+def as_from_a_terminal() -> None:
+    """Whoever has started these tests: recover-run leaves signals of a terminal alone where they are ignored."""
+    for number, handler in {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with Bench(tmp_path) as bench:

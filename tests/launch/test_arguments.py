@@ -92,7 +92,6 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
         (["--master-addr", "no-such-host.invalid", "S"], "is not known"),
         (["--master-addr", "192.0.2.1", "S"], "not an address of this host"),
         (["--nnodes", "2", "--master-addr", "192.0.2.1", "S"], "not an address of this host"),
-        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid", "S"], "is not known"),
     ],
 )
 def test_a_bad_command_line_is_one_clear_line(bench, refused_here, argv, words):

@@ -7,12 +7,20 @@ import os
 import re
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from recover_megatron.launch.conclusion import last_checkpoint
+from recover_megatron.launch.hosted import HostedCandidate
+from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.plan import listen
+from recover_megatron.launch.processes import spawn
+from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, Settings
+from recover_megatron.membership.wire import Secret
 from tests.harness.processes import children, command_line
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
 from .conftest import IN_THE_RUN
 
@@ -250,3 +258,20 @@ def test_a_launch_that_fails_before_the_training_begins_is_told_to_have_ended(be
 def test_a_command_line_that_cannot_be_watched_is_refused(bench):
     launch = bench.run(bench.script("pass"), "--recover", "--recover-metrics", "no-port", ends=2)
     assert "--recover-metrics no-port" in launch.err
+
+
+@pytest.mark.parametrize("code", [0, EXIT_NO_REPLICA])
+def test_a_launcher_whose_coordinator_has_ended_the_run_knows_it_whatever_it_has_missed(code: int) -> None:
+    """It was stopped, so its connection was given up: it has only its own socket to dial, where nobody answers."""
+    loop, listener = EventLoop(), listen("127.0.0.1")
+    secret = Secret(b"that of this run alone")
+    agent = NodeAgent([listener.getsockname()[:2]], "node", secret, SimpleNamespace(), Settings(heartbeat_timeout=600))
+    start = lambda _: spawn(["/bin/sh", "-c", f"exit {code}"], os.environ, 1, 2)  # noqa: E731
+    HostedCandidate(loop, SimpleNamespace(number=0, start=start), listener, agent, pytest.fail)
+    loop.call_later(DEADLINE, lambda: pytest.fail("it waits for who does not answer"))
+    while agent.out is None:
+        loop.run_once()
+    loop.close()
+    assert isinstance(agent.out, CoordinatorLost)
+    assert (agent.out.code, agent.out.told) == (code, True)
+    assert listener.fileno() == -1, "nobody else dials it in vain"

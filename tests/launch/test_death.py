@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import textwrap
 import time
 from pathlib import Path
 
@@ -142,15 +143,6 @@ def test_what_a_killed_worker_has_left_in_shared_memory_is_removed_and_no_other(
     assert not any(name.exists() for name in names)
 
 
-@pytest.fixture
-def no_nohup():
-    """As from a terminal, whoever has started these tests: recover-run leaves SIGHUP alone where it is ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize(
     ("number", "code"),
     [(number, 128 + number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] + [(signal.SIGUSR1, 0)],
@@ -174,6 +166,23 @@ def test_a_signal_lets_workers_end_by_themselves(bench, number, code):
     launch.ends(code)
     assert launch.out.count("SAVED") == 2
     assert "Traceback" not in launch.err
+
+
+def test_a_launch_that_was_started_with_a_terminals_signals_ignored_goes_on(bench):
+    """So are the background jobs of a script (SIGINT), and what nohup starts (SIGHUP)."""
+    tells = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('TOLD', flush=True))\n"
+    script = bench.script(tells + textwrap.dedent(UNTIL_TOLD))
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        launch = bench.up(1, script)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in (*before, signal.SIGUSR1):
+        launch.send(number)
+    launch.wait_for("TOLD")  # so it has had the others
+    bench.go()
+    launch.ends(0)
 
 
 def test_after_the_grace_time_workers_are_killed_and_nothing_is_left(bench):

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch.plan import interface_of, interfaces, variables_for
+from recover_megatron.arguments import parse_addresses
+from recover_megatron.launch import control_plane, plan
+from recover_megatron.launch.control_plane import ControlPlane
+from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.plan import interface_of, interfaces, loopback, variables_for
+from recover_megatron.membership.__main__ import address_of, make_listener
+from recover_megatron.network.connection import family_of
 from tests.harness.waiting import DEADLINE
 from tests.hosts.conftest import can_have_hosts
 from tests.hosts.hosts import Hosts
 
-from .conftest import SECRET, Bench
+from .conftest import SECRET, Bench, plan_of
 from .test_store import ALL_REDUCE
 
 SHOW = "import json, os, sys; print('ENV', json.dumps(dict(os.environ)))"
@@ -197,6 +206,47 @@ def test_the_interface_is_that_of_the_address(host: str, name: str | None) -> No
 def test_this_host_has_a_loopback() -> None:
     assert interfaces()["127.0.0.1"] == "lo"
     assert variables_for("127.0.0.1", {})[0] == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+NONE = "192.0.2.77"
+"""No host's address: it is for examples."""
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
+def test_a_host_without_the_loopback_of_ipv4_has_that_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loopback() == "127.0.0.1"
+    monkeypatch.setattr(plan, "LOOPBACK", NONE)
+    assert loopback() == "::1"
+    monkeypatch.setattr(control_plane, "LOOPBACK", NONE)
+    control = ControlPlane(plan_of(), {}, EventLoop(), pytest.fail, SimpleNamespace())
+    addresses, listeners, host = control._places(None)
+    for _, listener in listeners:
+        listener.close()
+    assert {address for address, _ in addresses} == {host} == {"::1"}, "workers are told, or they would take the other"
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
+def test_a_candidate_listens_on_an_address_of_ipv6_and_says_so() -> None:
+    """recover-status finds it by what it says."""
+    with make_listener("[::1]:0", None) as listener:
+        assert parse_addresses(address_of(listener)) == [("::1", listener.getsockname()[1])]
+
+
+def test_a_name_that_has_addresses_of_ipv6_alone_can_be_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As RECOVER_HOST."""
+    known = socket.getaddrinfo
+
+    def ask(name: str, *more: object, **options: object) -> list[object]:
+        return known("::1" if name == "node6" else name, *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    monkeypatch.setattr(socket, "create_server", lambda address, **how: how["family"])
+    assert plan.listen("node6") == socket.AF_INET6
+    assert [family_of(host) for host in ("fd00::1", "10.0.0.1", "localhost")] == [
+        socket.AF_INET6,
+        socket.AF_INET,
+        socket.AF_INET,
+    ]
 
 
 def test_what_the_user_has_set_stands() -> None:

@@ -25,7 +25,7 @@ from .conftest import IN_THE_RUN, SECRET, UNTIL_TOLD, plan_of
 from .test_newcomers import HELD, SCRIPT, how_to_join, training
 
 MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
-OTHER = replace(MINE, pid=200, run_id="second")
+OTHER = replace(MINE, pid=200, run_id="second", master_port=29600)
 
 
 @pytest.fixture
@@ -55,6 +55,23 @@ def test_a_folder_that_is_held_is_refused_with_pid_and_host_until_its_holders_ar
     assert "with pid 100 on host here" in lock(OTHER).take()
     die(mate)
     assert lock(OTHER).take() is None
+
+
+def test_a_launcher_of_node_0_that_is_started_once_more_finds_its_own_run_in_the_folder(lock):
+    lines = []
+    first, mate = (lock(replace(MINE, nnodes=2, pid=pid)) for pid in (100, 101))
+    assert (first.take(), mate.share("first")) == (None, None)
+    die(first)
+    again = lock(replace(MINE, nnodes=2, pid=102, run_id="second"), lines.append)
+    assert "is in use by the other nodes of this run, which was started by recover-run with pid 100" in again.take()
+    assert again.goes_on
+    assert len(lines) == 1, "it says once that it waits"
+    other = lock(replace(OTHER, nnodes=2))
+    assert "by another run" in other.take()
+    assert not other.goes_on
+    die(mate)
+    assert again.take() is None
+    assert not again.goes_on
 
 
 def test_the_next_run_waits_for_the_launchers_that_a_run_that_has_ended_still_has(lock, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.launch.states import LEFT_OUT
 from recover_megatron.membership.records import from_runs
 from tests.drawn import some
 from tests.examples.launching import losses as losses_in
@@ -21,7 +22,9 @@ from tests.harness.waiting import eventually
 
 from .conftest import IN_THE_RUN, SECRET, Bench, Launch
 from .test_control_plane import USES_IT
-from .test_newcomers import SCRIPT, awaits
+from .test_newcomers import HELD as UNTIL_GO
+from .test_newcomers import SCRIPT as AGREES
+from .test_newcomers import awaits
 from .test_store import UNTIL_TOLD
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several nodes")]
@@ -249,7 +252,7 @@ def test_the_nodes_of_a_launch_are_replaced_one_after_the_other_and_the_run_goes
     Of the first loss the coordinator is told by the kernel of the dead worker.  It is itself lost with the others: who
     takes over cannot know whether they are running, so needs the lease.
     """
-    launched = bench.nodes(2, *SCRIPT, per_node=1, environment=ENVIRONMENT)
+    launched = bench.nodes(2, *AGREES, per_node=1, environment=ENVIRONMENT)
     launched[0].wait_for('"event": "plan"')
     found = JOIN.search(launched[0].err)
     assert found is not None, launched[0].err
@@ -260,7 +263,7 @@ def test_the_nodes_of_a_launch_are_replaced_one_after_the_other_and_the_run_goes
         """The log of the worker that is new."""
         folder = f"joined-{len(joined)}"
         how = ["--join", "--recover-coordinator", ",".join(addresses), *rest, "--log-dir", folder]
-        launch = bench.start(*how, *SCRIPT, environment=ENVIRONMENT)
+        launch = bench.start(*how, *AGREES, environment=ENVIRONMENT)
         joined.append(launch)
         launch.wait_for('"event": "plan"')
         launch.wait_for("this node has a candidate coordinator, too")
@@ -303,3 +306,30 @@ def test_the_nodes_of_a_launch_are_replaced_one_after_the_other_and_the_run_goes
     claims = [from_runs(claim) for claim in bench.lease_claims()]
     # What came last may have come too late to be written before the end.
     assert claims[:3] == [{newcomer(0)}, {newcomer(0), newcomer(1)}, {newcomer(1)}], claims
+
+
+def test_the_launcher_of_a_lost_node_that_is_started_once_more_says_how_to_come_back(bench: Bench) -> None:
+    """By a supervisor, with its own command line; node 0 where it shares the folder of the others, and where not."""
+    port = free_port()
+
+    def start(node: int, folder: str = "logs") -> Launch:
+        options = ["--nnodes", 3, "--nproc-per-node", 1, "--master-port", port, "--log-dir", folder]
+        return bench.start(*options, "--node-rank", node, *AGREES, environment={**SECRET, **UNTIL_GO})
+
+    started = [start(node) for node in range(3)]
+    for launch in started:
+        launch.wait_for('"event": "plan"')
+    kill_nodes(started[2])
+    again = start(2)
+    again.ends(LEFT_OUT)
+    assert again.err.count("waiting 24 s for word from that one") == 1
+    eventually(lambda: last_members(bench.folder / "logs" / "worker-0.log") == [0, 1], "the others go on")
+    kill_nodes(started[0])
+    for folder, why in (("own", "on host"), ("logs", "is in use by the other nodes of this run")):
+        again = start(0, folder)
+        again.ends(LEFT_OUT)
+        assert why in again.err
+        assert "the run goes on without this node" in again.err
+        assert JOIN.search(again.err), again.err
+    bench.go()
+    started[1].ends(0)

@@ -6,16 +6,25 @@ It is open to everybody on the network: what a stranger writes there is not beli
 import json
 import os
 import signal
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch.store import Seal, Unproved
+from recover_megatron.launch import guest, store
+from recover_megatron.launch.guest import Guest
+from recover_megatron.launch.host import Host
+from recover_megatron.launch.states import LEFT_OUT, REFUSED
+from recover_megatron.launch.store import PREFIX, Seal, Unproved
 from recover_megatron.membership.wire import Secret
+from recover_megatron.script_flags import codes
+from tests.harness import REPOSITORY
 from tests.harness.processes import closed_port, free_port, processes_with
 from tests.harness.waiting import eventually
 
-from .conftest import SECRET, Bench
+from .conftest import SECRET, Bench, plan_of
 
 ALL_REDUCE = """
     import os
@@ -78,6 +87,66 @@ def test_the_store_listens_in_the_launcher_before_and_after_it_is_served(bench):
     assert owners_of_listener(port) == {launch.pid}
     (bench.folder / "go").touch()
     assert launch.wait() == 0
+
+
+class Names:
+    """In place of ``socket.getaddrinfo``: which names are known, and how often each is asked for in vain."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **asked_before_known: int) -> None:
+        self.left = asked_before_known
+        monkeypatch.setattr("socket.getaddrinfo", self.ask)
+        monkeypatch.setattr(store, "_NAME_SECONDS", 0.001)
+
+    def ask(self, name: str, *_: object, **__: object) -> list[object]:
+        self.left[name] -= 1
+        if self.left[name] >= 0:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))]
+
+
+def test_a_name_that_is_not_known_yet_is_asked_for_again_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    Names(monkeypatch, pod0=3, lost=1000, pod1=2)
+    assert store.await_names("--master-addr", ["pod0"], 300, lines.append) is None
+    (line,) = lines
+    assert "--master-addr pod0 is not known on host" in line
+    assert "asking again, for 300 s at most (--rendezvous-timeout)" in line
+    assert store.await_names("--recover-coordinator", ["lost", "pod1"], 300, lines.append) is None, "one is enough"
+    assert len(lines) == 2
+
+
+def test_a_name_that_stays_unknown_or_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is not known on host" in str(store.await_names("--master-addr", ["a" * 64], 1e9, pytest.fail))
+    Names(monkeypatch, pod0=1000)
+    assert "is not known on host" in str(store.await_names("--master-addr", ["pod0"], 0.01, lambda _: None))
+
+
+RESOLVER = """
+    import os, socket
+    known = socket.getaddrinfo
+
+    def ask(name, *more, **options):
+        if name == "localhost" and not os.path.exists("known"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known(name, *more, **options)
+
+    socket.getaddrinfo = ask
+    """
+
+
+@pytest.mark.slow
+def test_the_name_of_node_0_may_be_known_after_the_launchers_have_started(bench: Bench) -> None:
+    """As of a new pod; so it may be on node 0 itself."""
+    bench.script(RESOLVER, "sitecustomize.py")
+    options = ["--nnodes", 2, "--master-addr", "localhost", "--master-port", free_port()]
+    environment = {**SECRET, "PYTHONPATH": f"{bench.folder}:{REPOSITORY}"}
+    script = bench.script("print('UP')")
+    nodes = [bench.start(*options, "--node-rank", node, script, environment=environment) for node in (0, 1)]
+    for node in nodes:
+        node.wait_for("--master-addr localhost is not known on host")
+    bench.go("known")
+    for node in nodes:
+        node.ends(0)
 
 
 @pytest.mark.slow
@@ -261,3 +330,94 @@ def test_a_stranger_who_writes_into_the_store_ends_nobody(bench: Bench) -> None:
     for rank in (0, 1):
         (bench.folder / f"go{rank}").touch()
     assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
+
+
+class Kept:
+    """A store in this process."""
+
+    def __init__(self, values: dict[str, str]) -> None:
+        self.values = values
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        if not self.check(keys):
+            raise RuntimeError("nobody has set it in time")
+
+    def queue_push(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+
+SEAL = Seal(Secret(b"one that all launchers of a test share"))
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, int]]:
+    """How a launcher of node 1 ends that finds another one welcomed there, and these values in the store."""
+    monkeypatch.setattr(guest, "timed_out", lambda error: True)
+    monkeypatch.setattr(guest, "LOST_SECONDS", 0.05)
+    monkeypatch.setattr(guest, "BEAT_SECONDS", 0.01)
+
+    def end(**values: object) -> tuple[str, int]:
+        told: list[tuple[object, ...]] = []
+        events = SimpleNamespace(note="note", failed="failed")
+        launcher = Guest(
+            plan_of(nnodes=2, node_rank=1, nproc_per_node=1), SEAL, events, lambda *words, told=told: told.append(words)
+        )
+        launcher._run_id = "r"
+        kept = Kept(
+            {PREFIX + key.replace("_", "/"): SEAL.wrap(key.replace("_", "/"), "r", v) for key, v in values.items()}
+        )
+        launcher.say(kept, {})
+        if "node_1" in values:  # its writer lives, and writes it again
+            kept.values[PREFIX + "node/1"] = SEAL.wrap("node/1", "r", values["node_1"])
+        launcher._come_second(kept)
+        assert [kind for kind, *_ in told] == ["note", "failed"]
+        return told[1][1:]
+
+    return end
+
+
+def test_a_launcher_that_comes_second_ends_by_what_became_of_the_first(second: Callable[..., tuple[str, int]]) -> None:
+    there = {"addresses": [["10.0.0.1", 7], ["fd00::1", 8]]}
+    reason, code = second(coordinators=there)
+    assert code == LEFT_OUT
+    assert "the first launcher of node 1 is lost: the run goes on without this node" in reason
+    assert "recover-run --join --recover-coordinator 10.0.0.1:7,[fd00::1]:8 --world-size 2 --master-addr a" in reason
+    reason, code = second(coordinators=there, node_1={"nonce": "the first's", "host": "h2", "count": 9})
+    assert code == REFUSED
+    assert "node rank 1 has been taken by another launcher of this launch, on host h2" in reason
+    assert second(end={"reason": "it is over", "code": 10}) == ("it is over", 10)
+
+
+def test_a_launcher_of_node_0_that_comes_second_hears_of_the_run_from_the_others() -> None:
+    """It ends by what node 1 has told its store, where a secret proves that."""
+    words = {"host": "h2", "nonce": "n", "count": 1, "goes_on": "10.0.0.1:7"}
+    for seal, code in ((SEAL, LEFT_OUT), (Seal(None), None)):
+        told: list[tuple[object, ...]] = []
+        events = SimpleNamespace(note="note", failed="failed")
+        plan = plan_of(nnodes=2, nproc_per_node=1, control_plane=False)
+        node = Host(plan, Kept({}), seal, events, lambda *say, told=told: told.append(say), lambda *_: None)
+        assert node._heard(1, words) is (code is None)
+        assert [code for kind, *_, code in told if kind == "failed"] == [code] * (code is not None)
+
+
+def test_a_node_tells_another_launch_of_its_run_only_while_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(nnodes=2, node_rank=1, nproc_per_node=1, control_plane=True)
+    job = {"nnodes": 2, "nproc_per_node": 1, "control_plane": True, "flags": codes(plan.flags), "attempt": 0}
+    for goes_on in (False, True):
+        kept = Kept({PREFIX + "job": SEAL.wrap("job", "", {**job, "run_id": "another"})})
+        monkeypatch.setattr(guest, "join_store", lambda *_, kept=kept, **__: kept)
+        node = Guest(plan, SEAL, SimpleNamespace(goes_on=lambda goes_on=goes_on: goes_on), pytest.fail)
+        node._run_id, node._coordinators = "r", "10.0.0.1:7"
+        assert node._find_again() is None
+        assert kept.check([PREFIX + "node/1"]) is goes_on
+    words = SEAL.open("node/1", "another", kept.get(PREFIX + "node/1"))
+    assert words["goes_on"] == "10.0.0.1:7"

@@ -60,13 +60,19 @@ def test_worker_processes_that_prefetch_do_not_blur_the_audit(forkserver: ForkSe
 def test_a_resumed_run_audits_against_its_own_samples(forkserver: ForkServer, tmp_path: Path) -> None:
     checkpoints = ["--save", str(tmp_path / "checkpoints"), "--load", str(tmp_path / "checkpoints")]
     argv = [OURS, *GOOD, *checkpoints, "--recover-log-dir", str(tmp_path)]
-    for last in (2, 4):
+    for last in (2, 4, 4):  # the last time there is nothing left to do
         run = forkserver.run(2, [*argv, "--exit-interval", "2", "--save-interval", "2"], tmp_path, timeout=120)
         assert run.ok, run.tail()
         steps = list(read_steps(tmp_path / "steps.jsonl"))
         assert [step.iteration for step in steps] == list(range(1, last + 1))
         assert steps[-1].consumed_samples == 16 * last
         assert [audit_problem(step) for step in steps] == [None] * last
+    events = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] in ("start", "plan", "end")]
+    told = [(event["event"], event["iteration"]) for event in events]
+    assert told == [
+        *(("start", 1), ("plan", 1), ("end", 2)), *(("start", 3), ("plan", 3), ("end", 4)),
+        *(("start", 5), ("plan", 5), ("end", 5)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

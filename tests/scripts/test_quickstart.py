@@ -163,6 +163,18 @@ def test_a_signal_ends_the_training_too(tmp_path: Path, number: signal.Signals) 
     assert not [command for command in commands if str(tmp_path / "launcher.py") in command[1:2]]
 
 
+def test_under_nohup_the_end_of_a_terminal_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(quickstart, "quickstart", lambda args: found.append(signal.getsignal(signal.SIGHUP)) or 0)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        assert quickstart.main([]) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert found == [signal.SIG_IGN]
+
+
 def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         quickstart.main(["--workers", "0"])
