@@ -82,7 +82,7 @@ STORAGE_SECONDS = 3600.0
 """How long a checkpoint may take to be written or read, beyond the hang timeout, while not a byte is moved."""
 LOOK_SECONDS = 1.0
 LEAST_BYTES = 1 << 16
-"""Fewer may be those of messages."""
+"""Fewer from one look to the next may be those of messages, and of the looks themselves."""
 
 T = TypeVar("T")
 
@@ -171,8 +171,8 @@ class ProgressReports:
         def look(over: threading.Event) -> None:
             last = moved()
             while not over.wait(LOOK_SECONDS):
-                if abs((now := moved()) - last) >= LEAST_BYTES:
-                    last = now
+                before, last = last, moved()
+                if abs(last - before) >= LEAST_BYTES:
                     with self._marking:
                         if self.phase == phase and not self._waits:
                             self._session.mark(self._hooks.iteration(), phase, self.microbatch, False, self.allowed)

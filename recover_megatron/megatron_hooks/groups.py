@@ -3,7 +3,7 @@
 torch.distributed.init_process_group     the default group  --> EpochGroup
 parallel_state.create_group              of several replicas --> EpochGroup
                                          of one replica      --> SwappableGroup, noted by ModelParallelGroups
-torch.distributed.new_group              of several replicas, called by others --> EpochGroup
+torch.distributed.new_group              the same, called by others
 a new plan                               global ranks count the slots in which somebody stands, without gaps: rank 0
                                          prints, the last rank logs, checkpoints are written by ranks 0 .. n-1;
                                          sizes in Megatron's arguments stay those of the launch
@@ -181,7 +181,7 @@ class Groups:
         assert self._grid is not None
         return self._grid
 
-    def _create_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _create_group(self, original: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         def create(*args: Any, **kwargs: Any) -> Any:
             self._creating = True
             try:
@@ -194,7 +194,7 @@ class Groups:
             members = tuple(map(Slot, range(dist.get_world_size()) if ranks is None else ranks))
             if self.traffic.slot not in members:
                 return dist.GroupMember.NON_GROUP_MEMBER if self.alone else create(ranks, *args, **kwargs)
-            label = str(kwargs.get("group_desc", "")).lower()
+            label = str(kwargs.get("group_desc") or name).lower()
             options = kwargs.get("pg_options")  # what Megatron found for this group (--nccl-communicator-config-path)
             inside = len({grid.place(slot)[0] for slot in members}) == 1
             places = members if inside else grid.column(members)
@@ -220,37 +220,26 @@ class Groups:
         return create_group
 
     def _new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What a script makes itself is seen, too, where it reaches over replicas: `traffic` knows what it may do."""
+        """What a script makes itself is as what Megatron makes; over replicas `traffic` knows what it may do."""
+        make = self._create_group(original, "new_group")
 
         def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
             if self._creating or not dist.is_initialized():
                 return original(ranks, *args, **kwargs)
-            traffic, world = self.traffic, dist.get_world_size()
-            grid, slots = self._known_grid(world), [Slot(rank) for rank in range(world)]
-            begun = traffic.mode not in (Mode.STARTING, Mode.ALONE)
-            if begun and traffic.recovery is not None:
-                slots = list(traffic.recovery.assignment.standing)
-            members = tuple(slots[rank] for rank in (range(world) if ranks is None else sorted(ranks)))
-            if traffic.me not in members and traffic.mode is Mode.ALONE:
-                return dist.GroupMember.NON_GROUP_MEMBER
-            if traffic.me not in members or len({grid.place(slot)[0] for slot in members}) == 1:
-                return original(ranks, *args, **kwargs)
-            label = str(kwargs.get("group_desc") or "new_group").lower()
-            if begun:
+            ranks = None if ranks is None else sorted(ranks)
+            if self.traffic.mode in (Mode.STARTING, Mode.ALONE):
+                return make(ranks, *args, **kwargs)
+            slots = [Slot(rank) for rank in range(dist.get_world_size())]
+            if self.traffic.recovery is not None:
+                slots = list(self.traffic.recovery.assignment.standing)
+            members = tuple(slots if ranks is None else (slots[rank] for rank in ranks))
+            if self.traffic.me in members and len({self.grid.place(slot)[0] for slot in members}) > 1:
+                its = EpochGroup(self.traffic, None, members, str(kwargs.get("group_desc") or "new_group").lower())
                 where = (
                     "and was not there when the training began, so who comes later would not have it: make it before"
                 )
-                its = EpochGroup(traffic, None, members, label)
-                traffic.refuse(replace(caller(), operation="new_group"), its, where)
-            if traffic.mode is Mode.ALONE:
-                made = EpochGroup(traffic, None, members, label, grid.column(members))
-                register_new(made, members, str(kwargs.get("backend") or dist.get_backend()))
-                return made
-            group = original(ranks, *args, **kwargs)
-            members = tuple(map(Slot, dist.get_process_group_ranks(group)))  # in its order
-            made = EpochGroup(traffic, group, members, label, grid.column(members))
-            register(made, group)
-            return made
+                self.traffic.refuse(replace(caller(), operation="new_group"), its, where)
+            return original(ranks, *args, **kwargs)
 
         return new_group
 

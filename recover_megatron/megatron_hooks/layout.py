@@ -81,11 +81,12 @@ def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
 
 
 def _resumes(args: Any) -> bool:
-    """Whether the run goes on where a checkpoint ends, as far as the tracker file tells."""
+    """Whether the run goes on where a checkpoint ends, or may: not all that is loaded is in the tracker file."""
     load = getattr(args, "load", None)
     if not load or getattr(args, "finetune", False):
         return False
-    return "://" in load or (Path(load) / "latest_checkpointed_iteration.txt").is_file()
+    untold = "://" in load or any(getattr(args, its, None) for its in ("ckpt_step", "non_persistent_ckpt_type"))
+    return untold or (Path(load) / "latest_checkpointed_iteration.txt").is_file()
 
 
 def rolls_back(args: Any) -> bool:

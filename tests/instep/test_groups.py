@@ -15,6 +15,7 @@ from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.instep import epoch_groups
@@ -119,29 +120,33 @@ def script_makes(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     new_group = groups._new_group(torchs)
 
     def makes(*ranks: Any, **options: Any) -> Any:
+        groups.alone = traffic.mode is Mode.ALONE
         with monkeypatch.context() as patches:
             patches.setattr(dist, "is_initialized", lambda: True)
             patches.setattr(dist, "get_world_size", lambda: 3)
+            patches.setattr(dist, "get_backend", lambda group=None: "gloo")
             return new_group(*ranks, **options)
 
     yield makes
     for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks, c10d._world.pg_backend_config):
         for group in list(table):
-            if group in made or isinstance(group, EpochGroup):
+            if group in made or isinstance(group, (EpochGroup, SwappableGroup)):
                 table.pop(group)
 
 
 def test_a_group_that_a_script_makes_over_replicas_is_seen(traffic: Traffic, script_makes: Callable[..., Any]) -> None:
-    """And one inside a replica is torch's."""
+    """And one inside a replica can be made anew among others, also by who builds its model while the others train."""
     traffic.mode = Mode.STARTING
     over, inside = script_makes([2, 1]), script_makes([1])
     assert (type(over), over.workers, over.label) == (EpochGroup, (1, 2), "new_group")
-    assert not isinstance(inside, EpochGroup)
+    assert (type(inside), inside.own_name) == (SwappableGroup, "new_group-0#0")
     traffic.mode = Mode.STEP
     with pytest.raises(UnknownOperation, match=f"allreduce at {__file__}:.* \\(group new_group of 2 workers\\)"):
         dist.all_reduce(ones(), group=over)
     traffic.mode = Mode.ALONE
     assert script_makes([0, 1, 2], backend="gloo", group_desc="Mine").label == "mine"
+    assert script_makes([1]).own_name == "new_group-0#1"
+    assert script_makes([0, 2]) is dist.GroupMember.NON_GROUP_MEMBER
 
 
 @pytest.mark.parametrize("mode", [Mode.STEP, Mode.OPEN, Mode.SECTION])

@@ -368,7 +368,8 @@ def argv(recipe: Recipe, out: Path, data: str) -> list[str]:
 
 
 def train(server: ForkServer, recipe: Recipe, out: Path, data: str, *more: str, script: str, restarts: int = 0) -> Run:
-    waiting = altered("pacing.patient", f"{recipe.made[-restarts]}-:{recipe.layout.replicas}") if restarts else ()
+    # From the last fault on: each newcomer may cost an iteration, and another one where it comes while one is made.
+    waiting = altered("pacing.patient", f"{recipe.made[-restarts - 1]}-:{recipe.layout.replicas}") if restarts else ()
     return server.run(
         recipe.layout.grid.world, [*waiting, script, *argv(recipe, out, data), *more], out, training=out / "training",
         losses=None if "--recover" in more else out / "losses.jsonl", restarts=restarts, timeout=400,

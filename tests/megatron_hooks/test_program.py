@@ -671,6 +671,8 @@ def test_of_a_run_that_resumes_the_batches_before_it_are_left_alone(tmp_path: Pa
     """More workers than it began with may not take the first ones; Megatron would not look at them either."""
     args = scheduled("0:6 1536:8", load=str(tmp_path), data_parallel_size=4, consumed_train_samples=48, iteration=8)
     assert batches_to_come(args) == [6, 8], "there is no checkpoint in it"
+    for untold in ({"ckpt_step": 8}, {"non_persistent_ckpt_type": "global"}):
+        assert batches_to_come(argparse.Namespace(**vars(args) | untold)) == [], "loaded without a tracker file"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
     assert batches_to_come(args) == []
     _check_batches(args)
