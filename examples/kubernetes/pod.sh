@@ -25,8 +25,9 @@ how_to_join() {
             HEALTHY* | DEGRADED* | RECOVERING* | STALLED*)
                 # Of the pods that the line names none may be left; those that joined tell of themselves in the folder.
                 coordinators=$(recover-status "$RUN_DIR" --coordinators) || return 0
-                grep -ho 'recover-run --join --recover-coordinator .*' "$RUN_DIR"/launcher-*.log | tail -n 1 |
-                    sed "s/--recover-coordinator [^ ]*/--recover-coordinator $coordinators/"
+                # A launcher that was left out says the command, too, in a sentence that goes on after it.
+                grep -h 'join from other hosts: recover-run --join ' "$RUN_DIR"/launcher-*.log | tail -n 1 |
+                    sed "s/.*: recover-run/recover-run/; s/--recover-coordinator [^ ]*/--recover-coordinator $coordinators/"
                 return
                 ;;
             ENDED*) return 0 ;;

@@ -207,7 +207,7 @@ def _named_folders(saves: bool, script_args: Sequence[str]) -> dict[str, Path]:
     found = {"--save": save} if save and "://" not in save else {}
     flag = "--recover-log-dir"
     if "--recover" in script_args and (logs := given_flags(script_args, [flag]).get(flag)):
-        found[flag] = logs[-1]
+        found[flag] = logs[0]
     return {name: Path(folder) for name, folder in found.items()}
 
 

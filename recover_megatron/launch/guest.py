@@ -257,9 +257,12 @@ class Guest:
             job = self._look(store, "job", "")
             if job is None or job["run_id"] == self._run_id:
                 return store if job is not None else None
+            goes_on = self._events.goes_on()
+            if goes_on and _disagreement(self._plan, job) is not None:
+                return None  # another training has the port of the lost node 0
             if int(job["attempt"]) > self._plan.attempt:
                 self._tell(self._events.failed, "node 0 makes the start again", START_AGAIN)
-            elif self._plan.control_plane and self._events.goes_on() and _disagreement(self._plan, job) is None:
+            elif self._plan.control_plane and goes_on:
                 self._tell_of_the_run(store, str(job["run_id"]))
         except (ConnectionRefusedError, RuntimeError):
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import glob
 import importlib.metadata
 import importlib.util
 import json
@@ -288,7 +289,8 @@ def _tokenizer(given: dict[str, list[str]]) -> list[str]:
     return [f"{TOKENIZER_MODEL} {path}: no such file"] if missing and _is_here(path) else []
 
 
-GPU = Path("/dev/nvidia0")
+GPUS = "/dev/nvidia[0-9]*"
+"""A container may have others than number 0."""
 """Only where this is may processes use GPUs, whatever the driver tells (in a container without them)."""
 
 
@@ -306,7 +308,7 @@ def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping
 def _on_cpus(script_args: Sequence[str]) -> bool:
     device = given_flags(script_args, ["--recover-device"]).get("--recover-device")
     without = device == ["cpu"] or any("+cpu" in its.version for its in importlib.metadata.distributions(name="torch"))
-    return without or not GPU.exists()
+    return without or not glob.glob(GPUS)
 
 
 def host() -> tuple[list[str], list[str]]:

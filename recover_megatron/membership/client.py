@@ -101,12 +101,12 @@ class Client:
                 self._wake()
 
     def give_up(self, reason: MembershipError) -> None:
-        """Be out, if it is not yet, for a reason that the owner knows better."""
+        """Be out for a reason that the owner knows, if it is neither that nor closed."""
         with self.condition:
-            if self.core.stage is not Stage.OUT:
+            if self.core.stage is not Stage.OUT and not self._closed:
                 self.core.give_up(reason)
-                self._wake()
-                self.condition.notify_all()
+            self._wake()
+            self.condition.notify_all()
 
     def close(self, flush_seconds: float = 2.0) -> None:
         """Send what is queued, then end the thread. The socket stays open: its end is the end of the process."""
@@ -124,11 +124,8 @@ class Client:
     def _run(self) -> None:
         try:
             self._serve()
-        finally:
-            with self.condition:  # whatever ended the thread, an error in a callback too: no wait may outlast it
-                if self.core.stage is not Stage.OUT and not self._closed:
-                    self.core.give_up(MembershipError("the session's thread has failed; see the error printed by it"))
-                self.condition.notify_all()
+        finally:  # whatever ended the thread, an error in a callback too: no wait may outlast it
+            self.give_up(MembershipError("the session's thread has failed; see the error printed by it"))
 
     def _serve(self) -> None:
         while not self._closed and (self.core.stage is not Stage.OUT or self._out):
@@ -285,10 +282,9 @@ class Client:
         return message
 
     def _say(self, message: Mapping[str, Any]) -> None:
-        if self._sock is None:
-            return
-        self._out += wire.encode(message, wire.MAX_TO_COORDINATOR)
-        self._flush()
+        if self._sock is not None:
+            self._out += wire.encode(message, wire.MAX_TO_COORDINATOR)
+            self._flush()
 
     def _flush(self) -> None:
         if self._sock is None:
@@ -404,8 +400,8 @@ class Observer:
     def _shake_hands(self, secret: Secret) -> None:
         challenge = self._expect("challenge")
         if challenge["version"] != wire.PROTOCOL_VERSION:
-            versions = f"version {challenge['version']} of the protocol, this is {wire.PROTOCOL_VERSION}"
-            raise OtherVersion(f"{self.name} speaks {versions}: use the recover-status that belongs to the run")
+            its = f"{self.name} speaks version {challenge['version']} of the protocol, this is {wire.PROTOCOL_VERSION}"
+            raise OtherVersion(f"{its}: use the recover-status that belongs to the run")
         auth, owed = secret.answer(challenge)
         self._send(auth)
         try:

@@ -275,12 +275,14 @@ def test_a_second_launch_that_saves_into_a_folder_is_refused_until_the_first_has
     assert capsys.readouterr().err == ""
 
 
-def test_a_second_run_that_logs_where_another_does_is_refused_and_the_same_run_comes_again(tmp_path):
+def test_a_second_run_that_logs_where_another_does_is_refused_and_the_same_run_comes_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("RECOVER_LOG_DIR", str(tmp_path))  # no worker gets it
+
     def logging(name, **fields):
-        """With its own --log-dir, and --recover-log-dir ``name``."""
+        """With its own --log-dir, and --recover-log-dir ``name``; the last word is the script's own."""
         folder, where = tmp_path / f"of-{fields['run_id']}", str(tmp_path / name)
         folder.mkdir(exist_ok=True)
-        return plan_of(script_args=("--recover", "--recover-log-dir", where), log_dir=folder, **fields)
+        return plan_of(script_args=("--recover", "--recover-log-dir", where, "8"), log_dir=folder, **fields)
 
     ((first,), its) = command._lock_folders(logging("steps", run_id="1", nnodes=2))
     assert (first.folder, first.held) == (tmp_path / "steps", True)

@@ -192,9 +192,10 @@ def test_more_workers_than_gpus_are_refused_where_processes_may_use_gpus(
 ) -> None:
     two = {"CUDA_VISIBLE_DEVICES": "0,1"}
     monkeypatch.setattr(preflight.importlib.metadata, "distributions", lambda **_: [])
-    monkeypatch.setattr(preflight, "GPU", tmp_path / "none")
+    monkeypatch.setattr(preflight, "GPUS", str(tmp_path / preflight.GPUS.removeprefix("/dev/")))
+    (tmp_path / "nvidiactl").touch()
     assert preflight.devices(TRAINING, GOOD, 3, two) == []
-    monkeypatch.setattr(preflight, "GPU", tmp_path)
+    (tmp_path / "nvidia3").touch()  # all that a container has
     assert "3 workers on this node, spares included, but it has 2 GPUs" in preflight.devices(TRAINING, GOOD, 3, two)[0]
     assert preflight.devices(TRAINING, GOOD, 2, two) == preflight.devices("train.py", GOOD, 3, two) == []
     assert preflight.devices(TRAINING, [*GOOD, "--recover-device", "cpu"], 3, two) == []

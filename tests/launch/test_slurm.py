@@ -1,18 +1,24 @@
-"""What is read out of SLURM's environment."""
+"""What is read out of SLURM's environment, and by a pod of Kubernetes out of what others have said."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.launch import slurm
+from recover_megatron.launch import messages, slurm
 from recover_megatron.launch.arguments import parse
 from recover_megatron.launch.plan import LaunchPlan, hosting
 from recover_megatron.launch.slurm import address_of, left_alone, places_of
+from tests.harness import REPOSITORY
+
+from .conftest import SECRET, plan_of
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -216,3 +222,24 @@ def test_coordinators_of_a_step_of_their_own_are_where_the_workers_look_for_them
 def test_outside_of_a_job_there_are_no_places() -> None:
     with pytest.raises(ValueError, match="no SLURM job"):
         places_of({})
+
+
+def test_a_pod_takes_the_command_by_which_it_joins_from_no_launcher_that_was_left_out(tmp_path: Path) -> None:
+    plan, commands, logs = plan_of(nnodes=2, nproc_per_node=1), tmp_path / "bin", tmp_path / "run"
+    commands.mkdir()
+    logs.mkdir()
+    for name, what in (
+        ("recover-run", 'echo "$@"'),
+        ("recover-status", '[ "$2" = --check ] && echo HEALTHY || echo c:8'),
+    ):
+        (commands / name).write_text(f"#!/bin/sh\n{what}\n")
+        (commands / name).chmod(0o755)
+    (logs / "launcher-0.log").write_text(f"recover-run: {messages.how_to_join(plan, 'c:7')}\n")
+    (logs / "launcher-1.log").write_text(f"recover-run: {messages.goes_on_without(plan, 'lost', '$(a b)')}\n")
+    values = {"JOB_COMPLETION_INDEX": "1", "POD_IP": "c", "PODS": "2", "WORKERS": "1", "MASTER": "a", **SECRET}
+    environment = {"RUN_DIR": str(logs), "PATH": f"{commands}:{os.environ['PATH']}", **values}
+    pod = REPOSITORY / "examples" / "kubernetes" / "pod.sh"
+    joined = subprocess.run(["bash", pod, "train.py"], env=environment, capture_output=True, text=True, timeout=60)
+    address = f"--master-addr {plan.master_addr} --master-port {plan.master_port}"
+    its = f"--join --recover-coordinator c:8 --world-size 2 {address} --nproc-per-node 1 --log-dir {logs} train.py"
+    assert joined.stdout == its + "\n", joined.stderr

@@ -421,3 +421,10 @@ def test_a_node_tells_another_launch_of_its_run_only_while_that_goes_on(monkeypa
         assert kept.check([PREFIX + "node/1"]) is goes_on
     words = SEAL.open("node/1", "another", kept.get(PREFIX + "node/1"))
     assert words["goes_on"] == "10.0.0.1:7"
+    for flags, told in ((codes(plan.flags), True), (codes({"--lr": "other"}), False)):
+        again = Kept({PREFIX + "job": SEAL.wrap("job", "", {**job, "run_id": "r2", "flags": flags, "attempt": 1})})
+        monkeypatch.setattr(guest, "join_store", lambda *_, again=again, **__: again)
+        said: list[tuple[object, ...]] = []
+        events = SimpleNamespace(goes_on=lambda: True, failed="failed")
+        assert Guest(plan, SEAL, events, lambda *words, said=said: said.append(words))._find_again() is None
+        assert bool(said) is told, "no start of another training is joined by one that goes on"
