@@ -155,9 +155,8 @@ class ControlPlane:
         if candidates is None:
             host = self._host_address
             listeners = [(number, listen(host)) for number in range(HERE)]
-            told = (
-                None if plan.node_address or host == LOOPBACK else host
-            )  # LOOPBACK is what workers take by themselves
+            # LOOPBACK is what workers take by themselves.
+            told = None if plan.node_address or host == LOOPBACK else host
             return [listener.getsockname()[:2] for _, listener in listeners], listeners, told
         own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
         return candidates.addresses, own, candidates.host

@@ -316,10 +316,10 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 
 def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Folders that cannot be made or written, found before the first iteration has been trained: of what is logged, and
-    of the first worker those of checkpoints.
-    """
-    wanted = {"--recover-log-dir": config.log_dir if config.enabled else None}
+    """Folders that cannot be made or written, found before the first iteration: of what is logged, by one worker of
+    each host, which spares a shared file system; of checkpoints, by the first worker."""
+    logs = config.enabled and os.environ.get("LOCAL_RANK", "0") == "0"
+    wanted = {"--recover-log-dir": config.log_dir if logs else None}
     if os.environ.get("RANK", "0") == "0":  # other hosts need not have it: one worker may write all
         wanted |= {f"--{its.replace('_', '-')}": getattr(args, its, None) for its in SAVES}
     return [
