@@ -36,6 +36,8 @@ LINES_VARIABLE = "RECOVER_LOG_LINES"
 """Of a process whose stderr is its launcher's: the form of lines (``logger.LineFormat``), and the node."""
 ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
 """How often the start has been made before, for the launcher itself."""
+WITHOUT_VARIABLE = "RECOVER_START_WITHOUT"
+"""The nodes without which it is made again, the same."""
 NCCL2_VARIABLE = "TORCH_DIST_USE_NCCL2"
 """torch's own: 0: its "nccl" is ProcessGroupNCCL; otherwise, from torch 2.15 on, ProcessGroupNCCL2."""
 

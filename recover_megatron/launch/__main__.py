@@ -14,10 +14,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from recover_megatron.launch.command import run_guarded
-    from recover_megatron.launch.processes import START_AGAIN, start_again, take_attempt
+    from recover_megatron.launch.processes import START_AGAIN, start_again, take_attempt, take_left_out
 
     attempt = take_attempt()
-    code = run_guarded(sys.argv[1:] if argv is None else argv, attempt)
+    code = run_guarded(sys.argv[1:] if argv is None else argv, attempt, take_left_out())
     if code == START_AGAIN:
         start_again(attempt + 1)
     sys.stdout.flush()

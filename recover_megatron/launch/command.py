@@ -37,11 +37,11 @@ from recover_megatron.variables import HOST_VARIABLE
 log = get_logger(__name__)
 
 
-def run_guarded(argv: Sequence[str], attempt: int = 0) -> int:
+def run_guarded(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> int:
     """As ``run``, with usable standard streams, and a fault of recover-run itself shown as such."""
     _open_standard_streams()
     try:
-        return run(argv, attempt)
+        return run(argv, attempt, without)
     except Exception:  # noqa: BLE001 - shown in full; the reaper ends the workers when this process has ended
         traceback.print_exc()
         log.info("this is a fault of recover-run itself; all workers are killed")
@@ -57,10 +57,10 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
 
 
-def run(argv: Sequence[str], attempt: int = 0) -> int:
+def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> int:
     """Carry out the command line ``argv``.  Returns the exit code, or START_AGAIN; ``--help`` raises SystemExit.
 
-    ``attempt``: how often this launcher has made the start before.
+    ``attempt``: how often this launcher has made the start before; ``without``: see ``LaunchPlan``.
     """
     options, reserved = None, None
     try:
@@ -74,7 +74,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
             if found := _forecast(options):
                 log.info("what the loss of a node would cost:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
-        plan = _plan(options, reserved, attempt)
+        plan = replace(_plan(options, reserved, attempt), without=tuple(without))
         others, lock = _lock_folders(plan)
     except arguments.UsageError as error:
         if len(error.reasons) == 1:

@@ -5,7 +5,7 @@ of its workers runs: its exit code, and the last lines for people (``Conclusion`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.processes import START_AGAIN
 from recover_megatron.launch.states import (
     LAUNCH_FAILED,
+    NO_FAULT,
     REFUSED,
     WorkerProcess,
     WorkerState,
@@ -32,7 +33,7 @@ REFUSED_SECONDS = 15.0
 """The same for a refusal, which is every worker's, and each may say another reason."""
 TELL_SECONDS = 3.0
 """So long the launcher of a lost worker may say better than others what became of it."""
-START_GRACE_SECONDS = 3.0
+START_GRACE_SECONDS = 2.0
 """From SIGTERM to SIGKILL: nothing was trained that could be saved."""
 ASK_SECONDS = 2.0
 """How long the coordinator may take to say whether there is a plan."""
@@ -66,8 +67,10 @@ class StartUp:
     _say: Callable[[str], None]
     _go_on_without: Callable[[WorkerProcess, int], None]
     """The training had begun when the worker ended; it had left so many processes behind."""
-    _fail_launch: Callable[[str, int], None]
-    """End the launch on all nodes: the reason, and the exit code."""
+    _fail_launch: Callable[..., None]
+    """End the launch on all nodes: the reason, and the exit code; START_AGAIN: without which nodes."""
+    _lost: list[int] = field(default_factory=list)
+    """Nodes that are gone."""
 
     @property
     def under_way(self) -> bool:
@@ -82,12 +85,26 @@ class StartUp:
         """A worker of this node has ended in it; ``cause``: the last that it said, if that may be why."""
         self._control.when_up_to_date(ASK_SECONDS, partial(self._judge, worker, left_behind, cause))
 
-    def launcher_lost(self, what: str) -> None:
-        """Another node, or what all need of node 0, is gone."""
-        if self.under_way:
-            self._control.when_up_to_date(
-                ASK_SECONDS, partial(self._fail, f"{what} is lost", EXIT_NO_REPLICA, again=False)
-            )
+    def launcher_lost(self, what: str, goes_on: str = "", node: int = 0) -> None:
+        """``node`` is lost, ``what`` in words; ``goes_on``: what to say of it where the training has begun."""
+        if not self.under_way:
+            self._say_of(goes_on)
+            return
+        if node not in self._lost:
+            self._lost.append(node)
+        self._control.when_up_to_date(ASK_SECONDS, partial(self._without_launcher, f"{what} is lost", goes_on))
+
+    def _without_launcher(self, text: str, goes_on: str) -> None:
+        if not self.under_way:
+            self._say_of(goes_on)
+            return
+        without = (*self._plan.without, *self._lost)
+        spared = self._plan.node_rank == 0 and self._plan.spared(without)
+        self._fail(text, EXIT_NO_REPLICA, again=spared, without=without)
+
+    def _say_of(self, text: str) -> None:
+        if text:
+            self._say(text)
 
     def others_lost(self) -> None:
         """The coordinator does without some of the launch's workers, perhaps of other nodes."""
@@ -111,15 +128,17 @@ class StartUp:
             return
         # A refusal stands above in full, and is told once.
         text = messages.worker_lost_at_start(worker, left_behind, "" if worker.exit_code == REFUSED else cause)
-        if worker.signal is not None or not any(other.live for other in self._table.launched):
+        victim = worker.exit_code in NO_FAULT and self._plan.nnodes > 1  # who knows of the cause says it
+        if worker.signal is not None or not (victim or any(other.live for other in self._table.launched)):
             self._fail(text)
             return
         wait = REFUSED_SECONDS if worker.exit_code == REFUSED else OWN_END_SECONDS
         self._say(f"{text}; the training has not begun, and needs it: all end in {wait:g} s")
         self._loop.call_later(wait, partial(self._fail, text))
 
-    def _fail(self, text: str, code: int | None = None, again: bool = True) -> None:
-        """``again``: the launch is complete without the worker, as soon as another one has its place."""
+    def _fail(self, text: str, code: int | None = None, again: bool = True, without: Sequence[int] = ()) -> None:
+        """``again``: the launch is complete without the lost, as soon as others have their places; ``without``: nodes
+        that the start is to be made without."""
         plan = self._plan
         if not self.under_way:
             return
@@ -131,7 +150,8 @@ class StartUp:
         needs = "the training has not begun, and needs all workers"
         if again and code == EXIT_NO_REPLICA and plan.attempt + 1 < plan.starts:
             times = f"{plan.attempt + 1} of at most {plan.starts - 1}"
-            self._fail_launch(f"{text}; {needs}: the start is made again ({times})", START_AGAIN)
+            instead = messages.spared(plan, without) if without else ""
+            self._fail_launch(f"{text}; {needs}: the start is made again ({times}){instead}", START_AGAIN, without)
             return
         if not plan.fault_tolerant:
             needs = "a training without --recover needs all workers"

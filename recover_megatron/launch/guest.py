@@ -15,7 +15,7 @@ from recover_megatron.launch import leasing
 from recover_megatron.launch.host import LOST_SECONDS
 from recover_megatron.launch.leasing import lease_path, try_lease
 from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without
-from recover_megatron.launch.plan import Candidates, LaunchPlan, OwnPlace, address_from, join_addresses
+from recover_megatron.launch.plan import Candidates, LaunchPlan, OwnPlace, address_from, join_addresses, listen
 from recover_megatron.launch.processes import START_AGAIN
 from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, join_store, one_line, timed_out
@@ -44,6 +44,7 @@ class Guest:
         self._words: dict[str, Any] = {"host": self._plan.host, "nonce": secrets.token_hex(16)}
         self._ignored: set[str] = set()
         self._coordinators = ""
+        self._door: socket.socket | None = None
         self.heard = time.monotonic()
         """When the store last answered."""
         self.reached = False
@@ -135,7 +136,10 @@ class Guest:
         plan = self._plan
         job = self._job(store)
         own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
+        self._door = listen(own.host)
         while True:
+            if self._elsewhere(store, job):
+                return None
             if reason := _disagreement(plan, job):
                 self._run_id = str(job["run_id"])
                 self.say(store, {"refusal": reason})
@@ -143,7 +147,8 @@ class Guest:
                 return None
             if self._run_id != job["run_id"]:
                 self._run_id = str(job["run_id"])
-                self.say(store, self._candidate(own) if plan.control_plane else {"coordinator": None})
+                mine = self._candidate(own) if plan.control_plane else {"coordinator": None}
+                self.say(store, {"door": self._door.getsockname()[:2], **mine})
             welcome = self._next(store, f"welcome/{plan.node_rank}")
             if welcome is not None and welcome["nonce"] == self._words["nonce"]:
                 return own
@@ -151,6 +156,24 @@ class Guest:
                 self._come_second(store)
                 return None
             job = self._job(store)
+
+    def _elsewhere(self, store: Store, job: dict[str, Any]) -> bool:
+        """Whether this launcher has no part in this start: it was made again without some nodes, and this launcher is
+        of one of them, or does not know that yet and makes its own anew."""
+        plan, without = self._plan, tuple(map(int, job.get("without", ())))
+        if plan.node_rank in without:
+            self._run_id = str(job["run_id"])
+            told = self._look(store, "coordinators", self._run_id)
+            addresses = [address_from(value) for value in told["addresses"]] if told else []
+            self._left_out(join_addresses(addresses))
+        elif without != plan.without:
+            self._tell(self._events.failed, "node 0 has made the start again", START_AGAIN, without)
+        return plan.node_rank in without or without != plan.without
+
+    def _left_out(self, coordinators: str = "") -> None:
+        """The start was made again without this node."""
+        why = f"node {self._plan.node_rank} was lost at the start of the run, which was made again without it"
+        self._tell(self._events.failed, goes_on_without(self._plan, why, coordinators), LEFT_OUT)
 
     def _come_second(self, store: Store) -> None:
         """Another launcher was welcomed in this place: end, since it is there, or was lost and the run goes on.
@@ -221,7 +244,11 @@ class Guest:
             self._ignore("end", "nothing proves it, and all nodes take part")
             time.sleep(BEAT_SECONDS)  # the key is there: there is nothing to wait for
             return False
-        self._tell(self._events.failed, str(end["reason"]), int(end["code"]))
+        without = tuple(map(int, end.get("without", ())))
+        if self._plan.node_rank in without:
+            self._left_out()
+        else:
+            self._tell(self._events.failed, str(end["reason"]), int(end["code"]), without)
         store.set(f"{PREFIX}end/seen/{self._plan.node_rank}", "1")
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -41,7 +41,7 @@ class Host:
     _seal: Seal
     _events: NodeEvents
     _tell: Callable[..., None]
-    _fail: Callable[[str, int], None]
+    _fail: Callable[[str, int, Sequence[int]], None]
     """Has ``announce_end`` called, in another thread."""
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Host:
         """What all nodes say of the witness."""
         self._told = False
         """Whether all know of the candidates."""
-        self._missing = set(range(1, self._plan.nnodes))
+        self._missing = set(range(1, self._plan.nnodes)) - {*self._plan.without}
         self._ignored: set[tuple[int, str]] = set()
         self._deadline = time.monotonic() + self._plan.rendezvous_timeout
 
@@ -99,19 +99,25 @@ class Host:
             "candidates": hosting(plan),
             "run_id": plan.run_id,
             "attempt": plan.attempt,
+            "without": plan.without,
         }
         self._put("job", {**job, **more}, run_id="")
         self._store.set_timeout(timedelta(seconds=BEAT_SECONDS))
 
-    def announce_end(self, store: Store, reason: str, code: int) -> None:
-        """Have all others stop with ``code``, and wait until they know; over the connection ``store``."""
-        value = {"reason": f"node 0 ended the launch: {reason}", "code": code}
+    def announce_end(
+        self, store: Store, reason: str, code: int, without: Sequence[int] = (), gone: Collection[int] = ()
+    ) -> None:
+        """Have all others stop with ``code``, and wait until they know; over the connection ``store``.
+
+        ``without``: the start is made again without these nodes; ``gone``: nodes that are lost.
+        """
+        value = {"reason": f"node 0 ended the launch: {reason}", "code": code, "without": list(without)}
         # A launcher that waits for the coordinators looks at the end next.
         for key, told in {"end": value, "coordinators": {}}.items():
             if key not in self._values:
                 self._values[key] = self._seal.wrap(key, self._plan.run_id, told)
                 store.set(PREFIX + key, self._values[key])
-        seen = [f"{PREFIX}end/seen/{rank}" for rank, member in list(self._members.items()) if not member.lost]
+        seen = [f"{PREFIX}end/seen/{rank}" for rank, m in list(self._members.items()) if not (m.lost or rank in gone)]
         try:
             store.wait(seen, timedelta(seconds=SEEN_SECONDS))
         except RuntimeError as error:
@@ -194,6 +200,8 @@ class Host:
         self._places[rank] = words.get("witness")
         self._members[rank] = _Member(str(words["nonce"]), int(words["count"]), time.monotonic())
         self._missing.remove(rank)
+        if (door := words.get("door")) is not None:
+            self._tell(self._events.welcomed, rank, address_from(door))
         self._put(f"welcome/{rank}", {"nonce": words["nonce"]})
         # A witness has to know all nodes; else nobody waits longer than for the candidates.
         awaited = self._missing if self._places.get(0, {}).get("kind") else {*hosting(plan)} & self._missing
@@ -201,7 +209,7 @@ class Host:
             return False
         if not self._missing:
             self._put("everybody", True)
-            self._tell(self._events.note, f"all {plan.nnodes} nodes take part")
+            self._tell(self._events.note, f"all {plan.nnodes - len(plan.without)} nodes take part")
         return True
 
     # -- deciding -----------------------------------------------------------------------------------------------------
@@ -253,8 +261,8 @@ class Host:
         return True
 
     def _end(self, reason: str, code: int) -> bool:
-        self._tell(self._events.failed, reason, code)
-        self._fail(reason, code)
+        self._tell(self._events.failed, reason, code, self._plan.without)
+        self._fail(reason, code, self._plan.without)
         return False
 
     def _put(self, key: str, value: Any, run_id: str | None = None) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from recover_megatron.arguments import config_or_defaults, metrics_address
 from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.plan import LaunchPlan, hosting
 from recover_megatron.launch.processes import Child, program, spawn
 from recover_megatron.launch.states import has_ended
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent
@@ -190,7 +190,7 @@ class ExporterProcess:
     def start(self, variables: Mapping[str, str]) -> None:
         """``variables``: the addresses of the coordinators and the secret, as workers get them."""
         plan = self._plan
-        here = plan.node_rank == plan.first_candidate and not plan.joins
+        here = not plan.joins and plan.node_rank == hosting(plan)[0]
         if not here or not (flags := _flags(plan)):
             return
         if plan.log_dir is None:

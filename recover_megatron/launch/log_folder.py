@@ -63,6 +63,9 @@ class Claim:
         """What a launcher that joins is told, as it was printed."""
         return self.master_addr, self.master_port, self.world_size
 
+    def is_by(self, other: Claim) -> bool:
+        return (self.pid, self.host) == (other.pid, other.host)
+
     def in_words(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
         return f"recover-run with pid {self.pid} on host {self.host}, started {since}"
@@ -93,10 +96,8 @@ class FolderLock:
     """
 
     folder: Path
-    mine: Claim
-    """Describes this launcher."""
-    say: Callable[[str], None]
-    """Tells of a run that would not be noticed."""
+    mine: Claim  # describes this launcher
+    say: Callable[[str], None]  # tells of a run that would not be noticed
     option: str = "--log-dir"
     """Named the folder."""
     needed: bool = True
@@ -128,7 +129,7 @@ class FolderLock:
 
     def end(self, code: int | None, reason: str) -> None:
         """The run is over, with this exit code (None: it is about to start again), and why.  Raises OSError."""
-        if self.held and (claim := self._read()) and (claim.pid, claim.host) == (self.mine.pid, self.mine.host):
+        if self.held and (claim := self._read()) and claim.is_by(self.mine):
             self._write(replace(claim, ended=True, code=code, reason=reason[:LONGEST_REASON]))
 
     def look(self) -> str | None:
@@ -160,7 +161,9 @@ class FolderLock:
         begun, told = time.monotonic(), False
         while True:
             with self._look() as (free, claim):
-                if free:
+                # A node that was lost in the start before, which this launcher makes again, may hold it for long.
+                again = claim is not None and claim.ended and claim.code is None and claim.is_by(self.mine)
+                if free or again:
                     self._claim(self.mine, claim)
                     self.goes_on = False
                     return None
@@ -244,10 +247,8 @@ class FolderLock:
         who = claim.in_words() if claim else "another launch"
         if self.goes_on:
             return f"{self.option} {self.folder} is in use by the other nodes of this run, which was started by {who}"
-        return (
-            f"{self.option} {self.folder} is in use by another run ({who}): choose another folder, or wait until "
-            "that run has ended"
-        )
+        fix = "choose another folder, or wait until that run has ended"
+        return f"{self.option} {self.folder} is in use by another run ({who}): {fix}"
 
     def _read(self) -> Claim | None:
         try:

@@ -25,8 +25,9 @@ def opening(plan: LaunchPlan) -> str:
             f"{count(plan.nproc_per_node)} on {plan.host}, log dir {plan.log_dir or 'none (--log-dir)'}"
         )
     node = f" (node {plan.node_rank} of {plan.nnodes})" if plan.nnodes > 1 else ""
+    without = f", {spared(plan, plan.without).strip()}" if plan.without else ""
     return (
-        f"starting {count(plan.nproc_per_node)} on {plan.host}{node}, "
+        f"starting {count(plan.nproc_per_node)} on {plan.host}{node}{without}, "
         f"store {plan.master_addr}:{plan.master_port}, "
         f"log dir {plan.log_dir or 'none (--log-dir)'}"
     )
@@ -70,6 +71,12 @@ def worker_lost_at_start(worker: WorkerProcess, left_behind: int, cause: str) ->
     """A worker that was lost before the training began; ``cause``: the last that it said, if that may be why."""
     why = f" ({cause})" if cause else ""
     return f"{_who(worker)} {_how(worker)} after {seconds(worker)}{why}{_swept(left_behind)}; {_log(worker)}"
+
+
+def spared(plan: LaunchPlan, without: Sequence[int]) -> str:
+    """As the end of a sentence: without which nodes the start is made, and who has the places of their workers."""
+    places = ranges(sorted(node * plan.nproc_per_node + n for node in without for n in range(plan.nproc_per_node)))
+    return f" without node {', '.join(map(str, without))}, spares of node {plan.nnodes - 1} as workers {places}"
 
 
 def _who(worker: WorkerProcess) -> str:

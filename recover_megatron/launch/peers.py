@@ -4,16 +4,17 @@ The launchers of a launch tell each other through the store, under ``recover/lau
 
     key                      written by     meaning
     job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "candidates", "run_id"}
-    node/R                   node R > 0     all that it has said so far: who it is, where its candidate listens, why it
-                                            was refused, that it cannot go on, how its workers ended; and a count that
-                                            grows every BEAT_SECONDS while the launcher lives
+    node/R                   node R > 0     all that it has said so far: who it is, where its door and its candidate
+                                            listen, why it was refused, that it cannot go on, how its workers ended;
+                                            and a count that grows every BEAT_SECONDS while the launcher lives
     bell                     nodes R > 0    queue: wakes node 0, which looks at node/R; nothing in it is believed
     welcome/R                node 0         {"nonce"}: of the launcher that is node R, the first that came
     coordinators             node 0         {"addresses", "lease", "witness"}: of the candidates, in order, whether
                                             they have a lease, and who may tell which nodes are off; empty when the
                                             launch is ended before
     everybody                node 0         all nodes take part
-    end                      node 0         {"reason", "code"}: the launch cannot be completed; all stop with that code
+    end                      node 0         {"reason", "code", "without"}: the launch cannot be completed; all stop with
+                                            that code, or make the start again, without some nodes
     end/seen/R               node R > 0     node R has read ``end``
 
 Every value but the bell and ``end/seen`` is sealed (``store.Seal``).  What does not open is passed over, with one
@@ -26,6 +27,9 @@ be complete, and node 0 ends it.  A launcher that has refused its own command li
 tells where its coordinator listens (plan.py); no worker starts before all know all of them.  Node 0 keeps the store up
 until it knows from every node how its workers ended, or the node's count has stopped for LOST_SECONDS.
 
+The start needs all nodes, and knows the loss of one sooner: each launcher holds a connection (``Line``) to the others'
+side, node 0 to the door of each other one, another one to the store of node 0.
+
 Store operations block, so each side (guest.py, host.py) runs in a thread and calls back through the event loop; failure
 reports go over a connection of their own.  ``Peers`` decides, in the main thread.
 """
@@ -36,23 +40,26 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch.guest import Guest
 from recover_megatron.launch.host import LOST_SECONDS, WAITING_SECONDS, Host
 from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.plan import Candidates, LaunchPlan
+from recover_megatron.launch.plan import Address, Candidates, LaunchPlan
 from recover_megatron.launch.states import LAUNCH_FAILED, ExitOutcome
 from recover_megatron.launch.store import Seal, Store, join_store, one_line, serve_store
-from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
+from recover_megatron.membership.records import EXIT_NO_REPLICA, Settings, ranges
 from recover_megatron.membership.wire import Secret
 
 REPORT_SECONDS = 10.0
 """How long another node tries to deliver its report to node 0."""
+LAST_WORD_SECONDS = 0.5
+"""A launcher that has ended may have said why: so long its words may be on their way."""
 FAILURE_SECONDS = 5.0
 """How long a launcher that ends the launch for all tries to tell the others."""
 
@@ -82,6 +89,45 @@ def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socke
     Peers._run(run).join(REFUSAL_SECONDS)
 
 
+class Line:
+    """A connection to another launcher, on which nothing is ever said: the kernels tell what becomes of that one.
+
+    ``lost`` is called once, in the main thread: with True when the launcher's process has ended, with False when its
+    host has answered nothing for ``seconds`` (a stopped process's does).  Never, where no connection can be made.
+    """
+
+    def __init__(self, loop: EventLoop, address: Address, seconds: float, lost: Callable[[bool], None]) -> None:
+        self._loop = loop
+        self._lost = lost
+        self._seconds = seconds
+        self._address = address
+        threading.Thread(target=self._connect, daemon=True, name="recover-launch-line").start()
+
+    def _connect(self) -> None:
+        with contextlib.suppress(OSError):
+            line = socket.create_connection(self._address, self._seconds)
+            options = {
+                socket.TCP_KEEPIDLE: 1,
+                socket.TCP_KEEPINTVL: 1,
+                socket.TCP_KEEPCNT: max(1, round(self._seconds - 1)),
+            }
+            for option, value in options.items():
+                line.setsockopt(socket.IPPROTO_TCP, option, value)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._loop.call_from_thread(lambda: self._loop.watch(line.fileno(), partial(self._look, line)))
+
+    def _look(self, line: socket.socket) -> None:
+        try:
+            if line.recv(4096):
+                return
+            ended = True
+        except OSError as error:
+            ended = isinstance(error, ConnectionResetError)
+        self._loop.unwatch(line.fileno())
+        line.close()
+        self._lost(ended)
+
+
 class PeerEvents(Protocol):
     """What this launcher does about the others.  Called in the main thread."""
 
@@ -91,8 +137,8 @@ class PeerEvents(Protocol):
     def start_control_plane(self, candidates: Candidates) -> None:
         """All candidate coordinators are known (several nodes with a control plane).  Never before that."""
 
-    def stop_with_peers(self, reason: str, code: int) -> None:
-        """The launch cannot go on here: the reason, and the exit code."""
+    def stop_with_peers(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None:
+        """The launch cannot go on here: the reason, and the exit code; for START_AGAIN: without which nodes."""
 
     def goes_on(self) -> bool:
         """Whether workers of this node are in the run, which goes on; called in any thread."""
@@ -114,8 +160,8 @@ class Peers:
     """That of the job; None where the launchers share none."""
     _listener: socket.socket | None
     """The store's, on node 0, until it is served."""
-    _launcher_lost: Callable[[str], None]
-    """Another launcher is lost; what it was, in words."""
+    _launcher_lost: Callable[..., None]
+    """A node is lost: what it was, in words; what to say where the training has begun; its rank."""
     _say: Callable[[str], None]
     _events: PeerEvents
 
@@ -126,7 +172,10 @@ class Peers:
         self.outcomes: list[ExitOutcome] = []
         """Of the workers of other nodes (known to node 0 only)."""
         self._lost: set[int] = set()
-        self._unreported = set(range(1, plan.nnodes)) if plan.node_rank == 0 else set()
+        self._gone: set[int] = set()
+        """The nodes whose lines have ended."""
+        self._silence = Settings.of(times_from_argv(plan.script_args)).heartbeat_timeout
+        self._unreported = set(range(1, plan.nnodes)) - {*plan.without} if plan.node_rank == 0 else set()
         self._store_lost = self._silent = self._waiting = False
         self._timer: Timer | None = None
         # Of NodeEvents: what is passed on as it comes.
@@ -169,10 +218,10 @@ class Peers:
             self._waiting = True
         return self._waiting
 
-    def fail(self, reason: str, code: int) -> None:
-        """End the launch on the other nodes; this one ends by itself."""
+    def fail(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
+        """End the launch on the other nodes; this one ends by itself.  ``without``: see ``Host.announce_end``."""
         if self.joined and not self._store_lost:
-            self._tell_failure(reason, code)
+            self._tell_failure(reason, code, without)
 
     def settle(self) -> None:
         """Before the process ends: wait until the others have been told of ``fail``."""
@@ -187,19 +236,40 @@ class Peers:
             self._timer.cancel()
         self.joined, self.run_id = True, run_id
         self._loop.call_later(LOST_SECONDS, self._watch_store)
+        Line(self._loop, (self._plan.master_addr, self._plan.master_port), self._silence, self._node_0_silent)
         self._events.start_workers_if_ready()
+
+    def _node_0_silent(self, ended: bool) -> None:
+        if not ended:  # else its store has ended, too
+            self._launcher_lost(f"node 0 (its host has answered nothing for {self._silence:g} s)")
+
+    def welcomed(self, node_rank: int, door: Address) -> None:
+        lost = partial(self._line_ended, node_rank)
+        Line(
+            self._loop,
+            door,
+            self._silence,
+            lambda ended: self._loop.call_later(LAST_WORD_SECONDS, partial(lost, ended)),
+        )
+
+    def _line_ended(self, node_rank: int, ended: bool) -> None:
+        if node_rank in self._unreported:
+            self._gone.add(node_rank)
+            why = "its launcher has ended" if ended else f"its host has answered nothing for {self._silence:g} s"
+            self._launcher_lost(f"node {node_rank} ({why})", node=node_rank)
 
     def store_lost(self, reason: str) -> None:
         if self._store_lost:
             return
         self._store_lost = True
-        self._launcher_lost(f"the launcher of node 0 ({reason})")
-        if not self._waiting:
-            plan = self._plan
-            self._say(
-                f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is gone: its launcher ended or its host "
-                f"is lost ({reason}); the workers here go on, but cannot use the store any more"
-            )
+        plan = self._plan
+        goes_on = (
+            f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is gone: its launcher ended or its host "
+            f"is lost ({reason}); the workers here go on, but cannot use the store any more"
+        )
+        self._launcher_lost(
+            f"node 0 (its launcher ended or its host is lost: {reason})", "" if self._waiting else goes_on
+        )
 
     def store_back(self) -> None:
         if self._store_lost:
@@ -211,9 +281,10 @@ class Peers:
         self._node_ended(node_rank)
 
     def node_lost(self, node_rank: int) -> None:
-        self._say(f"node {node_rank} is lost: its launcher has not been heard of for a while; not waiting for it")
+        silent = "its launcher has not been heard of for a while"
         self._lost.add(node_rank)
-        self._launcher_lost(f"the launcher of node {node_rank}")
+        goes_on = f"node {node_rank} is lost: {silent}; not waiting for it"
+        self._launcher_lost(f"node {node_rank} ({silent})", goes_on, node=node_rank)
         self._node_ended(node_rank)
 
     def node_back(self, node_rank: int) -> None:
@@ -269,10 +340,10 @@ class Peers:
     def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
         self._loop.call_from_thread(partial(callback, *arguments))
 
-    def _tell_failure(self, reason: str, code: int) -> None:
+    def _tell_failure(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
         """In any thread: have all nodes end the launch with ``code``."""
         if self._plan.nnodes > 1:
-            self._telling.append(self._run(partial(self._deliver_failure, reason, code)))
+            self._telling.append(self._run(partial(self._deliver_failure, reason, code, without)))
 
     def _serve(self, listener: socket.socket) -> None:
         plan = self._plan
@@ -292,11 +363,12 @@ class Peers:
             self._tell(self.store_lost, one_line(error))
         self._tell(self.delivered)
 
-    def _deliver_failure(self, reason: str, code: int) -> None:
+    def _deliver_failure(self, reason: str, code: int, without: Sequence[int]) -> None:
         if self._plan.node_rank > 0:
             self._deliver({"failure": [reason, code]})
         elif self._host is not None:
             try:
-                self._host.announce_end(join_store(self._plan.master_addr, self._plan.master_port), reason, code)
+                store = join_store(self._plan.master_addr, self._plan.master_port)
+                self._host.announce_end(store, reason, code, without, self._gone)
             except RuntimeError as error:
                 self._tell(self.note, f"the other nodes could not be told: {one_line(error)}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,11 +114,19 @@ class LaunchPlan:
 
     attempt: int = 0
     """How often the start was made before."""
+    without: tuple[int, ...] = ()
+    """Nodes that were lost in it, in order: they take no part, and spares have the places of their workers."""
 
     @property
     def starts(self) -> int:
         """How often the start may be made, in all (processes.py)."""
         return 1 + max(self.max_restarts, self.spares) if self.fault_tolerant and not self.joins else 1
+
+    def spared(self, lost: Collection[int]) -> bool:
+        """Whether the start may be made without the nodes ``lost``: node 0 keeps the store, and the last one has the
+        spares, which must be as many as their workers."""
+        kept = {0, self.nnodes - 1}
+        return kept.isdisjoint(lost) and len(lost) * self.nproc_per_node <= self.spares
 
     @property
     def world_size(self) -> int:
@@ -271,8 +279,8 @@ class OwnPlace:
 
 def hosting(plan: LaunchPlan) -> tuple[int, ...]:
     """The nodes that host a candidate, in the order in which the members turn to them."""
-    count = min(plan.nnodes, CANDIDATES)
-    return tuple((plan.first_candidate + number) % plan.nnodes for number in range(count))
+    nodes = ((plan.first_candidate + number) % plan.nnodes for number in range(plan.nnodes))
+    return tuple(node for node in nodes if node not in plan.without)[:CANDIDATES]
 
 
 def listen(host: str) -> socket.socket:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.network.system import lacking
-from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
+from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WITHOUT_VARIABLE, WORKER_ID_VARIABLE
 
 _PR_SET_CHILD_SUBREAPER = 36
 _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
@@ -414,6 +414,16 @@ def take_attempt() -> int:
     """How often the start was made before; the variable that says so is removed, so that no other process finds it."""
     text = os.environ.pop(ATTEMPT_VARIABLE, "")
     return int(text) if text.isdecimal() else 0
+
+
+def take_left_out() -> tuple[int, ...]:
+    """The nodes without which the start is made again; the variable is removed, as that of ``take_attempt``."""
+    return tuple(int(word) for word in os.environ.pop(WITHOUT_VARIABLE, "").split(",") if word.isdecimal())
+
+
+def leave_out(nodes: Iterable[int]) -> None:
+    """Have ``start_again`` make the start without ``nodes``."""
+    os.environ[WITHOUT_VARIABLE] = ",".join(map(str, nodes))
 
 
 def start_again(attempt: int) -> None:

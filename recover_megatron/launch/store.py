@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from recover_megatron.launch.plan import BACKLOG, Candidates
+from recover_megatron.launch.plan import BACKLOG, Address, Candidates
 from recover_megatron.launch.states import ExitOutcome
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network import connection
@@ -215,11 +215,13 @@ class NodeEvents(Protocol):
     """What the threads that talk to the other launchers tell this one.  The event loop calls it in the main thread."""
 
     def note(self, text: str) -> None: ...  # for people
-    def failed(self, reason: str, code: int) -> None: ...  # the launch cannot go on here
+    def failed(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None: ...  # the launch ends here;
+    # ``without``: START_AGAIN, without these nodes
     def coordinators(self, candidates: Candidates) -> None: ...  # all are known
 
     # Node 0.
     def store_failed(self, reason: str) -> None: ...  # it is not served
+    def welcomed(self, node_rank: int, door: Address) -> None: ...  # it takes part, and has a door
     def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None: ...  # its workers have ended so
     def node_lost(self, node_rank: int) -> None: ...  # its launcher is silent, and has not reported
     def node_back(self, node_rank: int) -> None: ...

@@ -51,8 +51,10 @@ def launched(plan: LaunchPlan) -> list[WorkerProcess]:
         return []
     workers = [_worker(plan, plan.worker_id(n), n, plan.worker_id(n)) for n in range(plan.nproc_per_node)]
     if plan.node_rank == plan.nnodes - 1:
-        first = plan.nproc_per_node
-        workers += [_worker(plan, plan.world_size + n, first + n, None) for n in range(plan.spares)]
+        taken = [plan.nproc_per_node * node + n for node in plan.without for n in range(plan.nproc_per_node)]
+        spares = [plan.world_size + n for n in range(plan.spares - len(taken))]
+        for local_rank, number in enumerate([*taken, *spares], start=plan.nproc_per_node):
+            workers.append(_worker(plan, number, local_rank, number if number < plan.world_size else None))
     return workers
 
 

@@ -22,7 +22,7 @@ from recover_megatron.launch.loop import EventLoop, LaunchSignals
 from recover_megatron.launch.output import Console, flush
 from recover_megatron.launch.peers import Peers
 from recover_megatron.launch.plan import Candidates, LaunchPlan, WorkerEnvironment, sets_omp_threads
-from recover_megatron.launch.processes import START_AGAIN, Subreaper
+from recover_megatron.launch.processes import START_AGAIN, Subreaper, leave_out
 from recover_megatron.launch.reaper import Reaper
 from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, LaunchState, WorkerProcess, WorkerState
 from recover_megatron.launch.successors import LateNewcomers, Successors
@@ -311,12 +311,14 @@ class Supervisor:
         self._console.say("second signal: killing at once")
         self._shutdown.kill()
 
-    def fail_launch(self, reason: str, code: int) -> None:
+    def fail_launch(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
         if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
-            self._peers.fail(reason, code)
-            self._stop(reason, code, START_GRACE_SECONDS)
+            without = without or self._plan.without
+            self._peers.fail(reason, code, without)
+            self.stop_with_peers(reason, code, without)
 
-    def stop_with_peers(self, reason: str, code: int) -> None:
+    def stop_with_peers(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
+        leave_out(without)
         self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
 
     def goes_on(self) -> bool:

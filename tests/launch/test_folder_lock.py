@@ -86,6 +86,19 @@ def test_the_next_run_waits_for_the_launchers_that_a_run_that_has_ended_still_ha
     assert lock(OTHER).take() is None
 
 
+def test_a_start_that_is_made_again_does_not_wait_for_a_lost_node_that_still_holds_the_folder(lock, monkeypatch):
+    first, lost = lock(MINE), lock(replace(MINE, pid=101))
+    assert (first.take(), lost.share("first")) == (None, None)
+    first.end(None, "")
+    die(first)
+    again = lock(replace(MINE, run_id="again"))
+    monkeypatch.setattr(log_folder.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    assert again.take() is None
+    assert lock(replace(MINE, pid=102)).share("again") is None
+    monkeypatch.undo()
+    assert "in use by another run" in lock(OTHER).take()
+
+
 def test_nodes_of_a_launch_that_has_not_begun_wait_for_it_and_others_are_refused_at_once(lock):
     assert lock(replace(MINE, pid=3)).check() is None
     first = lock(MINE)

@@ -4,13 +4,22 @@ all nodes, and says why.
 
 import os
 import signal
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from recover_megatron.launch import successors
+from recover_megatron.launch.conclusion import StartUp
+from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.peers import Line
+from recover_megatron.launch.plan import hosting
+from recover_megatron.launch.processes import START_AGAIN
 from recover_megatron.launch.states import ExitOutcome, run_exit_code, start_exit_code
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
-from .conftest import Bench, Launch
+from .conftest import Bench, Launch, plan_of
 
 ENDLESS = """
     import os, sys, time
@@ -210,3 +219,101 @@ def test_workers_that_failed_alike_are_summed_up_once(bench):
     assert "0 of 3 workers finished" in last
     assert "workers 0-2 failed with exit code 7" in last
     assert last.count("exit code 7") == 2  # the workers', together, and recover-run's own
+
+
+class Start:
+    """A ``StartUp`` of four nodes with two workers each, the last of which has three spares."""
+
+    def __init__(self, **fields: object) -> None:
+        self.plan = plan_of(
+            **{"nnodes": 4, "nproc_per_node": 2, "node_rank": 0, "spares": 3, "command": ("x",), **fields}
+        )
+        self.ended: list[tuple[str, int, tuple[int, ...]]] = []
+        self.said: list[str] = []
+        self.waits: list[Callable[[], None]] = []
+        self.control = SimpleNamespace(
+            agent=SimpleNamespace(planned=frozenset()), when_up_to_date=lambda _, then: self.waits.append(then)
+        )
+        table = SimpleNamespace(launched=[])
+        fail = lambda reason, code, without=(): self.ended.append((reason, code, tuple(without)))  # noqa: E731
+        self.up = StartUp(None, self.plan, table, self.control, self.said.append, pytest.fail, fail)
+
+    def loses(self, *nodes: int) -> tuple[str, int, tuple[int, ...]]:
+        for node in nodes:
+            self.up.launcher_lost(f"node {node} (its host is silent)", "the others go on", node)
+        for then in self.waits:
+            then()
+        return self.ended[0]
+
+
+def test_a_lost_node_is_left_out_of_the_next_start_if_spares_have_its_places() -> None:
+    reason, code, without = Start().loses(1)
+    assert (code, without) == (START_AGAIN, (1,))
+    assert reason.endswith(
+        "node 1 (its host is silent) is lost; the training has not begun, and needs all workers: the start is made "
+        "again (1 of at most 3) without node 1, spares of node 3 as workers 2-3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "fields"),
+    [
+        ([0], {}),  # with the store
+        ([3], {}),  # with the spares
+        ([1], {"spares": 1, "max_restarts": 9}),
+        ([1, 2], {}),
+        ([2], {"without": (1,), "attempt": 1}),
+        ([1], {"attempt": 3}),
+        ([1], {"node_rank": 2}),  # node 0 decides
+    ],
+)
+def test_else_the_launch_ends_with_a_code_that_is_requeued(lost: list[int], fields: dict[str, object]) -> None:
+    start = Start(**fields)
+    reason, code, _ = start.loses(*lost)
+    assert code == 10
+    assert reason.endswith(": the launch ends with exit code 10")
+    assert start.said == []
+
+
+def test_two_nodes_that_are_lost_at_once_are_left_out_together() -> None:
+    assert Start(spares=4).loses(1, 2)[1:] == (START_AGAIN, (1, 2))
+
+
+def test_a_node_that_is_lost_when_the_training_has_begun_ends_nothing() -> None:
+    start = Start()
+    start.up.launcher_lost("node 1", "the others go on", 1)
+    start.control.agent.planned = frozenset({0})
+    start.waits[0]()
+    start.up.launcher_lost("node 2", "", 2)
+    assert (start.ended, start.said) == ([], ["the others go on"])
+
+
+def test_spares_have_the_places_of_the_workers_of_nodes_that_are_left_out() -> None:
+    plan = plan_of(nnodes=4, nproc_per_node=2, node_rank=3, spares=5, without=(2, 1))
+    workers = [(worker.worker_id, worker.local_rank, worker.rank) for worker in successors.launched(plan)]
+    assert workers == [(6, 0, 6), (7, 1, 7), (4, 2, 4), (5, 3, 5), (2, 4, 2), (3, 5, 3), (8, 6, None)]
+    assert hosting(plan) == (0, 3)
+    assert hosting(plan_of(nnodes=6, first_candidate=1, without=(1,))) == (2, 3, 4)
+    assert [w.worker_id for w in successors.launched(plan_of(nnodes=4, nproc_per_node=2, node_rank=0, spares=5))] == [
+        0,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_line_tells_of_the_end_of_another_launcher_at_once(accepted: bool) -> None:
+    """Whether it has taken the connection or not."""
+    loop, told = EventLoop(), []
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            Line(loop, door.getsockname()[:2], 5.0, told.append)
+            if accepted:
+                door.accept()[0].close()
+            else:
+                loop.run_once()  # it is connected
+        loop.call_later(DEADLINE, lambda: told.append(None))
+        while not told:
+            loop.run_once()
+        assert told == [True]
+    finally:
+        loop.close()

@@ -16,6 +16,7 @@ import pytest
 from recover_megatron.launch import guest, store
 from recover_megatron.launch.guest import Guest
 from recover_megatron.launch.host import Host
+from recover_megatron.launch.processes import START_AGAIN
 from recover_megatron.launch.states import LEFT_OUT, REFUSED
 from recover_megatron.launch.store import PREFIX, Seal, Unproved
 from recover_megatron.membership.wire import Secret
@@ -380,7 +381,7 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, int]]:
             kept.values[PREFIX + "node/1"] = SEAL.wrap("node/1", "r", values["node_1"])
         launcher._come_second(kept)
         assert [kind for kind, *_ in told] == ["note", "failed"]
-        return told[1][1:]
+        return told[1][1:3]
 
     return end
 
@@ -397,6 +398,32 @@ def test_a_launcher_that_comes_second_ends_by_what_became_of_the_first(second: C
     assert second(end={"reason": "it is over", "code": 10}) == ("it is over", 10)
 
 
+@pytest.mark.parametrize(
+    ("rank", "knows", "without", "told"),
+    [(1, (), [1], LEFT_OUT), (2, (), [1], START_AGAIN), (2, (1,), [1], None), (2, (1,), [1, 3], START_AGAIN)],
+)
+def test_who_was_left_out_of_a_start_has_no_part_in_it_and_others_make_theirs_without_it(
+    rank: int, knows: tuple[int, ...], without: list[int], told: int | None
+) -> None:
+    said: list[tuple] = []
+    plan = plan_of(nnodes=5, node_rank=rank, nproc_per_node=1, spares=2, without=knows)
+    node = Guest(plan, SEAL, SimpleNamespace(failed="failed"), lambda *words: said.append(words))
+    job = {"run_id": "r", "without": without}
+    there = {"addresses": [["10.0.0.1", 7]]}
+    kept = Kept({PREFIX + "coordinators": SEAL.wrap("coordinators", "r", there)})
+    assert node._elsewhere(kept, job) is (told is not None)
+    assert [words[2] for words in said] == [told] * (told is not None)
+    if told == LEFT_OUT:
+        assert "node 1 was lost at the start of the run, which was made again without it: the run goes on" in said[0][1]
+        assert "recover-run --join --recover-coordinator 10.0.0.1:7" in said[0][1]
+    elif told:
+        assert said[0][3] == tuple(without)
+    said.clear()
+    node._run_id = "r"
+    assert node._obey(kept, {"reason": "node 1 is lost", "code": START_AGAIN, "without": without})
+    assert said[0][1:] == ("node 1 is lost", START_AGAIN, tuple(without)) if rank == 2 else said[0][2] == LEFT_OUT
+
+
 def test_a_launcher_of_node_0_that_comes_second_hears_of_the_run_from_the_others() -> None:
     """It ends by what node 1 has told its store, where a secret proves that."""
     words = {"host": "h2", "nonce": "n", "count": 1, "goes_on": "10.0.0.1:7"}
@@ -406,7 +433,7 @@ def test_a_launcher_of_node_0_that_comes_second_hears_of_the_run_from_the_others
         plan = plan_of(nnodes=2, nproc_per_node=1, control_plane=False)
         node = Host(plan, Kept({}), seal, events, lambda *say, told=told: told.append(say), lambda *_: None)
         assert node._heard(1, words) is (code is None)
-        assert [code for kind, *_, code in told if kind == "failed"] == [code] * (code is not None)
+        assert [words[2] for words in told if words[0] == "failed"] == [code] * (code is not None)
 
 
 def test_a_node_tells_another_launch_of_its_run_only_while_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

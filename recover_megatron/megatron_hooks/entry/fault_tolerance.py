@@ -94,6 +94,8 @@ NO_COORDINATOR = (
     "recover-coordinator and name it with --recover-coordinator HOST:PORT"
 )
 
+TOLD_SECONDS = 3.0
+"""How soon all are ended when one is lost before the training has begun."""
 OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled, data.LoaderKilled)
 """What is never a fault of the work."""
 
@@ -247,11 +249,14 @@ class FaultTolerance:
             ends_soon()
         if isinstance(error, EndedEarly) and not started:
             _end(1, f"worker {self._me} ends: {error}; what it said of that is above")
+        lost_touch = not started and (is_communication(error) or isinstance(error, torch.distributed.DistError))
+        if lost_touch:
+            self._wait_to_be_ended()
         text = "".join(traceback.format_exception(error))
         in_words = isinstance(error, CheckpointFailed) and error.to_folder and not traceback_wanted()
         if not in_words:
             write_stderr(text)
-        if not started and (is_communication(error) or isinstance(error, torch.distributed.DistError)):
+        if lost_touch:
             # Not a fault of its own: whoever starts the run again may do so.
             lost = "lost touch with another one before the training began"
             _end(EXIT_NO_REPLICA, f"worker {self._me} {lost} ({signature(error)[:200]}); its traceback is above")
@@ -280,6 +285,14 @@ class FaultTolerance:
             _end(1, f"worker {self._me} ends: {error} (RECOVER_TRACEBACK=1 shows the traceback)")
         whose = "a CUDA error: its device or its context is broken" if broken else "an exception of its own"
         _end(1, f"worker {self._me} ends by {whose} ({signature(error)[:200]}); its traceback is above")
+
+    def _wait_to_be_ended(self) -> None:
+        """Another worker is lost before the training began, which needs all: its launcher, or the coordinator, says so
+        once, and all are ended.  The tracebacks of those that have lost touch with it would hide that."""
+        try:
+            self._session.wait_lost((), TOLD_SECONDS)
+        except (CoordinatorLost, Fenced) as out:
+            _end(EXIT_NO_REPLICA, f"worker {self._me} ends: {out}")
 
     def _be_spare(self, recovery: Recovery, error: BaseException) -> NoReturn:
         reason = in_short(error)
