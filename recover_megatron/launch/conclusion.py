@@ -50,9 +50,11 @@ class StartUp:
                                        |--killed by a signal--------> the launch ends, on all nodes, at once
                                        `--ended by itself--OWN_END_SECONDS--> the same; the others have said theirs
 
+        a node is lost: its launcher has ended, or its host is silent --asked, as above--> at once
+
     With ``--max-restarts`` or spares the launch does not end where workers were only killed: all launchers make the
-    start again (processes.py), as often as ``LaunchPlan.starts`` says. A fault of the work would come again, and
-    without a launcher the launch is not complete.
+    start again (processes.py), as often as ``LaunchPlan.starts`` says; where spares have the places of its workers
+    (``LaunchPlan.spared``), without a lost node, by the word of node 0. A fault of the work would come again.
 
     Until the coordinator has made the first plan the workers wait for each other in torch's store, in barriers of
     gloo's and NCCL's: for one that has died they would wait for minutes.  So the first to hear of a loss (this launcher
@@ -133,7 +135,8 @@ class StartUp:
             self._fail(text)
             return
         wait = REFUSED_SECONDS if worker.exit_code == REFUSED else OWN_END_SECONDS
-        self._say(f"{text}; the training has not begun, and needs it: all end in {wait:g} s")
+        if not victim:
+            self._say(f"{text}; the training has not begun, and needs it: all end in {wait:g} s")
         self._loop.call_later(wait, partial(self._fail, text))
 
     def _fail(self, text: str, code: int | None = None, again: bool = True, without: Sequence[int] = ()) -> None:

@@ -24,7 +24,7 @@ from recover_megatron.launch.peers import Peers
 from recover_megatron.launch.plan import Candidates, LaunchPlan, WorkerEnvironment, sets_omp_threads
 from recover_megatron.launch.processes import START_AGAIN, Subreaper, leave_out
 from recover_megatron.launch.reaper import Reaper
-from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, LaunchState, WorkerProcess, WorkerState
+from recover_megatron.launch.states import LAUNCH_FAILED, NO_FAULT, REFUSED, LaunchState, WorkerProcess, WorkerState
 from recover_megatron.launch.successors import LateNewcomers, Successors
 from recover_megatron.launch.worker_table import Shutdown, WorkerTable
 from recover_megatron.membership.records import SecretError
@@ -234,7 +234,8 @@ class Supervisor:
         """Whether people should hear of this end by itself: not of who was told to end, or finished in order."""
         if worker.state is WorkerState.FINISHED:
             return bool(left_behind) and not self._plan.fault_tolerant  # Megatron has helpers of its own
-        told_to = self._state is LaunchState.STOPPING and worker.signal in (signal.SIGTERM, signal.SIGKILL)
+        victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the cause was told
+        told_to = self._state is LaunchState.STOPPING and (victim or worker.signal in (signal.SIGTERM, signal.SIGKILL))
         return not told_to and not self._late.told_of(worker)
 
     def _start_tested(self, worker: WorkerProcess) -> None:

@@ -92,6 +92,45 @@ def test_a_host_without_power_costs_its_own_workers_alone(three_hosts: Hosts, tm
     assert {event["worker"] for event in events if event["event"] == "fault"} == set(range(6)) - set(left)
 
 
+AT_THE_START = """
+    import os, pathlib, time
+    from recover_megatron.membership.session import connect
+
+    session = connect()
+    pathlib.Path(f"up-{os.environ['RECOVER_WORKER_ID']}").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+    session.join({})
+    session.leave()
+    """
+
+
+@pytest.mark.parametrize("spares", [0, 2])
+def test_a_host_that_is_cut_off_at_the_start_is_missed_or_replaced(
+    three_hosts: Hosts, tmp_path: Path, spares: int
+) -> None:
+    """Two workers a host, and the spares on the last one; the host that is cut off still holds the log folder."""
+    (tmp_path / "start.py").write_text(textwrap.dedent(AT_THE_START))
+    argv = ["--nproc-per-node", 2, "--log-dir", "logs", "start.py", "--recover", "--recover-spares", spares]
+    secret = {"RECOVER_SECRET": "what the hosts share here"}
+    out = {host: tmp_path / f"host{host}.out" for host in three_hosts}
+    launchers = {
+        host: three_hosts.recover_run(host, *argv, out=out[host], environment=secret, cwd=tmp_path)
+        for host in three_hosts
+    }
+    eventually(lambda: all((tmp_path / f"up-{worker}").exists() for worker in range(6 + spares)), "all are up")
+    three_hosts.cable(2, up=False)
+    silent = "node 1 (its host has answered nothing for 5 s) is lost; the training has not begun"
+    eventually(lambda: silent in out[1].read_text(), "node 0 misses it")
+    (tmp_path / "go").touch()
+    ended = [launchers[host].wait(DEADLINE) for host in (1, 3)]
+    three_hosts.cable(2, up=True)
+    assert ended == ([0, 0] if spares else [10, 10]), [path.read_text()[-2000:] for path in out.values()]
+    assert ("the start is made again (1 of at most 2) without node 1" in out[1].read_text()) is bool(spares)
+    assert launchers[2].wait(DEADLINE) == 10
+    assert "node 0 (its host has answered nothing for 5 s) is lost" in out[2].read_text()
+
+
 @pytest.fixture
 def two_hosts(can_have_hosts: None) -> Iterator[Hosts]:
     with Hosts(2) as hosts:

@@ -1,7 +1,8 @@
-"""pretrain_gpt_recover.py, of which some workers are killed at a point of the start, once each.
+"""pretrain_gpt_recover.py, of which some workers are killed at a point of the start, once each, or their launchers.
 
 STRUCK_AT      the point, see ``POINTS``
 STRUCK_RANKS   their ranks: 0,1
+STRUCK_NODES   not empty: their launchers are killed instead
 STRUCK_FOLDER  where is noted who was killed
 """
 
@@ -25,7 +26,8 @@ POINTS = {
 
 def strike() -> None:
     (Path(os.environ["STRUCK_FOLDER"]) / f"struck-{os.environ['RANK']}").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getppid() if os.environ.get("STRUCK_NODES") else os.getpid(), signal.SIGKILL)
+    signal.pause()
 
 
 def main() -> None:

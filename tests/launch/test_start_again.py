@@ -155,6 +155,27 @@ def test_a_training_whose_workers_died_at_the_start_is_the_undisturbed_one(
     assert (bench.folder / f"struck-{victims[0]}").exists()
 
 
+@pytest.mark.xdist_group("several nodes")
+@pytest.mark.parametrize("point", some("node struck at the start", list(POINTS), 1))
+def test_a_training_that_lost_a_node_at_the_start_is_the_undisturbed_one(
+    bench: Bench, forkserver: ForkServer, tmp_path: Path, point: str
+) -> None:
+    """Of three nodes with a worker each, and a spare on the last one."""
+    argv = [*training(bench.folder), "--global-batch-size", "12"]
+    alone = tmp_path / "undisturbed"
+    losses = {step.iteration: step.loss for step in tiny.undisturbed(forkserver, 3, [OURS, *argv], alone)}
+    struck = {"STRUCK_AT": point, "STRUCK_RANKS": "1", "STRUCK_NODES": "1", "STRUCK_FOLDER": str(bench.folder)}
+    options = [STRUCK, *argv, "--recover-spares", "1"]
+    first, lost, last = bench.nodes(3, *options, per_node=1, environment={**SECRET, **struck})
+    assert trained(bench, [first, last]) == losses
+    assert lost.wait() == -signal.SIGKILL
+    said = [line for line in first.err.splitlines() if "the start is made again" in line]
+    assert len(said) == 1
+    assert "node 1 (its launcher has ended) is lost; the training has not begun" in said[0]
+    assert said[0].endswith("(1 of at most 1) without node 1, spares of node 2 as workers 1")
+    assert {entry["worker_id"]: entry["node_rank"] for entry in bench.workers()} == {0: 0, 1: 2, 2: 2}
+
+
 def test_a_node_whose_node_0_does_not_make_the_start_again_waits_no_longer_than_for_the_others(monkeypatch) -> None:
     told: list[tuple] = []
     plan = SimpleNamespace(
