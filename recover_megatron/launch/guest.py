@@ -68,7 +68,7 @@ class Guest:
             ended = self._plan.control_plane and not self._learn_candidates(store, own)
         except RuntimeError as error:
             reason = f"node 0 is gone before all nodes had told where their coordinators are: {one_line(error)}"
-            self._tell(self._events.failed, reason, LAUNCH_FAILED)
+            self._tell(self._events.failed, reason, EXIT_NO_REPLICA if self._plan.fault_tolerant else LAUNCH_FAILED)
             return
         while not ended:
             try:

@@ -27,7 +27,7 @@ def opening(plan: LaunchPlan) -> str:
     node = f" (node {plan.node_rank} of {plan.nnodes})" if plan.nnodes > 1 else ""
     without = f", {spared(plan, plan.without).strip()}" if plan.without else ""
     return (
-        f"starting {count(plan.nproc_per_node)} on {plan.host}{node}{without}, "
+        f"starting {count(plan.local_world_size)} on {plan.host}{node}{without}, "
         f"store {plan.master_addr}:{plan.master_port}, "
         f"log dir {plan.log_dir or 'none (--log-dir)'}"
     )

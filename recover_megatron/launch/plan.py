@@ -129,6 +129,12 @@ class LaunchPlan:
         return kept.isdisjoint(lost) and len(lost) * self.nproc_per_node <= self.spares
 
     @property
+    def local_world_size(self) -> int:
+        """Workers of the launch on this node."""
+        more = len(self.without) if self.node_rank == self.nnodes - 1 else 0
+        return (1 + more) * self.nproc_per_node
+
+    @property
     def world_size(self) -> int:
         """Workers of all nodes together, as launched."""
         return self.joined_world_size if self.joins else self.nnodes * self.nproc_per_node
@@ -189,7 +195,7 @@ class LaunchPlan:
 
 def sets_omp_threads(plan: LaunchPlan, inherited: Mapping[str, str]) -> bool:
     """Whether the launcher limits OpenMP to one thread: several workers on the node and the user has not chosen."""
-    return plan.nproc_per_node > 1 and "OMP_NUM_THREADS" not in inherited
+    return plan.local_world_size > 1 and "OMP_NUM_THREADS" not in inherited
 
 
 def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -200,7 +206,7 @@ def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
     environment |= {
         NODE_NAME_VARIABLE: plan.node_name,
         "WORLD_SIZE": str(plan.world_size),
-        "LOCAL_WORLD_SIZE": str(plan.nproc_per_node),
+        "LOCAL_WORLD_SIZE": str(plan.local_world_size),
         "GROUP_RANK": str(plan.node_rank),
         "GROUP_WORLD_SIZE": str(plan.nnodes),
         "ROLE_WORLD_SIZE": str(plan.world_size),

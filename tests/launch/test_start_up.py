@@ -14,7 +14,7 @@ from recover_megatron.launch import successors
 from recover_megatron.launch.conclusion import StartUp
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.peers import Line
-from recover_megatron.launch.plan import hosting
+from recover_megatron.launch.plan import hosting, launch_environment
 from recover_megatron.launch.processes import START_AGAIN
 from recover_megatron.launch.states import ExitOutcome, run_exit_code, start_exit_code
 from tests.harness.waiting import DEADLINE, eventually
@@ -293,6 +293,7 @@ def test_spares_have_the_places_of_the_workers_of_nodes_that_are_left_out() -> N
     workers = [(worker.worker_id, worker.local_rank, worker.rank) for worker in successors.launched(plan)]
     assert workers == [(6, 0, 6), (7, 1, 7), (4, 2, 4), (5, 3, 5), (2, 4, 2), (3, 5, 3), (8, 6, None)]
     assert hosting(plan) == (0, 3)
+    assert launch_environment(plan, {})["LOCAL_WORLD_SIZE"] == "6"
     assert hosting(plan_of(nnodes=6, first_candidate=1, without=(1,))) == (2, 3, 4)
     assert [w.worker_id for w in successors.launched(plan_of(nnodes=4, nproc_per_node=2, node_rank=0, spares=5))] == [
         0,

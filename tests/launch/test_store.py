@@ -17,8 +17,9 @@ from recover_megatron.launch import guest, store
 from recover_megatron.launch.guest import Guest
 from recover_megatron.launch.host import Host
 from recover_megatron.launch.processes import START_AGAIN
-from recover_megatron.launch.states import LEFT_OUT, REFUSED
+from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.store import PREFIX, Seal, Unproved
+from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.membership.wire import Secret
 from recover_megatron.script_flags import codes
 from tests.harness import REPOSITORY
@@ -422,6 +423,21 @@ def test_who_was_left_out_of_a_start_has_no_part_in_it_and_others_make_theirs_wi
     node._run_id = "r"
     assert node._obey(kept, {"reason": "node 1 is lost", "code": START_AGAIN, "without": without})
     assert said[0][1:] == ("node 1 is lost", START_AGAIN, tuple(without)) if rank == 2 else said[0][2] == LEFT_OUT
+
+
+@pytest.mark.parametrize(("fault_tolerant", "code"), [(True, EXIT_NO_REPLICA), (False, LAUNCH_FAILED)])
+def test_a_node_0_that_is_lost_before_all_have_come_is_no_fault_of_the_launch(
+    monkeypatch: pytest.MonkeyPatch, fault_tolerant: bool, code: int
+) -> None:
+    said: list[tuple] = []
+    events = SimpleNamespace(failed="failed", accepted="accepted")
+    plan = plan_of(nnodes=2, node_rank=1, nproc_per_node=1, fault_tolerant=fault_tolerant)
+    node = Guest(plan, SEAL, events, lambda *words: said.append(words))
+    monkeypatch.setattr(node, "_join", lambda: (Kept({}), SimpleNamespace()))
+    monkeypatch.setattr(guest, "timed_out", lambda error: False)
+    node.run()
+    assert [words[0] for words in said] == ["accepted", "failed"]
+    assert said[1][2] == code
 
 
 def test_a_launcher_of_node_0_that_comes_second_hears_of_the_run_from_the_others() -> None:
