@@ -10,11 +10,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from recover_megatron.errors import UserError, refuse
 from recover_megatron.integrate import Loop, Seam
 from recover_megatron.megatron_hooks import monkeypatch as patches
 from recover_megatron.megatron_hooks import refused
-from recover_megatron.megatron_hooks.entry import flags
+from recover_megatron.megatron_hooks.entry import fault_tolerance, flags
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
 from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
 from recover_megatron.megatron_hooks.entry.flags import arguments_provider
@@ -41,6 +41,7 @@ from recover_megatron.megatron_hooks.layout import batches_to_come
 from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard
 from recover_megatron.megatron_hooks.training import _check_batches
+from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.processes import python
@@ -408,6 +409,35 @@ def test_an_exit_that_nobody_asked_for_is_an_error_that_says_where_and_of_what()
 def test_an_exit_with_a_code_keeps_it() -> None:
     with pytest.raises(SystemExit, match="3"):
         ended(lambda: read_metadata("", rank=3))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_worker_that_lost_touch_at_the_start_leaves_the_word_to_whoever_knows_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    class Ended(Exception):
+        pass
+
+    def end(code: int, message: str) -> NoReturn:
+        raise Ended(code, message)
+
+    def wait_lost(workers: Sequence[int], timeout: float) -> bool:
+        assert not shown
+        if told:
+            raise CoordinatorLost("before the first plan, which needs all workers, 3 lost", EXIT_NO_REPLICA, told=True)
+        return False
+
+    shown: list[str] = []
+    monkeypatch.setattr(fault_tolerance, "_end", end)
+    monkeypatch.setattr(fault_tolerance, "write_stderr", shown.append)
+    worker = FaultTolerance.__new__(FaultTolerance)
+    worker.__dict__.update(_me=0, _training=SimpleNamespace(begun=False), _session=SimpleNamespace(wait_lost=wait_lost))
+    with pytest.raises(Ended) as ended:
+        worker._ended_by(torch.distributed.DistNetworkError("Connection closed by peer [127.0.0.1]:26026"))
+    code, message = ended.value.args
+    assert code == EXIT_NO_REPLICA
+    assert message.endswith("3 lost" if told else "its traceback is above")
+    assert bool(shown) is not told
 
 
 def test_a_training_without_data_is_no_training() -> None:
