@@ -10,8 +10,9 @@ from typing import Any
 
 from recover_megatron.launch import leasing
 from recover_megatron.launch.leasing import AUTO, OFF, LeaseTrial, lease_path
-from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without
+from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without, spared
 from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
+from recover_megatron.launch.processes import START_AGAIN
 from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED, ExitOutcome
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, Unproved, one_line, timed_out
 from recover_megatron.membership.records import EXIT_NO_REPLICA
@@ -252,6 +253,11 @@ class Host:
         if self._missing and now > self._deadline - patience + WAITING_SECONDS:
             self._note(0, "waiting", f"waiting for node {nodes}, {patience:g} s in all (--rendezvous-timeout)")
         if self._missing and now > self._deadline:
+            without = (*self._plan.without, *sorted(self._missing))
+            if self._plan.attempt and self._plan.attempt + 1 < self._plan.starts and self._plan.spared(without):
+                # It was lost while the others made the start again for another loss.
+                again = f"it is made again{spared(self._plan, without)}"
+                return self._end(f"node {nodes} has not come to this start: {again}", START_AGAIN, without)
             return self._end(
                 f"node {nodes} of {self._plan.nnodes} did not appear within {self._plan.rendezvous_timeout:g} s "
                 "(--rendezvous-timeout): start recover-run on every node, with the same --master-addr and "
@@ -260,9 +266,10 @@ class Host:
             )
         return True
 
-    def _end(self, reason: str, code: int) -> bool:
-        self._tell(self._events.failed, reason, code, self._plan.without)
-        self._fail(reason, code, self._plan.without)
+    def _end(self, reason: str, code: int, without: tuple[int, ...] = ()) -> bool:
+        """False.  ``without``: the start is made again without these nodes, too."""
+        self._tell(self._events.failed, reason, code, without or self._plan.without)
+        self._fail(reason, code, without or self._plan.without)
         return False
 
     def _put(self, key: str, value: Any, run_id: str | None = None) -> None:

@@ -173,7 +173,7 @@ class Peers:
         """Of the workers of other nodes (known to node 0 only)."""
         self._lost: set[int] = set()
         self._gone: set[int] = set()
-        """The nodes whose lines have ended."""
+        """The nodes whose lines have ended: nobody can be told anything there."""
         self._silence = Settings.of(times_from_argv(plan.script_args)).heartbeat_timeout
         self._unreported = set(range(1, plan.nnodes)) - {*plan.without} if plan.node_rank == 0 else set()
         self._store_lost = self._silent = self._waiting = False
@@ -220,7 +220,7 @@ class Peers:
 
     def fail(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
         """End the launch on the other nodes; this one ends by itself.  ``without``: see ``Host.announce_end``."""
-        if self.joined and not self._store_lost:
+        if self.joined and not self._store_lost and 0 not in self._gone:
             self._tell_failure(reason, code, without)
 
     def settle(self) -> None:
@@ -241,6 +241,7 @@ class Peers:
 
     def _node_0_silent(self, ended: bool) -> None:
         if not ended:  # else its store has ended, too
+            self._gone.add(0)
             self._launcher_lost(f"node 0 (its host has answered nothing for {self._silence:g} s)")
 
     def welcomed(self, node_rank: int, door: Address) -> None:

@@ -425,6 +425,23 @@ def test_who_was_left_out_of_a_start_has_no_part_in_it_and_others_make_theirs_wi
     assert said[0][1:] == ("node 1 is lost", START_AGAIN, tuple(without)) if rank == 2 else said[0][2] == LEFT_OUT
 
 
+@pytest.mark.parametrize(("spares", "told"), [(3, (START_AGAIN, (1, 3, 2))), (2, (EXIT_NO_REPLICA, (1, 3)))])
+def test_a_node_that_does_not_come_to_the_start_that_is_made_again_is_left_out_too(
+    spares: int, told: tuple[int, tuple[int, ...]]
+) -> None:
+    said: list[tuple] = []
+    ended: list[tuple] = []
+    more = {"rendezvous_timeout": -1.0, "attempt": 1, "max_restarts": 2, "without": (1, 3), "spares": spares}
+    plan = plan_of(nnodes=5, nproc_per_node=1, **more)
+    events = SimpleNamespace(failed="failed", note="note")
+    node = Host(plan, Kept({}), SEAL, events, lambda *words: said.append(words), lambda *words: ended.append(words))
+    node._newcomer(4, {"nonce": "n", "count": 1, "host": "h", "coordinator": ["10.0.0.4", 7]})
+    assert not node._check_members()
+    (failed,) = [words[1:] for words in said if words[0] == "failed"]
+    assert (failed[1:], ended) == (told, [failed])
+    assert ("without node 1, 3, 2, spares of node 4 as workers 1-3" in failed[0]) is (told[0] == START_AGAIN)
+
+
 @pytest.mark.parametrize(("fault_tolerant", "code"), [(True, EXIT_NO_REPLICA), (False, LAUNCH_FAILED)])
 def test_a_node_0_that_is_lost_before_all_have_come_is_no_fault_of_the_launch(
     monkeypatch: pytest.MonkeyPatch, fault_tolerant: bool, code: int
