@@ -16,7 +16,7 @@ from recover_megatron.launch.host import LOST_SECONDS
 from recover_megatron.launch.leasing import lease_path, try_lease
 from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without
 from recover_megatron.launch.plan import Candidates, LaunchPlan, OwnPlace, address_from, join_addresses, listen
-from recover_megatron.launch.processes import START_AGAIN
+from recover_megatron.launch.processes import START_AGAIN, keep_attempt
 from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, join_store, one_line, timed_out
 from recover_megatron.membership.records import EXIT_NO_REPLICA
@@ -167,6 +167,7 @@ class Guest:
             addresses = [address_from(value) for value in told["addresses"]] if told else []
             self._left_out(join_addresses(addresses))
         elif without != plan.without:
+            keep_attempt(int(job["attempt"]))
             self._tell(self._events.failed, "node 0 has made the start again", START_AGAIN, without)
         return plan.node_rank in without or without != plan.without
 
@@ -288,7 +289,8 @@ class Guest:
             if goes_on and _disagreement(self._plan, job) is not None:
                 return None  # another training has the port of the lost node 0
             if int(job["attempt"]) > self._plan.attempt:
-                self._tell(self._events.failed, "node 0 makes the start again", START_AGAIN)
+                without = tuple(map(int, job.get("without", ())))
+                self._tell(self._events.failed, "node 0 makes the start again", START_AGAIN, without)
             elif self._plan.control_plane and goes_on:
                 self._tell_of_the_run(store, str(job["run_id"]))
         except (ConnectionRefusedError, RuntimeError):

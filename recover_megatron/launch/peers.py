@@ -236,7 +236,8 @@ class Peers:
             self._timer.cancel()
         self.joined, self.run_id = True, run_id
         self._loop.call_later(LOST_SECONDS, self._watch_store)
-        Line(self._loop, (self._plan.master_addr, self._plan.master_port), self._silence, self._node_0_silent)
+        if self._plan.fault_tolerant:
+            Line(self._loop, (self._plan.master_addr, self._plan.master_port), self._silence, self._node_0_silent)
         self._events.start_workers_if_ready()
 
     def _node_0_silent(self, ended: bool) -> None:
@@ -245,6 +246,8 @@ class Peers:
             self._launcher_lost(f"node 0 (its host has answered nothing for {self._silence:g} s)")
 
     def welcomed(self, node_rank: int, door: Address) -> None:
+        if not self._plan.fault_tolerant:
+            return  # it needs all to its end, and no silence of a few seconds ends it
         lost = partial(self._line_ended, node_rank)
         Line(
             self._loop,

@@ -421,6 +421,11 @@ def take_left_out() -> tuple[int, ...]:
     return tuple(int(word) for word in os.environ.pop(WITHOUT_VARIABLE, "").split(",") if word.isdecimal())
 
 
+def keep_attempt(attempt: int) -> None:
+    """Have ``start_again`` make the same start, the one that is made by now for the ``attempt``-th time again."""
+    os.environ[ATTEMPT_VARIABLE] = str(attempt)
+
+
 def leave_out(nodes: Iterable[int]) -> None:
     """Have ``start_again`` make the start without ``nodes``."""
     os.environ[WITHOUT_VARIABLE] = ",".join(map(str, nodes))
@@ -439,4 +444,4 @@ def start_again(attempt: int) -> None:
     for number in map(int, os.listdir("/proc/self/fd")):  # not all up to the limit: there may be a billion
         if number > 2:
             os.closerange(number, number + 1)  # ignores the one that listed them, which is closed
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, ATTEMPT_VARIABLE: str(attempt)})
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {ATTEMPT_VARIABLE: str(attempt), **os.environ})

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch import successors
+from recover_megatron.launch import processes, successors
 from recover_megatron.launch.conclusion import StartUp
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.peers import Line
 from recover_megatron.launch.plan import hosting, launch_environment
 from recover_megatron.launch.processes import START_AGAIN
 from recover_megatron.launch.states import ExitOutcome, run_exit_code, start_exit_code
+from recover_megatron.variables import ATTEMPT_VARIABLE, WITHOUT_VARIABLE
 from tests.harness.waiting import DEADLINE, eventually
 
 from .conftest import Bench, Launch, plan_of
@@ -318,3 +319,20 @@ def test_a_line_tells_of_the_end_of_another_launcher_at_once(accepted: bool) -> 
         assert told == [True]
     finally:
         loop.close()
+
+
+def test_the_next_start_knows_its_number_and_whom_it_is_made_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, str]] = []
+    monkeypatch.setattr(processes.os, "listdir", lambda _: [])  # nothing is closed here
+    monkeypatch.setattr(processes.os, "execve", lambda program, argv, environ: told.append(environ))
+    for name in (ATTEMPT_VARIABLE, WITHOUT_VARIABLE):
+        monkeypatch.setenv(name, "")
+    for kept, attempt in ((None, 1), (4, 4)):
+        processes.take_attempt()
+        processes.leave_out([3, 1])
+        if kept is not None:
+            processes.keep_attempt(kept)
+        processes.start_again(1)
+        monkeypatch.setattr(processes.os, "environ", told[-1])
+        assert (processes.take_attempt(), processes.take_left_out()) == (attempt, (3, 1))
+        assert not {ATTEMPT_VARIABLE, WITHOUT_VARIABLE} & processes.os.environ.keys()

@@ -404,12 +404,14 @@ def test_a_launcher_that_comes_second_ends_by_what_became_of_the_first(second: C
     [(1, (), [1], LEFT_OUT), (2, (), [1], START_AGAIN), (2, (1,), [1], None), (2, (1,), [1, 3], START_AGAIN)],
 )
 def test_who_was_left_out_of_a_start_has_no_part_in_it_and_others_make_theirs_without_it(
-    rank: int, knows: tuple[int, ...], without: list[int], told: int | None
+    monkeypatch: pytest.MonkeyPatch, rank: int, knows: tuple[int, ...], without: list[int], told: int | None
 ) -> None:
     said: list[tuple] = []
     plan = plan_of(nnodes=5, node_rank=rank, nproc_per_node=1, spares=2, without=knows)
     node = Guest(plan, SEAL, SimpleNamespace(failed="failed"), lambda *words: said.append(words))
-    job = {"run_id": "r", "without": without}
+    attempts: list[int] = []
+    monkeypatch.setattr(guest, "keep_attempt", attempts.append)
+    job = {"run_id": "r", "without": without, "attempt": 4}
     there = {"addresses": [["10.0.0.1", 7]]}
     kept = Kept({PREFIX + "coordinators": SEAL.wrap("coordinators", "r", there)})
     assert node._elsewhere(kept, job) is (told is not None)
@@ -419,6 +421,7 @@ def test_who_was_left_out_of_a_start_has_no_part_in_it_and_others_make_theirs_wi
         assert "recover-run --join --recover-coordinator 10.0.0.1:7" in said[0][1]
     elif told:
         assert said[0][3] == tuple(without)
+        assert attempts == [4]
     said.clear()
     node._run_id = "r"
     assert node._obey(kept, {"reason": "node 1 is lost", "code": START_AGAIN, "without": without})
