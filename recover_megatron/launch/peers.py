@@ -96,7 +96,7 @@ class Line:
     host has answered nothing for ``seconds`` (a stopped process's does).  Never, where no connection can be made.
     """
 
-    def __init__(self, loop: EventLoop, address: Address, seconds: float, lost: Callable[[bool], None]) -> None:
+    def __init__(self, loop: EventLoop, address: Address, seconds: float, lost: Callable[[bool], object]) -> None:
         self._loop = loop
         self._lost = lost
         self._seconds = seconds

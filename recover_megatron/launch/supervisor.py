@@ -148,7 +148,7 @@ class Supervisor:
         elif not self._plan.joins and SECRET_FILE_VARIABLE not in self._inherited:
             self._folder.forget_secret()
         if self._plan.has_newcomers:
-            self._control.when_decided(self._late.run_over)
+            self._control.when_decided(self._run_over)
             self._control.when_decided(self._successors.run_over)
         if self._plan.needs_all:
             self._control.when_decided(self._start_up.run_over)
@@ -157,6 +157,10 @@ class Supervisor:
         elif self._plan.fault_tolerant and has_secret(self._inherited):
             self._console.say(messages.how_to_join(self._plan, variables[COORDINATOR_VARIABLE]))
         self.start_workers_if_ready()
+
+    def _run_over(self) -> None:
+        if not self._start_up.under_way:  # else all are ended
+            self._late.run_over()
 
     def _join_run(self) -> None:
         """The run that this launcher joins has a coordinator, or none was reached in time."""

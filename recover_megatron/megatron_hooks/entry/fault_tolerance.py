@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -94,8 +95,8 @@ NO_COORDINATOR = (
     "recover-coordinator and name it with --recover-coordinator HOST:PORT"
 )
 
-TOLD_SECONDS = 3.0
-"""How soon all are ended when one is lost before the training has begun."""
+TOLD_SECONDS = 4.0
+"""How soon a launcher has ended all when one is lost before the training has begun."""
 OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled, data.LoaderKilled)
 """What is never a fault of the work."""
 
@@ -241,6 +242,8 @@ class FaultTolerance:
         if isinstance(error, Fenced):
             _end(EXIT_FENCED, f"worker {self._me} was put out of the run, which goes on without it: {error}")
         if isinstance(error, CoordinatorLost):
+            if error.told and error.by is None and error.code == EXIT_NO_REPLICA and not (started or self._newcomer):
+                self._wait_to_be_ended()
             self._end(error.code, f"the run ends for worker {self._me}: {error}")
         # Whatever an orphan's main thread ends by: its replica was broken first.
         if recovery is not None and self._training.state is not None and self._training.replica_broken(error):
@@ -287,11 +290,12 @@ class FaultTolerance:
         _end(1, f"worker {self._me} ends by {whose} ({signature(error)[:200]}); its traceback is above")
 
     def _wait_to_be_ended(self) -> None:
-        """Another worker is lost before the training began, which needs all: its launcher, or the coordinator, says so
-        once, and all are ended.  The tracebacks of those that have lost touch with it would hide that."""
+        """Another worker is lost before the training began, which needs all: a launcher says so, once, and all end
+        their workers, by SIGTERM.  What those say that have lost touch with it would hide that."""
         try:
             self._session.wait_lost((), TOLD_SECONDS)
         except (CoordinatorLost, Fenced) as out:
+            threading.Event().wait(TOLD_SECONDS)
             _end(EXIT_NO_REPLICA, f"worker {self._me} ends: {out}")
 
     def _be_spare(self, recovery: Recovery, error: BaseException) -> NoReturn:
