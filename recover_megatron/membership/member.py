@@ -36,7 +36,9 @@ class Member(Follower):
         self.plan: Plan | None = None
         self.done = 0
         self.place: tuple[int, int, int] | None = None
-        """For people: replica, position and quota, which marks tell along."""
+        """Replica, position and quota, which marks tell along."""
+        self.goes_back = False
+        """They tell also that a state that is lost could be had from a checkpoint, or a snapshot."""
         self.mark(0, "", None, False, 0.0)
         self.noted = False
         """Whether a coordinator has heard the exception report."""
@@ -68,6 +70,8 @@ class Member(Follower):
             beat["microbatch"] = microbatch
         if self.place is not None:
             beat["place"] = list(self.place)
+        if self.goes_back:
+            beat["goes_back"] = True
         self.beat = beat
 
     def join(self, status: Json, reason: str) -> list[MemberEffect]:

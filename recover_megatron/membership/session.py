@@ -175,9 +175,12 @@ class Session:
         """
         self._core.mark(iteration, phase[:256], microbatch, waiting, allow)
 
-    def show(self, place: tuple[int, int, int] | None) -> None:
-        """Tell with the next marks, for people, where this worker stands: replica, position, quota; None: nowhere."""
-        self._core.place = place
+    def show(self, place: tuple[int, int, int] | None, goes_back: bool = False) -> None:
+        """Tell with the next marks where this worker stands: replica, position, quota; None: nowhere.
+
+        ``goes_back``: the run could go back to a checkpoint or a snapshot, should nobody who lives have its state.
+        """
+        self._core.place, self._core.goes_back = place, goes_back
 
     def join(self, status: Json, reason: str = "") -> Plan:
         """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.

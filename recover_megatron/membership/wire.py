@@ -139,6 +139,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "phase": (_NAME, True),
         "microbatch": (_ITERATION, False),
         "place": (_list(_integer(0, (1 << 31) - 1), 3, 3), False),
+        "goes_back": (_FLAG, False),
         "waiting": (_FLAG, True),
         "allow": (_SECONDS, True),
     },
