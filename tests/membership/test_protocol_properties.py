@@ -311,6 +311,24 @@ def test_a_holder_that_is_frozen_comes_back_to_a_run_that_nobody_else_has_gone_o
     assert not world.out & holder
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_side_that_has_the_lease_and_dies_is_not_followed_by_the_other(late: int) -> None:
+    """Which asks only then, and is refused: the other may have gone on before."""
+    world = halves()
+    world.no_storage = {late}
+    cut_cable(world)
+    while not world.holders:
+        world.run_fairly(0.25, step=0.25)
+    committed = max(world.commits)
+    while max(world.commits) == committed:
+        world.run_fairly(0.25, step=0.25)
+    world.power_off(1 - late, 1 - late)
+    world.no_storage = set()
+    world.run_fairly(2 * SETTINGS.stall_timeout)
+    assert world.out == {2 * late, 2 * late + 1}
+    assert len(world.holders) == 1
+
+
 def test_a_worker_that_loses_touch_leads_nobody_away_though_there_is_a_lease() -> None:
     world = halves(slack=1)
     world.break_up(next(c for c in world.connections.values() if c.owner == "w3" and c.member_uses))
