@@ -273,8 +273,11 @@ class Session:
                     return
                 self._client.condition.wait(self._core.settings.heartbeat_interval)
 
-    def idle(self) -> None:
+    def idle(self, vacant: bool = False) -> None:
         """Have no part in the present epoch: a spare. Does not wait, and holds until the next ``join``.
+
+        ``vacant``: nobody has a part in it, so nothing is committed there, and this worker can tell that. All members
+        of the epoch must say the same.
 
         No commit waits for this worker, and it need not make marks, until a rendezvous is open (``wait_revoked``
         returns): then it has as long to join as any other. When all that have a part have left in order the run is
@@ -283,7 +286,7 @@ class Session:
         """
         with self._client.condition:
             self._raise_if_out()
-            self._client.call(self._core.idle)
+            self._client.call(self._core.idle, vacant)
 
     def wait_revoked(self, timeout: float | None = None) -> bool:
         """Wait until the present epoch is revoked (True, at once before the first), at most ``timeout`` seconds.
