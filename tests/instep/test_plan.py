@@ -208,7 +208,7 @@ def test_new_replicas_begin_at_a_boundary_or_where_none_is_whole(meeting: Meetin
     if meeting.whole and not meeting.boundary:
         assert not new
         assert not decision.holders
-    assert not (decision.regroup and (meeting.boundary or not meeting.whole))
+    assert not (decision.regroup and (meeting.boundary or not decision.grid))
     at_boundary = {
         worker: replace(status, at=7, boundary=True, step=False, total=0, ran=())
         for worker, status in meeting.statuses.items()
