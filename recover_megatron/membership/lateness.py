@@ -145,11 +145,14 @@ class Lateness:
         They hold a whole replica; or, of broken ones, they are enough for a replica and stand in all of its positions,
         or say that they could go back.
         """
-        workers = [self._roster.workers[number] for number in away]
-        if len({w.node_agent for w in workers}) != 1 or any(self._roster.vouched(w, now) for w in workers):
+        nodes = {self._roster.workers[number].node_agent for number in away}
+        there = [w for w in self._roster.workers.values() if w.node_agent in nodes and w.fate is Fate.LIVE]
+        if len(nodes) != 1 or "" in nodes or not away.issuperset(w.number for w in there):
             return False
-        if workers[0].node_agent == "" or not {replica_of.get(number) for number in away} >= {*replica_of.values()}:
-            return workers[0].node_agent != ""
+        if any(self._roster.vouched(w, now) for w in there):
+            return False
+        if not {replica_of.get(number) for number in away} >= {*replica_of.values()}:
+            return True
         places = {number: self._roster.workers[number].progress for number in replica_of}
         others = [places[number] for number in replica_of.keys() - away]
         size = max(Counter(replica_of.values()).values(), default=0)

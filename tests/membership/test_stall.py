@@ -151,6 +151,9 @@ if all its positions are elsewhere too they need not
 if they can not it is waited for
     world 4 slack=1 runs=10; place 0 0 0 back; place 1 1 0; place 2 0 1; place 3 1 1; run 2
     power_off 1; run 20 -> no fault; stalled worker 2 worker 3
+nor is a node lost of which a worker is heard though its launcher is not
+    world 4 nodes=1 runs=10; freeze node0 w0 w1 w2; run 30 -> no fault; stalled worker 0 worker 2
+    wake; run 15 -> goes_on 20; fates live live live live
 so it is where they are too few for a replica
     world 6 nodes=2 slack=2 runs=10; place 0 0 0 back; place 1 0 1 back; place 2 0 2 back; place 3 0 3 back
     place 4 1 0 back; place 5 1 1 back; run 2; power_off 1; run 20 -> no fault; stalled worker 3 worker 5
