@@ -86,7 +86,7 @@ class Assignment:
         self._epoch_groups: EpochGroups | None = None
         self._pending: Decision | None = None
         self._live: tuple[Decision, dict[Slot, int], frozenset[Slot]] | None = None
-        self._shown = (0, False, 0)
+        self._shown = (0, False, 0, False)
 
     # ---- the present epoch
 
@@ -194,13 +194,16 @@ class Assignment:
         """The microbatches of my replica, by inner rank, of a step of ``total``, by the present plan."""
         return self.shares.of(self.decision, self.replica, total)
 
-    def show(self, total: int) -> None:
-        """Tell people where this worker stands, and how much of a step of ``total`` microbatches its replica runs."""
-        shown = self.decision.epoch, self.shares.easing, total
+    def show(self, total: int, goes_back: bool) -> None:
+        """Tell where this worker stands, and how much of a step of ``total`` microbatches its replica runs.
+
+        ``goes_back``: see ``Session.show``.
+        """
+        shown = self.decision.epoch, self.shares.easing, total, goes_back
         if self._shown != shown:
             self._shown = shown
             quota = self.shares.counts(self.decision, total).get(self.replica, 0)
-            self._session.show((self.replica, self.position or 0, quota))
+            self._session.show((self.replica, self.position or 0, quota), goes_back)
 
     # ---- a new epoch
 

@@ -11,7 +11,7 @@ there is nobody to wait for: orphans that hold one version of the state between 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recover_megatron.instep import timelines
 from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Kept, Rollback, Rules, Timeline
@@ -64,7 +64,7 @@ def decide(
         bool(heard.begun),
         _lost(heard.begun, list(grid), launch, rules, paces) if heard.begun else {},
         paces,
-        regroup=bool(heard.leaving) or (bool(stands.placement.replicas) and not heard.boundary and bool(whole)),
+        regroup=bool(heard.leaving) or (bool(stands.placement.replicas) and not heard.boundary and bool(grid)),
         fresh=stands.fresh,
         version=stands.version,
         holders=holders,
@@ -198,7 +198,10 @@ def _stand(epoch: int, heard: _Heard, beyond: Beyond) -> _Stands:
             rollback, version = back_to, back_to.iteration
             iteration, timeline = back_to.iteration + 1, (epoch, back_to.iteration)
             same = heard.timeline[0] if back_to.source == HELD else -1
-    elif grid:
+    if grid and not members.whole:
+        placement = replace(members, whole=grid).placement()  # beside those that begin now
+        rebuild = placement.rebuild
+    if grid:
         rebuild = {**members.ahead(grid, placement), **rebuild}
     if not members.whole:
         newest = max((status.at for status in statuses.values()), default=0)

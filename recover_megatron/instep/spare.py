@@ -165,7 +165,7 @@ class Spare:
             return RunOver(0, "the training is over")
         planner.give_up_unless_enough(decision)
         self._last = decision
-        session.idle()
+        session.idle(vacant=not decision.replicas)
         if sent.ready and me in decision.rebuild:
             position = decision.rebuild[me]
             self._back_by, self._grace = time.monotonic() + BUILD_SECONDS, 0.0

@@ -144,7 +144,7 @@ class Members:
     @property
     def on_their_way(self) -> bool:
         """Whether somebody who had a place has not told yet what it holds."""
-        return any(not status.ready and status.position is not None for status in self.statuses.values())
+        return bool(self._coming)
 
     def _versions(self) -> list[int]:
         """Those that are held, newest first."""

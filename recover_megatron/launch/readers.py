@@ -78,7 +78,7 @@ def lease(text: str) -> str:
     """Reads ``--lease``: auto, off, or a path, which becomes absolute."""
     if text in ("auto", "off"):
         return text
-    if not os.path.basename(text):
+    if not os.path.basename(text) or os.path.isdir(text):
         raise ValueError("must be auto, off, or the path of a file")
     if not os.path.isdir(os.path.dirname(os.path.abspath(text))):
         raise ValueError("its folder does not exist")

@@ -285,7 +285,7 @@ class TrainingHooks:
         mine, progress, parts = recovery.assignment, recovery.progress, self.parts
         nominal = get_num_microbatches()
         total = nominal * args.data_parallel_size
-        mine.show(total)
+        mine.show(total, recovery.planner.can_go_back)
         column = parts.buckets.tail
         in_column = set(column) & set(mine.grid.replicas[mine.replica])
         for source in sources_of(call["data_iterator"]):

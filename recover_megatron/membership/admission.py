@@ -78,7 +78,7 @@ class Admission:
         worker.node_agent, worker.done = message.get("node_agent", ""), message["done"]
         worker.node = worker.node or worker.node_agent
         worker.left_silence = message.get("silent", False)
-        worker.idle_in = message.get("idle", 0)
+        worker.idle_in, worker.vacant = message.get("idle", 0), message.get("vacant", False)
         worker.formed_epoch = message["formed_epoch"]
         worker.progress = WorkerProgress(worker.number, marked=now, heard=now)
         self._rendezvous.withdraw(worker)

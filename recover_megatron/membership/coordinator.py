@@ -103,7 +103,7 @@ class Coordinator:
         self.leadership = Leadership(roster, out, salt, slack, Witness(roster, out, nodes))
         self.epochs = Epochs(roster, planner, out)
         self.rendezvous = Rendezvous(roster, self.epochs, self.leadership)
-        self.lateness = Lateness(roster, self.epochs, out, lease=slack is not None)
+        self.lateness = Lateness(roster, self.epochs, out)
         self._witnessed = Witnessed(roster, self.leadership, self.epochs, self.rendezvous, self.lateness)
         self.drains = Drains(roster, self.epochs, out)
         self._observing = Observing(

@@ -60,7 +60,9 @@ class WorkerProgress:
     phase: str = ""
     microbatch: int | None = None
     place: list[int] | None = None
-    """Replica, position, quota, as it says itself: for people."""
+    """Replica, position, quota, as it says itself."""
+    goes_back: bool = False
+    """Whether a state that nobody holds could be had from elsewhere, for all that it knows."""
 
     def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
         """Take in a checked message ``heartbeat``.
@@ -69,6 +71,7 @@ class WorkerProgress:
         """
         self.iteration, self.phase = message["iteration"], message["phase"]
         self.microbatch, self.place = message.get("microbatch"), message.get("place")
+        self.goes_back = message.get("goes_back", False)
         if message["count"] == self.count:
             return
         self.count, self.marked, self.allow = message["count"], now, message["allow"]

@@ -327,7 +327,7 @@ class Rendezvous:
             return
         self._joined += worker.joined != self.opened.epoch
         worker.joined, worker.status, worker.done = message["epoch"], message["status"], message["done"]
-        worker.idle_in = message.get("idle", 0)
+        worker.idle_in, worker.vacant = message.get("idle", 0), message.get("vacant", False)
         if isinstance(message["status"], dict) and isinstance(node := message["status"].get("node"), str) and node:
             worker.node = node[:256]
         worker.progress.marked = worker.progress.waiting_since = now

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -24,9 +25,7 @@ NAMED = 4
 class Lateness:
     """Puts out the late, or tells of the stall for whose end the run waits."""
 
-    def __init__(self, roster: Roster, epochs: Epochs, out: Outbox, lease: bool) -> None:
-        """``lease``: whether the run may go on with the smaller part of its workers."""
-        self._lease = lease
+    def __init__(self, roster: Roster, epochs: Epochs, out: Outbox) -> None:
         self.stall = Stall(roster.settings)
         self.unreached: dict[WorkerId, tuple[float, str]] = {}
         """Workers whose connection has ended though they may be running -> since when, and why."""
@@ -109,7 +108,7 @@ class Lateness:
         late = {number: reason for number, reason in late.items() if number not in slow}
         suspected = {w.number for w in self._quiet(settings.heartbeat_timeout / 2, now)}
         suspected |= set(half.hung)
-        if self._lease and self._is_lost_node({*late, *slow, *suspected}, replica_of, now):
+        if self._is_lost_node({*late, *slow, *suspected}, replica_of, now):
             replica_of = {}  # no stall: they share nothing but their node
         self.stall.until = self._until(group, slow) if waiting or late or not slow else math.inf
         answer = self.stall.consider(late, slow, suspected, replica_of, now)
@@ -141,12 +140,25 @@ class Lateness:
             self._roster.set_aside(late, f"its replica is late by more than {settings.grace:g} s", now)
 
     def _is_lost_node(self, away: set[WorkerId], replica_of: dict[WorkerId, Hashable], now: float) -> bool:
-        """Whether those ``away`` are of one node that is not heard at all, and others hold a whole replica."""
-        workers = [self._roster.workers[number] for number in away]
-        if len({w.node_agent for w in workers}) != 1 or any(self._roster.vouched(w, now) for w in workers):
+        """Whether those ``away`` are of one node that is not heard at all, and the others can go on without it.
+
+        They hold a whole replica; or, of broken ones, they are enough for a replica and stand in all of its positions,
+        or say that they could go back.
+        """
+        nodes = {self._roster.workers[number].node_agent for number in away}
+        there = [w for w in self._roster.workers.values() if w.node_agent in nodes and w.fate is Fate.LIVE]
+        if len(nodes) != 1 or "" in nodes or not away.issuperset(w.number for w in there):
             return False
-        hit = {replica_of.get(number) for number in away}
-        return workers[0].node_agent != "" and not hit >= set(replica_of.values())
+        if any(self._roster.vouched(w, now) for w in there):
+            return False
+        if not {replica_of.get(number) for number in away} >= {*replica_of.values()}:
+            return True
+        places = {number: self._roster.workers[number].progress for number in replica_of}
+        others = [places[number] for number in replica_of.keys() - away]
+        size = max(Counter(replica_of.values()).values(), default=0)
+        standing = {p.place[1] for p in others if p.place}
+        everywhere = standing >= {p.place[1] for p in places.values() if p.place}
+        return len(others) >= max(1, size) and (everywhere or all(p.goes_back for p in others))
 
     def _quiet(self, seconds: float, now: float) -> list[Member]:
         """Attached workers of which nothing was heard for so long."""

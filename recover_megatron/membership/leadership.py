@@ -15,7 +15,8 @@ The rule, for a coordinator that wants to fix the plan of a new epoch with the w
   have one, need the lease (``standing``). Others may not go on, but for one case more (``witness``).
 
 * Members that have no part in the last epoch (*idle*) cannot tell what it committed, since nothing waited for them. So
-  where somebody is missing who may be running, idle members alone never go on under a new coordinator, lease or not.
+  where somebody is missing who may be running, idle members alone never go on under a new coordinator, lease or not;
+  but where all were idle (all replicas are broken, and spares build what is missing), since nothing was committed.
 
 Why two sides can never both go on: let M be the last epoch both know, A the side that formed it, B the other. They are
 disjoint, because a member follows one coordinator at a time and only ever a higher term. A has at least half of those
@@ -109,8 +110,9 @@ def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: i
 def can_tell(reached: Workers, idle: Workers, missing: Workers, own: bool) -> bool:
     """Whether what the last epoch committed is known to ``reached``, or to nobody who may be running elsewhere.
 
-    ``idle``: members without a part in that epoch; ``missing``: those not reached that are not gone. Members with a
-    part have reported what may have been committed, and the coordinator that formed the epoch (``own``) has decided it.
+    ``idle``: members without a part in that epoch, where others have one; ``missing``: those not reached that are not
+    gone. Members with a part have reported what may have been committed, and the coordinator that formed the epoch
+    (``own``) has decided it.
     """
     return own or not missing or bool(reached - idle)
 
@@ -171,7 +173,7 @@ class Leadership:
             return False
         missing = self._missing(reached, evidence.bases)
         counted = reached & evidence.target & evidence.formed.members
-        if not can_tell(counted, self._roster.idle(evidence.formed), missing, own=False):
+        if not can_tell(counted, self._roster.blind(evidence.formed), missing, own=False):
             return False
         may = self._standing(reached, None)
         return may is Standing.ENOUGH or (may is Standing.CLAIM and evidence.formed.epoch > 0 and self._moved(now))
@@ -261,7 +263,7 @@ class Leadership:
         missing = self._missing(opened.members, bases)
         if not missing:
             return None
-        known = can_tell(opened.members & formed.members, self._roster.idle(formed), missing, own)
+        known = can_tell(opened.members & formed.members, self._roster.blind(formed), missing, own)
         may = self._standing(opened.members, formed if own else None, opened.epoch) if known else Standing.TOO_FEW
         return Contest(missing, may, known)
 

@@ -36,12 +36,16 @@ class Member(Follower):
         self.plan: Plan | None = None
         self.done = 0
         self.place: tuple[int, int, int] | None = None
-        """For people: replica, position and quota, which marks tell along."""
+        """Replica, position and quota, which marks tell along."""
+        self.goes_back = False
+        """They tell also that a state that is lost could be had from a checkpoint, or a snapshot."""
         self.mark(0, "", None, False, 0.0)
         self.noted = False
         """Whether a coordinator has heard the exception report."""
         self.idle_in = 0
         """The last epoch in which this member has no part; 0: none."""
+        self.vacant = False
+        """Nobody has a part in that."""
         self.all_heard = 0
         """No live worker believes anything of an epoch before this one any more."""
         self._plea: dict[str, Any] | None = None
@@ -68,6 +72,8 @@ class Member(Follower):
             beat["microbatch"] = microbatch
         if self.place is not None:
             beat["place"] = list(self.place)
+        if self.goes_back:
+            beat["goes_back"] = True
         self.beat = beat
 
     def join(self, status: Json, reason: str) -> list[MemberEffect]:
@@ -103,11 +109,12 @@ class Member(Follower):
         following = self.stage is Stage.FOLLOWING and self.presentation.term == term
         return self._report({"type": "heard", "epoch": epoch, "term": term}, may=following)
 
-    def idle(self) -> list[MemberEffect]:
-        """Have no part in the epoch of ``plan``. It holds for that epoch alone, and every coordinator is told."""
+    def idle(self, vacant: bool = False) -> list[MemberEffect]:
+        """Have no part in the epoch of ``plan``; ``vacant``: nobody has. It holds for that epoch alone, and every
+        coordinator is told."""
         if self.plan is None or self.idle_in == self.plan.epoch:
             return []
-        self.idle_in = self.plan.epoch
+        self.idle_in, self.vacant = self.plan.epoch, vacant
         return self._report({"type": "idle", "epoch": self.idle_in}, may=self._in_epoch)
 
     def note(self, text: str) -> list[MemberEffect]:
@@ -172,9 +179,10 @@ class Member(Follower):
     def _attach_message(self) -> dict[str, Any]:
         return {**super()._attach_message(), **self._reports()}
 
-    def _reports(self) -> dict[str, int]:
+    def _reports(self) -> dict[str, int | bool]:
         """What of the last epoch this member has reported: it decides what that epoch committed."""
-        return {"done": self.done, "idle": self.idle_in} if self.idle_in else {"done": self.done}
+        idle = {"idle": self.idle_in} if self.idle_in else {}
+        return {"done": self.done, **idle, **({"vacant": True} if self.vacant else {})}
 
     def _on(self, message: Mapping[str, Any], now: float) -> None:
         if message["type"] == "noted":

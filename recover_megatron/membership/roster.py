@@ -59,6 +59,8 @@ class Member:
     done: int = 0
     idle_in: int = 0
     """The last epoch in which this worker said that it has no part; it holds for that epoch only. 0: none."""
+    vacant: bool = False
+    """Nobody has a part in that, as it has presented."""
     joined: int = 0
     """The last rendezvous joined."""
     heard_of: int = 0
@@ -156,6 +158,10 @@ class Roster:
     def idle(self, epoch: Formed) -> Workers:
         """The members of ``epoch`` that have said that they have no part in it."""
         return frozenset(n for n, w in self.workers.items() if w.idle_in == epoch.epoch > 0) & epoch.members
+
+    def blind(self, epoch: Formed) -> Workers:
+        """Those of them that cannot tell what it has committed; they can where nobody has a part in it: nothing."""
+        return frozenset(number for number in self.idle(epoch) if not self.workers[number].vacant)
 
     def sessions_of(self, members: Iterable[WorkerId]) -> list[int]:
         return [s for n in sorted(members) if (s := self.workers[n].session) is not None]

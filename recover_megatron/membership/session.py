@@ -175,9 +175,12 @@ class Session:
         """
         self._core.mark(iteration, phase[:256], microbatch, waiting, allow)
 
-    def show(self, place: tuple[int, int, int] | None) -> None:
-        """Tell with the next marks, for people, where this worker stands: replica, position, quota; None: nowhere."""
-        self._core.place = place
+    def show(self, place: tuple[int, int, int] | None, goes_back: bool = False) -> None:
+        """Tell with the next marks where this worker stands: replica, position, quota; None: nowhere.
+
+        ``goes_back``: the run could go back to a checkpoint or a snapshot, should nobody who lives have its state.
+        """
+        self._core.place, self._core.goes_back = place, goes_back
 
     def join(self, status: Json, reason: str = "") -> Plan:
         """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.
@@ -270,8 +273,11 @@ class Session:
                     return
                 self._client.condition.wait(self._core.settings.heartbeat_interval)
 
-    def idle(self) -> None:
+    def idle(self, vacant: bool = False) -> None:
         """Have no part in the present epoch: a spare. Does not wait, and holds until the next ``join``.
+
+        ``vacant``: nobody has a part in it, so nothing is committed there, and this worker can tell that. All members
+        of the epoch must say the same.
 
         No commit waits for this worker, and it need not make marks, until a rendezvous is open (``wait_revoked``
         returns): then it has as long to join as any other. When all that have a part have left in order the run is
@@ -280,7 +286,7 @@ class Session:
         """
         with self._client.condition:
             self._raise_if_out()
-            self._client.call(self._core.idle)
+            self._client.call(self._core.idle, vacant)
 
     def wait_revoked(self, timeout: float | None = None) -> bool:
         """Wait until the present epoch is revoked (True, at once before the first), at most ``timeout`` seconds.

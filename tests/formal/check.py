@@ -47,6 +47,8 @@ CONFIGURATIONS = (
     ),
     Configuration("lease, 4 workers, 2 against 2", f"{CUT} {HALVES} -DDEATHS=0"),
     Configuration("lease, 4 workers, 2 against 2, 1 death", f"{CUT} {HALVES} -DDEATHS=1 -DSTEPS=0"),
+    Configuration("lease, 2 against 2, the old side dies", f"{CUT} {HALVES} -DDEATHS=2 -DSTEPS=0 -DMORTALS=3"),
+    Configuration("lease, 2 against 2, the new side dies", f"{CUT} {HALVES} -DDEATHS=2 -DSTEPS=0 -DMORTALS=12"),
     Configuration(
         "lease, 3 workers, 2 deaths, coordinator death", "-DLEASE -DDEATHS=2 -DSUSPICIONS=0 -DABANDONS=0", quick=True
     ),

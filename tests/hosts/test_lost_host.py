@@ -17,10 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from recover_megatron.run_log.steps import read_steps
 from tests.drawn import some
 from tests.examples.test_plain_pytorch import alone, losses, same
 from tests.harness import REPOSITORY
+from tests.harness.forkserver import ForkServer
 from tests.harness.waiting import DEADLINE, eventually, written_lines
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, undisturbed
 
 from .hosts import Hosts
 
@@ -48,6 +51,9 @@ STEPS = """
     """
 
 
+SECRET = {"RECOVER_SECRET": "what the hosts share here", "OMP_NUM_THREADS": "1"}
+
+
 class Run:
     """Two workers a host."""
 
@@ -55,12 +61,11 @@ class Run:
         """``logs``: the log folder of each, {0} is its number."""
         self.folder = folder
         (folder / "steps.py").write_text(textwrap.dedent(STEPS))
-        secret = {"RECOVER_SECRET": "what the hosts share here"}
         self.launchers: dict[int, subprocess.Popen[bytes]] = {}
         for host in hosts:
             argv = ["--nproc-per-node", 2, "--log-dir", logs.format(host), "steps.py", *flags]
             out = folder / f"host{host}.out"
-            self.launchers[host] = hosts.recover_run(host, *argv, out=out, environment=secret, cwd=folder)
+            self.launchers[host] = hosts.recover_run(host, *argv, out=out, environment=SECRET, cwd=folder)
         eventually(lambda: all(self.plans(rank) for rank in range(2 * hosts.count)), "the run starts")
 
     def plans(self, rank: int) -> list[dict]:
@@ -162,6 +167,44 @@ def test_either_host_of_two_may_lose_its_power(two_hosts: Hosts, tmp_path: Path,
     other = 3 - lost
     eventually(lambda: run.alone(other), "the other host goes on, without waiting for the hang timeout")
     run.ends_with(other)
+
+
+TRAINING = (
+    *MODEL,
+    *MOCK,
+    *NO_DROPOUT,
+    "--global-batch-size",
+    "16",
+    "--train-iters",
+    "100",
+    "--recover",
+    "--recover-device",
+    "cpu",
+)
+STAGES = ("--pipeline-model-parallel-size", "2")
+"""In Megatron's default order each host has one of the two, of both replicas."""
+
+
+@pytest.mark.parametrize("lost", some("host of two stages", [1, 2], 1))
+def test_a_host_that_all_replicas_have_a_worker_on_may_lose_its_power(
+    two_hosts: Hosts, forkserver: ForkServer, tmp_path: Path, lost: int
+) -> None:
+    """It is taken for no stall: the others go back to a snapshot in memory."""
+    argv = ["--nproc-per-node", 2, "--log-dir", "logs", OURS, *TRAINING, *STAGES]
+    started = {
+        host: two_hosts.recover_run(host, *argv, out=tmp_path / f"{host}.out", environment=SECRET, cwd=tmp_path)
+        for host in two_hosts
+    }
+    steps = tmp_path / "logs" / "steps.jsonl"
+    eventually(lambda: len(written_lines(steps)) > 15, "the run trains")
+    two_hosts.power_off(lost)
+    other = started[3 - lost]
+    assert other.wait(DEADLINE) == 0, (tmp_path / f"{3 - lost}.out").read_text()
+    reference = undisturbed(forkserver, 4, [OURS, *TRAINING, *STAGES], tmp_path / "alone")
+    found = {step.iteration: step.loss for step in read_steps(steps)}
+    assert found == pytest.approx({step.iteration: step.loss for step in reference}, rel=1e-5)
+    events = [json.loads(line) for path in (tmp_path / "logs").glob("events-*.jsonl") for line in path.open()]
+    assert not [event for event in events if event["event"] == "stalled"]
 
 
 def test_of_two_hosts_that_do_not_hear_each_other_one_goes_on(two_hosts: Hosts, tmp_path: Path) -> None:

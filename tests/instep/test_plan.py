@@ -208,7 +208,7 @@ def test_new_replicas_begin_at_a_boundary_or_where_none_is_whole(meeting: Meetin
     if meeting.whole and not meeting.boundary:
         assert not new
         assert not decision.holders
-    assert not (decision.regroup and (meeting.boundary or not meeting.whole))
+    assert not (decision.regroup and (meeting.boundary or not decision.grid))
     at_boundary = {
         worker: replace(status, at=7, boundary=True, step=False, total=0, ran=())
         for worker, status in meeting.statuses.items()
@@ -366,6 +366,8 @@ def test_orphans_begin_again_with_the_newest_state_that_they_hold_between_them()
     coming = statuses | {1: JoinStatus(0, 1, 7, iteration=ITERATION)}
     assert decide(2, coming, TWO).grid == {}, "who has not told yet may hold the newer one"
     assert decide(2, coming, TWO).enough > 0
+    building = statuses | {1: orphan(1, version=None, ready=False, building=True)}
+    assert decide(2, building, TWO).version == 6, "it holds none, and may take an hour"
 
 
 def test_a_state_from_before_the_last_committed_step_is_of_no_use() -> None:

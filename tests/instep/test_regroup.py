@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 TP2_PP2 = Layout("tp2-pp2-dp3", 3, tensor=2, pipeline=2)
 PP4 = Layout("pp4-dp2", 2, pipeline=4, flags="--num-layers 4")
-TP2_DP4 = Layout("tp2-dp4", 4, tensor=2)
+TP2_DP2, TP2_DP4 = Layout("tp2-dp2", 2, tensor=2), Layout("tp2-dp4", 4, tensor=2)
 DP4, TP2, PP2 = LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]
 PREDICTING = next(layout for layout in CONTEXT_LAYOUTS if layout.name == "deepseek-pp2-dp3")
 LONG = 10
@@ -79,6 +79,15 @@ def test_out_of_two_broken_pipelines_and_none_whole_one_goes_on(runs: Runs, case
     at_once = case.strikes[1].iteration == case.strikes[0].iteration
     result = equal(runs, case, when="" if at_once else "7-8:mirrors=3")
     assert result.replicas[-1] == 1
+
+
+def test_spares_that_are_ready_when_all_replicas_break_make_another_one_beside_that_of_the_survivors(
+    runs: Runs,
+) -> None:
+    strikes = (Strike(0, 1, 3, "backward"), Strike(1, 0, 3, "forward"))
+    ready = ";".join(f"worker-{spare}.log:is ready for position" for spare in (4, 5))
+    case = Case(TP2_DP2, strikes, LONG, spares=2).altered("pacing.awaiting", f"3:{ready}")
+    equal(runs, case, when="5-:2", replicas=2)
 
 
 @pytest.mark.parametrize("layout", [TP2, PREDICTING], ids=lambda layout: layout.name)

@@ -42,7 +42,7 @@ class Session:
         self.settled = threading.Event()
         self.over = False
 
-    def idle(self) -> None:
+    def idle(self, vacant: bool) -> None:
         self.idled.set()
 
     def leave(self) -> None:
@@ -145,7 +145,7 @@ class Epochs:
             raise CoordinatorLost("the end of the test", 0)
         return end
 
-    def idle(self) -> None:
+    def idle(self, vacant: bool) -> None:
         """Nobody asks."""
 
     mark = show = ask = lambda self, *args: None

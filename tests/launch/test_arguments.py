@@ -74,6 +74,7 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
         (["--grace-seconds", "soon", "S"], "number of seconds"),
         (["--grace-seconds", "nan", "S"], "number of seconds"),
         (["--nnodes", "2", "--node-rank", "2", "S"], "--node-rank 2 is not below --nnodes 2"),
+        (["--nnodes", "2", "--lease", "/tmp", "S"], "--lease '/tmp': must be auto, off, or the path of a file"),
         (["--join=yes", "S"], "takes no value"),
         (["--log-dir"], "needs a value"),
         ([], "no SCRIPT"),

@@ -146,8 +146,11 @@ class Script:
         for node in nodes:
             self.it.add_newcomer(int(node))
 
-    def place(self, worker: str, replica: str, position: str) -> None:
-        self.it.worker(int(worker)).place = (int(replica), int(position), 1)
+    def place(self, worker: str, replica: str, position: str, *back: str) -> None:
+        """``back``: and it could go back to a checkpoint."""
+        member = self.it.worker(int(worker))
+        member.place, member.goes_back = (int(replica), int(position), 1), bool(back)
+        member.mark(98, "forward", None, False, 0.0)
 
     def no_spares(self) -> None:
         """From the next plan on."""

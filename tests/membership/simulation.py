@@ -144,6 +144,7 @@ class World:
             for w in [w for w, node in self.node_of.items() if node == n]:
                 watcher.spawned(w, 1000 + w)
         self.spares: set[int] = set()  # workers that have no part in the epochs whose plan they get from now on
+        self.vacant: set[int] = set()  # epochs in which nobody has a part
         self.members_finish = False
         """Set by tests whose members do; those of random runs never have finished their training."""
         self.aside: set[int] = set()  # workers that were set aside, and come into an epoch again as newcomers do
@@ -442,8 +443,8 @@ class World:
                     self._to_member(name, Tick())
         elif self.node(name) in self.accepted.get(number, ()):
             self._member_effects(name, [*member.idle(), *member.leave()])
-        elif number in self.spares or member.idle_in == member.plan.epoch:
-            self._member_effects(name, member.idle())
+        elif number in self.spares or member.idle_in == member.plan.epoch or member.plan.epoch in self.vacant:
+            self._member_effects(name, member.idle(member.plan.epoch in self.vacant))
         elif member.done <= member.committed:
             member.mark(member.committed + 1, "compute", None, False, 0.0)
             self._member_effects(name, member.report_done(member.committed + 1))
@@ -584,6 +585,7 @@ class World:
                     self.log.append({"time": self.now, "candidate": candidate, **record})
                     if record["event"] == "plan":
                         term, members = coordinator.leadership.term, from_runs(record["members"])
+                        self.vacant |= {record["epoch"]} if members <= self.spares else set()
                         self._formed(record["epoch"], term, members, record["committed"])
                     elif record["event"] == "aside":
                         self.aside.add(record["worker"])

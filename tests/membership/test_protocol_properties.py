@@ -181,6 +181,9 @@ def explore(moves: Moves, world: World, to_the_end: bool) -> None:
         every_wait_ends(world)
 
 
+SPARES = st.one_of(st.sets(st.integers(0, 4)), st.just({0, 1, 2, 3, 4}))
+"""All: nobody has a part, as where all replicas are broken."""
+GRACE = st.sampled_from([0.0, 2.0])
 GATED = {0, 1, 3}
 """Workers that join when all have heard, as over NCCL; the others do at once, as orphans and spares."""
 
@@ -216,19 +219,21 @@ def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(MOVES, st.integers(3, 5), st.booleans(), st.sets(st.integers(0, 4)), st.integers(2, 3), st.integers(0, 2))
+@given(MOVES, st.integers(3, 5), st.booleans(), SPARES, st.integers(2, 3), st.integers(0, 2), GRACE)
 def test_one_lineage_with_a_lease_whatever_happens(
-    moves: Moves, workers: int, started: bool, spares: set[int], nodes: int, slack: int
+    moves: Moves, workers: int, started: bool, spares: set[int], nodes: int, slack: int, grace: float
 ) -> None:
     """The storage answers late, or not all, and coordinators that are frozen or have stepped down, too."""
-    explore(moves, world_of(workers, started, True, spares, nodes, slack, gated=GATED), to_the_end=False)
+    explore(moves, world_of(workers, started, True, spares, nodes, slack, grace, gated=GATED), to_the_end=False)
 
 
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(MOVES, st.integers(3, 5), st.sets(st.integers(0, 4)), st.integers(2, 3), st.integers(0, 2))
-def test_every_wait_ends_with_a_lease(moves: Moves, workers: int, spares: set[int], nodes: int, slack: int) -> None:
-    explore(moves, world_of(workers, True, True, spares, nodes, slack, gated=GATED), to_the_end=True)
+@given(MOVES, st.integers(3, 5), SPARES, st.integers(2, 3), st.integers(0, 2), GRACE)
+def test_every_wait_ends_with_a_lease(
+    moves: Moves, workers: int, spares: set[int], nodes: int, slack: int, grace: float
+) -> None:
+    explore(moves, world_of(workers, True, True, spares, nodes, slack, grace, gated=GATED), to_the_end=True)
 
 
 def halves(slack: int = 0) -> World:
@@ -309,6 +314,42 @@ def test_a_holder_that_is_frozen_comes_back_to_a_run_that_nobody_else_has_gone_o
     world.run_fairly(8 * SETTINGS.heartbeat_timeout)
     assert max(world.commits) > committed
     assert not world.out & holder
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_idle_go_on_alone_where_nobody_had_a_part(lost: int) -> None:
+    """All replicas are broken, and spares build what is missing, when a node is lost. They know what was committed."""
+    world = halves(slack=1)
+    world.spares = {0, 1, 2, 3}
+    world.kill_worker(0)
+    world.run_fairly(3.0)
+    assert all(world.worker(w).idle_in for w in (1, 2, 3))
+    left = {w for w in (1, 2, 3) if world.node_of[w] != lost}
+    lose_node(world, lost, silently=True)
+    world.spares = set()
+    world.run_fairly(4 * SETTINGS.heartbeat_timeout)
+    assert (world.newest, world.out & left) == (left, set())
+    committed = max(world.commits)
+    world.run_fairly(5.0)
+    assert max(world.commits) > committed
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_side_that_has_the_lease_and_dies_is_not_followed_by_the_other(late: int) -> None:
+    """Which asks only then, and is refused: the other may have gone on before."""
+    world = halves()
+    world.no_storage = {late}
+    cut_cable(world)
+    while not world.holders:
+        world.run_fairly(0.25, step=0.25)
+    committed = max(world.commits)
+    while max(world.commits) == committed:
+        world.run_fairly(0.25, step=0.25)
+    world.power_off(1 - late, 1 - late)
+    world.no_storage = set()
+    world.run_fairly(2 * SETTINGS.stall_timeout)
+    assert world.out == {2 * late, 2 * late + 1}
+    assert len(world.holders) == 1
 
 
 def test_a_worker_that_loses_touch_leads_nobody_away_though_there_is_a_lease() -> None:

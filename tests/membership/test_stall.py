@@ -139,6 +139,27 @@ who is held up is told of together with its mate, whose wait for storage began a
     world 4 runs=10; place 0 0 0; place 1 0 1; place 2 1 0; place 3 1 1; busy 2 3; mark 2 forward; mark 3 forward
     run 6.7; mark 2 data 100; run 60 -> no fault; stalled worker 2 data worker 3
     wake; goes_on 20; fates live live live live
+a silent node is no stall though it is in all replicas if the others can go back
+    world 4 slack=1 runs=10; place 0 0 0 back; place 1 1 0 back; place 2 0 1 back; place 3 1 1 back; run 2
+    power_off 1; run 8 -> members 0 1; no stalled; more_commits 20
+also without a lease where the others are most
+    world 6 nodes=3 runs=10; place 0 0 0 back; place 1 1 0 back; place 2 0 1 back; place 3 1 1 back; place 4 0 2 back
+    place 5 1 2 back; run 2; power_off 2; run 8 -> members 0 1 2 3; no stalled
+if all its positions are elsewhere too they need not
+    world 6 nodes=3 slack=1 runs=10; place 0 0 0; place 1 0 1; place 2 1 1; place 3 1 2; place 4 0 2; place 5 1 0
+    run 2; power_off 2; run 8 -> members 0 1 2 3; no stalled; more_commits 20
+if they can not it is waited for
+    world 4 slack=1 runs=10; place 0 0 0 back; place 1 1 0; place 2 0 1; place 3 1 1; run 2
+    power_off 1; run 20 -> no fault; stalled worker 2 worker 3
+nor is a node lost of which a worker is heard though its launcher is not
+    world 4 nodes=1 runs=10; freeze node0 w0 w1 w2; run 30 -> no fault; stalled worker 0 worker 2
+    wake; run 15 -> goes_on 20; fates live live live live
+so it is where they are too few for a replica
+    world 6 nodes=2 slack=2 runs=10; place 0 0 0 back; place 1 0 1 back; place 2 0 2 back; place 3 0 3 back
+    place 4 1 0 back; place 5 1 1 back; run 2; power_off 1; run 20 -> no fault; stalled worker 3 worker 5
+and so are two nodes
+    world 6 nodes=3 slack=1 runs=10; place 0 0 0 back; place 1 1 0 back; place 2 0 1 back; place 3 1 1 back
+    place 4 0 2 back; place 5 1 2 back; run 2; power_off 1 2; run 20 -> no fault; stalled worker 2 worker 5
 """)
 def test_a_stall(script: str) -> None:
     play(script, SETTINGS)
