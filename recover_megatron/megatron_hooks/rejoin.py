@@ -238,6 +238,7 @@ AS_SAVED = {
     "pretrained_checkpoint": None,
     "override_ckpt_iteration": None,
     "ckpt_assume_constant_structure": False,  # who reads what was planned for other workers
+    "ckpt_convert_update_legacy_dist_opt_format": False,
 }
 """Megatron's arguments by which the launch may have begun with a part of a checkpoint: a rollback takes all of it."""
 
@@ -324,7 +325,9 @@ class Rollback:
         no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
         as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": target.iteration}
         known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
-        with self._groups.in_section(), monkeypatch.replaced(args, **known):
+        # Of the legacy format Megatron reads the optimizer's part of whatever the tracker file names.
+        wanted = monkeypatch.replaced(checkpointing, read_metadata=lambda tracker: (target.iteration, False))
+        with self._groups.in_section(), monkeypatch.replaced(args, **known), wanted:
             # Not training.load_checkpoint: a worker that was built alone has one that reads nothing.
             iteration, operations = checkpointing.load_checkpoint(
                 model, optimizer, scheduler, load_arg=target.source, strict=True

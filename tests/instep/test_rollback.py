@@ -39,6 +39,8 @@ from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 pytestmark = pytest.mark.slow
 
 TORCH = ("--ckpt-format", "torch")
+RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
+ON_THE_HOST = ("--recover-shadow-device", "cpu")
 TP2, DP4 = Layout("tp2-dp2", 2, tensor=2), Layout("dp4", 4)
 BOTH = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
 """All that hold the state of position 1, at once."""
@@ -93,6 +95,21 @@ SCENARIOS = [
              (Strike(1, 0, 6, "backward"), Strike(2, 0, 6, "forward")), 10, model=SHARDED), 2, near=300.0,
     ),
     Scenario("a position with its shards", Case(TP2, BOTH, 10, model=SHARDED), 1),
+    *(
+        Scenario(
+            f"shards, {name}",
+            Case(Layout(f"shards-dp4-{name.split()[0]}", 4, flags="--bf16 --ddp-bucket-size 2000"),
+                 (Strike(1, 0, 6, "backward"), Strike(2, 0, 6, "forward")), 10, model=SHARDED, flags=flags), 2,
+            near=300.0,
+        )
+        for name, flags in (
+            ("fully reshardable", RESHARDABLE),
+            ("legacy", TORCH),
+            ("shadows in host memory", ON_THE_HOST),
+            ("both, in host memory", (*RESHARDABLE, *ON_THE_HOST)),
+        )
+    ),
+    Scenario("a position with its shards, fully reshardable", Case(TP2, BOTH, 10, model=SHARDED, flags=RESHARDABLE), 1),
     Scenario(
         "one orphan is left", Case(TP2, ALL_BUT_ONE, 10, restarts=3, flags=TORCH).altered("pacing.late"), 1,
         said="waits up to 300 s for other workers",
