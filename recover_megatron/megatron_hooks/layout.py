@@ -91,6 +91,8 @@ def _resumes(args: Any) -> bool:
 
 def no_way_back(args: Any) -> str:
     """Why the run cannot go back to a checkpoint of its own in place, in words; empty: it can."""
+    if words := getattr(args, "no_way_back", ""):  # of another loop than Megatron-LM's
+        return str(words)
     if args.no_save_optim:
         return "its checkpoints lack the optimizer's state (--no-save-optim)"
     if getattr(args, "use_megatron_fsdp", False):

@@ -230,7 +230,11 @@ class TrainingHooks:
         """Join the first epoch, with everybody who was launched."""
         self.recovery.rendezvous.start()
         args, mine = get_args(), self.recovery.assignment
-        if (args.save or args.load) and (why := self._no_last_resort(self.parts.state)) and mine.me == min(mine.decision.workers):
+        if (
+            (args.save or args.load)
+            and (why := self._no_last_resort(self.parts.state))
+            and mine.me == min(mine.decision.workers)
+        ):
             log.info(
                 f"no last resort: {why}. Where the last holder of a part of the state is lost and no snapshot is in "
                 "memory, the run ends with exit code 12; a new launch goes on from the newest checkpoint"
