@@ -141,7 +141,7 @@ class TrainingHooks:
         """
         state, found = self.state, list[Checkpoint]()
         if state is not None and not self._no_last_resort(state):
-            found += [(iteration, "save") for iteration in self._checkpoints.complete]
+            found += self._checkpoints.complete
             found += [(state.loaded_at_launch, "load")] if state.loaded_at_launch else []
         return found, self._checkpoints.unreadable
 

@@ -139,6 +139,13 @@ SCENARIOS = [
         "the newest cannot be read", Case(TP2, BOTH, 10, flags=TORCH).altered("faulty.spoil", 0, 6), 1, (2,),
         said="cannot load the checkpoint of iteration 4 in",
     ),
+    # Of which Megatron keeps one, and which it loads where it is newer, whatever it is told to load.
+    Scenario(
+        "the non-persistent one cannot be read",
+        Case(TP2, BOTH, 10, flags=("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "5"))
+        .altered("faulty.spoil", 0, 6, "non_persistent"), 1,
+        said="cannot load the checkpoint of iteration 5 in",
+    ),
     # Two are left, both needed: one dies, and a newcomer takes its part.
     *(
         Scenario(

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.instep.decision import Beyond, JoinStatus, Rollback, Rules
+from recover_megatron.instep.decision import NON_PERSISTENT, Beyond, JoinStatus, Rollback, Rules
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.planner import Planner
@@ -67,6 +67,17 @@ def test_a_checkpoint_that_somebody_could_not_read_is_not_tried_again() -> None:
     decision = decide(5, {**THERE, 2: replace(THERE[2], unreadable=(4, 2))}, TWO)
     assert decision.state_lost, "there is no other"
     assert decision.enough == 0
+
+
+def test_what_could_not_be_read_is_not_gone_forward_to_when_that_is_forgotten() -> None:
+    """Who could not read it dies in the next iteration."""
+    first = decide(5, {**THERE, 2: replace(THERE[2], unreadable=(4,))}, TWO)
+    assert first.checkpoints == ((2, "save"),)
+
+
+def test_checkpoints_of_which_megatron_keeps_the_last_leave_room_for_the_others() -> None:
+    often = [(iteration, NON_PERSISTENT) for iteration in range(90, 100)]
+    assert merged(often, [(50, "save"), (40, "save")]) == (*reversed(often[-2:]), (50, "save"), (40, "save"))
 
 
 def test_what_a_worker_holds_of_what_was_left_behind_is_of_no_use() -> None:
