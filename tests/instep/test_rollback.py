@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from recover_megatron.membership.records import EXIT_STATE_LOST
 from recover_megatron.run_log.steps import read_steps
 from recover_megatron.workload.snapshots import Spread, copies, part_of
 from tests.drawn import some
@@ -182,6 +183,15 @@ def test_a_lost_state_is_that_of_the_newest_checkpoint(runs: Runs, tmp_path: Pat
 @pytest.mark.parametrize("scenario", some("rollbacks", SCENARIOS, 2), ids=str)
 def test_it_is_however_it_was_lost(runs: Runs, scenario: Scenario) -> None:
     gone_back(runs, scenario)
+
+
+def test_with_the_last_resort_off_the_run_ends_and_names_its_checkpoint(runs: Runs) -> None:
+    flags = ("--save", str(runs.out / "checkpoints"), "--save-interval", "2", "--recover-last-resort", "off")
+    result = runs(FIRST.case.with_flags(*flags))
+    assert result.ended.codes == [EXIT_STATE_LOST, -9, EXIT_STATE_LOST, -9], result.told()
+    assert result.of_training("rolled back") == []
+    assert result.said.count("no last resort: --recover-last-resort off.") == 1
+    assert "Last checkpoint: iteration 4" in result.said, result.told()
 
 
 # ---- to snapshots in the memory of the other of two nodes, without a checkpoint
