@@ -10,14 +10,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.instep.decision import NON_PERSISTENT, Beyond, JoinStatus, Rollback, Rules
+from recover_megatron.instep.faults import NoReplica
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.timelines import MOST, merged
+from recover_megatron.membership.records import EXIT_NO_REPLICA
 from tests.instep.test_plan import THREE, TWO, orphan
 
 KEPT = ((4, "save"), (2, "save"))
@@ -182,6 +185,27 @@ def test_a_rollback_is_undone_until_it_is_committed_whoever_has_logged_its_plan(
     session.committed = decision.at
     planner.meet(survivor(4), "asked for")
     assert [status.undone for status in told] == [0, 7, 7, 0]
+
+
+def test_too_few_to_go_back_wait_for_five_minutes_where_workers_may_come_then_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = decide(5, {0: survivor(0)}, TWO, Rules(replaced=True))
+    assert (short.short, short.enough, short.state_lost) == (True, 0, "")
+    assert not decide(5, {0: survivor(0)}, TWO).short, "nobody may come"
+    planner, session = played(None, me=0, grid=TWO, committed=6)
+    ended: list[int] = []
+    planner._edges.tries = 0
+    session.give_up = lambda code, message: ended.append(code)
+    clock = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    for clock[0] in (1000.0, 1299.0):
+        planner.give_up_unless_enough(short)
+    assert (ended, capsys.readouterr().err.count("waits up to 300 s for other workers")) == ([], 1)
+    clock[0] = 1301.0
+    with pytest.raises(NoReplica):
+        planner.give_up_unless_enough(short)
+    assert ended == [EXIT_NO_REPLICA]
 
 
 def test_an_iteration_whose_step_was_committed_is_lost_too_whatever_of_it_was_still_to_be_done() -> None:
