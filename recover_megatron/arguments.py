@@ -235,6 +235,16 @@ class RecoverConfig:
         default_text="",
         docs="to have no more than K iterations run again after the loss of a node, whatever that costs",
     )
+    last_resort: str = option(
+        "auto",
+        "when nobody who lives has all of the state: auto, those who live go back to the newest checkpoint in place, "
+        "where there is one (default); off, the run ends with exit code 12",
+        choices=("auto", "off"),
+        default_text="",
+        docs="`off` to have a loss of the state end the run, which somebody is to look at, or a job script starts "
+        "again; snapshots in memory have a flag of their own: "
+        "[regroup.md](regroup.md#back-to-a-checkpoint-in-place)",
+    )
     untested: bool = option(
         False,
         "take flags whose path is built, but of which a part needs a GPU or Transformer Engine and was never run; "

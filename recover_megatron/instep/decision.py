@@ -22,8 +22,10 @@ Timeline = tuple[int, int]
 (0, 0): it never did.  States of different timelines are never mixed, though they may be of one iteration.
 """
 Checkpoint = tuple[int, str]
-"""A complete checkpoint of this run: its iteration, and which argument of Megatron's names its folder (`SOURCES`)."""
-SOURCES = ("save", "load")
+"""A complete checkpoint of this run: its iteration, and what of Megatron's arguments names its folder (`SOURCES`)."""
+NON_PERSISTENT = "non_persistent"
+"""Of those that Megatron keeps the last one of (--non-persistent-ckpt-type global)."""
+SOURCES = ("save", "load", NON_PERSISTENT)
 MEMORY = "memory"
 """The source of a rollback to snapshots in the workers' memory (`snapshots`)."""
 HELD = "held"

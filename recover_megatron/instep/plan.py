@@ -76,7 +76,7 @@ def decide(
         before=heard.timeline,
         same_as=stands.same_as,
         short=enough == 0 and not state_lost and not whole and stands.back_to is not None and rules.replaced,
-        checkpoints=timelines.merged(*(status.checkpoints for status in there.values())),
+        checkpoints=timelines.merged(*(status.checkpoints for status in there.values()), until=stands.rollback),
         copies=wanted,
         kept=stands.in_memory,
         covered=timelines.covered(stands.in_memory, wanted),

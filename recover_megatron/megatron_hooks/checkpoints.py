@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.training import async_utils, get_args
 
 from recover_megatron.instep.attempts import Attempt, clean, discard, publish
+from recover_megatron.instep.decision import NON_PERSISTENT, Checkpoint
 from recover_megatron.instep.faults import (
     DISK_QUOTA,
     CheckpointFailed,
@@ -38,7 +39,7 @@ from recover_megatron.instep.faults import (
     signature,
 )
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.timelines import MOST
+from recover_megatron.instep.timelines import merged
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import checkpoint_writers, monkeypatch
 from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed, Parts
@@ -68,6 +69,8 @@ class UnderWay:
     """Where it is written, and what they are to be."""
     writers: list[int]
     """The workers that write it."""
+    source: str
+    """What names its folder (``instep.decision.Checkpoint``)."""
 
 
 class Checkpoints:
@@ -89,8 +92,10 @@ class Checkpoints:
         """Whether the last one that was saved was given up."""
         self._again: tuple[int, Callable[[], Any]] | None = None
         """The last iteration that was saved asynchronously, and how to save it again."""
-        self.complete: list[int] = []
-        """Iterations of those that this run has written and that are complete, oldest first."""
+        self._source = "save"
+        """What names the folder of the attempt that is being begun."""
+        self.complete: Sequence[Checkpoint] = ()
+        """The newest of those that this run has written and that are complete."""
         self.unreadable: set[int] = set()
         """Iterations of those that this worker could not load."""
         self._told: list[Callable[[], Any]] = []
@@ -113,6 +118,7 @@ class Checkpoints:
                 return original(iteration, *args, **kwargs)
 
             begun = False
+            source = self._source = NON_PERSISTENT if kwargs.get("non_persistent_ckpt") else "save"
 
             def run() -> Any:
                 nonlocal begun
@@ -148,7 +154,7 @@ class Checkpoints:
                 self._lost, self._again = False, (iteration, again)
                 recovery.hooks.log("checkpoint begun", begun=iteration)
             else:
-                self._completed(recovery, iteration)
+                self._completed(recovery, iteration, source)
             self._tell_now()
             return result
 
@@ -161,7 +167,7 @@ class Checkpoints:
             # boundary where others come in nothing is.
             if recovery is None or async_utils.is_empty_async_queue():
                 return original(*args, **kwargs)
-            written: list[int] = []
+            written: list[Checkpoint] = []
 
             def run() -> Any:
                 written.clear()
@@ -175,7 +181,7 @@ class Checkpoints:
                     while len(self._under_way) > _calls():
                         finalized = self._under_way.pop(0)
                         self._publish(recovery, finalized.folders)
-                        written.append(finalized.attempt.iteration)
+                        written.append((finalized.attempt.iteration, finalized.source))
                     return result
                 except BaseException as error:  # torch's CheckpointException is none of Exception
                     # Megatron forgets one when it is written, and finalizes it then.
@@ -189,8 +195,8 @@ class Checkpoints:
             while (result := recovery.sections.run("asynchronous checkpoint", attempt)) is _LOST:
                 assert self._again is not None
                 self._again[1]()
-            for iteration in written:
-                self._completed(recovery, iteration)
+            for iteration, source in written:
+                self._completed(recovery, iteration, source)
             self._tell_now()
             return result
 
@@ -221,10 +227,10 @@ class Checkpoints:
             return -1.0
         return 1.0 + zlib.crc32(repr([each.attempt for each in self._under_way]).encode()) if self._under_way else 0.0
 
-    def _completed(self, recovery: Recovery, iteration: int) -> None:
+    def _completed(self, recovery: Recovery, iteration: int, source: str) -> None:
         self._records.saved(recovery, iteration)
         self.unreadable.discard(iteration)
-        self.complete = [*(other for other in self.complete if other != iteration), iteration][-MOST:]
+        self.complete = merged(self.complete, [(iteration, source)])
 
     # ---- attempts
 
@@ -263,7 +269,7 @@ class Checkpoints:
         def schedule_async_save(async_request: Any) -> Any:
             attempt, folders, recovery = self._attempt, self._folders, self._groups.recovery
             if attempt is not None and recovery is not None and attempt not in (o.attempt for o in self._under_way):
-                self._under_way.append(UnderWay(attempt, folders, recovery.assignment.decision.workers))
+                self._under_way.append(UnderWay(attempt, folders, recovery.assignment.decision.workers, self._source))
                 # Megatron counts the calls, and compares the numbers: a worker that came late, or that an attempt was
                 # over for before it came so far, has counted fewer.
                 _queue().call_idx = 2 * recovery.progress.at
@@ -325,6 +331,10 @@ class Checkpoints:
         """Give up checkpoints under way.  The tracker file names the one before."""
         if number := self._forget_calls():
             recovery.hooks.log("checkpoint abandoned", number=number)
+
+    def went_back(self, iteration: int) -> None:
+        """The run goes on after ``iteration``: what could not be loaded then is not to be gone forward to later."""
+        self.complete = [one for one in self.complete if one[0] <= iteration]
 
     def forget(self) -> None:
         """This worker has left the training: know nothing of what was under way, nor of the model that was saved."""

@@ -89,12 +89,17 @@ def _resumes(args: Any) -> bool:
     return untold or (Path(load) / "latest_checkpointed_iteration.txt").is_file()
 
 
-def rolls_back(args: Any) -> bool:
-    """Whether the run can go back to a checkpoint in place: one that has all of the state, and in one piece."""
-    if args.no_save_optim or getattr(args, "use_megatron_fsdp", False):
-        return False
-    by_bucket = args.ckpt_format == "torch_dist" and not getattr(args, "dist_ckpt_optim_fully_reshardable", False)
-    return by_bucket or not args.use_distributed_optimizer
+def no_way_back(args: Any) -> str:
+    """Why the run cannot go back to a checkpoint of its own in place, in words; empty: it can."""
+    if words := getattr(args, "no_way_back", ""):  # of another loop than Megatron-LM's
+        return str(words)
+    if args.no_save_optim:
+        return "its checkpoints lack the optimizer's state (--no-save-optim)"
+    if getattr(args, "use_megatron_fsdp", False):
+        return "with --use-megatron-fsdp no checkpoint is loaded in place"
+    if args.use_distributed_optimizer and args.ckpt_format not in ("torch_dist", "torch"):
+        return f"a distributed optimizer is not loaded in place from --ckpt-format {args.ckpt_format}"
+    return ""
 
 
 def spreads_optimizer(args: Any) -> bool:

@@ -32,7 +32,7 @@ from megatron.training import checkpointing, get_args
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.decision import HELD, MEMORY, Decision
+from recover_megatron.instep.decision import HELD, MEMORY, NON_PERSISTENT, Decision
 from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.instep.faults import (
     InStepError,
@@ -238,6 +238,7 @@ AS_SAVED = {
     "pretrained_checkpoint": None,
     "override_ckpt_iteration": None,
     "ckpt_assume_constant_structure": False,  # who reads what was planned for other workers
+    "ckpt_convert_update_legacy_dist_opt_format": False,
 }
 """Megatron's arguments by which the launch may have begun with a part of a checkpoint: a rollback takes all of it."""
 
@@ -300,8 +301,9 @@ class Rollback:
             recovery.sections.run("rollback", recovery.progress.moving("rollback", run, moved))
             take_up[0]()
         self._done = decision.epoch
+        self._checkpoints.went_back(target.iteration)
         tier = "memory" if target.source in (HELD, MEMORY) else "disk"
-        folder = "" if tier == "memory" else str(getattr(get_args(), target.source))
+        folder = "" if tier == "memory" else _folder(target)
         seconds = time.monotonic() - began
         self._records.log(
             recovery,
@@ -324,10 +326,18 @@ class Rollback:
         no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
         as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": target.iteration}
         known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
-        with self._groups.in_section(), monkeypatch.replaced(args, **known):
+        of_last, at = target.source == NON_PERSISTENT, target.iteration
+        # Of the legacy format Megatron reads the optimizer's part of whatever the tracker file names, and what it keeps
+        # the last one of if that is newer, or as old.
+        wanted = monkeypatch.replaced(
+            checkpointing,
+            read_metadata=lambda tracker: (at, False),
+            _get_non_persistent_iteration=lambda *unused: at if of_last else -1,
+        )
+        with self._groups.in_section(), monkeypatch.replaced(args, **known), wanted:
             # Not training.load_checkpoint: a worker that was built alone has one that reads nothing.
             iteration, operations = checkpointing.load_checkpoint(
-                model, optimizer, scheduler, load_arg=target.source, strict=True
+                model, optimizer, scheduler, load_arg="save" if of_last else target.source, strict=True
             )
         if iteration != target.iteration:
             raise ValueError(f"it is of iteration {iteration}")
@@ -346,9 +356,17 @@ class Rollback:
         if target.source == MEMORY:
             what = f"the snapshot after iteration {target.iteration} in memory"
         else:
-            what = f"the checkpoint of iteration {target.iteration} in {getattr(get_args(), target.source)}"
+            what = f"the checkpoint of iteration {target.iteration} in {_folder(target)}"
             self._checkpoints.unreadable.add(target.iteration)
         why = f"worker {recovery.assignment.me} cannot load {what}: {signature(error)}"
         log.warning(f"{why}; the run goes back to one before it, if there is one")
         recovery.orphan.leave(why[:500])
         raise Orphaned(why) from error
+
+
+def _folder(target: Target) -> str:
+    """Where the checkpoints are of which ``target`` is one."""
+    args = get_args()
+    if target.source != NON_PERSISTENT:
+        return str(getattr(args, target.source))
+    return str(args.non_persistent_global_ckpt_dir or os.path.join(args.save, "non_persistent"))

@@ -30,7 +30,7 @@ from recover_megatron.collectives.state_transport import digest
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import Path, Place, at, flatten, new_memory
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
-from recover_megatron.megatron_hooks.layout import rolls_back
+from recover_megatron.megatron_hooks.layout import no_way_back
 from recover_megatron.megatron_hooks.loop_counters import LoopCounters
 from recover_megatron.megatron_hooks.maxima import Scales
 from recover_megatron.megatron_hooks.microbatches import to_skip, with_skipped
@@ -70,8 +70,8 @@ class TrainingState:
         all_of_it = not blank and args.load is not None and not (args.finetune or args.no_load_optim)
         self.loaded_at_launch = int(args.iteration) if all_of_it else 0
         """The iteration of the checkpoint with which the run began; 0: none, a part of one, or before this worker."""
-        self.rolls_back = rolls_back(args)
-        """Whether a checkpoint of this run has all of it."""
+        self.no_way_back = no_way_back(args)
+        """Why the run cannot go back to a checkpoint in place; empty: it can."""
         self.timeline = 0
         """The epoch of the timeline that this state is of (``instep.decision.Timeline``)."""
         self.last_step = (0, 0)

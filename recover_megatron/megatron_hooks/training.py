@@ -140,10 +140,14 @@ class TrainingHooks:
         From any thread.
         """
         state, found = self.state, list[Checkpoint]()
-        if state is not None and state.rolls_back:
-            found += [(iteration, "save") for iteration in self._checkpoints.complete]
+        if state is not None and not self._no_last_resort(state):
+            found += self._checkpoints.complete
             found += [(state.loaded_at_launch, "load")] if state.loaded_at_launch else []
         return found, self._checkpoints.unreadable
+
+    def _no_last_resort(self, state: TrainingState) -> str:
+        """Why the run cannot go back to a checkpoint in place, in words; empty: it can, once there is one."""
+        return "--recover-last-resort off" if self._config.last_resort == "off" else state.no_way_back
 
     @property
     def begun(self) -> bool:
@@ -225,6 +229,16 @@ class TrainingHooks:
     def _start(self) -> None:
         """Join the first epoch, with everybody who was launched."""
         self.recovery.rendezvous.start()
+        args, mine = get_args(), self.recovery.assignment
+        if (
+            (args.save or args.load)
+            and (why := self._no_last_resort(self.parts.state))
+            and mine.me == min(mine.decision.workers)
+        ):
+            log.info(
+                f"no last resort: {why}. Where the last holder of a part of the state is lost and no snapshot is in "
+                "memory, the run ends with exit code 12; a new launch goes on from the newest checkpoint"
+            )
         self._groups.traffic.recovery = self.recovery
         self._groups.traffic.mode = Mode.OPEN
         if self.sharded is not None:

@@ -22,7 +22,7 @@ from recover_megatron.report.goodput import Account
 from recover_megatron.report.history import PHASES, History, RecoveryRecord
 from recover_megatron.report.lanes import Mark, stretches
 from recover_megatron.report.run_dir import Comparison, Difference, RecordedRun
-from recover_megatron.report.summary import in_short, levels
+from recover_megatron.report.summary import in_short, levels, repeated
 from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 
@@ -310,7 +310,7 @@ def _what(event: Mapping[str, Any]) -> tuple[str, str]:
     if event["event"] == "again":
         return event["what"], "done again by those who were left"
     if event["event"] == "rolled back":
-        return "rolled back", f"to iteration {event['to']} from {event['tier']}, {event['lost']} iterations lost"
+        return "rolled back", f"to iteration {event['to']} from {event['tier']}, {repeated(event)}"
     return "checkpoint abandoned", "a worker that wrote it in the background was lost"
 
 

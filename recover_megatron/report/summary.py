@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
@@ -74,8 +74,16 @@ def _replicas(steps: Sequence[StepRecord]) -> str:
 def _rollbacks(rollbacks: Sequence[dict[str, Any]]) -> str:
     """The iterations above are as they were run last; here is what was run twice."""
     lost = sum(rollback["lost"] for rollback in rollbacks)
-    to = ", ".join(f"to {back['to']} from {back['tier']}" for back in rollbacks)
-    return f"{to}; {lost} iteration{'s' * (lost != 1)} lost, and run again"
+    to = ", ".join(f"to {back['to']} from {back['tier']} ({repeated(back)})" for back in rollbacks)
+    return f"{to}; {lost} iteration{'s' * (lost != 1)} lost; as they were before: steps.jsonl.1, ..."
+
+
+def repeated(rollback: Mapping[str, Any]) -> str:
+    """Which iterations are run again because of it, in words."""
+    first, last = rollback["to"] + 1, rollback["to"] + rollback["lost"]
+    if last < first:
+        return "no iteration run again"
+    return f"iteration {first} run again" if first == last else f"iterations {first} to {last} run again"
 
 
 def _workers(workers: Sequence[dict[str, Any]]) -> str:

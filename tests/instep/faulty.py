@@ -188,12 +188,15 @@ def corrupt(what: str, worker: str, iteration: str) -> None:
         beside_step(worker, iteration, after={"shadow": corrupt_shadow, "parameter": corrupt_parameter}[what])
 
 
-def spoil(worker: str, iteration: str) -> None:
-    """Have a worker cut, before that iteration, all files of the checkpoint that the tracker file names."""
+def spoil(worker: str, iteration: str, under: str = "") -> None:
+    """Have a worker cut, before that iteration, all files of the checkpoint that the tracker file names.
+
+    ``under``: of that in this folder of --save.
+    """
     from megatron.training import get_args
 
     def cut() -> None:
-        folder = Path(get_args().save)
+        folder = Path(get_args().save) / under
         newest = int((folder / "latest_checkpointed_iteration.txt").read_text())
         for path in (folder / f"iter_{newest:07d}").rglob("*.*"):
             if path.is_file():

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from recover_megatron.membership.records import EXIT_STATE_LOST
 from recover_megatron.run_log.steps import read_steps
 from recover_megatron.workload.snapshots import Spread, copies, part_of
 from tests.drawn import some
@@ -39,6 +40,11 @@ from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 pytestmark = pytest.mark.slow
 
 TORCH = ("--ckpt-format", "torch")
+RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
+ON_THE_HOST = ("--recover-shadow-device", "cpu")
+EP2 = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2"
+EXPERTS = Layout("experts", 3, inner_ranks=2, flags=EP2)
+SIXTEEN = Layout("sixteen", 4, flags="--bf16 --ddp-bucket-size 2000")
 TP2, DP4 = Layout("tp2-dp2", 2, tensor=2), Layout("dp4", 4)
 BOTH = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
 """All that hold the state of position 1, at once."""
@@ -75,6 +81,28 @@ class Scenario:
 
 # ---- to its newest checkpoint
 
+
+def at_once(layout: Layout, *workers: int) -> tuple[Strike, ...]:
+    """The loss of these workers in iteration 6."""
+    return tuple(Strike(*layout.grid.place(worker), 6, "forward") for worker in workers)
+
+
+def sharded(
+    name: str,
+    layout: Layout,
+    *flags: str,
+    lost: tuple[int, ...] = (1, 2),
+    replicas: int = 2,
+    spoil: int | None = None,
+    **more: Any,
+) -> Scenario:
+    """With shards, some of which are lost with their shadows; ``spoil``: a worker that cuts the newest checkpoint."""
+    case = Case(replace(layout, name=f"sharded-{layout.name}"), at_once(layout, *lost), 10, model=SHARDED, flags=flags)
+    return Scenario(
+        f"shards, {name}", case if spoil is None else case.altered("faulty.spoil", spoil, 6), replicas, **more
+    )
+
+
 FIRST = Scenario("both holders of a position at once", Case(TP2, BOTH, 10, model=ADAM), 1)
 SCENARIOS = [
     Scenario("the legacy format", Case(TP2, BOTH, 10, flags=TORCH), 1),
@@ -93,6 +121,17 @@ SCENARIOS = [
              (Strike(1, 0, 6, "backward"), Strike(2, 0, 6, "forward")), 10, model=SHARDED), 2, near=300.0,
     ),
     Scenario("a position with its shards", Case(TP2, BOTH, 10, model=SHARDED), 1),
+    sharded("fully reshardable", DP4, *RESHARDABLE),
+    sharded("by position, fully reshardable", TP2, *RESHARDABLE, lost=(1, 3), replicas=1),
+    sharded("experts, fully reshardable", EXPERTS, *RESHARDABLE, lost=(1, 3, 5), replicas=1),
+    sharded("instances, fully reshardable", Layout("instances", 4, flags="--num-distributed-optimizer-instances 2"),
+            *RESHARDABLE, lost=(0, 2)),
+    sharded("experts, legacy", EXPERTS, *TORCH, lost=(1, 3, 5), replicas=1),
+    # Its part of the optimizer's state, too, is that of iteration 2, though the tracker file names another one.
+    sharded("legacy, the newest cannot be read", DP4, *TORCH, spoil=3, to=(2,)),
+    sharded("in host memory", SIXTEEN, *ON_THE_HOST, near=300.0),
+    sharded("in host memory, fully reshardable", SIXTEEN, *RESHARDABLE, *ON_THE_HOST, near=300.0),
+    sharded("in host memory, legacy", SIXTEEN, *TORCH, *ON_THE_HOST, near=300.0),
     Scenario(
         "one orphan is left", Case(TP2, ALL_BUT_ONE, 10, restarts=3, flags=TORCH).altered("pacing.late"), 1,
         said="waits up to 300 s for other workers",
@@ -100,6 +139,13 @@ SCENARIOS = [
     Scenario(
         "the newest cannot be read", Case(TP2, BOTH, 10, flags=TORCH).altered("faulty.spoil", 0, 6), 1, (2,),
         said="cannot load the checkpoint of iteration 4 in",
+    ),
+    # Of which Megatron keeps one, and which it loads where it is newer, whatever it is told to load.
+    Scenario(
+        "the non-persistent one cannot be read",
+        Case(TP2, BOTH, 10, flags=("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "5"))
+        .altered("faulty.spoil", 0, 6, "non_persistent"), 1,
+        said="cannot load the checkpoint of iteration 5 in",
     ),
     # Two are left, both needed: one dies, and a newcomer takes its part.
     *(
@@ -139,6 +185,15 @@ def test_it_is_however_it_was_lost(runs: Runs, scenario: Scenario) -> None:
     gone_back(runs, scenario)
 
 
+def test_with_the_last_resort_off_the_run_ends_and_names_its_checkpoint(runs: Runs) -> None:
+    flags = ("--save", str(runs.out / "checkpoints"), "--save-interval", "2", "--recover-last-resort", "off")
+    result = runs(FIRST.case.with_flags(*flags))
+    assert result.ended.codes == [EXIT_STATE_LOST, -9, EXIT_STATE_LOST, -9], result.told()
+    assert result.of_training("rolled back") == []
+    assert result.said.count("no last resort: --recover-last-resort off.") == 1
+    assert "Last checkpoint: iteration 4" in result.said, result.told()
+
+
 # ---- to snapshots in the memory of the other of two nodes, without a checkpoint
 #
 # Megatron's default order: position 0 of both replicas is on node a, position 1 on node b, which is lost.
@@ -169,7 +224,6 @@ def corrupted(case: Case, part: int) -> Case:
 
 LOST = Case(PP2, NODE_B, 8, flags=EVERY_2, nodes=NODES, model=CLIPPED)
 SPREAD = replace(LOST, model=SPREAD_MODEL)
-EP2 = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2"
 
 
 def ways(lost: Case, adam: Case, part: int) -> list[Scenario]:
@@ -186,11 +240,6 @@ def ways(lost: Case, adam: Case, part: int) -> list[Scenario]:
                  said=f"copy of part {part} of the snapshot after iteration 4 are corrupted"),
         Scenario("the only replica", alone, 1, (2, 4), said="waits up to 300 s for other workers"),
     ]  # fmt: skip
-
-
-def at_once(layout: Layout, *workers: int) -> tuple[Strike, ...]:
-    """The loss of these workers in iteration 6."""
-    return tuple(Strike(*layout.grid.place(worker), 6, "forward") for worker in workers)
 
 
 def spread(name: str, layout: Layout, nodes: str, lost: tuple[int, ...], replicas: int, **more: Any) -> Scenario:

@@ -10,14 +10,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.instep.decision import Beyond, JoinStatus, Rollback, Rules
+from recover_megatron.instep.decision import NON_PERSISTENT, Beyond, JoinStatus, Rollback, Rules
+from recover_megatron.instep.faults import NoReplica
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.timelines import MOST, merged
+from recover_megatron.membership.records import EXIT_NO_REPLICA
 from tests.instep.test_plan import THREE, TWO, orphan
 
 KEPT = ((4, "save"), (2, "save"))
@@ -67,6 +70,17 @@ def test_a_checkpoint_that_somebody_could_not_read_is_not_tried_again() -> None:
     decision = decide(5, {**THERE, 2: replace(THERE[2], unreadable=(4, 2))}, TWO)
     assert decision.state_lost, "there is no other"
     assert decision.enough == 0
+
+
+def test_what_could_not_be_read_is_not_gone_forward_to_when_that_is_forgotten() -> None:
+    """Who could not read it dies in the next iteration."""
+    first = decide(5, {**THERE, 2: replace(THERE[2], unreadable=(4,))}, TWO)
+    assert first.checkpoints == ((2, "save"),)
+
+
+def test_checkpoints_of_which_megatron_keeps_the_last_leave_room_for_the_others() -> None:
+    often = [(iteration, NON_PERSISTENT) for iteration in range(90, 100)]
+    assert merged(often, [(50, "save"), (40, "save")]) == (*reversed(often[-2:]), (50, "save"), (40, "save"))
 
 
 def test_what_a_worker_holds_of_what_was_left_behind_is_of_no_use() -> None:
@@ -171,6 +185,27 @@ def test_a_rollback_is_undone_until_it_is_committed_whoever_has_logged_its_plan(
     session.committed = decision.at
     planner.meet(survivor(4), "asked for")
     assert [status.undone for status in told] == [0, 7, 7, 0]
+
+
+def test_too_few_to_go_back_wait_for_five_minutes_where_workers_may_come_then_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = decide(5, {0: survivor(0)}, TWO, Rules(replaced=True))
+    assert (short.short, short.enough, short.state_lost) == (True, 0, "")
+    assert not decide(5, {0: survivor(0)}, TWO).short, "nobody may come"
+    planner, session = played(None, me=0, grid=TWO, committed=6)
+    ended: list[int] = []
+    planner._edges.tries = 0
+    session.give_up = lambda code, message: ended.append(code)
+    clock = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    for clock[0] in (1000.0, 1299.0):
+        planner.give_up_unless_enough(short)
+    assert (ended, capsys.readouterr().err.count("waits up to 300 s for other workers")) == ([], 1)
+    clock[0] = 1301.0
+    with pytest.raises(NoReplica):
+        planner.give_up_unless_enough(short)
+    assert ended == [EXIT_NO_REPLICA]
 
 
 def test_an_iteration_whose_step_was_committed_is_lost_too_whatever_of_it_was_still_to_be_done() -> None:

@@ -24,6 +24,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.training.datasets.fim_dataset import GPTFIMDataset
 
+from recover_megatron.instep.decision import NON_PERSISTENT
 from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.megatron_hooks import data, microbatches, rejoin
@@ -343,24 +344,50 @@ def test_a_checkpoint_has_as_many_random_states_as_the_launch_has_replicas(
     assert len(kept_states(microbatches._as_many_as_launched(gathered)("any"))) == len(living)
 
 
-def test_who_goes_back_reads_no_random_states_where_there_is_one_for_each_replica_of_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def going_back(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A rollback whose ``load_checkpoint`` is that of the test, with ``args``: Megatron has newer checkpoints."""
     args = SimpleNamespace(no_save_rng=False, no_load_rng=False, data_parallel_random_init=True)
-    read = []
+    newest = {"read_metadata": lambda tracker: (9, False), "_get_non_persistent_iteration": lambda *unused: 9}
+    checkpointing = SimpleNamespace(**newest)
+    monkeypatch.setattr(rejoin, "get_args", lambda: args)
+    monkeypatch.setattr(rejoin, "checkpointing", checkpointing)
+    unused: Any = None
+    groups: Any = SimpleNamespace(in_section=nullcontext)
+    rollback = rejoin.Rollback(unused, groups, unused, unused, unused, unused)
+
+    def load(source: str, load_checkpoint: Any) -> None:
+        checkpointing.load_checkpoint = load_checkpoint
+        rollback._load(Target(7, source, 0), unused, unused, unused)
+
+    return SimpleNamespace(args=args, checkpointing=checkpointing, load=load)
+
+
+def test_who_goes_back_reads_no_random_states_where_there_is_one_for_each_replica_of_then(going_back: Any) -> None:
+    args, read = going_back.args, []
 
     def load_checkpoint(*args_: Any, **named: Any) -> tuple[int, int]:
         read.append(not args.no_load_rng)
         return 7, 0
 
-    monkeypatch.setattr(rejoin, "get_args", lambda: args)
-    monkeypatch.setattr(rejoin, "checkpointing", SimpleNamespace(load_checkpoint=load_checkpoint))
-    unused: Any = None
-    groups: Any = SimpleNamespace(in_section=nullcontext)
-    going_back = rejoin.Rollback(unused, groups, unused, unused, unused, unused)
     for args.data_parallel_random_init in (True, False):
-        going_back._load(Target(7, "load", 0), unused, unused, unused)
+        going_back.load("load", load_checkpoint)
     assert (read, args.no_load_rng) == ([False, True], False)
+
+
+def test_who_goes_back_reads_the_checkpoint_of_the_plan_whatever_is_newer(going_back: Any) -> None:
+    megatron, read = going_back.checkpointing, []
+
+    def load_checkpoint(*args_: Any, **named: Any) -> tuple[int, int]:
+        # Of a legacy checkpoint with a distributed optimizer the tracker file is read once more.
+        read.append(
+            (named["load_arg"], megatron.read_metadata("")[0], megatron._get_non_persistent_iteration("", None))
+        )
+        return 7, 0
+
+    for source in ("save", NON_PERSISTENT):
+        going_back.load(source, load_checkpoint)
+    assert read == [("save", 7, -1), ("save", 7, 7)]
 
 
 def kept_states(found: Any) -> list[str]:

@@ -1,4 +1,7 @@
-"""A worker's way back: who is put aside, which update of an orphan counts, ranks; and when snapshots are taken."""
+"""A worker's way back: who is put aside, which update of an orphan counts, ranks; when snapshots are taken.
+
+And which runs have a last resort.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, JoinStatus, Rules
@@ -20,8 +24,11 @@ from recover_megatron.instep.snapshots import Taking
 from recover_megatron.instep.spare import MOST, PAUSE_SECONDS
 from recover_megatron.megatron_hooks import memory_tier
 from recover_megatron.megatron_hooks.groups import renew_rank_copies
+from recover_megatron.megatron_hooks.layout import no_way_back
+from recover_megatron.megatron_hooks.loops.bridge_arguments import BridgeArguments
 from recover_megatron.megatron_hooks.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.rejoin import Rejoin
+from recover_megatron.megatron_hooks.training import TrainingHooks
 from recover_megatron.megatron_hooks.training_parts import StepGuard
 
 BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
@@ -213,3 +220,34 @@ def test_after_the_run_went_back_to_its_start_a_host_without_the_memory_does_not
     memory, store = tier(0, replace(decision, timeline=(5, 0)), version=0)
     memory.at_boundary()
     assert store.begun == [], "it is said, and none is taken"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({}, ""),
+        ({"use_distributed_optimizer": True}, ""),
+        ({"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}, ""),
+        ({"use_distributed_optimizer": True, "ckpt_format": "torch"}, ""),
+        ({"use_distributed_optimizer": True, "ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp"),
+        ({"no_save_optim": True}, "--no-save-optim"),
+    ],
+)
+def test_which_runs_go_back_to_their_checkpoints_is_known_at_the_start(flags: dict[str, Any], why: str) -> None:
+    args = {"no_save_optim": False, "use_distributed_optimizer": False, "ckpt_format": "torch_dist", **flags}
+    found = no_way_back(SimpleNamespace(**args))
+    assert bool(found) == bool(why)
+    assert why in found
+
+
+def test_bridges_loop_goes_back_to_no_checkpoint_and_says_why() -> None:
+    assert no_way_back(BridgeArguments(SimpleNamespace())).startswith("Megatron-Bridge")
+
+
+@pytest.mark.parametrize(("flag", "kept"), [("auto", [(4, "save"), (3, "load")]), ("off", [])])
+def test_with_the_last_resort_off_no_checkpoint_is_one_to_go_back_to(flag: str, kept: list[Any]) -> None:
+    hooks = object.__new__(TrainingHooks)
+    parts: Any = SimpleNamespace(state=SimpleNamespace(no_way_back="", loaded_at_launch=3))
+    checkpoints: Any = SimpleNamespace(complete=[(4, "save")], unreadable=set())
+    hooks._config, hooks._parts, hooks._checkpoints = RecoverConfig(last_resort=flag), parts, checkpoints
+    assert hooks.kept_checkpoints() == (kept, set())

@@ -141,7 +141,7 @@ def test_rollbacks_and_snapshots_are_marks_with_a_key_and_words() -> None:
     assert [(mark.time - T0, mark.kind) for mark in made][-3:] == [
         (34, "from-memory"), (35, "from-disk"), (31, "snapshot"),
     ]  # fmt: skip
-    assert made[-3].text == "rolled back to iteration 30 from memory, 3 iterations lost"
+    assert made[-3].text == "rolled back to iteration 30 from memory, iterations 31 to 33 run again"
     found = [Stretch(0, T0, T0 + 50, "training")]
     drawn = svg(found, made)
     assert [drawn.count(f'class="mark {kind}"') for kind in MARKS] == [2, 1, 1, 1]

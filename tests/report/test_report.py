@@ -140,7 +140,10 @@ def test_the_summary_says_what_was_run_twice(tmp_path: Path, summary: Summary) -
     planned = {"event": "plan", "rollback": {"iteration": 5, "source": "save", "lost": 1}}  # nobody could read it
     backs = [planned, *({"event": "rolled back", **its} for its in carried_out)]
     write_lines(tmp_path / "events.jsonl", [{"time": 1.0, "worker": 0, **its} for its in backs])
-    told = "rolled back     to 4 from disk, to 2 from memory; 3 iterations lost, and run again"
+    told = (
+        "rolled back     to 4 from disk (iteration 5 run again), to 2 from memory (iterations 3 to 4 run again); "
+        "3 iterations lost; as they were before: steps.jsonl.1, ..."
+    )
     assert told in summary(write_steps(tmp_path, GOOD))
 
 

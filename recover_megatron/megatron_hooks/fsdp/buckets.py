@@ -368,7 +368,7 @@ class InShardGroups(Keeping):
     def loading(
         self, one: Any, fragments: ShardFragments, held: dict[int, list[ShardFragment]]
     ) -> AbstractContextManager[None]:
-        raise ValueError("with --use-megatron-fsdp no checkpoint is loaded in place")  # see `layout.rolls_back`
+        raise ValueError("with --use-megatron-fsdp no checkpoint is loaded in place")  # see `layout.no_way_back`
 
     def lend(self, fragments: ShardFragments, *, moments: bool) -> list[tuple[Column, torch.Tensor]]:
         lent: list[dict[str, torch.Tensor]] = []

@@ -45,7 +45,7 @@ _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "inprocess_restart": lambda config: config.inprocess_restart is not None and config.inprocess_restart.enabled,
     "enable_ft_package": lambda config: config.ft is not None and config.ft.enable_ft_package,
     "no_load_optim": lambda config: not config.checkpoint.load_optim,
-    "no_save_optim": lambda config: True,  # no checkpoint is one to go back to in place: Bridge's load was not tried
+    "no_way_back": lambda config: "Megatron-Bridge's own load of a checkpoint was not tried in the middle of a run",
     "no_save_rng": lambda config: not config.checkpoint.save_rng,
     "full_validation": lambda config: False,
     "multiple_validation_sets": lambda config: False,

@@ -9,14 +9,13 @@ Shards lie where deaths have left them; checkpoints of them are in Megatron's fo
     by bucket (its default)      ``by_bucket``: each worker writes the parts that it speaks for, where they belong
 
 Either loads in stock Megatron at any data-parallel size: no format says who held what.  While the run goes back to a
-checkpoint (`rejoin`) one by bucket is loaded into the pieces that workers are to hold, in place of the lost
-(``loading_into``).
+checkpoint (`rejoin`) it is loaded into the pieces that workers are to hold, in place of the lost (``loading_into``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -68,11 +67,16 @@ class ShardedCheckpoint:
             state[number] = {dtype: {**tensors, "numel_unpadded": size}}
         return state if wanted else None
 
-    def _fill(self, buffer: Any, tensors: dict[str, torch.Tensor]) -> None:
+    def _starts(self, buffer: Any) -> dict[int, int]:
+        """Of each bucket, where its elements begin in what is brought together of its buffer."""
         offset, starts = 0, {}
         for bucket in buffer.buckets:
             starts[self._numbers[id(bucket)]] = bucket.offset if self._padded else offset
             offset += bucket.numel_unpadded  # the legacy format leaves out the padding between buckets
+        return starts
+
+    def _fill(self, buffer: Any, tensors: dict[str, torch.Tensor]) -> None:
+        starts = self._starts(buffer)
         for fragment in self._primaries(self._fragments):
             if fragment.bucket in starts:
                 at = starts[fragment.bucket]
@@ -121,6 +125,32 @@ class ShardedCheckpoint:
         """What came of it for each of the pieces, in their order."""
         places = {place: iter(its) for place, its in _lists(state)}
         return (next(places[self._place(fragment.bucket)[0]]) for fragment in fragments)
+
+    def found_in_model_space(self, state: Any, fragments: Sequence[ShardFragment]) -> Iterator[dict[str, Any]]:
+        """The same of a fully reshardable checkpoint, whose tensors are those of whole parameters."""
+        parameters = (its for buffer in self._optimizer.buffers for its in buffer.param_index_map)
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        for fragment in fragments:
+            its = self._fragments.range_of(fragment)
+            part = slice(fragment.start - its.start, fragment.stop - its.start)
+            yield {name: whole.flatten()[part] for name, whole in state[numbers[its.parameter]].items()}
+
+    def found_by_rank_0(
+        self, state: Any, fragments: Sequence[ShardFragment]
+    ) -> Iterator[tuple[ShardFragment, dict[str, Any]]]:
+        """The same of a legacy checkpoint, which the column's rank 0 has read; in an order of their own."""
+        optimizer, group = self._optimizer, self._optimizer.data_parallel_group
+        for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+            (dtype,) = ranges
+            tensors, starts = {}, self._starts(buffer)
+            for key in self._keys:
+                tensors[key] = torch.empty(buffer.numel_unpadded, dtype=torch.float32)
+                if group.rank() == 0:
+                    tensors[key].copy_(state[number][dtype][key])
+                dist.broadcast(tensors[key], group=group, group_src=0)
+            for fragment in fragments:
+                if (at := starts.get(fragment.bucket)) is not None:
+                    yield fragment, {key: its[at + fragment.start : at + fragment.stop] for key, its in tensors.items()}
 
     def _place(self, bucket: int) -> tuple[tuple[int, Any, int], str, int]:
         """Where Megatron has a bucket: buffer, type, number in it; its key in a checkpoint; its elements there."""
@@ -200,31 +230,40 @@ class ShardedCheckpoint:
         """
         optimizer, fragments = self._optimizer, self._fragments
         every = [fragment for its in held.values() for fragment in its]
-        if any(fragment.aside for fragment in every):
-            raise ValueError("the state of shadows on the host cannot be loaded in place (--recover-shadow-device cpu)")
         fragments.install(held)
         optimizer._init_optimizer_states_with_dummy_values()  # an update by zeros: all is read from the checkpoint
-        inner = fragments.inner
 
         def wanted(model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
             # Not before: Megatron has loaded the groups, and torch has made new dicts of the state.
             for fragment in every:
-                fragment.state = inner.state[fragment.tensor]
+                fragment.state = fragments.new_state(fragment)
             return self.wanted(every)
 
-        def loaded(state: Any) -> None:
-            for fragment, entry in zip(every, self.found(state, every), strict=True):
-                fragment.state = dict(inner.state[fragment.tensor])
+        def loaded(entries: Iterable[tuple[ShardFragment, dict[str, Any]]]) -> None:
+            for fragment, entry in entries:
+                fragment.state = fragments.new_state(fragment)
                 _copy(fragment, entry)
                 if fragment.model.dtype == torch.bfloat16:
-                    fragment.tensor.copy_(precision.whole(fragment.model, fragment.tensor))
+                    model = fragment.model.to(fragment.tensor.device)
+                    fragment.tensor.copy_(precision.whole(model, fragment.tensor))
             fragments.install(held)
+
+        def by_bucket(state: Any) -> None:
+            loaded(zip(every, self.found(state, every), strict=True))
+
+        def fully_reshardable(state: Any) -> None:
+            loaded(zip(every, self.found_in_model_space(state, every), strict=True))
+
+        def legacy(state: Any, *, update_legacy_format: bool = False) -> None:
+            loaded(self.found_by_rank_0(state, every))
 
         others = dict.fromkeys((name for name in OTHER_FORMATS if hasattr(optimizer, name)), _refuse)
         with monkeypatch.replaced(
             optimizer,
             sharded_param_state_dp_reshardable=wanted,
-            load_parameter_state_from_dp_reshardable=loaded,
+            load_parameter_state_from_dp_reshardable=by_bucket,
+            load_parameter_state_from_fully_reshardable=fully_reshardable,
+            load_parameter_state_from_dp_zero=legacy,
             **others,
         ):
             yield
@@ -257,12 +296,8 @@ def _entry(
     return entry
 
 
-OTHER_FORMATS = (
-    "sharded_param_state_dp_zero",
-    "sharded_param_state_fully_reshardable",
-    "sharded_param_state_fs_model_space",
-)
-"""Methods by which a distributed optimizer asks for a checkpoint of another format."""
+OTHER_FORMATS = ("sharded_param_state_dp_zero", "sharded_param_state_fs_model_space")
+"""Methods by which a distributed optimizer asks for a checkpoint of a format that Megatron writes no more."""
 
 
 def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
@@ -277,7 +312,7 @@ def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Sequence[Any]:
-    raise ValueError("a distributed optimizer is loaded in place from Megatron's default format only, by bucket")
+    raise ValueError("it is in a format that Megatron does not write any more: no run goes back to one in place")
 
 
 class Keeping(ABC):

@@ -188,10 +188,24 @@ class ShardFragments:
         """The model's parameters that it updates, here or elsewhere."""
         return (its.parameter for ranges in self.table.values() for its in ranges)
 
+    def range_of(self, fragment: ShardFragment) -> ParameterRange:
+        """Where the model's parameter lies of which it is a part."""
+        ranges = self.table[fragment.bucket]
+        return ranges[bisect_right(ranges, fragment.start, key=lambda its: its.start) - 1]
+
     def parameter_of(self, fragment: ShardFragment) -> torch.nn.Parameter:
         """The model's parameter of which it is a part."""
-        ranges = self.table[fragment.bucket]
-        return ranges[bisect_right(ranges, fragment.start, key=lambda its: its.start) - 1].parameter
+        return self.range_of(fragment).parameter
+
+    def new_state(self, fragment: ShardFragment) -> dict[str, Any]:
+        """What the inner optimizer has for it; for one that it leaves out the like, with zeros for each element."""
+        inner = self.inner.state
+        if not fragment.aside:
+            return dict(inner[fragment.tensor])
+        return {
+            name: torch.zeros_like(fragment.tensor, dtype=its.dtype) if its.dim() else its.clone()
+            for name, its in next(iter(inner.values())).items()
+        }
 
     def has_remainder(self, fragment: ShardFragment) -> bool:
         """Whether stock Megatron would keep what the model lacks of it, and not the whole (`precision`)."""
