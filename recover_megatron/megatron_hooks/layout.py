@@ -91,8 +91,10 @@ def _resumes(args: Any) -> bool:
 
 def rolls_back(args: Any) -> bool:
     """Whether the run can go back to a checkpoint in place: one that has all of the state, and in one piece."""
-    if args.no_save_optim or getattr(args, "use_megatron_fsdp", False):
+    if args.no_save_optim:
         return False
+    if getattr(args, "use_megatron_fsdp", False):
+        return True
     by_bucket = args.ckpt_format == "torch_dist" and not getattr(args, "dist_ckpt_optim_fully_reshardable", False)
     return by_bucket or not args.use_distributed_optimizer
 

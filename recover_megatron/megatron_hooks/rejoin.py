@@ -237,6 +237,7 @@ AS_SAVED = {
     "no_load_optim": False,
     "pretrained_checkpoint": None,
     "override_ckpt_iteration": None,
+    "strict_fsdp_dtensor_load": True,
     "ckpt_assume_constant_structure": False,  # who reads what was planned for other workers
 }
 """Megatron's arguments by which the launch may have begun with a part of a checkpoint: a rollback takes all of it."""
@@ -322,13 +323,13 @@ class Rollback:
         args = get_args()
         # Of the random states there is one for each replica, where they are many; the run may have grown since.
         no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
-        as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": target.iteration}
+        # Megatron reads what a checkpoint of Megatron-FSDP has from --load, whichever folder it is to load.
+        folder = getattr(args, target.source)
+        as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": target.iteration, "load": folder}
         known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
         with self._groups.in_section(), monkeypatch.replaced(args, **known):
             # Not training.load_checkpoint: a worker that was built alone has one that reads nothing.
-            iteration, operations = checkpointing.load_checkpoint(
-                model, optimizer, scheduler, load_arg=target.source, strict=True
-            )
+            iteration, operations = checkpointing.load_checkpoint(model, optimizer, scheduler, strict=True)
         if iteration != target.iteration:
             raise ValueError(f"it is of iteration {iteration}")
         return int(operations)

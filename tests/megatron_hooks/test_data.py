@@ -343,14 +343,19 @@ def test_a_checkpoint_has_as_many_random_states_as_the_launch_has_replicas(
     assert len(kept_states(microbatches._as_many_as_launched(gathered)("any"))) == len(living)
 
 
-def test_who_goes_back_reads_no_random_states_where_there_is_one_for_each_replica_of_then(
+def test_who_goes_back_reads_all_of_one_checkpoint_but_random_states_where_there_is_one_for_each_replica_of_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    args = SimpleNamespace(no_save_rng=False, no_load_rng=False, data_parallel_random_init=True)
-    read = []
+    """With Megatron-FSDP Megatron looks in --load for what there is to read, and may go on without a part of it."""
+    args = SimpleNamespace(
+        no_save_rng=False, no_load_rng=False, data_parallel_random_init=True, save="saved", load=None, ckpt_step=None,
+        strict_fsdp_dtensor_load=False,
+    )  # fmt: skip
+    read, where = [], set()
 
-    def load_checkpoint(*args_: Any, **named: Any) -> tuple[int, int]:
+    def load_checkpoint(*unused: Any, load_arg: str = "load", **named: Any) -> tuple[int, int]:
         read.append(not args.no_load_rng)
+        where.add((getattr(args, load_arg), args.load, args.ckpt_step, args.strict_fsdp_dtensor_load))
         return 7, 0
 
     monkeypatch.setattr(rejoin, "get_args", lambda: args)
@@ -359,8 +364,9 @@ def test_who_goes_back_reads_no_random_states_where_there_is_one_for_each_replic
     groups: Any = SimpleNamespace(in_section=nullcontext)
     going_back = rejoin.Rollback(unused, groups, unused, unused, unused, unused)
     for args.data_parallel_random_init in (True, False):
-        going_back._load(Target(7, "load", 0), unused, unused, unused)
+        going_back._load(Target(7, "save", 0), unused, unused, unused)
     assert (read, args.no_load_rng) == ([False, True], False)
+    assert where == {("saved", "saved", 7, True)}
 
 
 def kept_states(found: Any) -> list[str]:
