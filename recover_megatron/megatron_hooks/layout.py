@@ -95,9 +95,8 @@ def no_way_back(args: Any) -> str:
         return str(words)
     if args.no_save_optim:
         return "its checkpoints lack the optimizer's state (--no-save-optim)"
-    if getattr(args, "use_megatron_fsdp", False):
-        return "with --use-megatron-fsdp no checkpoint is loaded in place"
-    if args.use_distributed_optimizer and args.ckpt_format not in ("torch_dist", "torch"):
+    fsdp = getattr(args, "use_megatron_fsdp", False)  # whose only format is fsdp_dtensor
+    if not fsdp and args.use_distributed_optimizer and args.ckpt_format not in ("torch_dist", "torch"):
         return f"a distributed optimizer is not loaded in place from --ckpt-format {args.ckpt_format}"
     return ""
 

@@ -237,6 +237,7 @@ AS_SAVED = {
     "no_load_optim": False,
     "pretrained_checkpoint": None,
     "override_ckpt_iteration": None,
+    "strict_fsdp_dtensor_load": True,
     "ckpt_assume_constant_structure": False,  # who reads what was planned for other workers
     "ckpt_convert_update_legacy_dist_opt_format": False,
 }
@@ -324,9 +325,11 @@ class Rollback:
         args = get_args()
         # Of the random states there is one for each replica, where they are many; the run may have grown since.
         no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
-        as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": target.iteration}
-        known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
         of_last, at = target.source == NON_PERSISTENT, target.iteration
+        source = "save" if of_last else target.source
+        # Megatron reads what a checkpoint of Megatron-FSDP has from --load, whichever folder it is to load.
+        as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": at, "load": getattr(args, source)}
+        known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
         # Of the legacy format Megatron reads the optimizer's part of whatever the tracker file names, and what it keeps
         # the last one of if that is newer, or as old.
         wanted = monkeypatch.replaced(
@@ -337,7 +340,7 @@ class Rollback:
         with self._groups.in_section(), monkeypatch.replaced(args, **known), wanted:
             # Not training.load_checkpoint: a worker that was built alone has one that reads nothing.
             iteration, operations = checkpointing.load_checkpoint(
-                model, optimizer, scheduler, load_arg="save" if of_last else target.source, strict=True
+                model, optimizer, scheduler, load_arg=source, strict=True
             )
         if iteration != target.iteration:
             raise ValueError(f"it is of iteration {iteration}")

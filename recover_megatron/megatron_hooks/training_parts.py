@@ -28,7 +28,8 @@ from recover_megatron.instep.step import Outcome
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Services
 from recover_megatron.megatron_hooks.buckets import Buckets
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, FsdpBuckets2, InShardGroups
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, FsdpBuckets2
+from recover_megatron.megatron_hooks.fsdp.outer import InShardGroups
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp
 from recover_megatron.megatron_hooks.fsdp.version2 import is_version2
 from recover_megatron.megatron_hooks.groups import Groups

@@ -18,6 +18,7 @@ from recover_megatron.run_log.steps import read_steps
 from recover_megatron.workload.snapshots import Spread, copies, part_of
 from tests.drawn import some
 from tests.instep import hsdp
+from tests.instep.altered import altered
 from tests.instep.conftest import Runs
 from tests.instep.hsdp import second
 from tests.instep.runs import (
@@ -33,6 +34,7 @@ from tests.instep.runs import (
     Result,
     Strike,
     check,
+    check_rows,
     check_sharded,
 )
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
@@ -192,6 +194,67 @@ def test_with_the_last_resort_off_the_run_ends_and_names_its_checkpoint(runs: Ru
     assert result.of_training("rolled back") == []
     assert result.said.count("no last resort: --recover-last-resort off.") == 1
     assert "Last checkpoint: iteration 4" in result.said, result.told()
+
+
+# ---- with Megatron-FSDP: all that hold a shard
+
+OFF = ("--recover-memory-tier", "off")
+"""Else there is a newer snapshot where a node has all that hold a shard."""
+
+
+def of_groups(
+    name: str, layout: Layout, *more: Strike, lost: tuple[Strike, ...] = BOTH, replicas: int = 1, to: int = 4,
+    when: str = "", said: str = "", **changed: Any,
+) -> Scenario:  # fmt: skip
+    case = replace(Case(layout, (*lost, *more), 10, flags=OFF), **changed)
+    return Scenario(name, case, replicas, (to,), when, said, hsdp.NEAR.get(layout, 10.0))
+
+
+IN_THE_LOAD = Strike(0, 0, 5, "rollback")
+GROUP_SCENARIOS = [
+    *(of_groups(its.name, its) for its in (hsdp.TWO, hsdp.OPTIMIZER, hsdp.TENSOR, hsdp.CONTEXT, hsdp.EXPERTS)),
+    *(of_groups(its.name, its) for its in (hsdp.SIXTEEN_BITS, hsdp.HALF_MOMENTS, hsdp.DOUBLE)),
+    *(of_groups(its.name, its) for its in (hsdp.OUTER_TWO, hsdp.OUTER_SIXTEEN, hsdp.OUTER_EXPERTS)),
+    *(
+        scenario
+        for name, layout in (("shard groups", hsdp.TWO), ("outer", hsdp.OUTER_TWO))
+        for scenario in (
+            of_groups(f"{name}, replaced", layout, iterations=12, restarts=2, replicas=2, when="9-:2"),
+            of_groups(f"{name}, the newest cannot be read", layout, to=2, train_with=altered("faulty.spoil", 0, 6),
+                      said="cannot load the checkpoint of iteration 4 in"),
+            *(of_groups(f"{name}, a death in the load, {visit}", layout, replace(IN_THE_LOAD, visit=visit), restarts=3)
+              for visit in (1, 2)),
+        )
+    ),
+    *(
+        of_groups(f"{name}, a death in the middle of the load, {operation}", layout, doomed=(0,), restarts=3,
+                  train_with=altered("faulty.in_shard_group", 0, 5, operation, visit, "kill"))
+        for name, layout in (("shard groups", hsdp.TWO), ("outer", hsdp.OUTER_TWO))
+        for operation, visit in (("gather_object", 1), ("scatter_object_list", 1), ("all_gather_object", 1))
+    ),
+    # Position 1 of the last shard group lives; what it has not is lost all the same.
+    of_groups("outer, a part and its shadow", hsdp.OUTER_THREE, said="had no other copy", replicas=2, iterations=14,
+              when="9-:2"),
+    of_groups("outer, shadows in host memory", hsdp.OUTER_TWO, flags=(*OFF, "--recover-shadow-device", "cpu")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", some("shard groups to a checkpoint", GROUP_SCENARIOS, 3), ids=str)
+def test_a_lost_shard_of_megatron_fsdp_is_that_of_the_newest_checkpoint(runs: Runs, scenario: Scenario) -> None:
+    gone_back(runs, scenario)
+
+
+def test_a_lost_shard_of_megatron_fsdp_is_that_of_the_checkpoint_of_megatron_alone_with_which_the_run_began(
+    runs: Runs,
+) -> None:
+    folder = runs.out / "stock-checkpoints"
+    case = replace(of_groups("", hsdp.TWO).case, model=tuple(CLIPPED))
+    stock = runs.stock(replace(case, strikes=()), "--save", str(folder), "--save-interval", "4")
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    result = runs(case.with_flags("--load", str(folder)), "again")
+    check_rows(stock.recorded[4:], result.steps, 10.0)
+    (back,) = result.of_training("rolled back")
+    assert (back["to"], back["lost"], back["folder"]) == (4, 1, str(folder)), result.told()
 
 
 # ---- to snapshots in the memory of the other of two nodes, without a checkpoint

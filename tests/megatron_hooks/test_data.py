@@ -347,7 +347,10 @@ def test_a_checkpoint_has_as_many_random_states_as_the_launch_has_replicas(
 @pytest.fixture
 def going_back(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A rollback whose ``load_checkpoint`` is that of the test, with ``args``: Megatron has newer checkpoints."""
-    args = SimpleNamespace(no_save_rng=False, no_load_rng=False, data_parallel_random_init=True)
+    args = SimpleNamespace(
+        no_save_rng=False, no_load_rng=False, data_parallel_random_init=True, save="saved", load=None, ckpt_step=None,
+        strict_fsdp_dtensor_load=False,
+    )  # fmt: skip
     newest = {"read_metadata": lambda tracker: (9, False), "_get_non_persistent_iteration": lambda *unused: 9}
     checkpointing = SimpleNamespace(**newest)
     monkeypatch.setattr(rejoin, "get_args", lambda: args)
@@ -363,16 +366,21 @@ def going_back(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(args=args, checkpointing=checkpointing, load=load)
 
 
-def test_who_goes_back_reads_no_random_states_where_there_is_one_for_each_replica_of_then(going_back: Any) -> None:
-    args, read = going_back.args, []
+def test_who_goes_back_reads_all_of_one_checkpoint_but_random_states_where_there_is_one_for_each_replica_of_then(
+    going_back: Any,
+) -> None:
+    """With Megatron-FSDP Megatron looks in --load for what there is to read, and may go on without a part of it."""
+    args, read, where = going_back.args, [], set()
 
-    def load_checkpoint(*args_: Any, **named: Any) -> tuple[int, int]:
+    def load_checkpoint(*unused: Any, load_arg: str, **named: Any) -> tuple[int, int]:
         read.append(not args.no_load_rng)
+        where.add((getattr(args, load_arg), args.load, args.ckpt_step, args.strict_fsdp_dtensor_load))
         return 7, 0
 
     for args.data_parallel_random_init in (True, False):
-        going_back.load("load", load_checkpoint)
+        going_back.load("save", load_checkpoint)
     assert (read, args.no_load_rng) == ([False, True], False)
+    assert where == {("saved", "saved", 7, True)}
 
 
 def test_who_goes_back_reads_the_checkpoint_of_the_plan_whatever_is_newer(going_back: Any) -> None:

@@ -1,7 +1,7 @@
 """Where Megatron keeps a spread optimizer's state, and what it calls to update, to save and to load it.
 
 ``Keeping`` is what `sharded_optimizer` asks; ``InBuckets`` answers for the distributed optimizer, whose buckets lie in
-Megatron's DDP, and `fsdp.buckets` for Megatron-FSDP, whose shard groups share their shards' state.
+Megatron's DDP, and `fsdp.outer` for Megatron-FSDP, whose shard groups share their shards' state.
 
 Shards lie where deaths have left them; checkpoints of them are in Megatron's formats, all of them:
 
