@@ -33,6 +33,7 @@ SIZES_ELSEWHERE = ("--yaml-cfg", "--use-mp-args-from-checkpoint-args")
 """With one of these the sizes of a replica are in a file."""
 SHADOWS = "--recover-shadow-shards 2"
 FOLDERS, FORMAT, LAST_RESORT = ("--save", "--load"), "--ckpt-format", "--recover-last-resort"
+NO_SAVE = "no --save"
 MOST_NAMED = 4
 """So many domains, or rows of nodes, are named in one line of a table."""
 
@@ -62,7 +63,7 @@ class Forecast:
         """Lines for people: one for all domains of which the same is to be said; one alone where no loss costs more
         than the workers that go with it."""
         fewest = min(self.losses, key=lambda loss: loss.whole)
-        if not any(loss.lost for loss in self.losses) and not any(self.change):
+        if all(then == _go(loss) for loss, then in zip(self.losses, self.then, strict=True)):
             kinds = sorted({loss.domain.partition(" ")[0] for loss in self.losses}, key="node".__ne__)
             return [f"no loss of one {' or '.join(kinds)} costs state; at least {_go(fewest)}"]
         rows: dict[tuple[str, str, str], list[str]] = {}
@@ -109,9 +110,10 @@ def forecast(
         domains = on_nodes(world, per_node, named)
         domains += domains[-1:] * spares
         losses = domain_losses(training, domains, spares)
+        why = _no_way_back(script_args)
         fewest = config_from_argv(script_args).min_replicas
-        then = [_then(loss, fewest, _no_way_back(script_args), (control or Control([])).replaced) for loss in losses]
-        change = _changes(training, losses, domains, spares)
+        then = [_then(loss, fewest, why, (control or Control([])).replaced) for loss in losses]
+        change = _changes(training, losses, domains, spares, "--save" if why == NO_SAVE else "")
         if control is not None:
             silent = [_silent(loss, control, domains, per_node) for loss in losses]
             then = [f"{what} ({how})" if how else what for what, (how, _) in zip(then, silent, strict=True)]
@@ -224,7 +226,7 @@ def _no_way_back(script_args: Sequence[str]) -> str:
     if "off" in found.get(LAST_RESORT, []):
         return f"{LAST_RESORT} off"
     if not any(name in found for name in FOLDERS):
-        return "no --save"
+        return NO_SAVE
     if "--no-save-optim" in found:
         return "--no-save-optim"
     if SPREAD in found and FSDP not in found and formats not in ("torch_dist", "torch"):
@@ -232,8 +234,11 @@ def _no_way_back(script_args: Sequence[str]) -> str:
     return ""
 
 
-def _changes(training: Training, losses: Sequence[Loss], domains: Sequence[Sequence[str]], spares: int) -> list[str]:
-    """Of each loss of state the first change by which it is none; tried, not guessed."""
+def _changes(
+    training: Training, losses: Sequence[Loss], domains: Sequence[Sequence[str]], spares: int, save: str
+) -> list[str]:
+    """Of each loss of state the first change by which it is none; tried, not guessed.  ``save``: the flag that would
+    have the run go back to a checkpoint; empty: it does not help."""
     changes: list[tuple[str, dict[str, Any]]] = []
     if any(loss.lost for loss in losses):
         if training.blocks and not training.pipeline_before_data:
@@ -250,8 +255,8 @@ def _changes(training: Training, losses: Sequence[Loss], domains: Sequence[Seque
         flag = next((flag for flag, lost in state.items() if loss.domain not in lost), "")
         if not flag and loss.lost and loss.waits:
             flag = "spares on another node, recover-run --join"
-        elif not flag and loss.lost and not loss.back and len(domains) > loss.workers:
-            flag = "--recover-memory-tier auto, or checkpoints (--save)"
+        elif not loss.back and not loss.waits and len(domains) > loss.workers:
+            flag = " or ".join(filter(None, (flag, "--recover-memory-tier auto", save)))
         found.append(flag if loss.lost else "")
     return found
 
