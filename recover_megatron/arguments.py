@@ -73,17 +73,23 @@ def listed_domains(text: str) -> dict[str, str]:
 def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """What ``--recover-domain`` says of this host: NAME[,NAME...], from its line where that names a file.
 
-    ValueError: as ``listed_domains``, or the file does not have this host.
+    UserError: it cannot be used, or does not have this host.
     """
     if not text.startswith("@"):
         return text
-    listed, name = listed_domains(text), socket.gethostname()
+    name = socket.gethostname()
     names = [name, name.partition(".")[0], environ.get("SLURMD_NODENAME", ""), environ.get(HOST_VARIABLE, "")]
-    for name in filter(None, names):
+    try:
+        listed = listed_domains(text)
+    except ValueError as error:
+        raise UserError(f"--recover-domain {text}: {error}") from None
+    for name in names:
         if name in listed:
             return listed[name]
     known = " or ".join(dict.fromkeys(filter(None, names)))
-    raise ValueError(f"it has no line of this host ({known}): add one, {names[0]} NAME[,NAME...]")
+    raise UserError(
+        f"--recover-domain {text}: it has no line of this host ({known}): add one, {names[0]} NAME[,NAME...]"
+    )
 
 
 def some_path(text: str) -> None:

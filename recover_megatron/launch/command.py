@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from recover_megatron import variables
 from recover_megatron.arguments import config_or_defaults, listed_domains, own_domains, spares_from_argv
+from recover_megatron.errors import UserError
 from recover_megatron.launch import arguments, peers, preflight, readers, slurm, store
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
@@ -222,18 +223,16 @@ def _forecast(options: arguments.Options) -> Forecast | None:
 
 def _check_domains(options: arguments.Options) -> list[str]:
     """The reasons against what ``--recover-domain @FILE`` says of this host, and of the number of nodes."""
-    text = config_or_defaults(options.script_args).domain
-    try:
-        listed, reasons = listed_domains(text), list[str]()
-    except ValueError as error:
-        return [f"--recover-domain {text}: {error}"] if options.join else []  # else the check of all flags says it
-    if 0 < len(listed) < options.nnodes:
-        reasons.append(f"it has {count(len(listed), 'host', 'hosts')}, of {options.nnodes} nodes: add the others")
-    try:
-        _ = options.check or own_domains(text)
-    except ValueError as error:
-        reasons.append(str(error))
-    return [f"--recover-domain {text}: {reason}" for reason in reasons]
+    text, reasons = config_or_defaults(options.script_args).domain, list[str]()
+    with contextlib.suppress(ValueError):  # which the check of all flags says
+        if 0 < (hosts := len(listed_domains(text))) < options.nnodes:
+            what = f"it has {count(hosts, 'host', 'hosts')}, of {options.nnodes} nodes: add the others"
+            reasons.append(f"--recover-domain {text}: {what}")
+        try:
+            _ = options.check or own_domains(text)
+        except UserError as error:
+            reasons.append(str(error))
+    return reasons
 
 
 def _domains(options: arguments.Options) -> Domains:

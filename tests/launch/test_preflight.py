@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from recover_megatron.launch import arguments, command, preflight, readers
 from recover_megatron.launch.forecast import Control, Forecast, forecast
+from recover_megatron.launch.host import Host
 from recover_megatron.launch.plan import hosting
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
@@ -395,6 +399,12 @@ def test_each_node_has_a_line_in_the_list_and_coordinators_stand_in_several_rack
     plan = command._plan(options, None, 0)
     assert plan.own_domains == ("domain r1",)
     assert hosting(plan) == (0, 2, 1)
+    options.slurm = True
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[2-3],n[0-1]")
+    plan = command._plan(options, None, 0)
+    assert plan.domains == (("domain r1",),) * 2 + (("domain r0",),) * 2, "SLURM's order of nodes"
+    assert hosting(plan) == (1, 2, 3), "the first node of SLURM's comes last"
+    options.slurm = False
     monkeypatch.setenv("RECOVER_HOST", "n9")
     options.nnodes = 5
     assert len(command._check_domains(options)) == 2
@@ -438,3 +448,19 @@ def test_shard_groups_are_the_replicas_of_megatron_fsdp() -> None:
 )
 def test_nothing_is_said_of_what_is_not_known(script: str, flags: list[str], nodes: int) -> None:
     assert forecast(script, flags, nodes, 8) is None
+
+
+def test_at_the_start_node_0_says_it_by_what_all_launchers_tell_of_their_domains(tmp_path: Path) -> None:
+    argv = ["--nnodes", "4", "--nproc-per-node", "2", "--log-dir", str(tmp_path), TRAINING, *GOOD]
+    options, _ = arguments.parse(argv)
+    plan = replace(command._plan(options, None, 0), control_plane=True)
+    store, seal = SimpleNamespace(set=lambda key, value: None), SimpleNamespace(wrap=lambda *words: words, proves=True)
+    lines: list[str] = []
+    events = SimpleNamespace(note=lines.append)
+    host = Host(plan, cast(Any, store), cast(Any, seal), cast(Any, events), lambda call, text: call(text), pytest.fail)
+    host._told, host._domains[0] = True, ("domain r0",)
+    for rank in (1, 2, 3):
+        words = {"host": "h", "nonce": "n", "count": 1, "coordinator": ["h", 1], "domains": [f"domain r{rank // 2}"]}
+        assert not lines
+        assert host._heard(rank, words)
+    assert [line.split("  ")[1] for line in lines[2:]] == ["domain", "nodes 0 to 3", "domain r0", "domain r1"]

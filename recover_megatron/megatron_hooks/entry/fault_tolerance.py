@@ -336,7 +336,7 @@ class FaultTolerance:
             self._turning_points,
             slot=slot,
             node=node,
-            domains=domains.names(node, _own_domains(config.domain), os.environ),
+            domains=domains.names(node, own_domains(config.domain), os.environ),
             device=int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None,
             rules=Rules(
                 args.pipeline_model_parallel_size if interleaved else 1,
@@ -366,13 +366,6 @@ def _device() -> torch.device:
     if hostdevice.is_active():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _own_domains(text: str) -> str:
-    try:
-        return own_domains(text)
-    except ValueError as error:
-        raise UserError(f"--recover-domain {text}: {error}") from None
 
 
 def _my_address() -> str:
