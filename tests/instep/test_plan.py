@@ -358,8 +358,9 @@ def test_with_one_replica_left_a_spare_in_each_position_keeps_its_state() -> Non
     assert decide(2, {0: orphan(0, ready=False)} | whole, TWO).mirrors == {}
     near, far = (replace(orphan(0), domains=[f"node {node}"]) for node in "ab")
     there = {worker: replace(status, domains=["node a"]) for worker, status in whole.items()}
-    assert decide(2, {0: near, 1: far} | there, TWO).mirrors == {1: 2}, "the one that does not go with the same node"
-    assert decide(2, {0: near, 1: near} | there, TWO).mirrors == {0: 2}
+    spares = {0: near, 1: near, 4: far}  # 1 is told to build the other position
+    assert decide(2, spares | there, TWO).mirrors == {4: 2}, "the one that does not go with the same node"
+    assert decide(2, {**spares, 4: near} | there, TWO).mirrors == {0: 2}
 
 
 def test_orphans_begin_again_with_the_newest_state_that_they_hold_between_them() -> None:
