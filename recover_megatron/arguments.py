@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recover_megatron.errors import UserError
 from recover_megatron.options import add_options, at_least, checked, flags_of, option, seconds_above_0, seconds_from_0
-from recover_megatron.variables import COORDINATOR_VARIABLE, LOG_DIR_VARIABLE
+from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE, LOG_DIR_VARIABLE
 
 
 def parse_addresses(text: str) -> list[tuple[str, int]]:
@@ -42,6 +43,53 @@ def metrics_address(text: str) -> tuple[str, int]:
     except ValueError:
         raise ValueError("give a port (1 to 65535) or HOST:PORT ([HOST]:PORT for IPv6)") from None
     return host, port
+
+
+def listed_domains(text: str) -> dict[str, str]:
+    """Host -> the names of its domains, in the order of the file, of ``@FILE``, lines of HOST NAME[,NAME...]; empty for
+    other text.  ValueError: all that is wrong with the file."""
+    if not text.startswith("@"):
+        return {}
+    try:
+        lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"it cannot be read ({getattr(error, 'strerror', '') or 'it is no text'})") from None
+    found: dict[str, str] = {}
+    wrong = []
+    for number, line in enumerate(lines, start=1):
+        host, *names = line.partition("#")[0].split(maxsplit=1)[:2] or [""]
+        if not host:
+            continue
+        if host in found:
+            wrong.append(f"line {number}: host {host} is there twice")
+        if not names or not names[0].strip(" ,"):
+            wrong.append(f"line {number}: host {host} has no domain: write HOST NAME[,NAME...]")
+        found[host] = names[0] if names else ""
+    if wrong or not found:
+        raise ValueError("; ".join(wrong) or "it names no host: write a line HOST NAME[,NAME...] for each node")
+    return found
+
+
+def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """What ``--recover-domain`` says of this host: NAME[,NAME...], from its line where that names a file.
+
+    UserError: it cannot be used, or does not have this host.
+    """
+    if not text.startswith("@"):
+        return text
+    name = socket.gethostname()
+    names = [name, name.partition(".")[0], environ.get("SLURMD_NODENAME", ""), environ.get(HOST_VARIABLE, "")]
+    try:
+        listed = listed_domains(text)
+    except ValueError as error:
+        raise UserError(f"--recover-domain {text}: {error}") from None
+    for name in names:
+        if name in listed:
+            return listed[name]
+    known = " or ".join(dict.fromkeys(filter(None, names)))
+    raise UserError(
+        f"--recover-domain {text}: it has no line of this host ({known}): add one, {names[0]} NAME[,NAME...]"
+    )
 
 
 def some_path(text: str) -> None:
@@ -135,8 +183,10 @@ class RecoverConfig:
     domain: str = option(
         "",
         "what this worker may be lost with besides its node: a rack, a power line, a switch; it may differ from node "
-        "to node. Copies of the optimizer's state are kept on workers of other nodes and domains",
-        metavar="NAME[,NAME...]",
+        "to node. @FILE: a line HOST NAME[,NAME...] for each node, in their order. Copies of the optimizer's state are "
+        "kept on workers of other nodes and domains",
+        metavar="NAME[,NAME...]|@FILE",
+        check=listed_domains,
         default_text="the switches of SLURM's topology, if it tells them (SLURM_TOPOLOGY_ADDR)",
         docs="[sharded.md](sharded.md#failure-domains)",
     )

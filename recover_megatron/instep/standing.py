@@ -202,15 +202,19 @@ class Members:
         return number, GONE if number > 0 else ""
 
     def mirrors(self, grid: Mapping[int, tuple[int, ...]], placement: Placement) -> dict[int, int]:
-        """The last replica's state is nowhere else: a spare in each position keeps it, too."""
+        """The last replica's state is nowhere else: a spare in each position keeps it, too, outside of the domains of
+        the worker that has it if there is one."""
         (workers,) = grid.values()
-        keepers: dict[int, int] = {}
-        for worker, status in sorted(self.statuses.items()):
+        keepers: dict[int, tuple[int, int]] = {}
+        for worker, status in self.statuses.items():
             if not status.ready or status.position is None or worker in (*workers, *placement.rebuild):
                 continue
-            if edge(worker, workers[status.position]) not in self.broken:
-                keepers.setdefault(status.position, worker)
-        return {worker: workers[position] for position, worker in sorted(keepers.items())}
+            given = workers[status.position]
+            shared = len({*status.domains} & {*self.statuses[given].domains})
+            if edge(worker, given) not in self.broken:
+                best = keepers.get(status.position, (shared, worker))
+                keepers[status.position] = min(best, (shared, worker))
+        return {worker: workers[position] for position, (_, worker) in sorted(keepers.items())}
 
 
 def draining_of(statuses: Statuses, whole: Mapping[int, Sequence[int]], rules: Rules, asked: Sequence[str]) -> Drain:

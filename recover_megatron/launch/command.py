@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from recover_megatron import variables
-from recover_megatron.arguments import config_or_defaults, spares_from_argv
+from recover_megatron.arguments import config_or_defaults, listed_domains, own_domains, spares_from_argv
+from recover_megatron.errors import UserError
 from recover_megatron.launch import arguments, peers, preflight, readers, slurm, store
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_test import command_of
-from recover_megatron.launch.forecast import Forecast, forecast, given_flags
+from recover_megatron.launch.forecast import LOSSES, Forecast, given_flags, of_launch
+from recover_megatron.launch.leasing import AUTO, OFF, lease_path
 from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count, goes_on_without
-from recover_megatron.launch.plan import LaunchPlan, is_known, loopback, saves_checkpoints
+from recover_megatron.launch.plan import Domains, LaunchPlan, is_known, loopback, saves_checkpoints
 from recover_megatron.launch.processes import AGAIN_SECONDS
 from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
@@ -33,6 +35,7 @@ from recover_megatron.membership.records import SecretError
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.network.system import use_all_descriptors
 from recover_megatron.variables import HOST_VARIABLE
+from recover_megatron.workload.domains import names
 
 log = get_logger(__name__)
 
@@ -72,7 +75,7 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
             if options.script and (its := _limits(options)):
                 log.info(f"what that takes here, as counted on CPUs: {its.counted}")
             if found := _forecast(options):
-                log.info("what the loss of a node would cost:" + "".join(f"\n  {line}" for line in found.table()))
+                log.info(f"{LOSSES}:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
         plan = replace(_plan(options, reserved, attempt), without=tuple(without))
         others, lock = _lock_folders(plan)
@@ -89,8 +92,6 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
     if not options.slurm and options.nnodes == 1 and (hint := slurm.left_alone(os.environ)):
         log.info(hint)
-    if plan.node_rank == 0 and not plan.joins and (found := _forecast(options)) and (fatal := found.warning()):
-        log.info(fatal)
     if plan.fault_tolerant:
         use_all_descriptors()  # a connection of each worker of the run to the store counts, too
     if lock and plan.joins:
@@ -116,6 +117,8 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     if options.script and not options.join:
         world = options.nnodes * options.nproc_per_node
         reasons += preflight.check(options.script, options.script_args, world)
+    if "--recover" in options.script_args:
+        reasons += _check_domains(options)
     if options.script and (its := _limits(options)):
         notes += its.notes
         if not _elsewhere(options):
@@ -212,7 +215,35 @@ def _named_folders(saves: bool, script_args: Sequence[str]) -> dict[str, Path]:
 
 
 def _forecast(options: arguments.Options) -> Forecast | None:
-    return forecast(options.script or "", options.script_args, options.nnodes, options.nproc_per_node)
+    """For ``--check``: with the lease and the witness that its options ask for."""
+    plan = _plan(options, None, 0)
+    witness = options.witness not in (AUTO, OFF) or (options.witness == AUTO and options.slurm)
+    return of_launch(plan, plan.domains, lease_path(plan, plan.run_id) is not None, witness)
+
+
+def _check_domains(options: arguments.Options) -> list[str]:
+    """The reasons against what ``--recover-domain @FILE`` says of this host, and of the number of nodes."""
+    text, reasons = config_or_defaults(options.script_args).domain, list[str]()
+    with contextlib.suppress(ValueError):  # which the check of all flags says
+        if 0 < (hosts := len(listed_domains(text))) < options.nnodes:
+            what = f"it has {count(hosts, 'host', 'hosts')}, of {options.nnodes} nodes: add the others"
+            reasons.append(f"--recover-domain {text}: {what}")
+        try:
+            _ = options.check or own_domains(text)
+        except UserError as error:
+            reasons.append(str(error))
+    return reasons
+
+
+def _domains(options: arguments.Options) -> Domains:
+    """Of each node, where ``--recover-domain @FILE`` lists them: in its order, or in that of SLURM's nodes."""
+    try:
+        listed = listed_domains(config_or_defaults(options.script_args).domain)
+    except ValueError:
+        return ()  # it was refused for that
+    hosts = slurm.nodes_of(os.environ) if options.slurm else []
+    hosts = hosts if hosts and all(host in listed for host in hosts) else [*listed]
+    return tuple(names("", listed[host], {}) for host in hosts)
 
 
 def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None]:
@@ -297,6 +328,7 @@ def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: i
         first_candidate=1 if options.slurm and options.nnodes > 1 else 0,
         lease=options.lease,
         witness=options.witness,
+        domains=_domains(options),
         spares=0 if options.join else spares_from_argv(options.script_args),
         joins=options.coordinators,
         joined_world_size=options.world_size,

@@ -1,4 +1,4 @@
-"""What a training takes of each node, and what the loss of a node would cost it, by its flags alone.
+"""What a training takes of each node, and what the loss of a node or another domain would cost it, by its flags alone.
 
 For ``recover-run --check``, and at a start.
 """
@@ -13,11 +13,12 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from recover_megatron.arguments import config_from_argv
+from recover_megatron.arguments import config_from_argv, spares_from_argv
 from recover_megatron.errors import UserError
+from recover_megatron.launch.leasing import slack_of
 from recover_megatron.launch.messages import count
-from recover_megatron.launch.plan import is_megatrons
-from recover_megatron.workload.domains import NodeLoss, Training, data_parallel_ranks_per_replica, node_losses
+from recover_megatron.launch.plan import Domains, LaunchPlan, hosting, is_megatrons
+from recover_megatron.workload.domains import Loss, Training, data_parallel_ranks_per_replica, domain_losses, on_nodes
 
 SIZES = {
     "tensor": "--tensor-model-parallel-size",
@@ -31,43 +32,93 @@ OUTER = "--outer-dp-sharding-strategy"
 SIZES_ELSEWHERE = ("--yaml-cfg", "--use-mp-args-from-checkpoint-args")
 """With one of these the sizes of a replica are in a file."""
 SHADOWS = "--recover-shadow-shards 2"
+FOLDERS, FORMAT, LAST_RESORT = ("--save", "--load"), "--ckpt-format", "--recover-last-resort"
+NO_SAVE = "no --save"
+MOST_NAMED = 4
+"""So many domains, or rows of nodes, are named in one line of a table."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """What decides whether those go on who are left after a silent loss (``membership.leadership``)."""
+
+    hosts: Sequence[int]
+    """The nodes with a coordinator; the first one's leads."""
+    lease: bool = False
+    witness: bool = False
+    slack: int = 0
+    replaced: bool = False
+    """Whether the run waits for workers in place of the lost (``--max-restarts``, ``--recover-spares``)."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """``losses``: by node.  ``advice``: what would change a loss of state; empty: nothing is lost with one node."""
+    """``losses``: by domain.  ``then``, ``change``: of each, what happens, and what would change that, in words."""
 
-    losses: list[NodeLoss]
-    advice: str
+    losses: list[Loss]
+    then: list[str]
+    change: list[str]
 
     def table(self) -> list[str]:
-        """A line for nodes in a row of which the same is to be said, and the advice."""
-        rows = [f"{_nodes([loss.node for loss in its])}: {said}" for said, its in groupby(self.losses, _said)]
-        return [*rows, self.advice] if self.advice else rows
+        """Lines for people: one for all domains of which the same is to be said; one alone where no loss costs more
+        than the workers that go with it."""
+        fewest = min(self.losses, key=lambda loss: loss.whole)
+        if all(then == _go(loss) for loss, then in zip(self.losses, self.then, strict=True)):
+            kinds = sorted({loss.domain.partition(" ")[0] for loss in self.losses}, key="node".__ne__)
+            return [f"no loss of one {' or '.join(kinds)} costs state; at least {_go(fewest)}"]
+        rows: dict[tuple[str, str, str], list[str]] = {}
+        for loss, then, change in zip(self.losses, self.then, self.change, strict=True):
+            lost = f"{count(loss.workers)}, parts of {count(loss.broken, 'replica', 'replicas')}"
+            what = (lost + (f"; {loss.lost}" if loss.lost else ""), then, change)
+            rows.setdefault(what, []).append(loss.domain)
+        cells = [("domain", "lost with it", "then", "what would change that")]
+        cells += [(_named(domains), *what) for what, domains in rows.items()]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
-    def warning(self) -> str:
-        """For the start of a run; empty: no loss of one node ends it."""
-        fatal = [loss for loss in self.losses if loss.lost and not loss.back]
-        if not fatal:
-            return ""
-        unless = " unless workers come in their place" if all(loss.waits for loss in fatal) else ""
-        lost = f"the loss of {_nodes([loss.node for loss in fatal])} would end this run{unless}: {fatal[0].lost}"
-        return f"{lost}. {self.advice}"
+
+LOSSES = "what the loss of a node or another domain would cost"
 
 
-def forecast(script: str, script_args: Sequence[str], nodes: int, per_node: int) -> Forecast | None:
+def of_launch(plan: LaunchPlan, named: Domains, lease: bool, witness: bool) -> Forecast | None:
+    """That of a launch; ``named``: as in ``forecast``.  ``lease``, ``witness``: whether it has one."""
+    replaced = bool(plan.max_restarts or plan.spares)
+    control = Control(hosting(plan), lease, witness, slack_of(plan), replaced)
+    return forecast(plan.script, plan.script_args, plan.nnodes, plan.nproc_per_node, named, control)
+
+
+def forecast(
+    script: str,
+    script_args: Sequence[str],
+    nodes: int,
+    per_node: int,
+    named: Sequence[Sequence[str]] = (),
+    control: Control | None = None,
+) -> Forecast | None:
     """None where there is one node alone, or the training is none that survives, or none of Megatron's.
 
-    ``script_args``: checked (``preflight.check``).  The nodes' ranks are taken to lie in their order.
+    ``script_args``: checked (``preflight.check``).  The nodes' ranks are taken to lie in their order.  ``named``: by
+    node, the domains in which it stands.
     """
     if nodes < 2 or "--recover" not in script_args or not is_megatrons(script):
         return None
     try:
-        training = training_of(script_args, nodes * per_node)
+        world, spares = nodes * per_node, spares_from_argv(script_args)
+        training = training_of(script_args, world)
         if training is None:
             return None
-        losses = node_losses(training, nodes * per_node, per_node)
-        return Forecast(losses, _advice(training, losses, nodes * per_node, per_node))
+        domains = on_nodes(world, per_node, named)
+        domains += domains[-1:] * spares
+        losses = domain_losses(training, domains, spares)
+        why = _no_way_back(script_args)
+        fewest = config_from_argv(script_args).min_replicas
+        then = [_then(loss, fewest, why, (control or Control([])).replaced) for loss in losses]
+        change = _changes(training, losses, domains, spares, "--save" if why == NO_SAVE else "")
+        if control is not None:
+            silent = [_silent(loss, control, domains, per_node) for loss in losses]
+            then = [f"{what} ({how})" if how else what for what, (how, _) in zip(then, silent, strict=True)]
+            change = ["; ".join(filter(None, (one, more))) for one, (_, more) in zip(change, silent, strict=True)]
+        return Forecast(losses, then, change)
     except (ValueError, IndexError, UserError):
         return None  # what the checks did not understand either; Megatron says what is wrong with it
 
@@ -106,6 +157,8 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
         shadows=config.shadow_shards,
         instances=1 if fsdp else instances,
         memory=config.memory_tier != "off",
+        checkpoint=not _no_way_back(script_args),
+        across=config.allow_cross_node_tp,
         blocks=sizes["pipeline"] == 1 or expert * expert_tensor == sizes["tensor"] * sizes["context"],
     )
 
@@ -166,43 +219,96 @@ def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, l
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _advice(training: Training, losses: Sequence[NodeLoss], world: int, per_node: int) -> str:
-    """The first change by which no loss of a node ends the run; tried, not guessed."""
-    if not any(loss.lost for loss in losses):
-        return ""
+def _no_way_back(script_args: Sequence[str]) -> str:
+    """Why the run cannot go back to a checkpoint in place, as ``megatron_hooks.layout`` says it; empty: it can."""
+    found = given_flags(script_args, [*FOLDERS, LAST_RESORT, FORMAT, SPREAD, FSDP, "--no-save-optim"])
+    formats = found.get(FORMAT, ["torch_dist"])[-1]
+    if "off" in found.get(LAST_RESORT, []):
+        return f"{LAST_RESORT} off"
+    if not any(name in found for name in FOLDERS):
+        return NO_SAVE
+    if "--no-save-optim" in found:
+        return "--no-save-optim"
+    if SPREAD in found and FSDP not in found and formats not in ("torch_dist", "torch"):
+        return f"{FORMAT} {formats}"
+    return ""
+
+
+def _changes(
+    training: Training, losses: Sequence[Loss], domains: Sequence[Sequence[str]], spares: int, save: str
+) -> list[str]:
+    """Of each loss of state the first change by which it is none; tried, not guessed.  ``save``: the flag that would
+    have the run go back to a checkpoint; empty: it does not help."""
     changes: list[tuple[str, dict[str, Any]]] = []
-    if training.blocks and not training.pipeline_before_data:
-        changes.append((MAPPING, {"pipeline_before_data": True}))
-    if training.spread and training.instances == 1 and training.shadows < 2:
-        more = {"shadows": 2}
-        changes += [(SHADOWS, more), *((f"{flag} and {SHADOWS}", {**change, **more}) for flag, change in changes)]
-    for flag, change in changes:
-        if not any(loss.lost for loss in node_losses(replace(training, **change), world, per_node)):
-            return f"With {flag} no loss of one node does that."
-    if any(loss.waits for loss in losses):
-        return (
-            "No flag changes that. With workers in place of the lost ones (--recover-spares, on another node; "
-            "recover-run --join, with --max-restarts) all go back to snapshots in memory; without, the run "
-            "ends, and the newest checkpoint (--save) is all there is."
-        )
-    if all(loss.back for loss in losses if loss.lost):
-        return "No flag changes that."
-    return "No flag changes that: save checkpoints (--save), for after such a loss the newest is all there is."
+    if any(loss.lost for loss in losses):
+        if training.blocks and not training.pipeline_before_data:
+            changes.append((MAPPING, {"pipeline_before_data": True}))
+        if training.spread and training.instances == 1 and training.shadows < 2:
+            more = {"shadows": 2}
+            changes += [(SHADOWS, more), *((f"{flag} and {SHADOWS}", {**change, **more}) for flag, change in changes)]
+    state = {
+        flag: {loss.domain for loss in domain_losses(replace(training, **change), domains, spares) if loss.lost}
+        for flag, change in changes
+    }
+    found = []
+    for loss in losses:
+        flag = next((flag for flag, lost in state.items() if loss.domain not in lost), "")
+        if not flag and loss.lost and loss.waits:
+            flag = "spares on another node, recover-run --join"
+        elif not loss.back and not loss.waits and len(domains) > loss.workers:
+            flag = " or ".join(filter(None, (flag, "--recover-memory-tier auto", save)))
+        found.append(flag if loss.lost else "")
+    return found
 
 
-def _said(loss: NodeLoss) -> str:
+def _go(loss: Loss) -> str:
+    more = f", {loss.later} when the others are put together" if loss.later > loss.whole else ""
+    return f"{count(loss.whole, 'replica goes', 'replicas go')} on{more}"
+
+
+def _then(loss: Loss, fewest: int, no_way_back: str, replaced: bool) -> str:
+    if loss.later < fewest and (not loss.lost or loss.back or loss.waits):
+        enough = f"fewer than {fewest} replicas are left" if loss.later else "too few are left for a replica"
+        waits = replaced and loss.waits
+        return "waits five minutes for workers, else ends (10)" if waits else f"ends (10): {enough}"
     if loss.back:
-        end = f"{loss.whole} go back to snapshots in memory: {loss.lost}"
-    elif loss.waits:
-        end = f"the run ends unless workers come in their place: {loss.lost}"
-    else:
-        end = f"the run ends: {loss.lost}" if loss.lost else f"{loss.whole} go on"
-    return f"{count(loss.workers)} lost, {count(loss.broken, 'replica', 'replicas')} broken, {end}"
+        return f"{count(loss.whole, 'replica goes', 'replicas go')} back to {loss.back}"
+    return f"ends (12): no snapshots (--recover-memory-tier off), {no_way_back}" if loss.lost else _go(loss)
 
 
-def _nodes(numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return f"node {numbers[0]}"
-    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
-        return f"one of nodes {numbers[0]} to {numbers[-1]}"
-    return "one of nodes " + ", ".join(map(str, numbers))
+def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_node: int) -> tuple[str, str]:
+    """What the coordinators need to go on without the domain, if it falls silent as a whole; and what would help."""
+    there = [loss.domain in domains[node * per_node] for node in control.hosts]
+    every, left = len(domains), len(domains) - loss.workers
+    if not left:
+        return "", ""
+    if all(there):
+        return "ends (11): all coordinators are there", "--recover-domain @FILE: they are put in several domains"
+    if not control.lease:
+        enough = 2 * left > every if there[0] else 2 * left >= every
+        return ("", "") if enough else ("silent: ends (11)", "a lease: a --log-dir that all nodes see")
+    if 2 * left > every + control.slack:
+        return "", ""
+    if 2 * loss.workers <= every + control.slack:
+        return "silent: with the lease", ""
+    return ("silent: with the witness", "") if control.witness else ("silent: ends (11)", "a witness (--witness)")
+
+
+def _named(domains: Sequence[str]) -> str:
+    """``nodes 0 to 3, 5; domains r0, r1 and 6 more``."""
+    kinds: dict[str, list[str]] = {}
+    for domain in domains:
+        kind, _, name = domain.partition(" ")
+        kinds.setdefault(kind, []).append(name)
+    found = []
+    for kind, names in kinds.items():
+        shown = names
+        if kind == "node":
+            rows = [
+                [int(name) for _, name in its]
+                for _, its in groupby(enumerate(names), key=lambda pair: int(pair[1]) - pair[0])
+            ]
+            shown = [f"{its[0]} to {its[-1]}" if len(its) > 1 else str(its[0]) for its in rows]
+        more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
+        found.append(f"{kind}{'s' * (len(names) > 1)} {', '.join(shown[:MOST_NAMED])}{more}")
+    return "; ".join(found)

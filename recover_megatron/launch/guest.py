@@ -204,7 +204,7 @@ class Guest:
         self._tell(self._events.failed, f"refused by node 0: {reason}", REFUSED)
 
     def _candidate(self, own: OwnPlace) -> dict[str, Any]:
-        witness = {"witness": leasing.look_for_witness(self._plan)}
+        witness = {"witness": leasing.look_for_witness(self._plan), "domains": self._plan.own_domains}
         if own.address is None:
             return {"coordinator": None, **witness}
         return {"coordinator": own.address, "lease": try_lease(self._plan, self._run_id), **witness}

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from recover_megatron.launch import leasing
+from recover_megatron.launch.forecast import LOSSES, of_launch
 from recover_megatron.launch.leasing import AUTO, OFF, LeaseTrial, lease_path
 from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without, spared
 from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
@@ -56,6 +57,10 @@ class Host:
         """What other nodes with candidates say of the lease."""
         self._places: dict[int, Any] = {}
         """What all nodes say of the witness."""
+        self._domains: dict[int, tuple[str, ...]] = {}
+        """What all nodes say of their domains."""
+        self._given = (False, False)
+        """Whether there is a lease, and a witness."""
         self._told = False
         """Whether all know of the candidates."""
         self._missing = set(range(1, self._plan.nnodes)) - {*self._plan.without}
@@ -68,6 +73,7 @@ class Host:
         if plan.control_plane:
             self._trial = LeaseTrial(plan)  # before anybody can look for it
             self._places[0] = leasing.look_for_witness(plan)
+            self._domains[0] = plan.own_domains
         self._open({"flags": codes(plan.flags)})
         swept = time.monotonic()
         while self._missing or self._members:
@@ -199,6 +205,7 @@ class Host:
             self._candidates[rank] = address_from(words["coordinator"])
             self._looks[rank] = words.get("lease")
         self._places[rank] = words.get("witness")
+        self._domains[rank] = tuple(str(name)[:100] for name in words.get("domains") or ())
         self._members[rank] = _Member(str(words["nonce"]), int(words["count"]), time.monotonic())
         self._missing.remove(rank)
         if (door := words.get("door")) is not None:
@@ -211,7 +218,14 @@ class Host:
         if not self._missing:
             self._put("everybody", True)
             self._tell(self._events.note, f"all {plan.nnodes - len(plan.without)} nodes take part")
+            for line in self._losses():
+                self._tell(self._events.note, line)
         return True
+
+    def _losses(self) -> list[str]:
+        named = [self._domains.get(rank, ()) for rank in range(self._plan.nnodes)]
+        found = None if self._plan.attempt else of_launch(self._plan, named, *self._given)
+        return [f"{LOSSES}:", *(f"  {line}" for line in found.table())] if found else []
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
@@ -236,6 +250,7 @@ class Host:
             return self._end(f"--witness {self._plan.witness} cannot be used: {line}", REFUSED)
         if line:
             self._tell(self._events.note, line)
+        self._given = lease is not None, witness is not None
         shared = witness.to_json() if witness else None
         self._put("coordinators", {"addresses": addresses, "lease": lease is not None, "witness": shared})
         self._told = True

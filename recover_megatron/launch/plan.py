@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import Any
 import psutil
 
 from recover_megatron import script_flags, variables
-from recover_megatron.arguments import config_from_argv
+from recover_megatron.arguments import config_from_argv, config_or_defaults, own_domains
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.network.connection import family_of
@@ -42,6 +43,10 @@ from recover_megatron.variables import (
     SPARE_VARIABLE,
     WORKER_ID_VARIABLE,
 )
+from recover_megatron.workload.domains import names
+
+Domains = Sequence[Sequence[str]]
+"""Of each node in order: what it may be lost with besides itself, by names of ``workload.domains.names``."""
 
 TRAINING = "pretrain_gpt_recover"
 """The script that comes with this package, as a file or a module."""
@@ -103,6 +108,8 @@ class LaunchPlan:
     """The node whose candidate coordinator leads at first; its word on node 0 holds for all."""
     lease: str = "off"
     """How the candidates of several nodes get their lease: auto, off, or an absolute path (leasing.py)."""
+    domains: Domains = ()
+    """Of each node of the launch, where ``--recover-domain @FILE`` lists them (``workload.domains.names``)."""
     witness: str = "off"
     """The witness, which may tell the candidates which nodes are off: auto, slurm, kubernetes, off (leasing.py)."""
     spares: int = 0
@@ -145,20 +152,20 @@ class LaunchPlan:
 
         Megatron's training does. Other scripts know for themselves what they can do without.
         """
-        return not self.joins and (self.fault_tolerant or self._script == TRAINING)
+        return not self.joins and (self.fault_tolerant or self.script == TRAINING)
 
     @property
     def is_megatrons(self) -> bool:
         """Whether the script trains as Megatron's do, and so says what ``output.Voice`` waits for."""
-        return self.fault_tolerant and is_megatrons(self._script)
+        return self.fault_tolerant and is_megatrons(self.script)
 
     @property
     def saves(self) -> bool:
         """Whether the script's --save is Megatron's: a folder of checkpoints."""
-        return saves_checkpoints(self._script, self.script_args)
+        return saves_checkpoints(self.script, self.script_args)
 
     @property
-    def _script(self) -> str:
+    def script(self) -> str:
         """The name of the script or module, without its ending."""
         return Path(self.command[-len(self.script_args) - 1]).stem if self.command else ""
 
@@ -178,6 +185,11 @@ class LaunchPlan:
     def node_name(self) -> str:
         """The name of this node in the run, and of its launcher as a node agent."""
         return f"{self.host}-joined-{self.launch_id}" if self.joins else f"{self.host}-{self.node_rank}"
+
+    @property
+    def own_domains(self) -> tuple[str, ...]:
+        """What this node may be lost with besides itself."""
+        return names("", own_domains(config_or_defaults(self.script_args).domain), os.environ)
 
     @property
     def has_newcomers(self) -> bool:
@@ -284,9 +296,15 @@ class OwnPlace:
 
 
 def hosting(plan: LaunchPlan) -> tuple[int, ...]:
-    """The nodes that host a candidate, in the order in which the members turn to them."""
+    """The nodes that host a candidate, in the order in which the members turn to them: of different domains, where
+    the list of all nodes tells these."""
     nodes = ((plan.first_candidate + number) % plan.nnodes for number in range(plan.nnodes))
-    return tuple(node for node in nodes if node not in plan.without)[:CANDIDATES]
+    found, left = list[int](), [node for node in nodes if node not in plan.without]
+    known = plan.domains if len(plan.domains) >= plan.nnodes else [()] * plan.nnodes
+    while left and len(found) < CANDIDATES:
+        found.append(min(left, key=lambda node: sum(len({*known[node]} & {*known[other]}) for other in found)))
+        left.remove(found[-1])
+    return tuple(found)
 
 
 def listen(host: str) -> socket.socket:

@@ -62,15 +62,20 @@ def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
     """The step of which this process is a task; None: srun started none.  ValueError for what SLURM does not set."""
     if JOB not in environ or STEP not in environ or "SLURM_NODEID" not in environ:
         return None  # the batch script itself, and a shell of salloc, have no step
-    text = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
-    nodes = tuple(expand(text))
+    nodes = tuple(nodes_of(environ))
     node = _number(environ, "SLURM_NODEID", None)
     if node >= len(nodes):
-        raise ValueError(f"SLURM_NODEID is {node}, but the step's node list {text!r} has {len(nodes)} nodes")
+        raise ValueError(f"SLURM_NODEID is {node}, but the step's node list {','.join(nodes)!r} has {len(nodes)} nodes")
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", len(nodes)))
     job, number = _number(environ, JOB, None), _number(environ, STEP, None)
     local_task, gpus = _number(environ, "SLURM_LOCALID", 0), _number(environ, "SLURM_GPUS_ON_NODE", 0)
     return SlurmStep(job, number, nodes, node, local_task, tasks, gpus)
+
+
+def nodes_of(environ: Mapping[str, str]) -> list[str]:
+    """The names of the nodes of this step, or before ``srun`` of this job; none outside of SLURM."""
+    text = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
+    return expand(text) if text else []
 
 
 def ports(job: int, step: int) -> tuple[int, ...]:

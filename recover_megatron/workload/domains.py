@@ -7,8 +7,8 @@ inside the other; a replica breaks with each of them that any of its workers sta
     stride 1                      with node a go what r0 owns, and its copy on r1
     stride 2                      r0's copy is on r2, r1's on r3: whichever node is lost, each unit has a holder left
 
-What the loss of each node of a launch would cost is known before anything is started, from sizes alone
-(``node_losses``); whether the run can do without a node, and which replicas leave with it, when it is to be switched
+What the loss of each domain of a launch would cost is known before anything is started, from sizes and names alone
+(``domain_losses``); whether the run can do without a node, and which replicas leave with it, when it is to be switched
 off (``drain``).
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import inf, lcm
 from typing import NamedTuple
 
 from recover_megatron.workload.shards import Instances, layout_of
@@ -26,7 +26,7 @@ Touched = Mapping[int, frozenset[str]]
 """Worker -> the domains that its replica touches."""
 
 _MOST_STRIDES = 64
-"""So many are tried, and half of the ring: nodes hold no more workers of a column."""
+"""So many are tried, and what puts the copies of one domain's workers outside of it, where these stand in a row."""
 
 
 def names(node: str, domain: str, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -74,12 +74,13 @@ def _best(ring: Sequence[int], touched: Touched, copies: int, before: int) -> tu
     apart = [touched[worker] - everywhere for worker in ring]
     if copies < 2:
         return 1, _shared(apart, copies, 1)
-    tried = [before, *range(1, min(size - 1, _MOST_STRIDES) + 1), size // 2]
+    rows = {-(-most // (copies - 1)) for most in Counter(name for its in apart for name in its).values()}
+    tried = [before, *sorted({*range(1, min(size - 1, _MOST_STRIDES) + 1), *rows, size // 2, size // copies})]
     best, least = 1, sum(map(len, apart)) + 1
     for stride in tried:
         if any(stride * hop % size == 0 for hop in range(1, copies)):
             continue  # it would come back to a holder
-        found = _shared(apart, copies, stride)
+        found = _shared(apart, copies, stride, least)
         if found < least:
             best, least = stride, found
         if not found:
@@ -87,8 +88,8 @@ def _best(ring: Sequence[int], touched: Touched, copies: int, before: int) -> tu
     return best, least
 
 
-def _shared(apart: Sequence[frozenset[str]], copies: int, stride: int) -> int:
-    """In how many domains all copies are, summed over all units."""
+def _shared(apart: Sequence[frozenset[str]], copies: int, stride: int, enough: float = inf) -> int:
+    """In how many domains all copies are, summed over all units; counted up to ``enough``."""
     size, total = len(apart), 0
     for at in range(size):
         common = apart[at]
@@ -97,6 +98,8 @@ def _shared(apart: Sequence[frozenset[str]], copies: int, stride: int) -> int:
                 break
             common = common & apart[(at + hop * stride) % size]
         total += len(common)
+        if total >= enough:
+            break
     return total
 
 
@@ -171,80 +174,102 @@ class Training:
     """Of the distributed optimizer: so many workers have each part."""
     memory: bool = False
     """Whether snapshots of such states are kept on other nodes (``workload.snapshots``)."""
+    checkpoint: bool = False
+    """Whether the run goes back to a checkpoint in place where there is no such snapshot."""
+    across: bool = False
+    """Whether a tensor-parallel group may be put together of workers of different nodes."""
     blocks: bool = True
     """Whether Megatron takes ``pipeline_before_data`` with these sizes."""
 
 
 @dataclass(frozen=True)
-class NodeLoss:
-    node: int
+class Loss:
+    """What the loss of one domain costs."""
+
+    domain: str
     workers: int
     """Lost with it."""
     broken: int
     """Replicas of which it has a part."""
     whole: int
-    """Replicas that go on, or that its orphans make, if each builds what is wanted of it; 0: the run ends."""
+    """Replicas that go on, or that go back; 0: none does."""
+    later: int
+    """Replicas when all who are left have been put together, if each builds what is wanted of it."""
     lost: str
-    """What nobody has any more, in words; empty: the run goes on."""
-    back: bool = False
-    """Whether the run goes back to a snapshot for it, with ``whole`` replicas."""
+    """What nobody has any more, in words; empty: no state is lost."""
+    back: str = ""
+    """What the run goes back to for it, with ``whole`` replicas: ``SNAPSHOTS``, ``CHECKPOINT``; empty: nothing."""
     waits: bool = False
-    """Whether it would, but those who are left are too few for a replica: it waits for workers in their place."""
+    """Whether it has that, but those who are left are too few for a replica."""
 
 
-def node_losses(training: Training, world: int, per_node: int) -> list[NodeLoss]:
-    """Of each node of a launch whose ranks lie on nodes of ``per_node`` in their order.
+SNAPSHOTS, CHECKPOINT = "snapshots in memory", "the newest checkpoint"
 
-    Replicas that have a part on the node are broken; its other workers wait as orphans.  Where some are whole they go
-    on, if they hold all of the optimizer's state between them; where none is, orphans begin again if every position has
-    one left, and each holds all of its state.  Else the state is lost with the node, and all go back to a snapshot, if
-    there are any.
+
+def on_nodes(world: int, per_node: int, more: Sequence[Sequence[str]] = ()) -> list[tuple[str, ...]]:
+    """The domains of each rank of a launch, on nodes of ``per_node`` in their order: "node 0", and ``more`` by node."""
+    nodes = [(f"node {n}", *(more[n] if n < len(more) else ())) for n in range(-(-world // per_node))]
+    return [nodes[rank // per_node] for rank in range(world)]
+
+
+def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: int = 0) -> list[Loss]:
+    """Of each domain of a launch, in the order of ranks; ``domains``: each worker's, its node first; spares last.
+
+    Replicas that have a part in the domain are broken; their other workers wait as orphans.  Where some are whole they
+    go on, if they hold all of the optimizer's state between them; where none is, orphans begin again if every position
+    has one left, and each holds all of its state.  Else the state is lost with the domain, and all go back, if there is
+    anything to go back to.
 
     ValueError if the sizes do not fill the world.
     """
     replicas = replicas_of(
-        world,
+        len(domains) - spares,
         tensor=training.tensor,
         context=training.context,
         pipeline=training.pipeline,
         inner_ranks=training.inner_ranks,
         pipeline_before_data=training.pipeline_before_data,
     )
-    nodes = -(-world // per_node)
-    touched = touched_by(replicas, {rank: [_name(rank // per_node)] for rank in range(world)})
-    broken = Counter(name for workers in replicas for name in touched[workers[0]])
+    touched, size = touched_by(replicas, dict(enumerate(domains))), len(replicas[0])
+    workers = Counter(name for its in domains for name in its)
+    broken = Counter(name for its in replicas for name in touched[its[0]])
+    most, nobody = Counter[str](), Counter[str]()
+    for column in zip(*replicas, strict=True):
+        for name, number in Counter(name for worker in column for name in domains[worker]).items():
+            most[name] = max(most[name], number)
+            nobody[name] += number == len(replicas)
     # A worker outside of whole replicas has missed the step's update.
-    gone = [frozenset.intersection(*(touched[w] for w in its)) for its in _copies(training, replicas, touched)]
-    without_state = frozenset().union(*gone)
+    shared = (
+        frozenset.intersection(*(touched[replicas[at][0]] for at in its))
+        for its in _copies(training, replicas, touched)
+    )
+    without_state = frozenset().union(*shared)
+    groups = (its[at : at + training.tensor] for its in replicas for at in range(0, size, training.tensor))
+    anew = training.across or all(len({domains[worker][0] for worker in group}) == 1 for group in groups)
     found = []
-    for node in range(nodes):
-        name, there = _name(node), min(per_node, world - node * per_node)
-        whole, lost = len(replicas) - broken[name], ""
-        if name in without_state:
-            whole, lost = 0, "parts of the optimizer's state have all their copies in replicas that it breaks"
+    for name, there in workers.items():
+        left, whole, lost = len(domains) - there, len(replicas) - broken[name], ""
+        if not left:
+            whole, lost = 0, "every worker is there"
+        elif name in without_state:
+            whole, lost = 0, "all copies of some shards"
         elif not whole:
-            whole, lost = _of_orphans(replicas, node, per_node)
-        kept, enough = bool(lost) and training.memory, world - there >= len(replicas[0])
-        whole = (world - there) // len(replicas[0]) if kept and enough else whole
-        found.append(NodeLoss(node, there, broken[name], whole, lost, kept and enough, kept and not enough))
+            whole = (len(replicas) - most[name]) * anew
+            lost = f"all of {nobody[name]} of {size} positions" if nobody[name] else ""
+        later = max(whole, min(len(replicas), whole + (left - whole * size) // size * anew))
+        back = SNAPSHOTS if training.memory else CHECKPOINT if training.checkpoint else ""
+        back = back if lost and left else ""
+        whole = later if back else whole
+        found.append(
+            Loss(name, there, broken[name], whole, later, lost, back if later else "", bool(back) and not later)
+        )
     return found
 
 
-def _name(node: int) -> str:
-    return f"node {node}"
-
-
-def _of_orphans(replicas: Replicas, node: int, per_node: int) -> tuple[int, str]:
-    """How many replicas those make who are left; and what is lost if they make none."""
-    left = [sum(rank // per_node != node for rank in column) for column in zip(*replicas, strict=True)]
-    lost = f"of {left.count(0)} of the {len(left)} positions of a replica every worker is there"
-    return min(left), "" if min(left) else lost
-
-
-def _copies(training: Training, replicas: Replicas, touched: Mapping[int, frozenset[str]]) -> list[frozenset[int]]:
-    """The workers that have each part of a spread optimizer's state; columns are as ``instep.shards.ring_order``."""
+def _copies(training: Training, replicas: Replicas, touched: Touched) -> set[frozenset[int]]:
+    """The replicas that have each part of a spread optimizer's state; columns are as ``instep.shards.ring_order``."""
     if not training.spread:
-        return []
+        return set()
     inside = training.tensor * training.context
     size = inside * training.pipeline
     dense: dict[tuple[int, int], list[int]] = {}
@@ -253,20 +278,26 @@ def _copies(training: Training, replicas: Replicas, touched: Mapping[int, frozen
         dense.setdefault((place // inside, place % training.tensor), []).append(position)
     each = [[position] for position in range(len(replicas[0]))]
     every = each if training.shard_groups else [*dense.values(), *(each if training.experts else [])]
-    columns = [tuple(workers[position] for position in positions for workers in replicas) for positions in every]
-    return list(frozenset().union(*(_holders(training, column, touched) for column in columns)))
+    of = {worker: number for number, workers in enumerate(replicas) for worker in workers}
+    found: set[frozenset[int]] = set()
+    known = set[int]()
+    for positions in every:
+        column = [workers[position] for position in positions for workers in replicas]
+        if training.instances == 1 and len(column) in known:
+            continue  # its replicas stand in the same order
+        known.add(len(column))
+        found |= {frozenset(of[worker] for worker in its) for its in _holders(training, column, touched)}
+    return found
 
 
-def _holders(
-    training: Training, column: Sequence[int], touched: Mapping[int, frozenset[str]]
-) -> frozenset[frozenset[int]]:
+def _holders(training: Training, column: Sequence[int], touched: Touched) -> set[tuple[int, ...]]:
     if training.instances > 1:
         shards = len(column) // training.instances
         homes = Instances(tuple(tuple(sorted(column)[shard::shards]) for shard in range(shards)))
-        return frozenset(frozenset(homes.holders(unit)) for unit in homes.units)
+        return {tuple(homes.holders(unit)) for unit in homes.units}
     stride = stride_of(column, touched, training.shadows + 1)
     layout = layout_of(list(column), column, training.shadows, stride)
-    return frozenset(frozenset(layout.holders(unit)) for unit in layout.units)
+    return {tuple(layout.holders(unit)) for unit in layout.units}
 
 
 class Drain(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch.forecast import forecast
-from recover_megatron.workload.domains import NodeLoss, data_parallel_ranks_per_replica
+from recover_megatron.workload.domains import Loss, data_parallel_ranks_per_replica
 from recover_megatron.workload.snapshots import interval
 from tests.harness import REPOSITORY
 from tests.harness import REPOSITORY as ROOT
@@ -214,7 +214,7 @@ PER_NODE = 8
 ROWS = re.findall(r"(?m)^\| (\d+) \| T (\d+), P (\d+), EP (\d+)[^|]*\| (\d+) \| (\d+) \| ([^|]+) \| ([^|]+) \|$", PAGE)
 
 
-def said(loss: NodeLoss) -> str:
+def said(loss: Loss) -> str:
     end = "back when replaced" if loss.waits else f"{loss.whole} go {'back' if loss.back else 'on'}"
     return f"{loss.broken} broken, {end}"
 

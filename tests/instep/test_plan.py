@@ -356,6 +356,11 @@ def test_with_one_replica_left_a_spare_in_each_position_keeps_its_state() -> Non
     whole = {2: JoinStatus(1, 0, 7, True, total=4), 3: JoinStatus(1, 1, 7, True, total=4)}
     assert decide(2, {0: orphan(0)} | whole, TWO).mirrors == {0: 2}
     assert decide(2, {0: orphan(0, ready=False)} | whole, TWO).mirrors == {}
+    near, far = (replace(orphan(0), domains=[f"node {node}"]) for node in "ab")
+    there = {worker: replace(status, domains=["node a"]) for worker, status in whole.items()}
+    spares = {0: near, 1: near, 4: far}  # 1 is told to build the other position
+    assert decide(2, spares | there, TWO).mirrors == {4: 2}, "the one that does not go with the same node"
+    assert decide(2, {**spares, 4: near} | there, TWO).mirrors == {0: 2}
 
 
 def test_orphans_begin_again_with_the_newest_state_that_they_hold_between_them() -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from recover_megatron.launch import arguments, command, preflight, readers
-from recover_megatron.launch.forecast import Forecast, forecast
+from recover_megatron.launch.forecast import Control, Forecast, forecast
+from recover_megatron.launch.host import Host
+from recover_megatron.launch.plan import hosting
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
 
@@ -265,66 +271,168 @@ PIPELINE = ["--recover", "--tensor-model-parallel-size", "2", "--pipeline-model-
 OFF = ["--recover-memory-tier", "off"]
 
 
-def told(flags: list[str], nodes: int) -> Forecast:
+def told(flags: list[str], nodes: int, named: Sequence[Sequence[str]] = (), control: Control | None = None) -> Forecast:
     """Of a training with eight workers to a node."""
-    found = forecast(TRAINING, flags, nodes, 8)
+    found = forecast(TRAINING, flags, nodes, 8, named, control)
     assert found is not None
     return found
 
 
+def rows(found: Forecast) -> list[list[str]]:
+    """The cells of the table's lines, its head left out."""
+    return [re.split(r"  +", line) for line in found.table()[1:]]
+
+
+STAGES_LOST = "8 workers, parts of 4 replicas; all of 2 of 8 positions"
+ORDER, NO_SNAPSHOTS = "--use-tp-pp-dp-mapping", "ends (12): no snapshots (--recover-memory-tier off)"
+
+
 def test_nodes_of_which_the_same_is_to_be_said_share_a_line_and_the_advice_was_tried() -> None:
     found = told([*PIPELINE, *OFF], 4)
-    assert found.table() == [
-        "one of nodes 0 to 3: 8 workers lost, 4 replicas broken, the run ends: of 2 of the 8 positions of a replica "
-        "every worker is there",
-        "With --use-tp-pp-dp-mapping no loss of one node does that.",
+    ends = f"{NO_SNAPSHOTS}, no --save"
+    assert rows(found) == [["nodes 0 to 3", STAGES_LOST, ends, f"{ORDER} or --recover-memory-tier auto or --save"]]
+    better = told([*PIPELINE, ORDER], 4)
+    assert better.table() == ["no loss of one node costs state; at least 3 replicas go on"]
+    assert told([*PIPELINE[:3], "--pipeline-model-parallel-size", "2"], 4).table() == [
+        "no loss of one node costs state; at least 4 replicas go on, 6 when the others are put together"
     ]
-    assert found.warning().startswith("the loss of one of nodes 0 to 3 would end this run: of 2 of the 8 positions")
-    better = told([*PIPELINE, "--use-tp-pp-dp-mapping"], 4)
-    assert better.table() == ["one of nodes 0 to 3: 8 workers lost, 1 replica broken, 3 go on"]
-    assert better.warning() == ""
 
 
-def test_what_the_memory_tier_keeps_does_not_end_the_run() -> None:
-    found = told(PIPELINE, 4)
-    assert found.table() == [
-        "one of nodes 0 to 3: 8 workers lost, 4 replicas broken, 3 go back to snapshots in memory: of 2 of the 8 "
-        "positions of a replica every worker is there",
-        "With --use-tp-pp-dp-mapping no loss of one node does that.",
-    ]
-    assert found.warning() == ""
-    spread = told([*PIPELINE, "--use-distributed-optimizer"], 4)
-    assert spread.warning() == ""
-    assert "3 go back to snapshots in memory: parts of the optimizer's state have all their" in spread.table()[0]
+@pytest.mark.parametrize(
+    ("flags", "then"),
+    [
+        ([], "3 replicas go back to snapshots in memory"),
+        ([*OFF, "--save", "here"], "3 replicas go back to the newest checkpoint"),
+        ([*OFF, "--save", "here", "--ckpt-format", "zarr"], "3 replicas go back to the newest checkpoint"),
+        ([*OFF, "--save", "here", "--no-save-optim"], f"{NO_SNAPSHOTS}, --no-save-optim"),
+        ([*OFF, "--save", "here", "--recover-last-resort", "off"], f"{NO_SNAPSHOTS}, --recover-last-resort off"),
+        ([*OFF, "--save", "here", "--recover-min-replicas", "4"], "ends (10): fewer than 4 replicas are left"),
+    ],
+)  # fmt: skip
+def test_what_a_loss_of_state_does_to_the_run_is_said(flags: list[str], then: str) -> None:
+    assert [row[:3] for row in rows(told([*PIPELINE, *flags], 4))] == [["nodes 0 to 3", STAGES_LOST, then]]
+    if "fewer" not in then:
+        spread = [row[:3] for row in rows(told([*PIPELINE, *flags, "--use-distributed-optimizer"], 4))]
+        other = f"{NO_SNAPSHOTS}, --ckpt-format zarr" if "zarr" in flags else then
+        assert spread == [["nodes 0 to 3", "8 workers, parts of 4 replicas; all copies of some shards", other]]
 
 
-def test_where_no_flag_helps_that_is_said() -> None:
+def test_too_few_workers_for_a_replica_wait_where_others_may_come() -> None:
     wide = ["--recover", "--expert-model-parallel-size", "16", "--num-experts", "16"]
-    assert told([*wide, *OFF], 2).advice.startswith("No flag changes that: save checkpoints")
-    kept = told(wide, 2)
-    assert "1 replica broken, the run ends unless workers come in their place: of 8 of the 16" in kept.table()[0]
-    assert "all go back to snapshots in memory" in kept.warning()
+    lost = "8 workers, parts of 1 replica; all of 8 of 16 positions"
+    spares = "spares on another node, recover-run --join"
+    assert rows(told(wide, 2)) == [["nodes 0 to 1", lost, "ends (10): too few are left for a replica", spares]]
+    waits = told(wide, 2, control=Control((0, 1), lease=True, replaced=True))
+    assert rows(waits)[0][2] == "waits five minutes for workers, else ends (10) (silent: with the lease)"
+    ends = f"{NO_SNAPSHOTS}, no --save"
+    assert rows(told([*wide, *OFF], 2))[0][2:] == [ends, "--recover-memory-tier auto or --save"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "control", "cells"),
+    [
+        (2, Control((0, 1), slack=7), {"node 0": "silent: ends (11)", "node 1": ""}),
+        (2, Control((1, 0), slack=7), {"node 1": "silent: ends (11)", "node 0": ""}),
+        (2, Control((0, 1), lease=True, slack=7), {"nodes 0 to 1": "silent: with the lease"}),
+        (3, Control((0, 1, 2), lease=True, slack=7), {}),
+        (3, Control((0, 1, 2)), {}),
+    ],
+)
+def test_what_the_coordinators_need_to_go_on_without_half_is_said(
+    nodes: int, control: Control, cells: dict[str, str]
+) -> None:
+    found = rows(told(["--recover"], nodes, control=control))
+    assert {row[0]: row[2].partition("(")[2][:-1] for row in found} == cells
+
+
+def test_racks_are_told_by_a_list_of_nodes() -> None:
+    named = [[f"domain r{node // 2}"] for node in range(4)]
+    spread = told(
+        [*PIPELINE[:3], "--pipeline-model-parallel-size", "2"], 4, named, Control((0, 2), lease=True, slack=7)
+    )
+    assert rows(spread) == [
+        ["nodes 0 to 3", "8 workers, parts of 4 replicas", "4 replicas go on, 6 when the others are put together"],
+        [
+            "domains r0, r1", "16 workers, parts of 8 replicas; all of 2 of 4 positions",
+            "4 replicas go back to snapshots in memory (silent: with the lease)", ORDER,
+        ],
+    ]  # fmt: skip
+    near = told(["--recover"], 8, [[f"domain r{node // 4}"] for node in range(8)], Control((0, 1, 2), lease=True))
+    assert rows(near)[1][2] == "32 replicas go on (ends (11): all coordinators are there)"
+
+
+def test_ten_thousand_workers_are_a_few_lines() -> None:
+    named = [[f"domain r{node // 16}"] for node in range(1250)]
+    flags = ["--recover", "--pipeline-model-parallel-size", "1250", "--tensor-model-parallel-size", "2"]
+    found = told([*flags, "--use-distributed-optimizer"], 1250, named)
+    assert [row[0] for row in rows(found)] == ["nodes 0 to 1249", "domains r0, r1, r2, r3 and 74 more", "domain r78"]
+
+
+def line_of(host: str, *names: str) -> str:
+    return f"{host} {','.join(names)}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasons"),
+    [
+        (None, ["it cannot be read (No such file or directory)"]),
+        ("# nothing\n\n", ["it names no host: write a line HOST NAME[,NAME...] for each node"]),
+        ("a\na r1\n", ["line 1: host a has no domain: write HOST NAME[,NAME...]; line 2: host a is there twice"]),
+        ("a r1 # one\nb r1\n", []),
+    ],
+)
+def test_a_list_of_domains_that_cannot_be_used_is_refused(tmp_path: Path, text: str | None, reasons: list[str]) -> None:
+    path = tmp_path / "racks"
+    if text is not None:
+        path.write_text(text)
+    assert found(*GOOD, "--recover-domain", f"@{path}") == [f"--recover-domain @{path}: {its}" for its in reasons]
+
+
+def test_each_node_has_a_line_in_the_list_and_coordinators_stand_in_several_racks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, argv = tmp_path / "racks", ["--nnodes", "4", "--log-dir", str(tmp_path), TRAINING, *GOOD, "--recover-domain"]
+    path.write_text("".join(line_of(f"n{node}", f"r{node // 2}") for node in range(4)))
+    monkeypatch.setenv("RECOVER_HOST", "n3")
+    options, _ = arguments.parse([*argv, f"@{path}"])
+    assert command._check_domains(options) == []
+    plan = command._plan(options, None, 0)
+    assert plan.own_domains == ("domain r1",)
+    assert hosting(plan) == (0, 2, 1)
+    options.slurm = True
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[2-3],n[0-1]")
+    plan = command._plan(options, None, 0)
+    assert plan.domains == (("domain r1",),) * 2 + (("domain r0",),) * 2, "SLURM's order of nodes"
+    assert hosting(plan) == (1, 2, 3), "the first node of SLURM's comes last"
+    options.slurm = False
+    monkeypatch.setenv("RECOVER_HOST", "n9")
+    options.nnodes = 5
+    assert len(command._check_domains(options)) == 2
+    options.check = True
+    assert command._check_domains(options) == [f"--recover-domain @{path}: it has 4 hosts, of 5 nodes: add the others"]
 
 
 def test_an_order_of_ranks_is_advised_only_where_megatron_takes_it() -> None:
     """With stages, expert and dense data parallelism must be of one size for --use-tp-pp-dp-mapping."""
     pipeline = ["--recover", "--pipeline-model-parallel-size", "4", "--expert-model-parallel-size", "2"]
     alike = [*pipeline, "--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
-    assert told(pipeline, 4).advice == "No flag changes that."
-    assert told(alike, 4).advice == "With --use-tp-pp-dp-mapping no loss of one node does that."
+    assert {*told(pipeline, 4).change} == {""}
+    assert {*told(alike, 4).change} == {"--use-tp-pp-dp-mapping"}
 
 
 def test_shard_groups_are_the_replicas_of_megatron_fsdp() -> None:
     fsdp = ["--use-megatron-fsdp", "--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"]
     fsdp.append("--recover")
     found = told(fsdp, 2)
-    assert found.table() == ["one of nodes 0 to 1: 8 workers lost, 1 replica broken, 1 go on"]
+    assert found.table() == ["no loss of one node costs state; at least 1 replica goes on"]
+    assert [loss.broken for loss in found.losses] == [1, 1]
     assert told(["--recover", "--use-megatron-fsdp"], 2) == found, "of one that is asked for --recover makes two"
     outer = [*fsdp, "--outer-dp-sharding-strategy", "optim"]
     assert told(outer, 2) == found  # one of two shard groups has all copies
     alone = [*outer, "--recover-shadow-shards", "0"]
-    assert "would end this run" in told([*alone, *OFF], 2).warning()
-    assert "1 go back to snapshots in memory" in told(alone, 2).table()[0]
+    assert told([*alone, *OFF], 2).then[0].startswith("ends (12)")
+    assert told([*alone, *OFF, "--save", "here"], 2).then[0] == "1 replica goes back to the newest checkpoint"
+    assert told(alone, 2).then[0] == "1 replica goes back to snapshots in memory"
 
 
 @pytest.mark.parametrize(
@@ -340,3 +448,19 @@ def test_shard_groups_are_the_replicas_of_megatron_fsdp() -> None:
 )
 def test_nothing_is_said_of_what_is_not_known(script: str, flags: list[str], nodes: int) -> None:
     assert forecast(script, flags, nodes, 8) is None
+
+
+def test_at_the_start_node_0_says_it_by_what_all_launchers_tell_of_their_domains(tmp_path: Path) -> None:
+    argv = ["--nnodes", "4", "--nproc-per-node", "2", "--log-dir", str(tmp_path), TRAINING, *GOOD]
+    options, _ = arguments.parse(argv)
+    plan = replace(command._plan(options, None, 0), control_plane=True)
+    store, seal = SimpleNamespace(set=lambda key, value: None), SimpleNamespace(wrap=lambda *words: words, proves=True)
+    lines: list[str] = []
+    events = SimpleNamespace(note=lines.append)
+    host = Host(plan, cast(Any, store), cast(Any, seal), cast(Any, events), lambda call, text: call(text), pytest.fail)
+    host._told, host._domains[0] = True, ("domain r0",)
+    for rank in (1, 2, 3):
+        words = {"host": "h", "nonce": "n", "count": 1, "coordinator": ["h", 1], "domains": [f"domain r{rank // 2}"]}
+        assert not lines
+        assert host._heard(rank, words)
+    assert [line.split("  ")[1] for line in lines[2:]] == ["domain", "nodes 0 to 3", "domain r0", "domain r1"]

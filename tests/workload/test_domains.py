@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recover_megatron.instep.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
+from recover_megatron.instep.plan import decide
 from recover_megatron.workload.domains import (
+    CHECKPOINT,
+    SNAPSHOTS,
     Training,
+    domain_losses,
     drain,
     leaving,
     names,
-    node_losses,
+    on_nodes,
     replicas_of,
     stride_of,
     touched_by,
 )
 from recover_megatron.workload.shards import Layout
+from recover_megatron.workload.snapshots import copies
 
 GPUS = 8
+Copies = Mapping[int, Sequence[int]]
 
 
 def touched_in(grid: LaunchGrid, gpus: int = GPUS, nodes_of_a_rack: int = 0) -> dict[int, frozenset[str]]:
@@ -94,6 +103,17 @@ def test_where_racks_can_be_kept_apart_they_are_and_else_nodes() -> None:
     one_rack = touched_in(grid, nodes_of_a_rack=8)
     assert stride_of(column, one_rack, 2) == 4
     assert survives_any(column, touched_in(grid), 2, 4)
+
+
+@pytest.mark.parametrize(("copies", "rack", "stride"), [(2, 32, 256), (3, 32, 128), (2, 625, 5000), (3, 625, 2500)])
+def test_racks_of_ten_thousand_are_kept_apart_by_no_longer_way_than_they_need(
+    copies: int, rack: int, stride: int
+) -> None:
+    """No smaller stride than a rack's row takes its copies out of it."""
+    touched = {slot: frozenset({f"node {slot // 8}", f"rack {slot // 8 // rack}"}) for slot in range(10_000)}
+    found = stride_of(range(10_000), touched, copies)
+    assert found == stride
+    assert survives_any(range(10_000), touched, copies, found)
 
 
 def test_a_present_stride_stays_as_long_as_no_other_is_better() -> None:
@@ -181,11 +201,11 @@ def test_a_node_on_which_nobody_lives_is_drained_whatever_is_left() -> None:
     assert drain(["gone", "a"], {0: "a"}, {}).accepted == ("gone",)
 
 
-POSITIONS, COPIES = "of the {} positions of a replica every worker is there", "have all their copies in replicas"
+POSITIONS, COPIES = " of {} positions", "all copies of some shards"
 LAUNCHES = {
     "a replica a node is all that a node takes": (Training(tensor=8), 32, 8, 1, 3, ""),
     "in the default order a node takes a stage of every replica": (
-        Training(tensor=2, pipeline=4), 32, 8, 4, 0, "of 2 " + POSITIONS.format(8),
+        Training(tensor=2, pipeline=4), 32, 8, 4, 0, "all of 2" + POSITIONS.format(8),
     ),
     "in blocks it takes a replica": (Training(tensor=2, pipeline=4, pipeline_before_data=True), 32, 8, 1, 3, ""),
     # The middle node has a half of each stage.
@@ -199,14 +219,14 @@ LAUNCHES = {
     "... and its shards": (Training(inner_ranks=16, experts=True, spread=True), 16, 8, 1, 0, COPIES),
     # Shard s of 8 of 16 workers is on ranks s and s + 8: of two nodes each has one copy.
     "with several instances copies are where Megatron puts them": (Training(spread=True, instances=2), 16, 8, 8, 8, ""),
-    "... on one node": (Training(spread=True, instances=2), 16, 16, 16, 0, COPIES),
+    "the only node takes all": (Training(), 16, 16, 16, 0, "every worker"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_what_the_loss_of_any_node_costs(name: str) -> None:
     training, world, per_node, broken, whole, lost = LAUNCHES[name]
-    losses = node_losses(training, world, per_node)
+    losses = domain_losses(training, on_nodes(world, per_node))
     assert [(loss.workers, loss.broken, loss.whole) for loss in losses] == [(per_node, broken, whole)] * len(losses)
     assert len(losses) == world // per_node
     assert all(lost in loss.lost if lost else not loss.lost for loss in losses)
@@ -224,8 +244,9 @@ def test_a_run_is_said_to_end_exactly_where_no_state_is_left(spread: bool, block
         replicas = replicas_of(
             world, tensor=tensor, context=1, pipeline=pipeline, inner_ranks=1, pipeline_before_data=blocks
         )
-        for loss in node_losses(training, world, per_node):
-            gone = set(range(loss.node * per_node, (loss.node + 1) * per_node))
+        for loss in domain_losses(training, on_nodes(world, per_node)):
+            node = int(loss.domain.removeprefix("node "))
+            gone = set(range(node * per_node, (node + 1) * per_node))
             whole = [workers for workers in replicas if not gone & set(workers)]
             assert loss.workers == len(gone)
             assert loss.broken == len(replicas) - len(whole)
@@ -237,10 +258,93 @@ def test_a_run_is_said_to_end_exactly_where_no_state_is_left(spread: bool, block
 
 
 def test_with_snapshots_in_memory_the_run_goes_back_where_a_replica_is_left() -> None:
-    losses = node_losses(Training(tensor=2, pipeline=4, memory=True), 32, 8)
+    losses = domain_losses(Training(tensor=2, pipeline=4, memory=True), on_nodes(32, 8))
     assert all(loss.back and loss.whole == 3 for loss in losses)
     assert all(loss.lost for loss in losses)
-    assert not any(loss.back for loss in node_losses(Training(tensor=8, memory=True), 32, 8)), "no state is lost"
-    few = node_losses(Training(inner_ranks=16, memory=True), 16, 8)
+    assert not any(loss.back for loss in domain_losses(Training(tensor=8, memory=True), on_nodes(32, 8))), (
+        "no state is lost"
+    )
+    few = domain_losses(Training(inner_ranks=16, memory=True), on_nodes(16, 8))
     assert all(loss.waits and not loss.back for loss in few), "too few are left"
     assert not any(loss.waits for loss in losses)
+
+
+def left_of(
+    launch: LaunchGrid, domains: Sequence[Sequence[str]], name: str, kept: Copies, rules: Rules, checkpoint: bool
+) -> list[Decision]:
+    """What the epochs decide after the loss of a domain, until nothing changes any more; of workers in lock-step."""
+    there = {
+        worker: [(part, 5, 0, 0, len(kept)) for part, its in kept.items() if worker in its]
+        for worker in range(len(domains))
+    }
+    statuses: dict[int, JoinStatus] = {}
+    for replica, workers in enumerate(launch.replicas):
+        whole = not any(name in domains[worker] for worker in workers)
+        for position, worker in enumerate(workers):
+            if name not in domains[worker]:
+                status = JoinStatus(replica if whole else None, position, 7, iteration=7, version=6, digest="d")
+                status = replace(
+                    status, boundary=whole, ready=not whole, node=domains[worker][0], domains=domains[worker]
+                )
+                statuses[worker] = replace(status, snapshots=there[worker], checkpoints=[(4, "save")] * checkpoint)
+    decisions = list[Decision]()
+    for epoch in range(2, 12):
+        found = decide(epoch, statuses, launch, rules)
+        decisions.append(found)
+        before = dict(statuses)
+        for worker, position in found.rebuild.items():
+            statuses[worker] = replace(statuses[worker], position=position, version=None, digest="")
+        for replica, workers in found.grid.items():
+            for position, worker in enumerate(workers):
+                statuses[worker] = replace(
+                    statuses[worker], replica=replica, position=position, boundary=True, ready=False, at=found.at,
+                    iteration=found.iteration, version=found.version, digest="",
+                )  # fmt: skip
+        for worker, status in statuses.items():
+            of = found.timeline[0]
+            statuses[worker] = replace(
+                status, timeline=found.timeline, state_of=of, at=found.at, iteration=found.iteration
+            )
+        if statuses == before:
+            break
+    return decisions
+
+
+@pytest.mark.parametrize("memory", ["auto", "off"])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_what_is_said_of_a_loss_is_what_the_workers_decide(memory: str, blocks: bool) -> None:
+    """All nodes and racks of two, where the job spans two; with a checkpoint and without."""
+    ends = Counter[str]()
+    shapes = itertools.product((1, 2), (1, 2, 4), (1, 2), (2, 3, 4), (False, True))
+    for tensor, pipeline, inner, nodes, checkpoint in shapes:
+        per_node = 2 if nodes > 2 else 4
+        world, sizes = nodes * per_node, {"tensor": tensor, "pipeline": pipeline, "inner_ranks": inner}
+        if world % (tensor * pipeline * inner) or world // (tensor * pipeline * inner) < 2:
+            continue
+        training = Training(**sizes, pipeline_before_data=blocks, memory=memory != "off", checkpoint=checkpoint)
+        domains = on_nodes(world, per_node, [[f"rack {node // 2}"] for node in range(nodes)])
+        launch = launch_grid(world, context=1, pipeline_before_data=blocks, **sizes)
+        kept = copies(launch.replicas, dict(enumerate(domains)), memory)
+        for loss in domain_losses(training, domains):
+            if loss.workers == world:
+                continue
+            rules = Rules(memory=memory, replaced=True)
+            found = left_of(launch, domains, loss.domain, kept, rules, checkpoint)
+            shown = training, world, loss, found
+            placed = [each for each in found if each.grid]
+            assert len(found[-1].grid) == loss.later * (not loss.lost or bool(loss.back)), shown
+            if loss.back or loss.waits:
+                assert not placed or placed[0].rollback is not None
+                assert found[-1].short == loss.waits, shown
+                ends[loss.back] += 1
+            elif loss.lost:
+                assert found[-1].state_lost, shown
+                assert loss.later == 0 or not found[-1].grid
+                ends["12"] += 1
+            else:
+                first = found[0]  # whole ones, if there are any, have orphans beside them at once where these fit
+                assert first.rollback is None, shown
+                assert (len({*first.grid} - {*first.fresh}) or len(first.grid)) == loss.whole, shown
+                ends["on"] += 1
+    assert ends["on"] > 20, ends
+    assert blocks or ends[SNAPSHOTS if memory == "auto" else CHECKPOINT] > 5, ends

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.workload.domains import Training, node_losses, replicas_of
+from recover_megatron.workload.domains import Training, domain_losses, on_nodes, replicas_of, stride_of, touched_by
+from recover_megatron.workload.shards import Layout
 from recover_megatron.workload.snapshots import (
     DOMAIN_SECONDS,
     FIRST_INTERVAL,
@@ -77,7 +78,7 @@ def test_a_rack_is_a_domain_as_a_node_is() -> None:
 @pytest.mark.parametrize("shadows", [0, 1, 2])
 @pytest.mark.parametrize("blocks", [False, True])
 def test_shards_are_kept_exactly_where_a_node_has_all_their_holders(shadows: int, blocks: bool) -> None:
-    """As ``node_losses`` says it; and then no node takes all copies of any shard, and nobody keeps much more."""
+    """As ``domain_losses`` says it; and then no node takes all copies of any shard, and nobody keeps much more."""
     seen = Counter[bool]()
     for tensor, pipeline, context, inner, nodes in itertools.product((1, 2, 8), (1, 2, 4), (1, 2), (1, 2), (2, 3, 8)):
         world, inside = nodes * GPUS, tensor * pipeline * context
@@ -88,7 +89,7 @@ def test_shards_are_kept_exactly_where_a_node_has_all_their_holders(shadows: int
         replicas = replicas_of(world, **sizes, pipeline_before_data=blocks)
         domains = in_nodes(world)
         kept = copies(replicas, domains, "auto", Spread(shadows + 1))
-        at_stake = any(loss.lost for loss in node_losses(training, world, GPUS))
+        at_stake = any(loss.lost for loss in domain_losses(training, on_nodes(world, GPUS)))
         assert bool(kept) == at_stake, (training, world)
         seen[at_stake] += 1
         if not kept:
@@ -156,3 +157,34 @@ def test_another_interval_costs_more(cost: float, iteration: float, domains: int
 
 def test_two_of_each_are_kept() -> None:
     assert needed(3, 100) == 600
+
+
+@pytest.mark.parametrize("spread", [None, Spread(2), Spread(3)])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_no_node_and_no_rack_has_all_copies_of_anything(spread: Spread | None, blocks: bool) -> None:
+    """What a domain would take all holders of is in a snapshot outside of it, too: all TP, PP, CP,
+    EP, 2 to 512 nodes of 8, racks of two nodes."""
+    seen = Counter[bool]()
+    layouts = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2), (1, 2), (2, 3, 4, 8, 33, 512))
+    for tensor, pipeline, context, inner, nodes in layouts:
+        world, size = nodes * GPUS, tensor * pipeline * context * inner
+        if world % size or (nodes > 32 and size < 128):
+            continue
+        sizes: dict[str, int] = {"tensor": tensor, "context": context, "pipeline": pipeline, "inner_ranks": inner}
+        replicas = replicas_of(world, **sizes, pipeline_before_data=blocks)
+        domains = dict(enumerate(on_nodes(world, GPUS, [[f"rack {node // 2}"] for node in range(nodes)])))
+        everywhere = set.intersection(*map(set, domains.values()))
+        kept = copies(replicas, domains, "auto", spread)
+        seen[bool(kept)] += 1
+        if kept:
+            assert all({*domains[giver]} & {*domains[keeper]} <= everywhere for giver, keeper in kept.values())
+            continue
+        touched = {worker: its - everywhere for worker, its in touched_by(replicas, domains).items()}
+        for column in zip(*replicas, strict=True):
+            assert set.intersection(*(set(domains[worker]) for worker in column)) <= everywhere
+        ring = tuple(its[0] for its in replicas)
+        copies_of = spread.holders if spread else len(ring)
+        layout = Layout(ring, ring, copies_of - 1, stride_of(ring, touched, copies_of))
+        for unit in layout.units if spread else ():
+            assert not frozenset.intersection(*(touched[worker] for worker in layout.holders(unit)))
+    assert min(seen[True], seen[False]) > 20, seen

@@ -33,7 +33,7 @@ import torch
 from megatron.training import get_args
 
 from recover_megatron import hostdevice, script_flags, variables
-from recover_megatron.arguments import RecoverConfig, parse_addresses
+from recover_megatron.arguments import RecoverConfig, own_domains, parse_addresses
 from recover_megatron.chaos.spec import InjectedExit, InjectedFault, Injector, parse_spec
 from recover_megatron.collectives import torch_nccl
 from recover_megatron.errors import UserError, traceback_wanted
@@ -353,7 +353,7 @@ class FaultTolerance:
             self._turning_points,
             slot=slot,
             node=node,
-            domains=domains.names(node, config.domain, os.environ),
+            domains=domains.names(node, own_domains(config.domain), os.environ),
             device=int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None,
             rules=Rules(
                 args.pipeline_model_parallel_size if interleaved else 1,
