@@ -12,6 +12,7 @@ import random
 import signal
 import string
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,16 @@ def whole_node(workers: str, mark: str) -> None:
     As a host that loses its power: all stand still before the first one is killed, so nobody tells of another's death.
     ``mark``: a variable with which all processes of a launcher are started, and no other.
     """
-    from recover_megatron.chaos.spec import Injector, Kind
+    from recover_megatron.chaos.spec import Injector, Kind, log
+    from tests.instep.pacing import log_folder
 
-    inject = Injector._inject
+    inject, me = Injector._inject, os.environ["RECOVER_WORKER_ID"]
 
     def inject_everywhere(self: Injector, fault: Any) -> None:
         if fault.kind is Kind.KILL:
+            log.info(f"injected fault {fault}")  # by the launcher, which has to live until it has written that
+            while f"injected fault {fault}" not in (log_folder() / f"worker-{me}.log").read_text():
+                time.sleep(0.01)
             # The launcher last: the kernel kills its workers, this one, too, when it ends.
             others = sorted({*processes_with(f"{mark}={os.environ[mark]}")} - {os.getpid()}, key=os.getppid().__eq__)
             for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -49,7 +54,7 @@ def whole_node(workers: str, mark: str) -> None:
                         os.kill(pid, number)
         inject(self, fault)
 
-    if os.environ["RECOVER_WORKER_ID"] in workers.split(","):
+    if me in workers.split(","):
         Injector._inject = inject_everywhere  # type: ignore[method-assign]
 
 

@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,9 +53,11 @@ PER_NODE = 2
 MAPPING = "--use-tp-pp-dp-mapping"
 
 
-def layout(nodes: int, mapping: bool = False) -> Layout:
-    """Pipelines of two stages; in Megatron's default order of ranks half of the nodes have a stage each."""
-    return Layout(f"pp2-dp{nodes}{'-mapped' * mapping}", nodes, pipeline=2, flags=MAPPING * mapping)
+def layout(nodes: int, stages: int, mapping: bool) -> Layout:
+    """Pipelines; in Megatron's default order of ranks each stage has nodes of its own."""
+    replicas = nodes * PER_NODE // stages
+    name = f"pp{stages}-dp{replicas}{'-mapped' * mapping}"
+    return Layout(name, replicas, pipeline=stages, flags=MAPPING * mapping + f" --num-layers {stages}" * (stages > 2))
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Scenario:
     losses: tuple[Loss, ...]
     replicas: int
     """In the end, when all that those left can make have been put together."""
+    stages: int = 2
     mapping: bool = False
     sharded: bool = False
     flags: tuple[str, ...] = ()
@@ -97,7 +101,7 @@ class Scenario:
 
     def case(self, out: Path) -> Case:
         """The training, by the tests of single steps."""
-        where = layout(self.nodes, self.mapping)
+        where = layout(self.nodes, self.stages, self.mapping)
         strikes = [Strike(*where.grid.place(loss.worker), loss.iteration, loss.phase, visit=loss.visit)  # type: ignore[arg-type]
                    for loss in self.losses]  # fmt: skip
         whole = [loss.node for loss in self.losses if loss.whole]
@@ -195,14 +199,15 @@ def test_either_node_of_two_may_be_lost_with_all_that_hold_a_stage(
 
 def two(sharded: bool) -> list[Scenario]:
     """Of two nodes, or a node and a worker, of four; in Megatron's default order nodes 0 and 1 have the first stage."""
-    both = Loss(2, 5, "forward"), Loss(3, 5, "recovery")
-    back = {"saves": True, "tiers": ("disk",), "sharded": sharded}
+    back: dict[str, Any] = {"saves": True, "tiers": ("disk",), "sharded": sharded}
+    stage = Loss(3, 5, "forward")
     return [
         Scenario("one after the other", 4, (Loss(0, 4, "backward"), Loss(3, 7, "forward")), 2, sharded=sharded,
                  when="6-6:3,8-:2"),
-        Scenario("a stage in one iteration", 4, both, 2, **back),
-        Scenario("in the load", 4, (*both, Loss(0, 5, "rollback")), 1, **back),
-        Scenario("after the load", 4, (*both, Loss(0, 5, "rollback", visit=2)), 1, **back),
+        Scenario("a stage in one iteration", 4, (Loss(2, 5, "forward"), Loss(3, 5, "recovery")), 2, **back),
+        # Of four stages, each on a node: a replica is made of three nodes, then of two.
+        Scenario("in the load", 4, (stage, Loss(0, 5, "rollback")), 1, stages=4, **back),
+        Scenario("after the load", 4, (stage, Loss(0, 5, "rollback", visit=2)), 1, stages=4, **back),
         Scenario("those that lead", 4, (Loss(0, 3, "agree"), Loss(1, 5, "forward"), Loss(3, 7, "backward")), 1,
                  mapping=True, sharded=sharded, when="8-:1"),
         Scenario("and a worker at once", 4, (Loss(0, 5, "forward"), Loss(3, 5, "forward", whole=False)), 2,
