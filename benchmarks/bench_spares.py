@@ -57,13 +57,14 @@ PATIENCE = 300.0
 class Launch:
     """One recover-run, in a session of its own."""
 
-    def __init__(self, folder: Path, argv: Sequence[str], pace: float) -> None:
+    def __init__(self, folder: Path, argv: Sequence[str], pace: float, workers: int = REPLICAS, **more: str) -> None:
+        """``more``: of its environment."""
         self.logs = folder
-        command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(REPLICAS)]
+        command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(workers)]
         self._process = subprocess.Popen(
             [*command, "--log-dir", str(folder), *argv],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            env=environment(BENCH_OUT=str(folder.parent), **played(pace)),
+            env=environment(BENCH_OUT=str(folder.parent), **played(pace), **more),
         )  # fmt: skip
 
     def steps(self) -> list[StepRecord]:
@@ -82,6 +83,10 @@ class Launch:
     def end(self, number: int = signal.SIGTERM) -> None:
         self._process.send_signal(number)
         self._process.wait()
+
+    def ended(self) -> int | None:
+        """Its exit code, if it has ended."""
+        return self._process.poll()
 
 
 def measure(way: str, folder: Path, options: Any) -> dict[str, float]:

@@ -47,6 +47,11 @@ class LoopCounters:
         """The iteration with which the run began, whenever this worker came into it."""
         return with_skipped(int(self._launch["iteration"]), to_skip()) + 1
 
+    @property
+    def gone_back(self) -> bool:
+        """Whether that is since the run went back to a checkpoint; the same for all, whenever they came."""
+        return bool(self._launch.get("gone back"))
+
     def read(self, version: int | None) -> dict[str, Any]:
         """The counters as they are, beside parameters that have seen ``version`` iterations."""
         args = get_args()
@@ -127,7 +132,7 @@ class LoopCounters:
         args.num_floating_point_operations_so_far = operations
         # Megatron sets the weight decay before it loads the schedule: who knew it already has another than a newcomer.
         self._scheduler.step(increment=0)
-        self._launch = self._of_launch()
+        self._launch = {**self._of_launch(), "gone back": True}
         for source in self._validation:
             source.position = 0 if getattr(args, "full_validation", False) else args.consumed_valid_samples
 

@@ -93,6 +93,11 @@ class TrainingState:
         """The iteration with which the run began, whenever this worker came into it."""
         return self._loop.first
 
+    @property
+    def gone_back(self) -> bool:
+        """Whether it has begun with that for another time, from a checkpoint that was loaded in place."""
+        return self._loop.gone_back
+
     # ---- between iterations
 
     def begin(self) -> None:

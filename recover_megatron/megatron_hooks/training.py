@@ -269,9 +269,9 @@ class TrainingHooks:
             state = self.parts.state
             state.totals.take_up(total)
             if "is_first_iteration" in kwargs:
-                # Megatron logs the first iteration of train(), with a barrier, and whoever came back has entered
-                # train() anew: all must have the same decisions in an iteration.
-                kwargs["is_first_iteration"] = iteration == state.first
+                # Megatron logs the first iteration of train(), with a barrier, and again in its next row; and whoever
+                # came back has entered train() anew: all must have the same decisions in an iteration.
+                kwargs["is_first_iteration"] = iteration == state.first and not state.gone_back
             return original(losses, total, rate, iteration, *args, **kwargs)
 
         return training_log

@@ -27,6 +27,8 @@ from pathlib import Path
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 
+FEW_DOCUMENTS = 1000
+
 
 @dataclass
 class Run:
@@ -78,7 +80,7 @@ class ForkServer:
         restarts: int = 0,
         nodes: list[str] | None = None,
         networks: list[tuple[str, str]] | None = None,
-        documents: int = 1000,
+        documents: int = FEW_DOCUMENTS,
     ) -> Run:
         """Run ``argv`` (script first) in ``workers`` processes and wait for all of them.
 

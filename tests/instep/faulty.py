@@ -5,12 +5,14 @@ Megatron is imported where it is needed: a checkpoint's writers, processes of th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
 import signal
 import string
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,39 @@ import torch.distributed as dist
 from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.instep.state_holder import flatten
 from tests.harness.patience import patient
+from tests.harness.processes import processes_with
 
 
 def kill_me(*unused: Any, **unused_too: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def whole_node(workers: str, mark: str) -> None:
+    """Have a kill of one of these workers (comma-separated) take its node: all processes with its value of ``mark``.
+
+    As a host that loses its power: all stand still before the first one is killed, so nobody tells of another's death.
+    ``mark``: a variable with which all processes of a launcher are started, and no other.
+    """
+    from recover_megatron.chaos.spec import Injector, Kind, log
+    from tests.instep.pacing import log_folder
+
+    inject, me = Injector._inject, os.environ["RECOVER_WORKER_ID"]
+
+    def inject_everywhere(self: Injector, fault: Any) -> None:
+        if fault.kind is Kind.KILL:
+            log.info(f"injected fault {fault}")  # by the launcher, which has to live until it has written that
+            while f"injected fault {fault}" not in (log_folder() / f"worker-{me}.log").read_text():
+                time.sleep(0.01)
+            # The launcher last: the kernel kills its workers, this one, too, when it ends.
+            others = sorted({*processes_with(f"{mark}={os.environ[mark]}")} - {os.getpid()}, key=os.getppid().__eq__)
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in others:
+                    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                        os.kill(pid, number)
+        inject(self, fault)
+
+    if me in workers.split(","):
+        Injector._inject = inject_everywhere  # type: ignore[method-assign]
 
 
 def stop_me(*unused: Any, **unused_too: Any) -> None:

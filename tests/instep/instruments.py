@@ -24,7 +24,10 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.nccl.library import Library
 from recover_megatron.membership.records import MembershipError
+from recover_megatron.membership.session import worker_id
 from tests.doubles.nccl.model import TensorParallel
+from tests.harness.forkserver import FEW_DOCUMENTS
+from tests.harness.recording import record_training, write_before_kills
 from tests.instep.faulty import kill_me
 
 MOST_SECONDS = 0.003
@@ -56,6 +59,15 @@ def without(names: str) -> None:
     for name in names.split(","):
         at = sys.argv.index(f"--{name}")
         del sys.argv[at : at + 2]
+
+
+def as_forked(out: str) -> None:
+    """Have a worker of recover-run's be as the fork server's: with its few documents, and OUT/WORKER.pt at the end."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = FEW_DOCUMENTS
+    write_before_kills()
+    record_training(f"{out}/{worker_id()}.pt")
 
 
 def double() -> None:

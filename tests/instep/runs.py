@@ -83,8 +83,9 @@ class Layout:
     def grid(self) -> LaunchGrid:
         world = self.replicas * self.positions
         return launch_grid(
-            world, tensor=self.tensor, context=self.context, pipeline=self.pipeline, inner_ranks=self.inner_ranks
-        )
+            world, tensor=self.tensor, context=self.context, pipeline=self.pipeline, inner_ranks=self.inner_ranks,
+            pipeline_before_data="--use-tp-pp-dp-mapping" in self.flags,
+        )  # fmt: skip
 
     @property
     def positions(self) -> int:

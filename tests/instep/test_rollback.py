@@ -21,6 +21,7 @@ from tests.instep import hsdp
 from tests.instep.altered import altered
 from tests.instep.conftest import Runs
 from tests.instep.hsdp import second
+from tests.instep.logged import console, differences
 from tests.instep.runs import (
     ADAM,
     CLIPPED,
@@ -180,6 +181,8 @@ def test_a_lost_state_is_that_of_the_newest_checkpoint(runs: Runs, tmp_path: Pat
     assert result.replicas == [2] * 4 + [1] * 6, result.replicas
     superseded = list(read_steps(tmp_path / "steps.jsonl.1"))
     assert [step.iteration for step in superseded] == [1, 2, 3, 4, 5], "what was run twice is kept"
+    logged, expected = (console(its.out.glob("worker-*.log")) for its in (result, runs.reference(result.case)))
+    assert differences(logged, expected, 1e-4) == []
 
 
 @pytest.mark.parametrize("scenario", some("rollbacks", SCENARIOS, 2), ids=str)

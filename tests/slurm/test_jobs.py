@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.membership.testimony import Slurm
+from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import StepRecord, audit_problem
 from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, OURS, undisturbed
@@ -51,14 +52,14 @@ def expected(running: Cluster, forkserver: ForkServer, tmp_path_factory: pytest.
     return steps
 
 
-def check_steps(job: Job, expected: list[StepRecord] | None, replicas: int) -> None:
+def check_steps(job: Job, expected: list[StepRecord] | None, replicas: int, at_first: int = 3) -> None:
     """The losses are those of ``expected``, each microbatch was counted once; ``replicas``: in the end."""
     steps = job.steps()
     assert [step.iteration for step in steps] == list(range(1, ITERATIONS + 1))
     assert [audit_problem(step) for step in steps] == [None] * ITERATIONS
     if expected is not None:
         assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
-    assert (steps[0].replicas, steps[-1].replicas) == (3, replicas)
+    assert (steps[0].replicas, steps[-1].replicas) == (at_first, replicas)
 
 
 def check_secret(job: Job, running_commands: bool = False) -> None:
@@ -104,6 +105,21 @@ def test_a_node_that_leads_or_has_the_store_is_killed_and_the_training_is_finish
         assert '"event":"plan"' in job.events(2)
     else:
         assert {path.read_text() for path in (job.run / "ends").glob("0-[12]")} == {"0\n"}
+
+
+def test_a_node_with_all_that_hold_a_stage_is_killed_and_the_job_completes(
+    cluster: Cluster, tmp_path: Path, expected: list[StepRecord]
+) -> None:
+    """Of two, the one that leads, of pipelines in Megatron's default order: by the lease, back to a snapshot."""
+    flags = "--pipeline-model-parallel-size 2 --recover-memory-interval 2"
+    job = Job(cluster, tmp_path / "job", nodes=2, workers=2, iterations=ITERATIONS, flags=flags)
+    job.wait_iteration(6)
+    cluster.kill_node(LEADER)
+    job.wait("COMPLETED")
+    check_steps(job, expected, replicas=1, at_first=2)
+    (back,) = (event for event in read_events(job.run / "events.jsonl") if event["event"] == "rolled back")
+    assert back["tier"] == "memory", job.said()
+    assert cluster.job(job.number)["NodeList"] == BATCH
 
 
 def test_a_job_whose_time_is_up_writes_a_checkpoint_and_goes_on_after_it_until_scancel_ends_all_of_it(
