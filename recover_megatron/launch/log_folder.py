@@ -357,8 +357,9 @@ class WorkersFile:
         with open(self._folder / (WORKERS_FILE + ".lock"), "a+", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             lock.seek(0)
-            same_run = lock.read() == run_id
-            if self._begun and not same_run:
+            named = lock.read()
+            same_run = named == run_id
+            if self._begun and named and not same_run:
                 return  # the start was made again without this node, or another run has the folder
             entries = (_read_entries(path) if same_run else {}) | own
             lines = ",\n".join("  " + json.dumps(entries[worker_id]) for worker_id in sorted(entries))
