@@ -227,19 +227,15 @@ class FolderLock:
                 raise
             if self._has_locks:
                 self._has_locks = False
-                self.say(
-                    f"the file system of {self.option} {self.folder} has no locks ({error.strerror}): another run "
-                    "there would not be noticed"
-                )
+                none = f"the file system of {self.option} {self.folder} has no locks ({error.strerror})"
+                self.say(f"{none}: another run there would not be noticed")
         return True
 
     def _claim(self, claim: Claim, last: Claim | None) -> None:
         """No other launcher holds the lock: let the file say that this one does."""
         if last is not None and not last.ended and last.host != claim.host:
-            self.say(
-                f"{self.folder} was used by {last.in_words()}, which has not said that it ended: where this file "
-                "system keeps no locks between hosts it may live unnoticed"
-            )
+            last_used = f"{self.folder} was used by {last.in_words()}, which has not said that it ended"
+            self.say(f"{last_used}: where this file system keeps no locks between hosts it may live unnoticed")
         self._write(claim)
         self.held, self.run_id = True, claim.run_id
 
@@ -346,6 +342,7 @@ class WorkersFile:
         """``say``, called in any thread, tells of trouble with the disk."""
         self._folder = folder
         self._latest: tuple[str, Entries] = ("", {})
+        self._begun = False
         self.writing = Aside(str(folder / WORKERS_FILE), say)
 
     def put(self, run_id: str, workers: Sequence[WorkerProcess]) -> None:
@@ -360,18 +357,20 @@ class WorkersFile:
         with open(self._folder / (WORKERS_FILE + ".lock"), "a+", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             lock.seek(0)
-            same_run = lock.read() == run_id
+            named = lock.read()
+            same_run = named == run_id
+            if self._begun and named and not same_run:
+                return  # the start was made again without this node, or another run has the folder
             entries = (_read_entries(path) if same_run else {}) | own
             lines = ",\n".join("  " + json.dumps(entries[worker_id]) for worker_id in sorted(entries))
             temporary = path.with_name(path.name + ".tmp")  # one writer at a time: the lock is held
             temporary.write_text(f"[\n{lines}\n]\n" if entries else "[]\n", encoding="utf-8")
             os.replace(temporary, path)
-            if same_run:
-                return
-            # After the file itself: a launcher that finds the old name here drops the entries and writes its own again.
-            lock.seek(0)
-            lock.truncate()
-            lock.write(run_id)
+            if not same_run:  # after the file itself: a launcher that finds the old name here drops the entries
+                lock.seek(0)
+                lock.truncate()
+                print(run_id, end="", file=lock, flush=True)
+            self._begun = True
 
 
 def _read_entries(path: Path) -> Entries:

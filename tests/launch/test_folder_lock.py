@@ -410,6 +410,16 @@ def test_which_entries_are_kept(tmp_path, first, numbers, second, more, left):
     assert ids(tmp_path) == left
 
 
+def test_a_node_that_the_start_was_made_again_without_drops_no_entries_of_it(tmp_path):
+    left_out, others = (log_folder.WorkersFile(tmp_path, pytest.fail) for _ in range(2))
+    left_out.put("first", [worker(1)])
+    others.put("again", [worker(0), worker(1)])
+    left_out.put("first", [worker(1)])
+    for file in (left_out, others):
+        log_folder.flush_all([file.writing])
+    assert ids(tmp_path) == [0, 1]
+
+
 def test_a_damaged_file_is_replaced(tmp_path):
     write_workers(tmp_path, "run", [worker(0)])
     (tmp_path / "workers.json").write_text('[{"worker_id": ')

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from recover_megatron.launch import guest
+from recover_megatron.launch.states import LEFT_OUT
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.drawn import some
@@ -20,7 +21,7 @@ from tests.harness.waiting import eventually, written_lines
 from tests.megatron_hooks import tiny
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
-from .conftest import SECRET, Bench, Launch
+from .conftest import SECRET, UNTIL_TOLD, Bench, Launch
 from .pretrain_struck import POINTS
 
 pytestmark = pytest.mark.slow
@@ -110,6 +111,27 @@ def test_without_a_launcher_the_start_is_not_made_again(bench: Bench, victim: in
     other = started[1 - victim]
     assert other.wait() == 10, other.err
     assert "the start is made again" not in other.err
+
+
+@pytest.mark.xdist_group("several nodes")
+def test_two_nodes_that_are_lost_are_left_out_and_a_launcher_of_theirs_that_comes_back_is_told(bench: Bench) -> None:
+    script = bench.script(UNTIL_TOLD)
+    started = bench.nodes(4, script, "--recover", "--recover-spares", 3, per_node=1)
+    for launch in started:
+        launch.wait_for("UP")
+    for lost in started[1:3]:
+        lost.send(signal.SIGKILL)
+    left = started[0], started[3]
+    for launch in left:
+        launch.wait_for(", spares of node 3 as workers 1-2, store")
+    back = bench.start(*started[1].process.args[3:], environment=SECRET)
+    assert back.wait() == LEFT_OUT
+    assert "node 1 was lost at the start of the run, which was made again without it: the run goes on" in back.err
+    assert "recover-run --join --recover-coordinator 127.0.0.1:" in back.err
+    bench.go()
+    for launch in left:
+        launch.ends()
+    assert {entry["worker_id"]: entry["node_rank"] for entry in bench.workers()} == {0: 0, 1: 3, 2: 3, 3: 3, 4: 3}
 
 
 def trained(bench: Bench, runs: list[Launch]) -> dict[int, float]:
