@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -89,15 +90,22 @@ def _resumes(args: Any) -> bool:
     return untold or (Path(load) / "latest_checkpointed_iteration.txt").is_file()
 
 
-def no_way_back(args: Any) -> str:
-    """Why the run cannot go back to a checkpoint of its own in place, in words; empty: it can."""
+def no_way_back(args: Any, optimizers: Sequence[Any] = ()) -> str:
+    """Why the run cannot go back to a checkpoint of its own in place, in words; empty: it can.
+
+    ``optimizers``: Megatron's.
+    """
     if words := getattr(args, "no_way_back", ""):  # of another loop than Megatron-LM's
         return str(words)
     if args.no_save_optim:
         return "its checkpoints lack the optimizer's state (--no-save-optim)"
-    fsdp = getattr(args, "use_megatron_fsdp", False)  # whose only format is fsdp_dtensor
-    if not fsdp and args.use_distributed_optimizer and args.ckpt_format not in ("torch_dist", "torch"):
-        return f"a distributed optimizer is not loaded in place from --ckpt-format {args.ckpt_format}"
+    if getattr(args, "use_megatron_fsdp", False):
+        return ""
+    if args.use_distributed_optimizer:
+        if args.ckpt_format not in ("torch_dist", "torch"):
+            return f"a distributed optimizer is not loaded in place from --ckpt-format {args.ckpt_format}"
+    elif args.ckpt_format == "torch_dist" and any(getattr(its, "init_state_fn", ...) is None for its in optimizers):
+        return f"Megatron itself cannot load --optimizer {args.optimizer} from --ckpt-format torch_dist"
     return ""
 
 

@@ -70,7 +70,7 @@ class TrainingState:
         all_of_it = not blank and args.load is not None and not (args.finetune or args.no_load_optim)
         self.loaded_at_launch = int(args.iteration) if all_of_it else 0
         """The iteration of the checkpoint with which the run began; 0: none, a part of one, or before this worker."""
-        self.no_way_back = no_way_back(args)
+        self.no_way_back = no_way_back(args, self._optimizers)
         """Why the run cannot go back to a checkpoint in place; empty: it can."""
         self.timeline = 0
         """The epoch of the timeline that this state is of (``instep.decision.Timeline``)."""

@@ -219,10 +219,10 @@ def corrupt(what: str, worker: str, iteration: str) -> None:
         beside_step(worker, iteration, after={"shadow": corrupt_shadow, "parameter": corrupt_parameter}[what])
 
 
-def spoil(worker: str, iteration: str, under: str = "") -> None:
+def spoil(worker: str, iteration: str, under: str) -> None:
     """Have a worker cut, before that iteration, all files of the checkpoint that the tracker file names.
 
-    ``under``: of that in this folder of --save.
+    ``under``: of which folder of --save; ".": that itself.
     """
     from megatron.training import get_args
 

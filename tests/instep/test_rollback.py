@@ -102,7 +102,7 @@ def sharded(
     """With shards, some of which are lost with their shadows; ``spoil``: a worker that cuts the newest checkpoint."""
     case = Case(replace(layout, name=f"sharded-{layout.name}"), at_once(layout, *lost), 10, model=SHARDED, flags=flags)
     return Scenario(
-        f"shards, {name}", case if spoil is None else case.altered("faulty.spoil", spoil, 6), replicas, **more
+        f"shards, {name}", case if spoil is None else case.altered("faulty.spoil", spoil, 6, "."), replicas, **more
     )
 
 
@@ -140,15 +140,19 @@ SCENARIOS = [
         said="waits up to 300 s for other workers",
     ),
     Scenario(
-        "the newest cannot be read", Case(TP2, BOTH, 10, flags=TORCH).altered("faulty.spoil", 0, 6), 1, (2,),
+        "the newest cannot be read", Case(TP2, BOTH, 10, flags=TORCH).altered("faulty.spoil", 0, 6, "."), 1, (2,),
         said="cannot load the checkpoint of iteration 4 in",
     ),
     # Of which Megatron keeps one, and which it loads where it is newer, whatever it is told to load.
     Scenario(
         "the non-persistent one cannot be read",
-        Case(TP2, BOTH, 10, flags=("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "5"))
+        FIRST.case.with_flags("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "5")
         .altered("faulty.spoil", 0, 6, "non_persistent"), 1,
         said="cannot load the checkpoint of iteration 5 in",
+    ),
+    Scenario(
+        "the newest cannot be read, torch_dist", FIRST.case.altered("faulty.spoil", 0, 6, "."), 1, (2,),
+        said="cannot load the checkpoint of iteration 4 in",
     ),
     # Two are left, both needed: one dies, and a newcomer takes its part.
     *(

@@ -240,6 +240,14 @@ def test_which_runs_go_back_to_their_checkpoints_is_known_at_the_start(flags: di
     assert why in found
 
 
+def test_an_optimizer_that_megatron_itself_cannot_load_has_no_last_resort_in_that_format() -> None:
+    args = SimpleNamespace(no_save_optim=False, use_distributed_optimizer=False, optimizer="sgd")
+    sgd = SimpleNamespace(init_state_fn=None)
+    for args.ckpt_format, why in (("torch_dist", "--optimizer sgd"), ("torch", "")):
+        assert why in (found := no_way_back(args, [sgd]))
+        assert bool(found) == bool(why)
+
+
 def test_bridges_loop_goes_back_to_no_checkpoint_and_says_why() -> None:
     assert no_way_back(BridgeArguments(SimpleNamespace())).startswith("Megatron-Bridge")
 

@@ -80,7 +80,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
             iterations_to_skip=(), consumed_train_samples=4 * BATCH, consumed_valid_samples=0, skipped_train_samples=0,
             do_valid=True, do_test=False, num_floating_point_operations_so_far=0,
         )  # fmt: skip
-        monkeypatch.setattr(state, "no_way_back", lambda args: "")
+        monkeypatch.setattr(state, "no_way_back", lambda *unused: "")
         monkeypatch.setattr(trackers, "get_timers", lambda: SimpleNamespace(_timers={}))
         monkeypatch.setattr(loop_counters, "update_num_microbatches", lambda *args, **named: None)
         for name in ("get_current_global_batch_size", "get_current_running_global_batch_size"):
