@@ -114,10 +114,11 @@ def forecast(
         fewest = config_from_argv(script_args).min_replicas
         then = [_then(loss, fewest, why, (control or Control([])).replaced) for loss in losses]
         change = _changes(training, losses, domains, spares, "--save" if why == NO_SAVE else "")
-        if control is not None:
-            silent = [_silent(loss, control, domains, per_node) for loss in losses]
-            then = [f"{what} ({how})" if how else what for what, (how, _) in zip(then, silent, strict=True)]
-            change = ["; ".join(filter(None, (one, more))) for one, (_, more) in zip(change, silent, strict=True)]
+        for at, loss in enumerate(losses if control else ()):
+            how, more = _silent(loss, control or Control([]), domains, per_node)
+            if how and not then[at].startswith("ends"):
+                then[at] = how if how.startswith("ends") else f"{then[at]} ({how})"
+                change[at] = "; ".join(filter(None, (change[at], more)))
         return Forecast(losses, then, change)
     except (ValueError, IndexError, UserError):
         return None  # what the checks did not understand either; Megatron says what is wrong with it

@@ -358,7 +358,7 @@ def test_racks_are_told_by_a_list_of_nodes() -> None:
         ],
     ]  # fmt: skip
     near = told(["--recover"], 8, [[f"domain r{node // 4}"] for node in range(8)], Control((0, 1, 2), lease=True))
-    assert rows(near)[1][2] == "32 replicas go on (ends (11): all coordinators are there)"
+    assert rows(near)[1][2] == "ends (11): all coordinators are there"
 
 
 def test_ten_thousand_workers_are_a_few_lines() -> None:
