@@ -114,10 +114,11 @@ def forecast(
         fewest = config_from_argv(script_args).min_replicas
         then = [_then(loss, fewest, why, (control or Control([])).replaced) for loss in losses]
         change = _changes(training, losses, domains, spares, "--save" if why == NO_SAVE else "")
-        if control is not None:
-            silent = [_silent(loss, control, domains, per_node) for loss in losses]
-            then = [f"{what} ({how})" if how else what for what, (how, _) in zip(then, silent, strict=True)]
-            change = ["; ".join(filter(None, (one, more))) for one, (_, more) in zip(change, silent, strict=True)]
+        for at, loss in enumerate(losses if control else ()):
+            how, more = _silent(loss, control or Control([]), domains, per_node)
+            if how and not then[at].startswith("ends"):
+                then[at] = how if how.startswith("ends") else f"{then[at]} ({how})"
+                change[at] = "; ".join(filter(None, (change[at], more)))
         return Forecast(losses, then, change)
     except (ValueError, IndexError, UserError):
         return None  # what the checks did not understand either; Megatron says what is wrong with it
@@ -253,10 +254,10 @@ def _changes(
     found = []
     for loss in losses:
         flag = next((flag for flag, lost in state.items() if loss.domain not in lost), "")
-        if not flag and loss.lost and loss.waits:
-            flag = "spares on another node, recover-run --join"
-        elif not loss.back and not loss.waits and len(domains) > loss.workers:
+        if not loss.back and not loss.waits and loss.workers < len(domains):
             flag = " or ".join(filter(None, (flag, "--recover-memory-tier auto", save)))
+        if not loss.later:
+            flag = "; ".join(filter(None, (flag, "spares on another node, recover-run --join")))
         found.append(flag if loss.lost else "")
     return found
 
@@ -267,13 +268,16 @@ def _go(loss: Loss) -> str:
 
 
 def _then(loss: Loss, fewest: int, no_way_back: str, replaced: bool) -> str:
-    if loss.later < fewest and (not loss.lost or loss.back or loss.waits):
-        enough = f"fewer than {fewest} replicas are left" if loss.later else "too few are left for a replica"
+    if not loss.later:
         waits = replaced and loss.waits
-        return "waits five minutes for workers, else ends (10)" if waits else f"ends (10): {enough}"
-    if loss.back:
-        return f"{count(loss.whole, 'replica goes', 'replicas go')} back to {loss.back}"
-    return f"ends (12): no snapshots (--recover-memory-tier off), {no_way_back}" if loss.lost else _go(loss)
+        return (
+            "waits five minutes for workers, else ends (10)" if waits else "ends (10): too few are left for a replica"
+        )
+    if loss.lost and not loss.back:
+        return f"ends (12): no snapshots (--recover-memory-tier off), {no_way_back}"
+    if loss.later < fewest:
+        return f"ends (10): fewer than {fewest} replicas are left"
+    return f"{count(loss.whole, 'replica goes', 'replicas go')} back to {loss.back}" if loss.back else _go(loss)
 
 
 def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_node: int) -> tuple[str, str]:
