@@ -202,16 +202,18 @@ def two(sharded: bool) -> list[Scenario]:
     back: dict[str, Any] = {"saves": True, "tiers": ("disk",), "sharded": sharded}
     stage = Loss(3, 5, "forward")
     return [
-        Scenario("one after the other", 4, (Loss(0, 4, "backward"), Loss(3, 7, "forward")), 2, sharded=sharded,
-                 when="6-6:3,8-:2"),
+        # Of the three replicas in between node 3 has a part in two, so with the second one all copies of a shard.
+        Scenario("one after the other", 4, (Loss(0, 4, "backward"), Loss(2 if sharded else 3, 7, "forward")), 2,
+                 sharded=sharded, when="6-6:3,8-:2"),
         Scenario("a stage in one iteration", 4, (Loss(2, 5, "forward"), Loss(3, 5, "recovery")), 2, **back),
         # Of four stages, each on a node: a replica is made of three nodes, then of two.
         Scenario("in the load", 4, (stage, Loss(0, 5, "rollback")), 1, stages=4, **back),
         Scenario("after the load", 4, (stage, Loss(0, 5, "rollback", visit=2)), 1, stages=4, **back),
         Scenario("those that lead", 4, (Loss(0, 3, "agree"), Loss(1, 5, "forward"), Loss(3, 7, "backward")), 1,
                  mapping=True, sharded=sharded, when="8-:1"),
+        # Three of four replicas are broken at once: with one shadow each, all copies of a shard.
         Scenario("and a worker at once", 4, (Loss(0, 5, "forward"), Loss(3, 5, "forward", whole=False)), 2,
-                 sharded=sharded),
+                 sharded=sharded, saves=sharded, tiers=("disk",) * sharded),
         Scenario("in a checkpoint", 4, (Loss(1, 4, "checkpoint"),), 3, sharded=sharded),
     ]  # fmt: skip
 
