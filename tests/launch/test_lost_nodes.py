@@ -118,12 +118,12 @@ class Scenario:
         return case.altered("faulty.whole_node", doomed, TOKEN).patient(self.when or f"7-:{self.replicas}")
 
 
-def train(bench: Bench, scenario: Scenario, *more: object) -> tuple[Result, list[Launch]]:
+def train(bench: Bench, scenario: Scenario) -> tuple[Result, list[Launch]]:
     """Launch it, and wait until all launchers have ended."""
     out = bench.folder / "logs"
     (out / "training").mkdir(parents=True)
     case = scenario.case(out)
-    started = bench.nodes(scenario.nodes, *more, *case.argv(out), per_node=PER_NODE)
+    started = bench.nodes(scenario.nodes, *case.argv(out), per_node=PER_NODE)
     for launch in started:
         launch.process.wait(PATIENCE)
     ends = {worker["worker_id"]: worker for worker in json.loads((out / "workers.json").read_text())}
@@ -159,7 +159,7 @@ def survives(bench: Bench, reference: Reference, scenario: Scenario) -> Result:
 
 PHASES = ("forward", "backward", "reduce-scatter", "agree")
 SINGLE = [
-    Scenario(f"node {node}", 4, (Loss(node, 5, PHASES[node]),), 3, mapping, sharded)
+    Scenario(f"node {node}", 4, (Loss(node, 5, PHASES[node]),), 3, mapping=mapping, sharded=sharded)
     for node, mapping, sharded in product(range(4), (False, True), (False, True))
 ]
 
