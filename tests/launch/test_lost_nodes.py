@@ -118,12 +118,12 @@ class Scenario:
         return case.altered("faulty.whole_node", doomed, TOKEN).patient(self.when or f"7-:{self.replicas}")
 
 
-def train(bench: Bench, scenario: Scenario, *more: object) -> tuple[Result, list[Launch]]:
+def train(bench: Bench, scenario: Scenario) -> tuple[Result, list[Launch]]:
     """Launch it, and wait until all launchers have ended."""
     out = bench.folder / "logs"
     (out / "training").mkdir(parents=True)
     case = scenario.case(out)
-    started = bench.nodes(scenario.nodes, *more, *case.argv(out), per_node=PER_NODE)
+    started = bench.nodes(scenario.nodes, *case.argv(out), per_node=PER_NODE)
     for launch in started:
         launch.process.wait(PATIENCE)
     ends = {worker["worker_id"]: worker for worker in json.loads((out / "workers.json").read_text())}
@@ -159,7 +159,7 @@ def survives(bench: Bench, reference: Reference, scenario: Scenario) -> Result:
 
 PHASES = ("forward", "backward", "reduce-scatter", "agree")
 SINGLE = [
-    Scenario(f"node {node}", 4, (Loss(node, 5, PHASES[node]),), 3, mapping, sharded)
+    Scenario(f"node {node}", 4, (Loss(node, 5, PHASES[node]),), 3, mapping=mapping, sharded=sharded)
     for node, mapping, sharded in product(range(4), (False, True), (False, True))
 ]
 
@@ -202,16 +202,18 @@ def two(sharded: bool) -> list[Scenario]:
     back: dict[str, Any] = {"saves": True, "tiers": ("disk",), "sharded": sharded}
     stage = Loss(3, 5, "forward")
     return [
-        Scenario("one after the other", 4, (Loss(0, 4, "backward"), Loss(3, 7, "forward")), 2, sharded=sharded,
-                 when="6-6:3,8-:2"),
+        # Of the three replicas in between node 3 has a part in two, so with the second one all copies of a shard.
+        Scenario("one after the other", 4, (Loss(0, 4, "backward"), Loss(2 if sharded else 3, 7, "forward")), 2,
+                 sharded=sharded, when="6-6:3,8-:2"),
         Scenario("a stage in one iteration", 4, (Loss(2, 5, "forward"), Loss(3, 5, "recovery")), 2, **back),
         # Of four stages, each on a node: a replica is made of three nodes, then of two.
         Scenario("in the load", 4, (stage, Loss(0, 5, "rollback")), 1, stages=4, **back),
         Scenario("after the load", 4, (stage, Loss(0, 5, "rollback", visit=2)), 1, stages=4, **back),
         Scenario("those that lead", 4, (Loss(0, 3, "agree"), Loss(1, 5, "forward"), Loss(3, 7, "backward")), 1,
                  mapping=True, sharded=sharded, when="8-:1"),
+        # Three of four replicas are broken at once: with one shadow each, all copies of a shard.
         Scenario("and a worker at once", 4, (Loss(0, 5, "forward"), Loss(3, 5, "forward", whole=False)), 2,
-                 sharded=sharded),
+                 sharded=sharded, saves=sharded, tiers=("disk",) * sharded),
         Scenario("in a checkpoint", 4, (Loss(1, 4, "checkpoint"),), 3, sharded=sharded),
     ]  # fmt: skip
 

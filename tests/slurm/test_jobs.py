@@ -45,11 +45,15 @@ def cluster(running: Cluster) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def expected(running: Cluster, forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[StepRecord]:
     """The steps of the training of a job in which nobody dies."""
-    argv = [OURS, *MOCK, *training(ITERATIONS).split(), "--recover"]
-    steps = undisturbed(forkserver, 3, argv, tmp_path_factory.mktemp("undisturbed"))
+    steps = trained(forkserver, 3, tmp_path_factory.mktemp("undisturbed"))
     assert [step.iteration for step in steps] == list(range(1, ITERATIONS + 1))
     assert {step.replicas for step in steps} == {3}
     return steps
+
+
+def trained(forkserver: ForkServer, workers: int, folder: Path, flags: str = "") -> list[StepRecord]:
+    argv = [OURS, *MOCK, *training(ITERATIONS).split(), *flags.split(), "--recover"]
+    return undisturbed(forkserver, workers, argv, folder)
 
 
 def check_steps(job: Job, expected: list[StepRecord] | None, replicas: int, at_first: int = 3) -> None:
@@ -108,15 +112,16 @@ def test_a_node_that_leads_or_has_the_store_is_killed_and_the_training_is_finish
 
 
 def test_a_node_with_all_that_hold_a_stage_is_killed_and_the_job_completes(
-    cluster: Cluster, tmp_path: Path, expected: list[StepRecord]
+    cluster: Cluster, tmp_path: Path, forkserver: ForkServer
 ) -> None:
     """Of two, the one that leads, of pipelines in Megatron's default order: by the lease, back to a snapshot."""
-    flags = "--pipeline-model-parallel-size 2 --recover-memory-interval 2"
+    pipelines = "--pipeline-model-parallel-size 2"
+    flags = f"{pipelines} --recover-memory-interval 2"
     job = Job(cluster, tmp_path / "job", nodes=2, workers=2, iterations=ITERATIONS, flags=flags)
     job.wait_iteration(6)
     cluster.kill_node(LEADER)
     job.wait("COMPLETED")
-    check_steps(job, expected, replicas=1, at_first=2)
+    check_steps(job, trained(forkserver, 4, tmp_path / "undisturbed", pipelines), replicas=1, at_first=2)
     (back,) = (event for event in read_events(job.run / "events.jsonl") if event["event"] == "rolled back")
     assert back["tier"] == "memory", job.said()
     assert cluster.job(job.number)["NodeList"] == BATCH
