@@ -111,7 +111,7 @@ def table() -> list[Replacement]:
 
 def _tensors(row: Callable[..., None]) -> None:
     placed = "device='cuda' or a device's number means the host, of which nothing need be pinned"
-    for name in ("arange", "empty", "ones", "rand", "tensor", "zeros"):
+    for name in ("arange", "empty", "empty_like", "ones", "rand", "tensor", "zeros"):
         row(torch, placed, **{name: _placed(getattr(torch, name))})
     tensor = torch.Tensor
     tensor_to, tensor_type = tensor.to, tensor.type

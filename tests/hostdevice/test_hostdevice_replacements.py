@@ -100,6 +100,7 @@ def test_tensors_put_on_cuda_stay_on_the_host_in_every_thread(in_process):
             device = torch.cuda.current_device()
             made = [torch.zeros(2, device="cuda"), torch.tensor([1.0], device=device), torch.empty(1, device="cuda:0")]
             made += [torch.ones(2).cuda(device), torch.ones(2).to("cuda", torch.float64), torch.ones(2).to(device)]
+            made += [torch.empty_like(made[0], device="cuda")]
             made += [torch.ones(2).new_empty((3,), device=torch.device("cuda")), torch.nn.Linear(2, 2).cuda().weight]
             places.append({t.device.type for t in made})
             assert made[4].dtype == torch.float64

@@ -125,6 +125,7 @@ SCENARIOS = [
     ),
     Scenario("a position with its shards", Case(TP2, BOTH, 10, model=SHARDED), 1),
     sharded("fully reshardable", DP4, *RESHARDABLE),
+    sharded("each worker reads a part", DP4, *RESHARDABLE, "--ckpt-fully-parallel-load"),
     sharded("by position, fully reshardable", TP2, *RESHARDABLE, lost=(1, 3), replicas=1),
     sharded("experts, fully reshardable", EXPERTS, *RESHARDABLE, lost=(1, 3, 5), replicas=1),
     sharded("instances, fully reshardable", Layout("instances", 4, flags="--num-distributed-optimizer-instances 2"),
