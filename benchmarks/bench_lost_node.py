@@ -14,7 +14,8 @@ gets SIGKILL at once, launcher, coordinator and workers; the two workers that ar
 A snapshot or a checkpoint is taken after every EVERY-th iteration, so all three run the same iterations again.  Seconds
 from the kill:
 
-    noticed         until the coordinator that leads then takes the node for lost (it is silent: a heartbeat timeout)
+    noticed         until the coordinator that leads takes the first worker of the node for lost: at once here, where
+                    the kernel lives and closes its connections; of a silent host a heartbeat timeout
     next committed  until an iteration is committed again
     caught up       until one is that had not been committed before
 
