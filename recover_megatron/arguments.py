@@ -71,10 +71,7 @@ def listed_domains(text: str) -> dict[str, str]:
 
 
 def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """What ``--recover-domain`` says of this host: NAME[,NAME...], from its line where that names a file.
-
-    UserError: it cannot be used, or does not have this host.
-    """
+    """What ``--recover-domain`` says of this host, where it names a file by its line; UserError: there is none."""
     if not text.startswith("@"):
         return text
     name = socket.gethostname()
@@ -83,13 +80,9 @@ def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
         listed = listed_domains(text)
     except ValueError as error:
         raise UserError(f"--recover-domain {text}: {error}") from None
-    for name in names:
-        if name in listed:
-            return listed[name]
-    known = " or ".join(dict.fromkeys(filter(None, names)))
-    raise UserError(
-        f"--recover-domain {text}: it has no line of this host ({known}): add one, {names[0]} NAME[,NAME...]"
-    )
+    if found := [listed[name] for name in names if name in listed]:
+        return found[0]
+    raise UserError(f"--recover-domain {text}: it has no line of this host: add one, {names[0]} NAME[,NAME...]")
 
 
 def some_path(text: str) -> None:

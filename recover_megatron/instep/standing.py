@@ -210,10 +210,9 @@ class Members:
             if not status.ready or status.position is None or worker in (*workers, *placement.rebuild):
                 continue
             given = workers[status.position]
-            shared = len({*status.domains} & {*self.statuses[given].domains})
+            mine = len({*status.domains} & {*self.statuses[given].domains}), worker
             if edge(worker, given) not in self.broken:
-                best = keepers.get(status.position, (shared, worker))
-                keepers[status.position] = min(best, (shared, worker))
+                keepers[status.position] = min(keepers.get(status.position, mine), mine)
         return {worker: workers[position] for position, (_, worker) in sorted(keepers.items())}
 
 

@@ -226,8 +226,7 @@ def _check_domains(options: arguments.Options) -> list[str]:
     text, reasons = config_or_defaults(options.script_args).domain, list[str]()
     with contextlib.suppress(ValueError):  # which the check of all flags says
         if 0 < (hosts := len(listed_domains(text))) < options.nnodes:
-            what = f"it has {count(hosts, 'host', 'hosts')}, of {options.nnodes} nodes: add the others"
-            reasons.append(f"--recover-domain {text}: {what}")
+            reasons.append(f"--recover-domain {text}: it has {hosts} of {options.nnodes} nodes: add the others")
         try:
             _ = options.check or own_domains(text)
         except UserError as error:

@@ -68,9 +68,9 @@ class Forecast:
             return [f"no loss of one {' or '.join(kinds)} costs state; at least {_go(fewest)}"]
         rows: dict[tuple[str, str, str], list[str]] = {}
         for loss, then, change in zip(self.losses, self.then, self.change, strict=True):
-            lost = f"{count(loss.workers)}, parts of {count(loss.broken, 'replica', 'replicas')}"
-            what = (lost + (f"; {loss.lost}" if loss.lost else ""), then, change)
-            rows.setdefault(what, []).append(loss.domain)
+            parts = f"{count(loss.workers)}, parts of {count(loss.broken, 'replica', 'replicas')}"
+            lost = f"{parts}; {loss.lost}" if loss.lost else parts
+            rows.setdefault((lost, then, change), []).append(loss.domain)
         cells = [("domain", "lost with it", "then", "what would change that")]
         cells += [(_named(domains), *what) for what, domains in rows.items()]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -269,10 +269,8 @@ def _go(loss: Loss) -> str:
 
 def _then(loss: Loss, fewest: int, no_way_back: str, replaced: bool) -> str:
     if not loss.later:
-        waits = replaced and loss.waits
-        return (
-            "waits five minutes for workers, else ends (10)" if waits else "ends (10): too few are left for a replica"
-        )
+        wait = "waits five minutes for workers, else ends (10)"
+        return wait if replaced and loss.waits else "ends (10): too few are left for a replica"
     if loss.lost and not loss.back:
         return f"ends (12): no snapshots (--recover-memory-tier off), {no_way_back}"
     if loss.later < fewest:
@@ -308,11 +306,8 @@ def _named(domains: Sequence[str]) -> str:
     for kind, names in kinds.items():
         shown = names
         if kind == "node":
-            rows = [
-                [int(name) for _, name in its]
-                for _, its in groupby(enumerate(names), key=lambda pair: int(pair[1]) - pair[0])
-            ]
-            shown = [f"{its[0]} to {its[-1]}" if len(its) > 1 else str(its[0]) for its in rows]
+            rows = [[*its] for _, its in groupby(names, key=lambda name: int(name) - names.index(name))]
+            shown = [f"{its[0]} to {its[-1]}" if len(its) > 1 else its[0] for its in rows]
         more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
         found.append(f"{kind}{'s' * (len(names) > 1)} {', '.join(shown[:MOST_NAMED])}{more}")
     return "; ".join(found)

@@ -409,7 +409,7 @@ def test_each_node_has_a_line_in_the_list_and_coordinators_stand_in_several_rack
     options.nnodes = 5
     assert len(command._check_domains(options)) == 2
     options.check = True
-    assert command._check_domains(options) == [f"--recover-domain @{path}: it has 4 hosts, of 5 nodes: add the others"]
+    assert command._check_domains(options) == [f"--recover-domain @{path}: it has 4 of 5 nodes: add the others"]
 
 
 def test_an_order_of_ranks_is_advised_only_where_megatron_takes_it() -> None:
