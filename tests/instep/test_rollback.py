@@ -171,6 +171,12 @@ GROUP_SCENARIOS = [
               for visit in (1, 2)),
         )
     ),
+    *(
+        of_groups(f"{name}, a death in the middle of the load, {operation}", layout, doomed=(0,), restarts=3,
+                  train_with=altered("faulty.in_shard_group", 0, 5, operation, visit, "kill"))
+        for name, layout in (("shard groups", hsdp.TWO), ("outer", hsdp.OUTER_TWO))
+        for operation, visit in (("gather_object", 1), ("scatter_object_list", 1), ("all_gather_object", 1))
+    ),
     # Position 1 of the last shard group lives; what it has not is lost all the same.
     of_groups("outer, a part and its shadow", hsdp.OUTER_THREE, said="had no other copy", replicas=2, iterations=14,
               when="9-:2"),
