@@ -222,7 +222,7 @@ def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, l
 
 def _no_way_back(script_args: Sequence[str]) -> str:
     """Why the run cannot go back to a checkpoint in place, as ``megatron_hooks.layout`` says it; empty: it can."""
-    found = given_flags(script_args, [*FOLDERS, LAST_RESORT, FORMAT, SPREAD, FSDP, "--no-save-optim"])
+    found = given_flags(script_args, [*FOLDERS, LAST_RESORT, FORMAT, SPREAD, FSDP, "--no-save-optim", "--optimizer"])
     formats = found.get(FORMAT, ["torch_dist"])[-1]
     if "off" in found.get(LAST_RESORT, []):
         return f"{LAST_RESORT} off"
@@ -230,9 +230,11 @@ def _no_way_back(script_args: Sequence[str]) -> str:
         return NO_SAVE
     if "--no-save-optim" in found:
         return "--no-save-optim"
-    if SPREAD in found and FSDP not in found and formats not in ("torch_dist", "torch"):
-        return f"{FORMAT} {formats}"
-    return ""
+    if FSDP in found:
+        return ""
+    if SPREAD in found:
+        return "" if formats in ("torch_dist", "torch") else f"{FORMAT} {formats}"
+    return "--optimizer sgd" if formats == "torch_dist" and found.get("--optimizer") == ["sgd"] else ""
 
 
 def _changes(

@@ -5,6 +5,7 @@ And which runs have a last resort.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.snapshots import Taking
 from recover_megatron.instep.spare import MOST, PAUSE_SECONDS
+from recover_megatron.launch import forecast
 from recover_megatron.megatron_hooks import memory_tier
 from recover_megatron.megatron_hooks.groups import renew_rank_copies
 from recover_megatron.megatron_hooks.layout import no_way_back
@@ -230,22 +232,25 @@ def test_after_the_run_went_back_to_its_start_a_host_without_the_memory_does_not
         ({"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}, ""),
         ({"use_distributed_optimizer": True, "ckpt_format": "torch"}, ""),
         ({"use_distributed_optimizer": True, "ckpt_format": "torch_dcp"}, "--ckpt-format torch_dcp"),
+        ({"use_megatron_fsdp": True, "use_distributed_optimizer": True, "ckpt_format": "fsdp_dtensor"}, ""),
         ({"no_save_optim": True}, "--no-save-optim"),
+        ({"optimizer": "sgd"}, "--optimizer sgd"),  # Megatron itself cannot load it
+        ({"optimizer": "sgd", "ckpt_format": "torch"}, ""),
+        ({"optimizer": "sgd", "use_distributed_optimizer": True}, ""),
     ],
 )
-def test_which_runs_go_back_to_their_checkpoints_is_known_at_the_start(flags: dict[str, Any], why: str) -> None:
+def test_which_runs_go_back_to_their_checkpoints_is_known_at_the_start_and_before_it(
+    flags: dict[str, Any], why: str
+) -> None:
     args = {"no_save_optim": False, "use_distributed_optimizer": False, "ckpt_format": "torch_dist", **flags}
-    found = no_way_back(SimpleNamespace(**args))
-    assert bool(found) == bool(why)
-    assert why in found
-
-
-def test_an_optimizer_that_megatron_itself_cannot_load_has_no_last_resort_in_that_format() -> None:
-    args = SimpleNamespace(no_save_optim=False, use_distributed_optimizer=False, optimizer="sgd")
-    sgd = SimpleNamespace(init_state_fn=None)
-    for args.ckpt_format, why in (("torch_dist", "--optimizer sgd"), ("torch", "")):
-        assert why in (found := no_way_back(args, [sgd]))
+    optimizer = SimpleNamespace(init_state_fn=None if "optimizer" in flags else lambda optimizer: None)
+    words = [
+        [f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else [])] for name, value in flags.items()
+    ]
+    of_launcher = forecast._no_way_back(["--save", "checkpoints", *itertools.chain(*words)])
+    for found in (no_way_back(SimpleNamespace(**args), [optimizer]), of_launcher):
         assert bool(found) == bool(why)
+        assert why in found
 
 
 def test_bridges_loop_goes_back_to_no_checkpoint_and_says_why() -> None:
