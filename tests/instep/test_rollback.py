@@ -221,8 +221,9 @@ def of_groups(
 IN_THE_LOAD = Strike(0, 0, 5, "rollback")
 GROUP_SCENARIOS = [
     *(of_groups(its.name, its) for its in (hsdp.TWO, hsdp.OPTIMIZER, hsdp.TENSOR, hsdp.CONTEXT, hsdp.EXPERTS)),
-    *(of_groups(its.name, its) for its in (hsdp.SIXTEEN_BITS, hsdp.HALF_MOMENTS, hsdp.DOUBLE)),
-    *(of_groups(its.name, its) for its in (hsdp.OUTER_TWO, hsdp.OUTER_SIXTEEN, hsdp.OUTER_EXPERTS)),
+    *(of_groups(its.name, its) for its in (hsdp.SIXTEEN_BITS, hsdp.HALF_MOMENTS, hsdp.DOUBLE, hsdp.ASKED_FOR_ONE)),
+    *(of_groups(its.name, its) for its in (hsdp.TENSOR_EXPERTS, hsdp.BIASES, hsdp.QUANTILES)),
+    *(of_groups(its.name, its) for its in (hsdp.OUTER_TWO, hsdp.OUTER_TENSOR, hsdp.OUTER_SIXTEEN, hsdp.OUTER_EXPERTS)),
     *(
         scenario
         for name, layout in (("shard groups", hsdp.TWO), ("outer", hsdp.OUTER_TWO))
