@@ -444,6 +444,7 @@ def test_shard_groups_are_the_replicas_of_megatron_fsdp() -> None:
         (TRAINING, [*PIPELINE, "--yaml-cfg", "its.yaml"], 4),
         (TRAINING, [*PIPELINE, "--context-parallel-size", "many"], 4),
         (TRAINING, [*PIPELINE, "--context-parallel-size", "3"], 4),
+        (TRAINING, [*PIPELINE, "--context-parallel-size", "0"], 4),
     ],
 )
 def test_nothing_is_said_of_what_is_not_known(script: str, flags: list[str], nodes: int) -> None:
