@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch import guest, store
+from recover_megatron.launch import guest, host, store
 from recover_megatron.launch.guest import Guest
-from recover_megatron.launch.host import Host
+from recover_megatron.launch.host import Host, _Member
 from recover_megatron.launch.processes import START_AGAIN
 from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.store import PREFIX, Seal, Unproved
@@ -356,6 +356,9 @@ class Kept:
     def queue_push(self, key: str, value: str) -> None:
         self.values[key] = value
 
+    def set_timeout(self, timeout: object) -> None:
+        """It waits for nothing."""
+
 
 SEAL = Seal(Secret(b"one that all launchers of a test share"))
 
@@ -443,6 +446,31 @@ def test_a_node_that_does_not_come_to_the_start_that_is_made_again_is_left_out_t
     (failed,) = [words[1:] for words in said if words[0] == "failed"]
     assert (failed[1:], ended) == (told, [failed])
     assert ("without node 1, 3, 2, spares of node 4 as workers 1-3" in failed[0]) is (told[0] == START_AGAIN)
+
+
+def test_a_node_0_that_was_stopped_itself_reads_what_others_have_said_before_it_takes_them_for_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    words = {"nonce": "n", "count": 2, "report": []}
+    kept = Kept({PREFIX + "node/1": SEAL.wrap("node/1", "r", words)})
+    events = SimpleNamespace(node_lost="lost", report="report")
+    plan = plan_of(nnodes=2, nproc_per_node=1, control_plane=False)
+    node = Host(plan, kept, SEAL, events, lambda what, *_: said.append(what), pytest.fail)
+    node._missing, node._members = set(), {1: _Member("n", 1, -1000.0)}
+    monkeypatch.setattr(host, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(node, "_rung", list)
+    node.run()
+    assert said == ["report"]
+
+
+def test_who_hosts_a_candidate_is_not_reckoned_anew_for_each_of_a_thousand_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Host(plan_of(nnodes=1000), Kept({}), SEAL, SimpleNamespace(note=""), lambda *_: None, pytest.fail)
+    monkeypatch.setattr(host, "hosting", pytest.fail)
+    for rank in range(3, 9):
+        assert node._newcomer(rank, {"nonce": "n", "count": 1, "host": "h"})
 
 
 @pytest.mark.parametrize(("fault_tolerant", "code"), [(True, EXIT_NO_REPLICA), (False, LAUNCH_FAILED)])
