@@ -403,6 +403,22 @@ def test_a_launcher_that_comes_second_ends_by_what_became_of_the_first(second: C
 
 
 @pytest.mark.parametrize(
+    ("address", "fault_tolerant"), [("192.0.2.1", True), ("127.0.0.1", True), ("127.0.0.1", False)]
+)
+def test_a_node_takes_part_without_a_door_where_its_address_is_not_its_own(address: str, fault_tolerant: bool) -> None:
+    """Behind NAT; and where nobody looks at the door it has none."""
+    shape = {"nnodes": 5, "nproc_per_node": 1, "control_plane": False}
+    plan = plan_of(**shape, node_rank=4, node_address=address, fault_tolerant=fault_tolerant)
+    node = Guest(plan, SEAL, SimpleNamespace(), pytest.fail)
+    job = {**shape, "candidates": [0, 1, 2], "run_id": "r", "flags": codes(plan.flags)}
+    kept = Kept({PREFIX + "job": SEAL.wrap("job", "", job)})
+    kept.values[PREFIX + "welcome/4"] = SEAL.wrap("welcome/4", "r", {"nonce": node._words["nonce"]})
+    assert node._take_part(kept) is not None
+    said = SEAL.open("node/4", "r", kept.get(PREFIX + "node/4"))
+    assert (said["door"] is not None) is (address == "127.0.0.1" and fault_tolerant)
+
+
+@pytest.mark.parametrize(
     ("rank", "knows", "without", "told"),
     [(1, (), [1], LEFT_OUT), (2, (), [1], START_AGAIN), (2, (1,), [1], None), (2, (1,), [1, 3], START_AGAIN)],
 )
