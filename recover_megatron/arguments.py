@@ -51,7 +51,7 @@ def listed_domains(text: str) -> dict[str, str]:
     if not text.startswith("@"):
         return {}
     try:
-        lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
+        lines = Path(text[1:]).read_text(encoding="utf-8-sig").splitlines()  # an editor's mark may be first
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"it cannot be read ({getattr(error, 'strerror', '') or 'it is no text'})") from None
     found: dict[str, str] = {}

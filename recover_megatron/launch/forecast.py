@@ -120,7 +120,7 @@ def forecast(
                 then[at] = how if how.startswith("ends") else f"{then[at]} ({how})"
                 change[at] = "; ".join(filter(None, (change[at], more)))
         return Forecast(losses, then, change)
-    except (ValueError, IndexError, UserError):
+    except (ValueError, IndexError, ArithmeticError, UserError):
         return None  # what the checks did not understand either; Megatron says what is wrong with it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import threading
@@ -136,7 +137,9 @@ class Guest:
         plan = self._plan
         job = self._job(store)
         own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
-        self._door = listen(own.host)
+        if plan.fault_tolerant:
+            with contextlib.suppress(OSError):  # the address is not this host's own (NAT): the loss is known later
+                self._door = listen(own.host)
         while True:
             if self._elsewhere(store, job):
                 return None
@@ -148,7 +151,8 @@ class Guest:
             if self._run_id != job["run_id"]:
                 self._run_id = str(job["run_id"])
                 mine = self._candidate(own) if plan.control_plane else {"coordinator": None}
-                self.say(store, {"door": self._door.getsockname()[:2], **mine})
+                door = self._door.getsockname()[:2] if self._door else None
+                self.say(store, {"door": door, **mine})
             welcome = self._next(store, f"welcome/{plan.node_rank}")
             if welcome is not None and welcome["nonce"] == self._words["nonce"]:
                 return own

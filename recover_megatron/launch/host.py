@@ -47,6 +47,7 @@ class Host:
     """Has ``announce_end`` called, in another thread."""
 
     def __post_init__(self) -> None:
+        self._hosting = hosting(self._plan)  # once: with thousands of nodes it takes long
         self._values: dict[str, str] = {}
         self._members: dict[int, _Member] = {}
         """The nodes that take part and have not reported."""
@@ -78,15 +79,17 @@ class Host:
         swept = time.monotonic()
         while self._missing or self._members:
             ranks = self._rung()
-            if time.monotonic() - swept >= BEAT_SECONDS:
-                swept = time.monotonic()
+            if sweep := time.monotonic() - swept >= BEAT_SECONDS:
                 for key, value in self._values.items():
                     self._store.set(PREFIX + key, value)  # whatever a stranger has made of it
                 ranks = [*self._missing, *self._members]
-                if not self._check_members():
-                    return
             for rank in ranks:
                 if (words := self._words(rank)) is not None and not self._heard(rank, words):
+                    return
+            # After what they have said: this process may have been stopped itself, or have had many to welcome.
+            if sweep:
+                swept = time.monotonic()
+                if not self._check_members():
                     return
 
     def refuse(self, reason: str, seconds: float) -> None:
@@ -103,7 +106,7 @@ class Host:
             "nnodes": plan.nnodes,
             "nproc_per_node": plan.nproc_per_node,
             "control_plane": plan.control_plane,
-            "candidates": hosting(plan),
+            "candidates": self._hosting,
             "run_id": plan.run_id,
             "attempt": plan.attempt,
             "without": plan.without,
@@ -200,8 +203,7 @@ class Host:
         if reason := words.get("refusal"):
             text = f"the launcher of node {rank} on host {words['host']} was refused: {reason}"
             return self._end(text + "; the launch cannot be complete", LAUNCH_FAILED)
-        hosts = plan.control_plane and rank in hosting(plan)
-        if hosts:
+        if plan.control_plane and rank in self._hosting:
             self._candidates[rank] = address_from(words["coordinator"])
             self._looks[rank] = words.get("lease")
         self._places[rank] = words.get("witness")
@@ -212,7 +214,7 @@ class Host:
             self._tell(self._events.welcomed, rank, address_from(door))
         self._put(f"welcome/{rank}", {"nonce": words["nonce"]})
         # A witness has to know all nodes; else nobody waits longer than for the candidates.
-        awaited = self._missing if self._places.get(0, {}).get("kind") else {*hosting(plan)} & self._missing
+        awaited = self._missing if self._places.get(0, {}).get("kind") else {*self._hosting} & self._missing
         if plan.control_plane and not awaited and not self._told and not self._tell_candidates():
             return False
         if not self._missing:
@@ -232,12 +234,12 @@ class Host:
     def _tell_candidates(self) -> bool:
         """False: there can be none here."""
         try:
-            own = OwnPlace(self._plan, next(iter(self._candidates.values())), 0 in hosting(self._plan))
+            own = OwnPlace(self._plan, next(iter(self._candidates.values())), 0 in self._hosting)
         except OSError as error:
             return self._end(f"no coordinator can listen on node 0: {one_line(error)}", LAUNCH_FAILED)
         if own.address is not None:
             self._candidates[0] = own.address
-        addresses = [self._candidates[rank] for rank in hosting(self._plan)]
+        addresses = [self._candidates[rank] for rank in self._hosting]
         assert self._trial is not None
         why_not = self._trial.end(self._looks)
         if why_not and self._plan.lease not in (AUTO, OFF):

@@ -109,7 +109,7 @@ class Line:
             options = {
                 socket.TCP_KEEPIDLE: 1,
                 socket.TCP_KEEPINTVL: 1,
-                socket.TCP_KEEPCNT: max(1, round(self._seconds - 1)),
+                socket.TCP_KEEPCNT: min(max(1, round(self._seconds - 1)), 127),  # the most that Linux takes
             }
             for option, value in options.items():
                 line.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -392,7 +392,7 @@ def test_each_node_has_a_line_in_the_list_and_coordinators_stand_in_several_rack
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, argv = tmp_path / "racks", ["--nnodes", "4", "--log-dir", str(tmp_path), TRAINING, *GOOD, "--recover-domain"]
-    path.write_text("".join(line_of(f"n{node}", f"r{node // 2}") for node in range(4)))
+    path.write_text("\ufeff" + "".join(f"n{node}\tr{node // 2}\r\n" for node in range(4)))  # an editor of Windows
     monkeypatch.setenv("RECOVER_HOST", "n3")
     options, _ = arguments.parse([*argv, f"@{path}"])
     assert command._check_domains(options) == []
@@ -444,6 +444,7 @@ def test_shard_groups_are_the_replicas_of_megatron_fsdp() -> None:
         (TRAINING, [*PIPELINE, "--yaml-cfg", "its.yaml"], 4),
         (TRAINING, [*PIPELINE, "--context-parallel-size", "many"], 4),
         (TRAINING, [*PIPELINE, "--context-parallel-size", "3"], 4),
+        (TRAINING, [*PIPELINE, "--context-parallel-size", "0"], 4),
     ],
 )
 def test_nothing_is_said_of_what_is_not_known(script: str, flags: list[str], nodes: int) -> None:

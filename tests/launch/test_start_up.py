@@ -302,18 +302,18 @@ def test_spares_have_the_places_of_the_workers_of_nodes_that_are_left_out() -> N
     ]
 
 
-@pytest.mark.parametrize("accepted", [False, True])
-def test_a_line_tells_of_the_end_of_another_launcher_at_once(accepted: bool) -> None:
+@pytest.mark.parametrize(("accepted", "seconds"), [(False, 5.0), (True, 5.0), (False, 0.1), (False, 3600.0)])
+def test_a_line_tells_of_the_end_of_another_launcher_at_once(accepted: bool, seconds: float) -> None:
     """Whether it has taken the connection or not."""
     loop, told = EventLoop(), []
     try:
+        loop.call_later(DEADLINE, lambda: told.append(None))
         with socket.create_server(("127.0.0.1", 0)) as door:
-            Line(loop, door.getsockname()[:2], 5.0, told.append)
+            Line(loop, door.getsockname()[:2], seconds, told.append)
             if accepted:
                 door.accept()[0].close()
             else:
                 loop.run_once()  # it is connected
-        loop.call_later(DEADLINE, lambda: told.append(None))
         while not told:
             loop.run_once()
         assert told == [True]

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch import guest, store
+from recover_megatron.launch import guest, host, store
 from recover_megatron.launch.guest import Guest
-from recover_megatron.launch.host import Host
+from recover_megatron.launch.host import Host, _Member
 from recover_megatron.launch.processes import START_AGAIN
 from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.store import PREFIX, Seal, Unproved
@@ -356,6 +356,9 @@ class Kept:
     def queue_push(self, key: str, value: str) -> None:
         self.values[key] = value
 
+    def set_timeout(self, timeout: object) -> None:
+        """It waits for nothing."""
+
 
 SEAL = Seal(Secret(b"one that all launchers of a test share"))
 
@@ -397,6 +400,22 @@ def test_a_launcher_that_comes_second_ends_by_what_became_of_the_first(second: C
     assert code == REFUSED
     assert "node rank 1 has been taken by another launcher of this launch, on host h2" in reason
     assert second(end={"reason": "it is over", "code": 10}) == ("it is over", 10)
+
+
+@pytest.mark.parametrize(
+    ("address", "fault_tolerant"), [("192.0.2.1", True), ("127.0.0.1", True), ("127.0.0.1", False)]
+)
+def test_a_node_takes_part_without_a_door_where_its_address_is_not_its_own(address: str, fault_tolerant: bool) -> None:
+    """Behind NAT; and where nobody looks at the door it has none."""
+    shape = {"nnodes": 5, "nproc_per_node": 1, "control_plane": False}
+    plan = plan_of(**shape, node_rank=4, node_address=address, fault_tolerant=fault_tolerant)
+    node = Guest(plan, SEAL, SimpleNamespace(), pytest.fail)
+    job = {**shape, "candidates": [0, 1, 2], "run_id": "r", "flags": codes(plan.flags)}
+    kept = Kept({PREFIX + "job": SEAL.wrap("job", "", job)})
+    kept.values[PREFIX + "welcome/4"] = SEAL.wrap("welcome/4", "r", {"nonce": node._words["nonce"]})
+    assert node._take_part(kept) is not None
+    said = SEAL.open("node/4", "r", kept.get(PREFIX + "node/4"))
+    assert (said["door"] is not None) is (address == "127.0.0.1" and fault_tolerant)
 
 
 @pytest.mark.parametrize(
@@ -443,6 +462,31 @@ def test_a_node_that_does_not_come_to_the_start_that_is_made_again_is_left_out_t
     (failed,) = [words[1:] for words in said if words[0] == "failed"]
     assert (failed[1:], ended) == (told, [failed])
     assert ("without node 1, 3, 2, spares of node 4 as workers 1-3" in failed[0]) is (told[0] == START_AGAIN)
+
+
+def test_a_node_0_that_was_stopped_itself_reads_what_others_have_said_before_it_takes_them_for_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    words = {"nonce": "n", "count": 2, "report": []}
+    kept = Kept({PREFIX + "node/1": SEAL.wrap("node/1", "r", words)})
+    events = SimpleNamespace(node_lost="lost", report="report")
+    plan = plan_of(nnodes=2, nproc_per_node=1, control_plane=False)
+    node = Host(plan, kept, SEAL, events, lambda what, *_: said.append(what), pytest.fail)
+    node._missing, node._members = set(), {1: _Member("n", 1, -1000.0)}
+    monkeypatch.setattr(host, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(node, "_rung", list)
+    node.run()
+    assert said == ["report"]
+
+
+def test_who_hosts_a_candidate_is_not_reckoned_anew_for_each_of_a_thousand_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Host(plan_of(nnodes=1000), Kept({}), SEAL, SimpleNamespace(note=""), lambda *_: None, pytest.fail)
+    monkeypatch.setattr(host, "hosting", pytest.fail)
+    for rank in range(3, 9):
+        assert node._newcomer(rank, {"nonce": "n", "count": 1, "host": "h"})
 
 
 @pytest.mark.parametrize(("fault_tolerant", "code"), [(True, EXIT_NO_REPLICA), (False, LAUNCH_FAILED)])
