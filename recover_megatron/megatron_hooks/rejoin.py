@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.training import checkpointing, get_args
 from torch.distributed import distributed_c10d as c10d
@@ -342,6 +343,10 @@ class Rollback:
             iteration, operations = checkpointing.load_checkpoint(
                 model, optimizer, scheduler, load_arg=source, strict=True
             )
+            # One that was built alone, in a position without data, knows of no data, and no peer has told it.
+            there = torch.tensor([int(args.do_valid), int(args.do_test)], device=self._recovery.comm_config.device)
+            dist.all_reduce(there, op=dist.ReduceOp.MAX)
+            args.do_valid, args.do_test = there.tolist()
         if iteration != target.iteration:
             raise ValueError(f"it is of iteration {iteration}")
         return int(operations)

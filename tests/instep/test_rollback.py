@@ -108,6 +108,8 @@ def sharded(
 
 FIRST = Scenario("both holders of a position at once", Case(TP2, BOTH, 10, model=ADAM), 1)
 SCENARIOS = [
+    # At the end with a test set, of which one that is built for position 1 sees nothing.
+    Scenario("evaluated", FIRST.case.with_flags("--eval-interval", "4", "--eval-iters", "1"), 1),
     Scenario("the legacy format", Case(TP2, BOTH, 10, flags=TORCH), 1),
     # That of iteration 4 may not be written yet, which is a matter of the disk.
     Scenario("asynchronous", FIRST.case.with_flags(*ASYNCHRONOUSLY.split()), 1, to=(2, 4)),
