@@ -43,6 +43,7 @@ from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 pytestmark = pytest.mark.slow
 
 TORCH = ("--ckpt-format", "torch")
+LAST_ONE = ("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "5")
 RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
 ON_THE_HOST = ("--recover-shadow-device", "cpu")
 EP2 = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2"
@@ -147,10 +148,10 @@ SCENARIOS = [
         said="cannot load the checkpoint of iteration 4 in",
     ),
     # Of which Megatron keeps one, and which it loads where it is newer, whatever it is told to load.
+    Scenario("the non-persistent one", FIRST.case.with_flags(*LAST_ONE), 1, to=(5,)),
     Scenario(
         "the non-persistent one cannot be read",
-        FIRST.case.with_flags("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "5")
-        .altered("faulty.spoil", 0, 6, "non_persistent"), 1,
+        FIRST.case.with_flags(*LAST_ONE).altered("faulty.spoil", 0, 6, "non_persistent"), 1, to=(4,),
         said="cannot load the checkpoint of iteration 5 in",
     ),
     Scenario(
@@ -177,7 +178,7 @@ def gone_back(runs: Runs, scenario: Scenario) -> Result:
     assert result.replicas[-1] >= scenario.replicas, result.replicas
     (to,) = {back["to"] for back in result.of_training("rolled back")}
     assert to in scenario.to, result.told()
-    assert f"rolled back to iteration {to} (from disk, {runs.out / 'checkpoints'})" in result.said, result.told()
+    assert f"rolled back to iteration {to} (from disk, {runs.out / 'checkpoints'}" in result.said, result.told()
     return result
 
 
@@ -245,6 +246,7 @@ GROUP_SCENARIOS = [
     # Position 1 of the last shard group lives; what it has not is lost all the same.
     of_groups("outer, a part and its shadow", hsdp.OUTER_THREE, said="had no other copy", replicas=2, iterations=14,
               when="9-:2"),
+    of_groups("shard groups, the non-persistent one", hsdp.TWO, to=5, flags=(*OFF, *LAST_ONE)),
     of_groups("outer, shadows in host memory", hsdp.OUTER_TWO, flags=(*OFF, "--recover-shadow-device", "cpu")),
 ]  # fmt: skip
 
