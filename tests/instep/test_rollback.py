@@ -49,6 +49,8 @@ ON_THE_HOST = ("--recover-shadow-device", "cpu")
 EP2 = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2"
 EXPERTS = Layout("experts", 3, inner_ranks=2, flags=EP2)
 SIXTEEN = Layout("sixteen", 4, flags="--bf16 --ddp-bucket-size 2000")
+SKIPPED = Layout("skipped", 4, flags="--fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 16777216 "
+                 "--hysteresis 1")  # fmt: skip
 TP2, DP4 = Layout("tp2-dp2", 2, tensor=2), Layout("dp4", 4)
 BOTH = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
 """All that hold the state of position 1, at once."""
@@ -136,6 +138,9 @@ SCENARIOS = [
     sharded("experts, legacy", EXPERTS, *TORCH, lost=(1, 3, 5), replicas=1),
     # Its part of the optimizer's state, too, is that of iteration 2, though the tracker file names another one.
     sharded("legacy, the newest cannot be read", DP4, *TORCH, spoil=3, to=(2,)),
+    # Checkpoints of an optimizer that has not made a step.
+    *(sharded(f"the first steps are left out, {name}", SKIPPED, *flags, near=300.0)
+      for name, flags in (("by bucket", ()), ("legacy", TORCH))),
     sharded("in host memory", SIXTEEN, *ON_THE_HOST, near=300.0),
     sharded("in host memory, fully reshardable", SIXTEEN, *RESHARDABLE, *ON_THE_HOST, near=300.0),
     sharded("in host memory, legacy", SIXTEEN, *TORCH, *ON_THE_HOST, near=300.0),
