@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.training import checkpointing, get_args
 from torch.distributed import distributed_c10d as c10d
@@ -325,23 +326,26 @@ class Rollback:
         args = get_args()
         # Of the random states there is one for each replica, where they are many; the run may have grown since.
         no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
-        of_last, at = target.source == NON_PERSISTENT, target.iteration
-        source = "save" if of_last else target.source
+        at = target.iteration
         # Megatron reads what a checkpoint of Megatron-FSDP has from --load, whichever folder it is to load.
-        as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": at, "load": getattr(args, source)}
+        as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": at, "load": _folder(target)}
         known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
-        # Of the legacy format Megatron reads the optimizer's part of whatever the tracker file names, and what it keeps
-        # the last one of if that is newer, or as old.
+        # Of the legacy format Megatron reads the optimizer's part of whatever the tracker file names; and what it keeps
+        # the last one of if that is newer, or as old, as one of the default format: here each is one like all others.
         wanted = monkeypatch.replaced(
             checkpointing,
             read_metadata=lambda tracker: (at, False),
-            _get_non_persistent_iteration=lambda *unused: at if of_last else -1,
+            _get_non_persistent_iteration=lambda *unused: -1,
         )
         with self._groups.in_section(), monkeypatch.replaced(args, **known), wanted:
             # Not training.load_checkpoint: a worker that was built alone has one that reads nothing.
             iteration, operations = checkpointing.load_checkpoint(
-                model, optimizer, scheduler, load_arg=source, strict=True
+                model, optimizer, scheduler, load_arg="load", strict=True
             )
+            # One that was built alone, in a position without data, knows of no data, and no peer has told it.
+            there = torch.tensor([int(args.do_valid), int(args.do_test)], device=self._recovery.comm_config.device)
+            dist.all_reduce(there, op=dist.ReduceOp.MAX)
+            args.do_valid, args.do_test = there.tolist()
         if iteration != target.iteration:
             raise ValueError(f"it is of iteration {iteration}")
         return int(operations)

@@ -75,7 +75,8 @@ def _rollbacks(rollbacks: Sequence[dict[str, Any]]) -> str:
     """The iterations above are as they were run last; here is what was run twice."""
     lost = sum(rollback["lost"] for rollback in rollbacks)
     to = ", ".join(f"to {back['to']} from {back['tier']} ({repeated(back)})" for back in rollbacks)
-    return f"{to}; {lost} iteration{'s' * (lost != 1)} lost; as they were before: steps.jsonl.1, ..."
+    kept = "; as they were before: steps.jsonl.1, ..." if lost else ""  # else no file was set aside
+    return f"{to}; {lost} iteration{'s' * (lost != 1)} lost{kept}"
 
 
 def repeated(rollback: Mapping[str, Any]) -> str:

@@ -43,11 +43,14 @@ from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 pytestmark = pytest.mark.slow
 
 TORCH = ("--ckpt-format", "torch")
+LAST_ONE = ("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "5")
 RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
 ON_THE_HOST = ("--recover-shadow-device", "cpu")
 EP2 = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2"
 EXPERTS = Layout("experts", 3, inner_ranks=2, flags=EP2)
 SIXTEEN = Layout("sixteen", 4, flags="--bf16 --ddp-bucket-size 2000")
+SKIPPED = Layout("skipped", 4, flags="--fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 16777216 "
+                 "--hysteresis 1")  # fmt: skip
 TP2, DP4 = Layout("tp2-dp2", 2, tensor=2), Layout("dp4", 4)
 BOTH = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
 """All that hold the state of position 1, at once."""
@@ -108,6 +111,8 @@ def sharded(
 
 FIRST = Scenario("both holders of a position at once", Case(TP2, BOTH, 10, model=ADAM), 1)
 SCENARIOS = [
+    # At the end with a test set, of which one that is built for position 1 sees nothing.
+    Scenario("evaluated", FIRST.case.with_flags("--eval-interval", "4", "--eval-iters", "1"), 1),
     Scenario("the legacy format", Case(TP2, BOTH, 10, flags=TORCH), 1),
     # That of iteration 4 may not be written yet, which is a matter of the disk.
     Scenario("asynchronous", FIRST.case.with_flags(*ASYNCHRONOUSLY.split()), 1, to=(2, 4)),
@@ -133,6 +138,9 @@ SCENARIOS = [
     sharded("experts, legacy", EXPERTS, *TORCH, lost=(1, 3, 5), replicas=1),
     # Its part of the optimizer's state, too, is that of iteration 2, though the tracker file names another one.
     sharded("legacy, the newest cannot be read", DP4, *TORCH, spoil=3, to=(2,)),
+    # Checkpoints of an optimizer that has not made a step.
+    *(sharded(f"the first steps are left out, {name}", SKIPPED, *flags, near=300.0)
+      for name, flags in (("by bucket", ()), ("legacy", TORCH))),
     sharded("in host memory", SIXTEEN, *ON_THE_HOST, near=300.0),
     sharded("in host memory, fully reshardable", SIXTEEN, *RESHARDABLE, *ON_THE_HOST, near=300.0),
     sharded("in host memory, legacy", SIXTEEN, *TORCH, *ON_THE_HOST, near=300.0),
@@ -145,10 +153,10 @@ SCENARIOS = [
         said="cannot load the checkpoint of iteration 4 in",
     ),
     # Of which Megatron keeps one, and which it loads where it is newer, whatever it is told to load.
+    Scenario("the non-persistent one", FIRST.case.with_flags(*LAST_ONE), 1, to=(5,)),
     Scenario(
         "the non-persistent one cannot be read",
-        FIRST.case.with_flags("--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "5")
-        .altered("faulty.spoil", 0, 6, "non_persistent"), 1,
+        FIRST.case.with_flags(*LAST_ONE).altered("faulty.spoil", 0, 6, "non_persistent"), 1, to=(4,),
         said="cannot load the checkpoint of iteration 5 in",
     ),
     Scenario(
@@ -175,7 +183,7 @@ def gone_back(runs: Runs, scenario: Scenario) -> Result:
     assert result.replicas[-1] >= scenario.replicas, result.replicas
     (to,) = {back["to"] for back in result.of_training("rolled back")}
     assert to in scenario.to, result.told()
-    assert f"rolled back to iteration {to} (from disk, {runs.out / 'checkpoints'})" in result.said, result.told()
+    assert f"rolled back to iteration {to} (from disk, {runs.out / 'checkpoints'}" in result.said, result.told()
     return result
 
 
@@ -244,6 +252,7 @@ GROUP_SCENARIOS = [
     # Position 1 of the last shard group lives; what it has not is lost all the same.
     of_groups("outer, a part and its shadow", hsdp.OUTER_THREE, said="had no other copy", replicas=2, iterations=14,
               when="9-:2"),
+    of_groups("shard groups, the non-persistent one", hsdp.TWO, to=5, flags=(*OFF, *LAST_ONE)),
     of_groups("outer, shadows in host memory", hsdp.OUTER_TWO, flags=(*OFF, "--recover-shadow-device", "cpu")),
 ]  # fmt: skip
 

@@ -349,7 +349,7 @@ def going_back(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A rollback whose ``load_checkpoint`` is that of the test, with ``args``: Megatron has newer checkpoints."""
     args = SimpleNamespace(
         no_save_rng=False, no_load_rng=False, data_parallel_random_init=True, save="saved", load=None, ckpt_step=None,
-        strict_fsdp_dtensor_load=False,
+        strict_fsdp_dtensor_load=False, do_valid=1, do_test=False, non_persistent_global_ckpt_dir=None,
     )  # fmt: skip
     newest = {"read_metadata": lambda tracker: (9, False), "_get_non_persistent_iteration": lambda *unused: 9}
     checkpointing = SimpleNamespace(**newest)
@@ -357,7 +357,10 @@ def going_back(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(rejoin, "checkpointing", checkpointing)
     unused: Any = None
     groups: Any = SimpleNamespace(in_section=nullcontext)
-    rollback = rejoin.Rollback(unused, groups, unused, unused, unused, unused)
+    recovery: Any = SimpleNamespace(comm_config=SimpleNamespace(device=torch.device("cpu")))
+    rollback = rejoin.Rollback(recovery, groups, unused, unused, unused, unused)
+    told = torch.tensor([0, 1])  # by another
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda its, op: its.copy_(its.maximum(told)))
 
     def load(source: str, load_checkpoint: Any) -> None:
         checkpointing.load_checkpoint = load_checkpoint
@@ -388,14 +391,20 @@ def test_who_goes_back_reads_the_checkpoint_of_the_plan_whatever_is_newer(going_
 
     def load_checkpoint(*args_: Any, **named: Any) -> tuple[int, int]:
         # Of a legacy checkpoint with a distributed optimizer the tracker file is read once more.
-        read.append(
-            (named["load_arg"], megatron.read_metadata("")[0], megatron._get_non_persistent_iteration("", None))
-        )
+        of_last = megatron._get_non_persistent_iteration("", None)
+        read.append((getattr(going_back.args, named["load_arg"]), megatron.read_metadata("")[0], of_last))
         return 7, 0
 
+    # As Megatron does it, the last one would be read as one of the default format, whatever it is.
     for source in ("save", NON_PERSISTENT):
         going_back.load(source, load_checkpoint)
-    assert read == [("save", 7, -1), ("save", 7, 7)]
+    assert read == [("saved", 7, -1), ("saved/non_persistent", 7, -1)]
+
+
+def test_who_goes_back_takes_part_in_each_evaluation_that_another_one_knows_of(going_back: Any) -> None:
+    """Megatron looks for data where a position has any; a worker that was built alone was not told of them."""
+    going_back.load("save", lambda *unused, **named: (7, 0))
+    assert (going_back.args.do_valid, going_back.args.do_test) == (1, 1)
 
 
 def kept_states(found: Any) -> list[str]:

@@ -145,6 +145,10 @@ def test_the_summary_says_what_was_run_twice(tmp_path: Path, summary: Summary) -
         "3 iterations lost; as they were before: steps.jsonl.1, ..."
     )
     assert told in summary(write_steps(tmp_path, GOOD))
+    backs = [{"event": "rolled back", "time": 1.0, "worker": 0, "to": 8, "tier": "disk", "lost": 0}]
+    write_lines(tmp_path / "events.jsonl", backs)
+    told = "rolled back     to 8 from disk (no iteration run again); 0 iterations lost\n"
+    assert told in summary(write_steps(tmp_path, GOOD)), "no file is named that there is not"
 
 
 def test_of_many_changes_of_the_replicas_the_first_and_the_last_are_told(tmp_path: Path, summary: Summary) -> None:

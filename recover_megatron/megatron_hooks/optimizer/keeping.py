@@ -80,8 +80,9 @@ class ShardedCheckpoint:
         for fragment in self._primaries(self._fragments):
             if fragment.bucket in starts:
                 at = starts[fragment.bucket]
-                for key, tensor in tensors.items():
-                    tensor[at + fragment.start : at + fragment.stop].copy_(_tensors(fragment)[key])
+                for key, its in _tensors(fragment).items():
+                    if key in tensors:  # before the first step there are no moments: zeros, from which it begins
+                        tensors[key][at + fragment.start : at + fragment.stop].copy_(its)
 
     def in_model_space(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """As ``DistributedOptimizer.sharded_param_state_fully_reshardable``, which is ``original``.
@@ -207,6 +208,8 @@ class ShardedCheckpoint:
     def _written(self, fragment: ShardFragment) -> dict[str, torch.Tensor]:
         """As stock Megatron writes them: moments at least in float32, and the remainder where it keeps that."""
         found = {name: its.float() if its.element_size() < 4 else its for name, its in _tensors(fragment).items()}
+        for name in set(self._keys) - set(found):  # of an optimizer that has not made a step: what it begins from
+            found[name] = torch.zeros_like(fragment.tensor, dtype=torch.float32)
         if self._fragments.has_remainder(fragment):
             found["param"] = precision.remainder(fragment.tensor)
         return found
