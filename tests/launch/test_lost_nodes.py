@@ -181,7 +181,7 @@ HALVES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scenario", some("a node of two", HALVES, 1), ids=str)
+@pytest.mark.parametrize("scenario", some("a node of two", HALVES, 2), ids=str)
 def test_either_node_of_two_may_be_lost_with_all_that_hold_a_stage(
     bench: Bench, reference: Reference, scenario: Scenario
 ) -> None:

@@ -36,6 +36,7 @@ from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.launch.worker_table import WorkerTable
 from recover_megatron.network import system
 from tests.harness.processes import children, environment
+from tests.harness.waiting import eventually
 
 
 @pytest.mark.parametrize(
@@ -139,8 +140,9 @@ def test_a_reaper_starts_where_python_finds_its_library_by_a_variable_and_has_no
     monkeypatch.setenv("RECOVER_SECRET", "not for the reaper")
     loop = EventLoop()
     reaper = Reaper(loop, "a launch of this test", print)
-    given = environment(reaper.pid)
-    assert given == {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}
+    # The kernel shows none until the new program is loaded.
+    eventually(lambda: environment(reaper.pid), "the reaper's program is loaded")
+    assert environment(reaper.pid) == {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}
     reaper.finish()
     loop.close()
 
