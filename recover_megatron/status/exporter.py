@@ -72,6 +72,8 @@ class EventHook:
 
     def put(self, event: Mapping[str, Any]) -> None:
         """Have the command run for ``event``; returns at once."""
+        if self._events.empty():
+            self._full = False
         try:
             self._events.put_nowait(event)
         except queue.Full:
@@ -80,8 +82,6 @@ class EventHook:
                     f"--recover-on-event: {MOST} events wait for the command; others are dropped until it is through"
                 )
             self._full = True
-        else:
-            self._full = False
 
     def close(self, seconds: float) -> None:
         """No more events; wait for those that are left, ``seconds`` at most."""
