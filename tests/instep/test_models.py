@@ -81,13 +81,40 @@ def test_a_split_context_changes_nothing_but_rounding(forkserver: ForkServer, tm
             assert split["grad_norm"] == pytest.approx(whole["grad_norm"], rel=10 * near)
 
 
-# ---- the largest recipes in small
-ZERO = f"{' '.join(SHARDED)} {OVERLAP}"
 LLAMA = (
     f"{ROPE} --normalization RMSNorm --swiglu --ffn-hidden-size 32 --disable-bias-linear "
     "--untie-embeddings-and-output-weights --num-attention-heads 4 --group-query-attention --num-query-groups 2"
 )
 """Llama 3."""
+PACKED = {
+    "llama": LLAMA, "sink": f"{LLAMA} --softmax-type learnable", "latent": LATENT,
+    "recomputation, two samples": f"{LATENT} --recompute-granularity selective --recompute-modules core_attn "
+                                  "--micro-batch-size 2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some("packed", list(PACKED), 1))
+def test_documents_that_are_packed_see_what_a_mask_of_them_lets_them_see(
+    forkserver: ForkServer, tmp_path: Path, indexed_data: str, name: str
+) -> None:
+    """The masked are computed by Megatron's own attention where it can: not where it is latent."""
+    found = []
+    ways = ("--dataloader-inter-document-masking", "--reset-attention-mask --reset-position-ids")
+    for number, way in enumerate(ways):
+        out = tmp_path / str(number)
+        argv = [*MODEL, *Layout(name, 1, samples=4, flags=f"{PACKED[name]} {way}").argv, *NO_DROPOUT, *NO_EVALUATION]
+        argv = [flag for flag in argv if flag != "--mock-data"]
+        argv += ["--data-path", indexed_data, "--data-cache-path", str(out / "cache"), "--train-iters", "4"]
+        run = forkserver.run(1, [OURS, *argv], out, losses=out / "losses.jsonl", timeout=240)
+        assert run.ok, run.tail()
+        found.append([(step["loss"], step["grad_norm"]) for step in losses(out / "losses.jsonl")])
+    assert len(found[0]) == 4
+    for packed, masked in zip(*found, strict=True):
+        assert packed == pytest.approx(masked, rel=1e-6)
+
+
+# ---- the largest recipes in small
+ZERO = f"{' '.join(SHARDED)} {OVERLAP}"
 QWEN = (
     f"{LLAMA} --qk-layernorm --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8 --moe-grouped-gemm "
     "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
