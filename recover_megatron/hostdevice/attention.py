@@ -37,13 +37,13 @@ def dealt_positions(length: int, size: int) -> list[torch.Tensor]:
     return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(size)]
 
 
-def sequences_of(boundaries: torch.Tensor, length: int) -> torch.Tensor:
-    """The number of the sequence of each token [length] (int64); ``boundaries``: [sequences + 1], from 0, ascending.
+def sequences_of(boundaries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The number of the sequence at each position (int64); ``boundaries``: [sequences + 1], from 0, ascending.
 
-    >>> sequences_of(torch.tensor([0, 3, 4]), 6).tolist()
+    >>> sequences_of(torch.tensor([0, 3, 4]), torch.arange(6)).tolist()
     [0, 0, 0, 1, 2, 2]
     """
-    return torch.searchsorted(boundaries[1:].contiguous(), torch.arange(length), right=True)
+    return torch.searchsorted(boundaries[1:].contiguous(), positions, right=True)
 
 
 def visible(
@@ -53,6 +53,7 @@ def visible(
     causal: bool,
     window: Sequence[int] | None = None,
     boundaries: torch.Tensor | None = None,
+    of_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Which keys each query sees: [queries, keys], bool.
 
@@ -62,6 +63,7 @@ def visible(
         causal: whether a query sees no later key.
         window: (before, after): how far it sees, instead of ``causal``; -1: without end.
         boundaries: where packed sequences begin and end; None: it is one sequence.
+        of_keys: the same of the keys, in cross attention; None: they are the queries'.
     """
     mine, theirs = queries[:, None], torch.arange(keys)[None, :]
     if window is not None:
@@ -70,8 +72,7 @@ def visible(
     else:
         seen = theirs <= mine if causal else torch.ones(len(queries), keys, dtype=torch.bool)
     if boundaries is not None:
-        number = sequences_of(boundaries, keys)
-        seen &= number[mine] == number[theirs]
+        seen &= sequences_of(boundaries, mine) == sequences_of(boundaries if of_keys is None else of_keys, theirs)
     return seen
 
 
@@ -130,6 +131,10 @@ def in_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
     return gathered[torch.cat(dealt_positions(gathered.shape[0], size)).argsort()]
 
 
+def _first_of(padded: torch.Tensor | None, others: torch.Tensor | None) -> torch.Tensor | None:
+    return others if padded is None else padded
+
+
 def for_class(original: Any, module: ModuleType) -> type:
     """``original``, the ``DotProductAttention`` of Megatron's ``module``, that takes what this module is for, too."""
 
@@ -176,11 +181,11 @@ def for_class(original: Any, module: ModuleType) -> type:
             flat = query.dim() == 3
             if flat:
                 query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-            size = 1
+            size, rank = 1, 0
             if self._context is not None:
-                size = self._context.size()
+                size, rank = self._context.size(), self._context.rank()
                 key, value = self._gathered(key, size), self._gathered(value, size)
-            mine = dealt_positions(key.shape[0], size)[self._context.rank() if self._context is not None else 0]
+            mine = dealt_positions(query.shape[0] * size, size)[rank]
             seen = self._seen(mine, key.shape[0], attention_mask, attn_mask_type, packed_seq_params)
             if self._keeps_logits:
                 self._keep_largest(query, key, seen)
@@ -207,13 +212,14 @@ def for_class(original: Any, module: ModuleType) -> type:
         ) -> torch.Tensor:
             softmax = self.scale_mask_softmax
             causal = "causal" in (softmax.attn_mask_type if kind is None else kind).name
-            boundaries = None
+            boundaries = of_keys = None
             if packed is not None:
-                padded = packed.cu_seqlens_q_padded
-                boundaries = packed.cu_seqlens_q if padded is None else padded
+                boundaries = _first_of(packed.cu_seqlens_q_padded, packed.cu_seqlens_q)
+                of_keys = _first_of(packed.cu_seqlens_kv_padded, packed.cu_seqlens_kv)
             if mask is not None and softmax.window_size is None and packed is None:
                 return ~mask
-            seen = visible(mine, keys, causal=causal, window=softmax.window_size, boundaries=boundaries)
+            window = softmax.window_size
+            seen = visible(mine, keys, causal=causal, window=window, boundaries=boundaries, of_keys=of_keys)
             return seen.view(1, 1, *seen.shape)
 
     DotProductAttention.__module__ = original.__module__

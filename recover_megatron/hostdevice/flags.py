@@ -86,6 +86,12 @@ def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str 
     return Rule(f"{flag}: {why}; {do} (megatron/{file})", when or is_given(flag))
 
 
+def _knows_documents(args: Any) -> bool:
+    """Whether more of the model than its attention needs to know where a token's document begins and ends."""
+    rotary = is_one_of("position_embedding_type", "rope", "yarn", "mrope")
+    return rotary(args) or is_set("multi_latent_attention", "mtp_num_layers")(args)
+
+
 _TE = "needs TransformerEngine's GPU kernels"
 _CONFIG = "core/transformer/transformer_config.py"
 _ARGUMENTS = "training/arguments.py"
@@ -129,6 +135,14 @@ RULES = [
     _out("--delay-wgrad-compute", _TE, _ARGUMENTS),
     _out("--batch-invariant-mode", "FlashAttention and Triton kernels",
          "core/transformer/custom_layers/batch_invariant_kernels.py"),
+    _out("--hybrid-context-parallel", _TE, "core/transformer/dot_product_attention.py"),
+    _out("--sft with --context-parallel-size", _TE, "core/utils.py",
+         all_of(is_set("sft"), is_above_one("context_parallel_size")), "use --context-parallel-size 1"),
+    _out("--dataloader-inter-document-masking with --context-parallel-size and rotary positions or --mtp-num-layers",
+         "the sequence is dealt out as a whole, but these are of documents that were dealt out each",
+         "core/models/common/embeddings/rope_utils.py",
+         all_of(is_set("dataloader_inter_document_masking"), is_above_one("context_parallel_size"), _knows_documents),
+         "use --context-parallel-size 1"),
     _out("--profile alone", "starts the CUDA profiler", "training/training.py",
          all_of(is_set("profile"), unless(is_set("use_pytorch_profiler"))),
          "add --use-pytorch-profiler"),

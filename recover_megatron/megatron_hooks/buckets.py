@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.gradients import Column, Gradients
@@ -75,6 +76,11 @@ class Buckets:
                 self._factors.append(bucket.gradient_scaling_factor / (len(members) if averaged else 1))
                 if sharded:
                     self.parameters.append((column, bucket.param_data.view(-1)))
+        self._experts = model[0].expt_dp_group
+        if sharded and get_model_config(model[0]).expert_model_parallel_size > 1:
+            # Whose experts are all in other stages is told their norm, too, and has Megatron's optimizer of them.
+            members = launched_of(self._experts)
+            columns.setdefault(ring_order(column_of(self._experts), grid, self.instances), members)
         self.overlaps = sharded and bool(model[0].ddp_config.overlap_param_gather)
         """Whether a forward pass asks for each bucket's parameters before it needs them."""
         self.overlap: Overlap | None = None
@@ -102,7 +108,8 @@ class Buckets:
 
     def whole(self, optimizer: Any) -> Any:
         """Megatron's group of the whole column, all instances, of one of its distributed optimizers."""
-        return self._whole[self.number(optimizer.buffers[0].buckets[0])]
+        buffers = optimizer.buffers
+        return self._whole[self.number(buffers[0].buckets[0])] if buffers else self._experts
 
     def ready(self, group: Any) -> None:
         """All gradients of this pass are in the group's buckets."""

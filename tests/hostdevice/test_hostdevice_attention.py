@@ -88,7 +88,13 @@ def test_parts_of_the_context_give_what_the_whole_does_and_the_same_gradients(si
 
 
 def test_padding_behind_the_last_packed_sequence_is_a_sequence_of_its_own():
-    assert sequences_of(torch.tensor([0, 2, 2, 3]), 5).tolist() == [0, 0, 2, 3, 3]
+    assert sequences_of(torch.tensor([0, 2, 2, 3]), torch.arange(5)).tolist() == [0, 0, 2, 3, 3]
+
+
+def test_a_query_of_packed_cross_attention_sees_the_keys_of_its_own_sequence():
+    ends, of_keys = torch.tensor([0, 3, 4]), torch.tensor([0, 1, 6])
+    seen = visible(torch.arange(4), 6, causal=False, boundaries=ends, of_keys=of_keys)
+    assert seen.int().tolist() == [[1, 0, 0, 0, 0, 0]] * 3 + [[0, 1, 1, 1, 1, 1]]
 
 
 def test_dropout_draws_from_torchs_default_generator():
@@ -119,9 +125,9 @@ def test_it_is_megatrons_own_attention_where_that_one_runs(in_process):
         parallel_state._set_global_memory_buffer()
         groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
 
-        def outputs(mask, kind=AttnMaskType.causal, **settings):
+        def outputs(mask, kind=AttnMaskType.causal, keys=8, **settings):
             config = TransformerConfig(num_layers=2, hidden_size=24, num_attention_heads=4, num_query_groups=2,
-                                       attention_dropout=0.0, params_dtype=torch.float64, **settings)
+                                       params_dtype=torch.float64, **{"attention_dropout": 0.0, **settings})
             config.sequence_parallel = True     # no tracker of random states is needed then
             module = DotProductAttention(config, 2, kind, "self", pg_collection=groups)
             module.double()
@@ -132,7 +138,8 @@ def test_it_is_megatrons_own_attention_where_that_one_runs(in_process):
             for ours in (False, True):
                 module._own_widths = ours
                 torch.manual_seed(2)
-                operands = [torch.randn(8, 3, heads, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+                operands = [torch.randn(length, 3, heads, 6, dtype=torch.float64, requires_grad=True)
+                            for length, heads in ((8, 4), (keys, 2), (keys, 2))]
                 result = module(*operands, mask)
                 (result * torch.linspace(0, 1, result.numel(), dtype=torch.float64).view_as(result)).sum().backward()
                 offset = module.softmax_offset
@@ -147,6 +154,7 @@ def test_it_is_megatrons_own_attention_where_that_one_runs(in_process):
         cases = [
             outputs(None), outputs(masked), outputs(masked, AttnMaskType.padding),
             outputs(None, AttnMaskType.no_mask), outputs(None, window_size=(2, 0)),
+            outputs(None, AttnMaskType.no_mask, keys=11), outputs(None, attention_dropout=0.5),
             outputs(None, apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True),
             outputs(None, softmax_type="off-by-one"), outputs(None, softmax_type="learnable"),
         ]

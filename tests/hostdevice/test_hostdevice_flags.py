@@ -39,6 +39,7 @@ CANNOT = {
     "fine_grained_activation_offloading": True,
     "delay_wgrad_compute": True,
     "batch_invariant_mode": True,
+    "hybrid_context_parallel": True,
     "profile": True,
     "record_memory_history": True,
     "log_straggler": True,
@@ -69,6 +70,12 @@ def test_each_is_named_with_what_to_do_and_the_file(name, value):
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, 1),
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}, 0),
         ({"profile": True, "use_pytorch_profiler": True}, 0),
+        ({"sft": True, "context_parallel_size": 1, "position_embedding_type": "rope"}, 0),
+        ({"sft": True, "context_parallel_size": 2}, 1),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2}, 0),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2, "mtp_num_layers": 1}, 1),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2, "multi_latent_attention": True}, 1),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 1, "mtp_num_layers": 1}, 0),
         (
             {
                 "cuda_graph_impl": "none",

