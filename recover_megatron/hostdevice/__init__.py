@@ -151,8 +151,7 @@ def activate(within: str | None = None) -> None:
 
     Must come before anything of Megatron is imported, since Megatron keeps references to what is replaced:
     ``HostDeviceError`` otherwise.  ``within``: the module of Megatron's whose first lines call this (a patched
-    Megatron): what imports that one, as far as it has come, keeps nothing yet.  Prints one line in the process of rank 0
-    or without a rank.
+    Megatron): what imports that one keeps nothing yet.  Prints one line in the process of rank 0 or without a rank.
     """
     global _active
     if _active:

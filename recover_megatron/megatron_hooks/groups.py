@@ -84,8 +84,8 @@ count what has been counted."""
 AVERAGED = (
     "megatron.training.utils.common_utils", "average_losses_across_data_parallel_group", "allreduce"
 )  # fmt: skip
-"""By what a loss function (BERT's) has the mean of its loss over the ranks, a microbatch each: their sum, divided by the
-size of the group.  `trainer` and `evaluation` make the mean of all microbatches of what each worker has."""
+"""By what a loss function (BERT's) has the mean of its loss over the ranks, of a microbatch each: a sum, divided by the
+group's size.  `trainer` and `evaluation` make the mean of all microbatches, of what each worker has of its own."""
 
 
 def is_averaged(caller: Caller) -> bool:
