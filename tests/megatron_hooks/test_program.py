@@ -156,6 +156,8 @@ BAD = [
     (GOOD, "--recover --te-rng-tracker", "--recover takes --te-rng-tracker only with --recover-untested: "),
     (GOOD, "--recover --inprocess-restart", "--recover cannot be combined with --inprocess-restart yet: when"),
     (GOOD, "--recover --enable-ft-package", "--recover cannot be combined with --enable-ft-package yet: its"),
+    (GOOD, "--recover --phase-transition-iterations 4",
+     "--recover cannot be combined with --phase-transition-iterations yet: after"),
     (GOOD, "--transformer-impl transformer_engine", "needs TransformerEngine's GPU kernels"),
     (GOOD, "--context-parallel-size 1 --data-path '/no where/a'", "no /no where/a.bin"),
 ]  # fmt: skip
