@@ -625,6 +625,15 @@ def test_every_flag_that_is_refused_or_settled_is_one_of_megatrons() -> None:
     assert named - known <= {"--ckpt-pg-tensors-cache-path", "--megatron-fsdp-version"}  # Megatron 0.20 has them
 
 
+def test_a_script_may_require_flags_of_its_own() -> None:
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser.add_argument("--kind", required=True)
+    flags._make_defaults(parser, hostdevice.host_defaults())
+    assert parser.parse_args(["--kind", "one"]).transformer_impl == "local"
+    with pytest.raises(SystemExit):
+        parser.parse_args([])
+
+
 def test_what_comes_past_the_parser_is_refused_and_not_run_as_it_is() -> None:
     args = parsed(False, *FLAGS)
     assert len(refused.not_settled(args)) == len(SETTLED)
