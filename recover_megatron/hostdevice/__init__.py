@@ -151,12 +151,12 @@ def activate(within: str | None = None) -> None:
 
     Must come before anything of Megatron is imported, since Megatron keeps references to what is replaced:
     ``HostDeviceError`` otherwise.  ``within``: the module of Megatron's whose first lines call this (a patched
-    Megatron).  Prints one line in the process of rank 0 or without a rank.
+    Megatron): what imports that one keeps nothing yet.  Prints one line in the process of rank 0 or without a rank.
     """
     global _active
     if _active:
         return
-    loaded = sorted(name for name in sys.modules if name.startswith("megatron.") and name != within)
+    loaded = sorted(name for name in sys.modules if name.startswith(f"{within or 'megatron'}."))
     if loaded:
         raise HostDeviceError(
             f"the host device must be activated before Megatron is imported, but {loaded[0]} already is: "

@@ -186,6 +186,11 @@ def _norms_of_vision(module: ModuleType) -> None:
     make.__defaults__ = tuple(norm if its is torch.nn.LayerNorm else its for its in make.__defaults__ or ())
 
 
+def _local_layers_of_bert(module: ModuleType) -> None:
+    if not module.HAVE_TE:
+        module.bert_layer_with_transformer_engine_spec = module.bert_layer_local_spec  # type: ignore[attr-defined]
+
+
 def _attention(module: ModuleType) -> None:
     from recover_megatron.hostdevice import attention
 
@@ -276,6 +281,12 @@ FIXES = {
         _no_inference_layers,
         "multi-token prediction of Megatron main asks whether a layer is one of Transformer Engine's for inference, "
         "which without it is no class: a TypeError",
+    ),
+    "local-layers-of-bert": Fix(
+        "megatron.core.models.bert.bert_layer_specs",
+        _local_layers_of_bert,
+        "pretrain_bert.py imports Transformer Engine's layers whichever it takes: an ImportError without it; with no "
+        "--spec it takes the local ones in their place, which --transformer-impl local says of other models",
     ),
     "norms-of-vision": Fix(
         "megatron.core.models.vision.clip_vit_model",

@@ -110,12 +110,18 @@ class EpochGroup(dist.ProcessGroup):
 
     # ---- collectives, as torch.distributed calls them
 
-    def _run(self, operation: Operation, alone: Callable[[], None] = lambda: None) -> dist.Work:
-        self._traffic.run(self, operation, alone)
+    def _run(
+        self, operation: Operation, alone: Callable[[], None] = lambda: None, alike: Callable[[], None] | None = None
+    ) -> dist.Work:
+        self._traffic.run(self, operation, alone, alike)
         return _done()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda on, among: on.allreduce(tensors, opts or dist.AllreduceOptions()))
+        def alike() -> None:
+            for tensor in tensors:
+                tensor.mul_(self.size())
+
+        return self._run(lambda on, among: on.allreduce(tensors, opts or dist.AllreduceOptions()), alike=alike)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:
         for tensor in tensors:

@@ -228,6 +228,11 @@ class Traffic:
     mode: Mode = Mode.STARTING
     _known: Callable[[Caller], bool] = lambda caller: False
     """Whether the step has done already what an operation inside it is for."""
+    _averages: Callable[[Caller], bool] = lambda caller: False
+    """Whether an operation is of a mean over replicas of what each has of one microbatch.
+
+    Replicas need not run equally many. A worker keeps its own, and the mean is that of all microbatches, made later.
+    """
     recovery: Recovery | None = field(default=None, init=False)
 
     @contextmanager
@@ -262,9 +267,20 @@ class Traffic:
         self.recovery.sections.run("barrier", lambda: None)
         return True
 
-    def run(self, group: OverReplicas, operation: Operation, alone: Callable[[], None]) -> None:
-        """Carry out one operation.  ``alone``: its effect if this worker were the only member."""
-        if self.mode is Mode.STARTING:
+    def run(
+        self,
+        group: OverReplicas,
+        operation: Operation,
+        alone: Callable[[], None],
+        alike: Callable[[], None] | None = None,
+    ) -> None:
+        """Carry out one operation.
+
+        ``alone``: its effect if this worker were the only member; ``alike``: if all members had what this one has.
+        """
+        if alike is not None and self.mode in (Mode.STEP, Mode.DEFERRED) and self._averages(caller()):
+            alike()
+        elif self.mode is Mode.STARTING:
             work = operation(group.original, Among(group.workers, group.workers))
             if work is not None:
                 work.wait()

@@ -102,7 +102,10 @@ class Evaluation:
         mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(ids)}
         with grouped(call["model"], len(ids)):
             found = schedule(**{**call, **mine_only})
-        return found if share or call.get("collect_non_loss_data") else _counting_nothing(found, args)
+        if call.get("collect_non_loss_data"):
+            return found
+        found = [{key: _with_count(value) for key, value in its.items()} for its in found]
+        return found if share else _counting_nothing(found, args)
 
     def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
@@ -144,6 +147,14 @@ def _borrowed(mine: Assignment, total: int) -> list[int]:
     All sum up the same losses, and only a pass tells which those are.
     """
     return list(range(total))[mine.inner_rank : mine.shares.least : mine.shares.granularity]
+
+
+def _with_count(loss: torch.Tensor) -> torch.Tensor:
+    """A microbatch's loss as a sum and its count, which Megatron adds up over all replicas; one number is a mean.
+
+    Of means Megatron adds up a worker's own, which need not be as many as another's.
+    """
+    return loss if loss.numel() != 1 else torch.stack([loss.view([]), torch.ones_like(loss).view([])])
 
 
 def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:

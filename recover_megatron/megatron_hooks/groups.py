@@ -81,6 +81,18 @@ Anything else ends the run (``UnknownOperation``): made by each replica alone, i
 count what has been counted."""
 
 
+AVERAGED = (
+    "megatron.training.utils.common_utils", "average_losses_across_data_parallel_group", "allreduce"
+)  # fmt: skip
+"""By what a loss function (BERT's) has the mean of its loss over the ranks, of a microbatch each: a sum, divided by the
+group's size.  `trainer` and `evaluation` make the mean of all microbatches, of what each worker has of its own."""
+
+
+def is_averaged(caller: Caller) -> bool:
+    """Whether it is ``AVERAGED``."""
+    return (caller.module, caller.function, caller.operation) == AVERAGED
+
+
 def is_known(caller: Caller) -> bool:
     """Whether it is in ``KNOWN``."""
     return (caller.module, caller.function, caller.operation) in KNOWN
@@ -109,7 +121,7 @@ class Groups:
         self._begin(slot, alone=alone)
 
     def _begin(self, slot: Slot, *, alone: bool) -> None:
-        self.traffic, self.alone = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known), alone
+        self.traffic, self.alone = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known, is_averaged), alone
         self.inside = ModelParallelGroups(self._ports, self._device)
         self._grid: LaunchGrid | None = None
         self.model: Sequence[torch.nn.Module] = ()

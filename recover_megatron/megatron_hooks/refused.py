@@ -86,6 +86,8 @@ RULES = [
          "which a worker that comes later would wait; --recover-inject has a worker end, hang or fail where you say",
          is_set("fault_injector_ranks", "fault_injector_num_ranks")),
     yet("--hybrid-context-parallel", "its microbatches differ in size"),
+    yet("--phase-transition-iterations", "after a transition Megatron counts samples from there, and microbatches are "
+        "known by their number in the whole run: others would be trained"),
     yet("--perform-rl-step", "its microbatches are not known by their numbers"),
     Rule("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0, "
          "--freeze-all-layers): start it without --recover",

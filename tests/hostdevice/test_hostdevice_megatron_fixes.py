@@ -21,6 +21,15 @@ class LayerNormImpl:
     def __init__(self, config, hidden_size, eps=1e-5):
         self.config = config
 """
+BERT = """
+bert_layer_local_spec = "local"
+def __getattr__(name):
+    if name != "bert_layer_with_transformer_engine_spec":
+        raise AttributeError(name)
+    if not HAVE_TE:
+        raise ImportError("Transformer Engine is not installed")
+    return "of the engine"
+"""
 
 
 @pytest.fixture
@@ -90,6 +99,21 @@ def test_the_norms_of_a_vision_transformer_take_what_megatron_gives_a_norm(in_pr
         model = CLIPViTModel("a config")
         assert [norm.config for norm in model.norms] == ["a config"] * 2
         assert model.subtype == "clip"
+        """,
+        path=[path],
+    )
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_berts_local_layers_stand_in_for_those_of_transformer_engine(in_process, megatron, there):
+    path = megatron(**{f"{name}/__init__": "" for name in ("models", "models/bert")},
+                    **{"models/bert/bert_layer_specs": f"HAVE_TE = {there}\n{BERT}"})  # fmt: skip
+    in_process(
+        f"""
+        from recover_megatron.hostdevice import megatron_fixes
+        megatron_fixes.install(only=["local-layers-of-bert"])
+        from megatron.core.models.bert.bert_layer_specs import bert_layer_with_transformer_engine_spec as found
+        assert found == ("of the engine" if {there} else "local")
         """,
         path=[path],
     )

@@ -90,6 +90,22 @@ def test_activation_after_megatron_is_refused(in_process):
     """)
 
 
+@pytest.mark.parametrize("before", ["megatron.training", "megatron.core"])
+def test_a_patched_megatron_may_be_imported_by_another_package_of_it(in_process, before):
+    """As by a script that imports from megatron.training first; but nothing of megatron.core may be there."""
+    in_process(f"""
+        import sys, types
+        for name in ("megatron.core", "{before}.global_vars"):
+            sys.modules[name] = types.ModuleType(name)
+        from recover_megatron import hostdevice
+        try:
+            hostdevice.activate("megatron.core")
+        except hostdevice.HostDeviceError as error:
+            assert "megatron.core.global_vars already is" in str(error)
+        assert hostdevice.is_active() == ("{before}" == "megatron.training")
+    """)
+
+
 def test_tensors_put_on_cuda_stay_on_the_host_in_every_thread(in_process):
     in_process("""
         import threading

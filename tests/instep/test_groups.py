@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.training.utils import average_losses_across_data_parallel_group
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
 
@@ -25,7 +26,7 @@ from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.process_group import EpochGroup, register_new
 from recover_megatron.instep.rendezvous import Kept
 from recover_megatron.instep.traffic import Caller, Mode, Staged, Traffic
-from recover_megatron.megatron_hooks.groups import Groups, is_known
+from recover_megatron.megatron_hooks.groups import Groups, is_averaged, is_known
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.doubles.nccl import library as nccl_double
 from tests.harness.waiting import DEADLINE
@@ -178,6 +179,16 @@ def test_the_functions_that_are_known_are_megatrons() -> None:
     assert not is_known(Caller("megatron.training.training", "train_step", "broadcast"))
     assert not is_known(Caller("megatron.training.training", "training_log", "allreduce"))
     assert not is_known(Caller("__main__", "train_step", "allreduce"))
+
+
+@pytest.mark.parametrize("mode", [Mode.STEP, Mode.DEFERRED])
+def test_a_mean_over_replicas_of_what_belongs_to_a_microbatch_is_each_ones_own(
+    traffic: Traffic, group: EpochGroup, mode: Mode
+) -> None:
+    """In an evaluation, too, where one replica may run more of them than another."""
+    traffic.mode, traffic._averages = mode, is_averaged
+    losses = average_losses_across_data_parallel_group([torch.tensor(7.0), torch.tensor(0.5)], group=group)
+    assert losses.tolist() == [7.0, 0.5]
 
 
 def test_a_group_that_was_registered_can_be_destroyed_and_leaves_nothing() -> None:

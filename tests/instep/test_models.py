@@ -1,8 +1,8 @@
-"""Other models than a GPT on whole contexts: split contexts, latent attention, T5, vision; all survive deaths.
+"""Other models than a GPT on whole contexts: split contexts, latent attention, T5, BERT, vision; all survive deaths.
 
 Deaths at each phase of the first two alone are cells of ``test_equality.py``, as parts of the largest recipes they are
 here; what is logged of them: ``test_layouts.py``.
-T5 and the vision-language model are trained by scripts of their own through a patched Megatron.
+T5, BERT and the vision-language model are trained by scripts of their own through a patched Megatron.
 """
 
 from __future__ import annotations
@@ -249,6 +249,18 @@ T5_CASES = [
 ]  # fmt: skip
 
 
+BERT_TP2 = Layout("bert-tp2-dp3", 3, tensor=2)
+BERT_CASES = [
+    Case(Layout("bert-dp4", 4), (Strike(1, 0, 3, "backward"), Strike(2, 0, 5, "all-gather"))),
+    Case(Layout("bert-dp3-overlap", 3, samples=15, flags="--overlap-grad-reduce --ddp-bucket-size 2000"),
+         (Strike(0, 0, 2, "reduce-scatter"), Strike(1, 0, 6, "eval")), dropout=True),
+    Case(Layout("bert-pp2-dp3", 3, pipeline=2), (Strike(1, 1, 3, "forward", visit=2), Strike(2, 0, 5, "eval"))),
+    Case(BERT_TP2, (Strike(1, 1, 3, "optimizer"), Strike(2, 0, 3, "backward")), 30, restarts=1),
+]  # fmt: skip
+"""A worker's losses are its own microbatches', not the ranks' mean; in an evaluation of which it has another share than
+the others, too."""
+
+
 VLM_SHARDED = "--use-distributed-optimizer --optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4"
 VLM_OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 2000"
 VLM_TP2 = Layout("vlm-tp2-dp3", 3, tensor=2)
@@ -274,17 +286,19 @@ VLM_CASES = [
 
 
 def by_its_script(case: Case) -> Case:
-    """By t5.py or vlm.py, as the name of its layout begins."""
+    """By t5.py, bert.py or vlm.py, as the name of its layout begins."""
     name = case.layout.name.partition("-")[0]
     return replace(case, script=(str(Path(__file__).with_name(f"{name}.py")),))
 
 
-@pytest.mark.parametrize("case", [*some("t5", T5_CASES, 2), *some("vlm", VLM_CASES, 2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*some("t5", T5_CASES, 2), *some("bert", BERT_CASES, 2), *some("vlm", VLM_CASES, 2)], ids=str
+)
 def test_models_of_scripts_of_their_own_train_as_without_deaths(runs: Runs, case: Case) -> None:
     runs.check(by_its_script(case))
 
 
-@pytest.mark.parametrize("layout", [T5_TP2, FROZEN], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [T5_TP2, BERT_TP2, FROZEN], ids=lambda layout: layout.name)
 def test_without_a_death_it_is_stock_megatrons(runs: Runs, layout: Layout) -> None:
     """In FROZEN with microbatches among them of which Megatron runs no backward pass."""
     runs.check_stock(by_its_script(Case(layout)))

@@ -156,6 +156,8 @@ BAD = [
     (GOOD, "--recover --te-rng-tracker", "--recover takes --te-rng-tracker only with --recover-untested: "),
     (GOOD, "--recover --inprocess-restart", "--recover cannot be combined with --inprocess-restart yet: when"),
     (GOOD, "--recover --enable-ft-package", "--recover cannot be combined with --enable-ft-package yet: its"),
+    (GOOD, "--recover --phase-transition-iterations 4",
+     "--recover cannot be combined with --phase-transition-iterations yet: after"),
     (GOOD, "--transformer-impl transformer_engine", "needs TransformerEngine's GPU kernels"),
     (GOOD, "--context-parallel-size 1 --data-path '/no where/a'", "no /no where/a.bin"),
 ]  # fmt: skip
@@ -621,6 +623,15 @@ def test_every_flag_that_is_refused_or_settled_is_one_of_megatrons() -> None:
     known |= {"--ckpt-pg-tensors-cache-path", "--megatron-fsdp-version"}  # of 0.20
     named = set(re.findall(r"--(?!recover)[a-z][a-z0-9-]+", Path(refused.__file__).read_text(encoding="utf-8")))
     assert named - known <= {"--ckpt-pg-tensors-cache-path", "--megatron-fsdp-version"}  # Megatron 0.20 has them
+
+
+def test_a_script_may_require_flags_of_its_own() -> None:
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser.add_argument("--kind", required=True)
+    flags._make_defaults(parser, hostdevice.host_defaults())
+    assert parser.parse_args(["--kind", "one"]).transformer_impl == "local"
+    with pytest.raises(SystemExit):
+        parser.parse_args([])
 
 
 def test_what_comes_past_the_parser_is_refused_and_not_run_as_it_is() -> None:
