@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from recover_megatron.hostdevice import ssm
+
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with the interface of apex and of Transformer Engine: the step count belongs to the group.
@@ -218,14 +220,15 @@ class RMSNorm(torch.nn.Module):
 
 
 def install() -> None:
-    """Put the stand-ins where Megatron looks for apex, and hide TransformerEngine."""
-    members = {
+    """Put the stand-ins where Megatron looks for apex and the kernels of ssm.py, and hide TransformerEngine."""
+    members: dict[str, dict[str, Any]] = {
         "apex": {},
         "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization": {},
         # Megatron looks for the precision-aware optimizer there alone; torch's import finds it without its parents.
         "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
+        **ssm.MODULES,
     }
     for name, contents in members.items():
         module = types.ModuleType(name, "stand-in of recover_megatron.hostdevice")
