@@ -129,6 +129,8 @@ RULES = [
     _out("--delay-wgrad-compute", _TE, _ARGUMENTS),
     _out("--batch-invariant-mode", "FlashAttention and Triton kernels",
          "core/transformer/custom_layers/batch_invariant_kernels.py"),
+    _out("--hybrid-layer-pattern with D (DSA)", _TE, "core/models/hybrid/hybrid_layer_specs.py",
+         lambda args: "D" in (getattr(args, "hybrid_layer_pattern", None) or ""), "use * or + for attention"),
     _out("--profile alone", "starts the CUDA profiler", "training/training.py",
          all_of(is_set("profile"), unless(is_set("use_pytorch_profiler"))),
          "add --use-pytorch-profiler"),

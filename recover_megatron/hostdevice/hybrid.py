@@ -44,7 +44,7 @@ def local_modules() -> dict[str, type]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+    class LayerNormColumnParallelLinear(ColumnParallelLinear):
         """A norm of the input, then the product, as one module."""
 
         def __init__(self, input_size: int, output_size: int, *, config: Any, **others: Any) -> None:

@@ -1,8 +1,8 @@
 """Layers with a state, in torch: what Megatron takes from mamba_ssm and causal_conv1d (Mamba 2) and fla (delta net).
 
-Written from the recurrences; ``for_training`` arguments alone: those of inference are unknown here.  The state is in
-float32 (float64 for operands in float64), whatever the type of what comes in, which is the type of what goes out.  Sequences that follow each
-other in one row (``seq_idx``, ``cu_seqlens``) do not see each other.
+Written from the recurrences, with the arguments that training gives alone.  What is computed is in float32 (in float64
+for operands in float64), whatever the type of what comes in, which is that of what goes out.  Sequences that follow
+each other in one row (``seq_idx``, ``cu_seqlens``) do not see each other.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def delta_conv1d(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
     """``causal_conv1d_fn`` of x [batch, length, channels], as fla calls it; ``cu_seqlens``: where sequences begin."""
-    assert initial_state is None and not output_final_state
+    assert not (initial_state or output_final_state)
     seq_idx = None if cu_seqlens is None else sequences_of(cu_seqlens, x.shape[1]).unsqueeze(0)
     return causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, activation).transpose(1, 2), None
 
@@ -213,7 +213,7 @@ def chunk_gated_delta_rule(
     One position after the other.  q and k are [batch, length, heads, width of a key], v so with the width of a value,
     g and beta [batch, length, heads]; ``scale`` is by default the width of a key to the power of -1/2.
     """
-    assert initial_state is None and not output_final_state and not use_qk_l2norm_in_kernel
+    assert not (initial_state or output_final_state or use_qk_l2norm_in_kernel)
     starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
     wide_q, wide_k, wide_v, decay, beta = _wide(q, k, v, g.exp(), beta)
     empty = wide_k.new_zeros(*k[:, 0].shape, v.shape[-1])
@@ -243,4 +243,4 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops": {},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
 }
-"""Where Megatron looks for them; the versions are those that know packed sequences in training, not in inference."""
+"""Where Megatron looks for them; with these versions it packs sequences in training, not in inference."""

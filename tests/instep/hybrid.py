@@ -1,4 +1,4 @@
-"""A hybrid model's pre-training script, as Megatron-LM's pretrain_hybrid.py is one, run as a patched Megatron runs it."""
+"""A hybrid model's pre-training script, as Megatron-LM's pretrain_hybrid.py is one, run by a patched Megatron."""
 
 from __future__ import annotations
 

@@ -34,9 +34,13 @@ NEMOTRON_3 = (
     "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --squared-relu"
 )
 SPREAD = f"{NEMOTRON_3} --expert-model-parallel-size 2"
-TP2, PP2 = Layout("tp2-dp3", 3, tensor=2, flags=f"{PLAIN} --sequence-parallel"), Layout("pp2-dp3", 3, 1, 2, flags=STAGES)
+TP2, PP2 = (
+    Layout("tp2-dp3", 3, tensor=2, flags=f"{PLAIN} --sequence-parallel"),
+    Layout("pp2-dp3", 3, 1, 2, flags=STAGES),
+)
 CP2, EP2 = Layout("cp2-dp3", 3, context=2, flags=PLAIN), Layout("ep2-dp3", 3, inner_ranks=2, flags=SPREAD)
-HALF = " ".join((*SHARDED, OVERLAP, "--bf16"))
+N3_PP2 = Layout("nemotron-3-pp2-dp3", 3, 1, 2, flags=NEMOTRON_3.replace("ME*E", "ME|*E"))
+SHARDS = " ".join((*SHARDED, OVERLAP))
 
 
 def dp(name: str, replicas: int, flags: str) -> Layout:
@@ -50,16 +54,16 @@ CASES = [
     Case(dp("mamba-hang", 3, PLAIN), (Strike(1, 0, 3, "forward", "stop"),)),
     Case(dp("mamba-packed", 3, f"{PLAIN} --dataloader-inter-document-masking"), (Strike(1, 0, 3, "backward"),)),
     Case(dp("mamba-by-parts", 3, f"{PLAIN} --disable-mamba-mem-eff-path"), (Strike(0, 0, 4, "agree"),)),
-    Case(dp("latent", 3, f"{HYBRID.replace('none', 'rope')} ML-M {LATENT}"), (Strike(1, 0, 3, "backward"),)),
-    Case(dp("mamba-sharded", 4, f"{PLAIN} {' '.join(SHARDED)} {OVERLAP}"),
+    Case(dp("latent", 3, f"{HYBRID.replace('none', 'rope')} M+-M {LATENT}"), (Strike(1, 0, 3, "backward"),)),
+    Case(dp("mamba-sharded", 4, f"{PLAIN} {SHARDS}"),
          (Strike(1, 0, 3, "update"), Strike(0, 0, 6, "checkpoint"))),
     Case(TP2, (Strike(1, 1, 3, "forward", visit=2), Strike(2, 0, 6, "eval"))),
     Case(PP2, (Strike(1, 1, 3, "agree"), Strike(2, 0, 5, "reduce-scatter"))),
     Case(CP2, (Strike(0, 1, 3, "backward"), Strike(1, 0, 5, "optimizer"))),
     Case(EP2, (Strike(0, 1, 3, "backward", visit=2), Strike(2, 0, 5, "all-gather"))),
-    Case(replace(EP2, name="ep2-sharded-dp3", flags=f"{SPREAD} {' '.join(SHARDED)} {OVERLAP}"),
+    Case(replace(EP2, name="ep2-sharded-dp3", flags=f"{SPREAD} {SHARDS}"),
          (Strike(1, 0, 3, "reduce-scatter"),)),
-    Case(Layout("nemotron-3-pp2-dp3", 3, 1, 2, flags=NEMOTRON_3.replace("ME*E", "ME|*E")), (Strike(0, 1, 4, "forward"),)),
+    Case(N3_PP2, (Strike(0, 1, 4, "forward"),)),
     Case(dp("delta", 3, DELTA), (Strike(0, 0, 3, "backward"), Strike(1, 0, 5, "eval"))),
     Case(Layout("delta-tp2-dp2", 2, tensor=2, flags=f"{DELTA} --sequence-parallel"), (Strike(1, 0, 3, "checkpoint"),)),
     Case(Layout("delta-cp2-dp2", 2, context=2, flags=DELTA), (Strike(0, 1, 3, "reduce-scatter"),)),
@@ -74,7 +78,10 @@ def test_hybrid_models_train_as_without_deaths(runs: Runs, case: Case) -> None:
 
 @pytest.mark.slow
 def test_in_16_bits_they_do_too(runs: Runs) -> None:
-    case = Case(dp("mamba-bf16", 3, f"{PLAIN} {HALF} --mamba-training-ssm-states-dtype fp32"), (Strike(1, 0, 3, "update"),))
+    case = Case(
+        dp("mamba-bf16", 3, f"{PLAIN} {SHARDS} --bf16 --mamba-training-ssm-states-dtype fp32"),
+        (Strike(1, 0, 3, "update"),),
+    )
     runs.check(replace(case, script=SCRIPT), near=300)
 
 
@@ -83,7 +90,7 @@ BUILT = [
     Case(TP2, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward"))),
     Case(PP2, (Strike(1, 1, 3, "backward"),), LONG, restarts=1),
     Case(EP2, (Strike(1, 0, 3, "optimizer"),), LONG, restarts=1),
-    Case(replace(CP2, name="cp2-sharded-dp3", flags=f"{DELTA} {' '.join(SHARDED)}"),
+    Case(replace(CP2, name="cp2-sharded-dp3", flags=f"{DELTA} {SHARDS}"),
          (Strike(2, 1, 3, "forward"),), LONG, restarts=1),
 ]  # fmt: skip
 
@@ -110,7 +117,7 @@ RESUMED = [
     ("delta", Layout("delta-tp2", 2, tensor=2, flags=f"{DELTA} --sequence-parallel")),
     ("delta", Layout("delta-cp2", 2, context=2, flags=DELTA)),
     ("nemotron-3", replace(EP2, replicas=2)),
-    ("nemotron-3", Layout("nemotron-3-pp2", 2, 1, 2, flags=NEMOTRON_3.replace("ME*E", "ME|*E"))),
+    ("nemotron-3", replace(N3_PP2, replicas=2)),
 ]
 
 
@@ -121,7 +128,9 @@ def test_split_over_workers_it_goes_on_from_one_workers_checkpoint_as_that_does(
 ) -> None:
     """And a death changes nothing."""
     saved, adam = str(runs.out / "saved"), (*ADAM, "--no-load-rng")
-    whole = Case(Layout(name, 1, flags=WHOLE[name]), script=SCRIPT, model=(*adam, "--save", saved, "--save-interval", "4"))
+    whole = Case(
+        Layout(name, 1, flags=WHOLE[name]), script=SCRIPT, model=(*adam, "--save", saved, "--save-interval", "4")
+    )
     alone = runs.stock(whole).recorded
     case = Case(layout, (Strike(1, 1, 6, "backward"),), script=SCRIPT, model=adam)
     resumed = runs(case.with_flags("--load", saved, "--ckpt-step", "4", "--exit-on-missing-checkpoint"))
