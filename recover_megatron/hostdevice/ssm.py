@@ -176,6 +176,11 @@ class GatedRMSNorm(torch.nn.Module):
 
 
 # ---- gated delta net
+def _only_training(*given: Any) -> None:
+    if any(argument is not None and argument is not False for argument in given):
+        raise NotImplementedError("the host device's gated delta net takes and gives no states: it is for training")
+
+
 def delta_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -186,7 +191,7 @@ def delta_conv1d(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
     """``causal_conv1d_fn`` of x [batch, length, channels], as fla calls it; ``cu_seqlens``: where sequences begin."""
-    assert not (initial_state or output_final_state)
+    _only_training(initial_state, output_final_state)
     seq_idx = None if cu_seqlens is None else sequences_of(cu_seqlens, x.shape[1]).unsqueeze(0)
     return causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, activation).transpose(1, 2), None
 
@@ -213,7 +218,7 @@ def chunk_gated_delta_rule(
     One position after the other.  q and k are [batch, length, heads, width of a key], v so with the width of a value,
     g and beta [batch, length, heads]; ``scale`` is by default the width of a key to the power of -1/2.
     """
-    assert not (initial_state or output_final_state or use_qk_l2norm_in_kernel)
+    _only_training(initial_state, output_final_state, use_qk_l2norm_in_kernel)
     starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
     wide_q, wide_k, wide_v, decay, beta = _wide(q, k, v, g.exp(), beta)
     empty = wide_k.new_zeros(*k[:, 0].shape, v.shape[-1])
