@@ -1,13 +1,14 @@
 """The layer specs of hybrid models with the local transformer's modules in place of Transformer Engine's.
 
 The parameters, and their names in checkpoints, are those that Transformer Engine's modules have; but experts are one
-after the other.  Megatron is never imported here but by ``local_modules``, when its own module has asked for it.
+after the other.  Megatron is never imported here: ``localize`` is given a module of it that has imported the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -40,17 +41,17 @@ def _in_place(part: Any, replaced: dict[int, Any]) -> Any:
 @functools.cache
 def local_modules() -> dict[str, type]:
     """A name of Transformer Engine's in Megatron -> what the local transformer has for it."""
-    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    layers = sys.modules["megatron.core.tensor_parallel.layers"]
+    column: Any = layers.ColumnParallelLinear
+    norm_of: Any = sys.modules["megatron.core.fusions.fused_layer_norm"].FusedLayerNorm
 
-    class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    class LayerNormColumnParallelLinear(column):
         """A norm of the input, then the product, as one module."""
 
         def __init__(self, input_size: int, output_size: int, *, config: Any, **others: Any) -> None:
             super().__init__(input_size, output_size, config=config, **others)
             self._rms, self._eps = config.normalization == "RMSNorm", config.layernorm_epsilon
-            norm = FusedLayerNorm(config=config, hidden_size=input_size, eps=self._eps)
+            norm = norm_of(config=config, hidden_size=input_size, eps=self._eps)
             self._offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
             self.layer_norm_weight = norm.weight
             self.layer_norm_bias = None if self._rms else norm.bias
@@ -66,10 +67,10 @@ def local_modules() -> dict[str, type]:
             return super().forward(normed, *rest, **named)
 
     return {
-        "TEColumnParallelLinear": ColumnParallelLinear,
-        "TEDotProductAttention": DotProductAttention,
+        "TEColumnParallelLinear": column,
+        "TEDotProductAttention": sys.modules["megatron.core.transformer.dot_product_attention"].DotProductAttention,
         "TELayerNormColumnParallelLinear": LayerNormColumnParallelLinear,
-        "TELinear": ColumnParallelLinear,
-        "TENorm": FusedLayerNorm,
-        "TERowParallelLinear": RowParallelLinear,
+        "TELinear": column,
+        "TENorm": norm_of,
+        "TERowParallelLinear": layers.RowParallelLinear,
     }

@@ -22,7 +22,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 WIDTH = 120
 EXTENSIONS = r"(?:py|sh|sbatch|pml|patch|md|toml)"
-OF_MEGATRON = {"pretrain_gpt.py", "pretrain_mamba.py"}
+OF_MEGATRON = {"pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py"}
 """Scripts at the top of a Megatron-LM checkout, which its wheel lacks."""
 
 
