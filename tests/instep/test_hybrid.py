@@ -24,7 +24,7 @@ HYBRID = (
 PLAIN = f"{HYBRID} M-M*"
 STAGES = f"{HYBRID} M-|M*"
 DELTA = (
-    f"{HYBRID} G-M* --swiglu --linear-key-head-dim 4 --linear-value-head-dim 4 --linear-num-key-heads 2 "
+    f"{HYBRID} G-M* --swiglu --ffn-hidden-size 32 --linear-key-head-dim 4 --linear-value-head-dim 4 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4"
 )
 NEMOTRON_3 = (
