@@ -24,8 +24,8 @@ HYBRID = (
 PLAIN = f"{HYBRID} M-M*"
 STAGES = f"{HYBRID} M-|M*"
 DELTA = (
-    f"{HYBRID} G-M* --swiglu --ffn-hidden-size 32 --linear-key-head-dim 4 --linear-value-head-dim 4 --linear-num-key-heads 2 "
-    "--linear-num-value-heads 4"
+    f"{HYBRID} G-M* --swiglu --ffn-hidden-size 32 --linear-key-head-dim 4 --linear-value-head-dim 4 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4"
 )
 NEMOTRON_3 = (
     f"{HYBRID} ME*E/*E --mtp-num-layers 1 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
