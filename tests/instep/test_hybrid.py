@@ -59,6 +59,7 @@ CASES = [
          (Strike(1, 0, 3, "update"), Strike(0, 0, 6, "checkpoint"))),
     Case(TP2, (Strike(1, 1, 3, "forward", visit=2), Strike(2, 0, 6, "eval"))),
     Case(PP2, (Strike(1, 1, 3, "agree"), Strike(2, 0, 5, "reduce-scatter"))),
+    Case(Layout("interleaved-pp2-dp3", 3, 1, 2, flags=f"{HYBRID} M|-|M|*", samples=24), (Strike(1, 0, 3, "backward"),)),
     Case(CP2, (Strike(0, 1, 3, "backward"), Strike(1, 0, 5, "optimizer"))),
     Case(EP2, (Strike(0, 1, 3, "backward", visit=2), Strike(2, 0, 5, "all-gather"))),
     Case(replace(EP2, name="ep2-sharded-dp3", flags=f"{SPREAD} {SHARDS}"),
