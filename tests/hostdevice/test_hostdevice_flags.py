@@ -39,6 +39,7 @@ CANNOT = {
     "fine_grained_activation_offloading": True,
     "delay_wgrad_compute": True,
     "batch_invariant_mode": True,
+    "hybrid_layer_pattern": "M-D-|M-*",
     "profile": True,
     "record_memory_history": True,
     "log_straggler": True,
@@ -68,6 +69,7 @@ def test_each_is_named_with_what_to_do_and_the_file(name, value):
         ({"apply_rope_fusion": True, "position_embedding_type": "learned_absolute"}, 0),
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, 1),
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}, 0),
+        ({"hybrid_layer_pattern": "M-G+|ME*-/*E"}, 0),
         ({"profile": True, "use_pytorch_profiler": True}, 0),
         (
             {
