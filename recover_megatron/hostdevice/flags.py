@@ -131,6 +131,8 @@ RULES = [
          "core/transformer/custom_layers/batch_invariant_kernels.py"),
     _out("--hybrid-layer-pattern with D (DSA)", _TE, "core/models/hybrid/hybrid_layer_specs.py",
          lambda args: "D" in (getattr(args, "hybrid_layer_pattern", None) or ""), "use * or + for attention"),
+    _out("--mla-down-proj-fusion in a hybrid model", _TE, "core/transformer/multi_latent_attention.py",
+         all_of(is_set("mla_down_proj_fusion"), is_set("hybrid_layer_pattern"))),
     _out("--profile alone", "starts the CUDA profiler", "training/training.py",
          all_of(is_set("profile"), unless(is_set("use_pytorch_profiler"))),
          "add --use-pytorch-profiler"),

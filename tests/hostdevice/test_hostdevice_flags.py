@@ -70,6 +70,7 @@ def test_each_is_named_with_what_to_do_and_the_file(name, value):
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, 1),
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}, 0),
         ({"hybrid_layer_pattern": "M-G+|ME*-/*E"}, 0),
+        ({"hybrid_layer_pattern": "M-+", "mla_down_proj_fusion": True}, 1),
         ({"profile": True, "use_pytorch_profiler": True}, 0),
         (
             {
