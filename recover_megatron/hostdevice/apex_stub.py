@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -233,6 +234,7 @@ def install() -> None:
     for name, contents in members.items():
         module = types.ModuleType(name, "stand-in of recover_megatron.hostdevice")
         module.__path__ = []
+        module.__spec__ = ModuleSpec(name, None)  # others ask importlib whether there is such a package
         vars(module).update(contents)
         sys.modules[name] = module
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
