@@ -9,12 +9,15 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+
+from recover_megatron.hostdevice import ssm
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -218,18 +221,20 @@ class RMSNorm(torch.nn.Module):
 
 
 def install() -> None:
-    """Put the stand-ins where Megatron looks for apex, and hide TransformerEngine."""
-    members = {
+    """Put the stand-ins where Megatron looks for apex and the kernels of ssm.py, and hide TransformerEngine."""
+    members: dict[str, dict[str, Any]] = {
         "apex": {},
         "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization": {},
         # Megatron looks for the precision-aware optimizer there alone; torch's import finds it without its parents.
         "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
+        **ssm.MODULES,
     }
     for name, contents in members.items():
         module = types.ModuleType(name, "stand-in of recover_megatron.hostdevice")
         module.__path__ = []
+        module.__spec__ = ModuleSpec(name, None)  # others ask importlib whether there is such a package
         vars(module).update(contents)
         sys.modules[name] = module
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]

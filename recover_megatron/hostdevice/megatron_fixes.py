@@ -191,6 +191,12 @@ def _local_layers_of_bert(module: ModuleType) -> None:
         module.bert_layer_with_transformer_engine_spec = module.bert_layer_local_spec  # type: ignore[attr-defined]
 
 
+def _local_specs(module: ModuleType) -> None:
+    from recover_megatron.hostdevice import hybrid
+
+    hybrid.localize(module)
+
+
 def _attention(module: ModuleType) -> None:
     from recover_megatron.hostdevice import attention
 
@@ -265,6 +271,16 @@ FIXES = {
         _attention,
         "the local transformer's attention refuses context parallelism, keys and values of different widths "
         "(multi-latent attention) and packed sequences: these go to torch's scaled_dot_product_attention",
+    ),
+    "hybrid-stack": Fix(
+        "megatron.core.models.hybrid.hybrid_block",
+        _local_specs,
+        "the stack of a hybrid model makes its last norm by Transformer Engine",
+    ),
+    "hybrid-specs": Fix(
+        "megatron.core.models.hybrid.hybrid_layer_specs",
+        _local_specs,
+        "the layers of hybrid models are specified with Transformer Engine's modules only",
     ),
     "rms-norm": Fix(
         "megatron.core.fusions.fused_layer_norm",

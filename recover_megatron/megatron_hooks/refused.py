@@ -241,6 +241,8 @@ def _least(args: argparse.Namespace) -> int:
     if layout := getattr(args, "pipeline_model_parallel_layout", None):
         every = re.sub(r"(?:\(([^()]*)\)|(.))\*(\d+)", lambda its: (its[1] or its[2]) * int(its[3]), str(layout))
         return stages if every.count("|") >= stages else 1
+    if pattern := getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None):
+        return stages if pattern.partition("/")[0].count("|") >= stages else 1
     layers, chunks = getattr(args, "num_layers_per_virtual_pipeline_stage", None), 1
     if layers:
         chunks = (args.num_layers or 0) // (stages * layers)

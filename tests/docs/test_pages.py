@@ -23,7 +23,7 @@ TEXTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 WIDTH = 120
 EXTENSIONS = r"(?:py|sh|sbatch|pml|patch|md|toml)"
 OF_MEGATRON = {
-    *("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_vlm.py", "train_rl.py"),
+    *("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py", "pretrain_vlm.py", "train_rl.py"),
     *(f"examples/{script}.py" for script in ("t5/pretrain_t5", "bert/pretrain_bert", "multimodal/train")),
 }
 """Scripts of a Megatron-LM checkout, which its wheel lacks."""

@@ -97,3 +97,13 @@ def test_the_stand_ins_are_registered_by_activation_only(in_process):
         else:
             raise AssertionError("TransformerEngine's kernels cannot reach host memory")
     """)
+
+
+@pytest.mark.parametrize("name", ["apex", "mamba_ssm", "causal_conv1d", "fla"])
+def test_who_asks_whether_there_is_such_a_package_gets_an_answer(in_process, name):
+    in_process(f"""
+        import importlib.util
+        from recover_megatron import hostdevice
+        hostdevice.activate()
+        assert importlib.util.find_spec({name!r}).name == {name!r}
+    """)

@@ -57,12 +57,22 @@ def train(
         return [Drawn(draw, number, 1_000_000 * kind) if number else None for kind, number in enumerate(samples)]
 
     datasets.is_distributed = True  # type: ignore[attr-defined]
+    call_pretrain(datasets, forward_step, model_provider, more_flags=more_flags)
+
+
+def call_pretrain(
+    datasets: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    *model_provider: Callable[..., torch.nn.Module],
+    more_flags: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    model_config: Callable[[argparse.Namespace], Any] = lambda args: None,
+) -> None:
+    """The same of other datasets; ``model_config``: by which Megatron makes the model where there is no provider."""
     pretrain = training.pretrain
     if "--recover" in sys.argv:  # as the inserted lines ask
         program._in_charge = False  # the tests' fork server has loaded Megatron as pretrain_gpt_recover.py does
         arguments.parse_args = patched.parsing(arguments.parse_args)
         pretrain = patched.surviving(training.pretrain)
     args = arguments.parse_and_validate_args(extra_args_provider=more_flags)
-    pretrain(
-        pretrain_cfg_container_from_args(args), datasets, ModelType.encoder_or_decoder, forward_step, model_provider
-    )
+    config = pretrain_cfg_container_from_args(args, model_config(args))
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step, *model_provider)

@@ -231,8 +231,11 @@ VPP: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 8}
      (4, 7, VPP | {"num_layers_per_virtual_pipeline_stage": 1}, "12 microbatches is enough for 6 replicas"),
      (4, 7, VPP | {"num_virtual_stages_per_pipeline_rank": 2}, "of 2 microbatches at least"),
      (4, 7, VPP | {"pipeline_model_parallel_layout": "E,(tt|)*3,t*2,L"}, "is enough for 6 replicas"),
+     (4, 7, VPP | {"hybrid_layer_pattern": "M-|M*|M-|M*/*-"}, "is enough for 6 replicas"),
+     (4, 7, VPP | {"hybrid_override_pattern": "M|*|M|*"}, "is enough for 6 replicas"),
      (4, 6, VPP | {"num_virtual_stages_per_pipeline_rank": 2}, ""),
      (4, 7, VPP | {"num_layers_per_virtual_pipeline_stage": 4}, ""),
+     (4, 7, VPP | {"hybrid_layer_pattern": "M-|M*", "num_layers_per_virtual_pipeline_stage": None}, ""),
      (4, 7, VPP | {"pipeline_model_parallel_layout": "Ett|ttL"}, "")],
 )  # fmt: skip
 def test_a_run_that_cannot_grow_as_far_as_it_is_told_to_is_refused(
