@@ -106,14 +106,15 @@ class Runner:
 
     def _run(self, kind: str, name: str, arguments: list[str]) -> None:
         """Run a file, a folder's ``__main__.py`` or a module as ``__main__``.  Raises ``ScriptMissing``."""
-        given, target = name, name
         sys.argv[:] = [name, *arguments]
+        target, place = name, os.getcwd()
         if kind == "path":
-            given = os.path.join(os.getcwd(), name)
-            target = os.path.join(given, "__main__.py") if os.path.isdir(given) else given
-        if not sys.flags.safe_path:
-            of_file = given if os.path.isdir(given) else os.path.dirname(os.path.realpath(given))
-            sys.path[0] = of_file if kind == "path" else os.getcwd()
+            target = os.path.join(place, name)
+            place = os.path.dirname(os.path.realpath(target))
+        if is_folder := kind == "path" and os.path.isdir(target):
+            target, place = os.path.join(target, "__main__.py"), target
+        if is_folder or not sys.flags.safe_path:
+            sys.path[: not sys.flags.safe_path] = [place]
         os.environ[VARIABLE] = f"{kind}:{target}"
         if kind == "path":
             code, attributes = _load(f"{kind}:{target}")
