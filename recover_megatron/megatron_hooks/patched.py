@@ -136,13 +136,13 @@ def surviving(pretrain: Callable[..., None]) -> Callable[..., None]:
             return pretrain(*given, **options)
         import torch
 
-        from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
-
         with _refusing():
             if torch.distributed.is_initialized():
                 raise UserError(GROUPS_BEFORE)
             if not _is_megatrons() and _speaks():
                 log.warning(UNKNOWN.format(Path(sys.argv[0]).name))
+            from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
+
             call = _Call(pretrain, inspect.signature(pretrain).bind(*given, **options))
             survive(config_from_argv(sys.argv[1:]), call, call.arguments)
 

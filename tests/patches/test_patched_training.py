@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.arguments import RecoverConfig
 from recover_megatron.megatron_hooks import patched
-from recover_megatron.megatron_hooks.entry import program
+from recover_megatron.megatron_hooks.entry import flags, program
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
@@ -173,3 +174,24 @@ def test_under_the_entry_script_a_patched_megatron_does_nothing_of_its_own(monke
     patched.parsing(parse_args)(provider)
     patched.surviving(pretrain)(1, store=None)
     assert asked == [(provider, False), ((1,), {"store": None})]
+
+
+def test_a_script_that_is_not_megatrons_may_have_data_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one of Megatron's, by its place in a checkout, its flags say all."""
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    monkeypatch.setattr(program, "_in_charge", False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--recover"])
+    found: list[list[str]] = []
+
+    def problems(args: Namespace, config: RecoverConfig, *, may_have_data: bool = False) -> list[str]:
+        found.append(flags._data(args, may_have_data))
+        return []
+
+    monkeypatch.setattr(flags, "problems", problems)
+    names = ("pretrain_gpt.py", "examples/t5/pretrain_t5.py", "train.py", "mine/pretrain_gpt.py")
+    for name in names:
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / name), raising=False)
+        patched.parsing(lambda provider=None, ignore=False: Namespace())()
+    assert [bool(reasons) for reasons in found] == [True, True, False, False]
