@@ -53,6 +53,7 @@ def done(folder: Path, way: str, script: str, *flags: str) -> subprocess.Complet
     return run(folder, *runner, str(folder / "train.py"), *flags)
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("first", ["core", "training"])
 def test_each_function_is_wrapped_once_and_the_device_is_chosen_before_anything_of_megatron(
@@ -78,6 +79,7 @@ for function in (arguments.parse_args, training.pretrain, pretrain, parallel_sta
     assert ended.stdout.splitlines() == ["on the host True", *["ours 1"] * 4]
 
 
+@pytest.mark.slow
 @ways
 def test_a_loop_that_is_not_megatrons_is_refused_before_it_trains(tmp_path: Path, way: str) -> None:
     script = "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()\nprint('trains')\n"
@@ -88,6 +90,7 @@ def test_a_loop_that_is_not_megatrons_is_refused_before_it_trains(tmp_path: Path
         assert done(tmp_path, way, script, "--recover-device", "cpu").stdout == "groups of 1\ntrains\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["patch", "runner"])
 def test_groups_that_are_made_before_pretrain_are_refused(tmp_path: Path, way: str) -> None:
     script = """
@@ -102,12 +105,40 @@ pretrain(None)
     assert "train.py: error: --recover: this script has made process groups before" in ended.stderr
 
 
+@pytest.mark.slow
 def test_without_recover_megatrons_own_function_is_called(tmp_path: Path) -> None:
     script = "from megatron.training import pretrain\npretrain(None)\n"
     ended = done(tmp_path, "runner", script, "--recover-device", "cpu")
     assert (ended.returncode, ended.stdout) == (0, "trains\n")
 
 
+SPAWNS = """
+import megatron.core, multiprocessing, sys
+from recover_megatron import hostdevice
+from recover_megatron.megatron_hooks import patched
+
+def work(queue):
+    from megatron.training import pretrain
+    queue.put([hostdevice.is_active(), hasattr(pretrain, "is_ours"), __name__, sys.argv[1:]])
+
+if __name__ == "__main__":
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    child = multiprocessing.get_context("spawn").Process(target=work, args=(queue,))
+    child.start()
+    child.join()
+    print(queue.get())
+"""
+
+
+@pytest.mark.slow
+@ways
+def test_what_a_script_spawns_has_the_device_and_the_wrapped_functions_too(tmp_path: Path, way: str) -> None:
+    ended = done(tmp_path, way, SPAWNS, "--recover", "--recover-device", "cpu")
+    assert ended.stdout == "[True, True, '__mp_main__', ['--recover', '--recover-device', 'cpu']]\n", ended.stderr
+    assert ended.stderr.count("[hostdevice]") == 1
+
+
+@pytest.mark.slow
 def test_a_megatron_whose_functions_are_others_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +179,7 @@ print(json.dumps([sys.argv, __file__, sys.path[0], __package__ or None, __name__
 @pytest.mark.parametrize(
     "words", [["a folder/script.py"], ["./a folder/../link.py"], ["folder"], ["folder/"], ["-m", "folder.script"]]
 )
-@pytest.mark.parametrize("package", ["megatron_hooks", "hostdevice"])
+@pytest.mark.parametrize("package", ["megatron_hooks", pytest.param("hostdevice", marks=pytest.mark.slow)])
 def test_a_script_sees_what_it_would_without_a_runner(
     tmp_path: Path, package: str, words: list[str], safe_path: str
 ) -> None:
