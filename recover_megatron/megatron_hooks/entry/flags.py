@@ -50,9 +50,10 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_recover_arguments(parser)
         for other in others:
             parser = other(parser)
+        if "--recover" not in parser._option_string_actions:  # a script with a loop of its own may have added them
+            add_recover_arguments(parser)
         if hostdevice.is_active():
             _make_defaults(parser, hostdevice.host_defaults())
         if config.enabled:
