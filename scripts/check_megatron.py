@@ -197,7 +197,7 @@ def main() -> int:
 
         wanted = seams()
     elif (root / "megatron" / "core").is_dir():
-        of_core = monkeypatch.SEAMS | monkeypatch.FSDP_SEAMS
+        of_core = monkeypatch.ENTRY | monkeypatch.SEAMS | monkeypatch.FSDP_SEAMS
         wanted = [*(seam for its in SEAMS.values() for seam in its), *of_core.values()]
     else:
         parser.error(f"{given.checkout} has neither megatron/core nor megatron/bridge")

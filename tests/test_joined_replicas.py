@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.status.folder import candidates
+from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
 from tests.harness.processes import alive, free_port, kill_first_candidate, python
@@ -24,9 +25,13 @@ TIMES += ["--recover-hang-timeout", f"{patient(200):g}"]
 SECRET = {"RECOVER_SECRET": "one that all launchers of the test share"}
 
 
-def training(iterations: int, *flags: str) -> list[str]:
+PLAIN = str(REPOSITORY / "tests" / "megatron_hooks" / "reference_gpt.py")
+"""A script that knows nothing of this package."""
+
+
+def training(iterations: int, *flags: str, script: str = OURS) -> list[str]:
     schedule = [*SCHEDULE, "--train-iters", str(iterations), "--global-batch-size", "12"]
-    return [OURS, *MODEL, *schedule, *MOCK, *NO_DROPOUT, "--recover", *flags]
+    return [script, *MODEL, *schedule, *MOCK, *NO_DROPOUT, "--recover", *flags]
 
 
 def undisturbed(forkserver: ForkServer, folder: Path, workers: int, iterations: int) -> Path:
@@ -40,15 +45,16 @@ def builds(folder: Path) -> bool:
     return any("builds the model of position" in log.read_text() for log in folder.glob("worker-*.log"))
 
 
+@pytest.mark.parametrize("own", [OURS, PLAIN], ids=["ours", "any"])
 def test_a_launcher_that_joins_a_whole_run_brings_replicas_and_takes_them_away_whatever_coordinator_dies(
-    forkserver: ForkServer, tmp_path: Path
+    forkserver: ForkServer, tmp_path: Path, own: str
 ) -> None:
     """Iterations 5 to 24 wait for four replicas, but for one of each epoch; the 28th until the loss is over."""
     iterations = 32
     plain = undisturbed(forkserver, tmp_path / "undisturbed", 2, iterations)
     out, port = tmp_path / "grown", str(free_port())
     script = [*altered("pacing.patient", "5-24:4"), *altered("pacing.awaiting", "28:lost:joined")]
-    script += training(iterations, "--recover-max-replicas", "4", *TIMES, "--recover-log-dir", str(out))
+    script += training(iterations, "--recover-max-replicas", "4", *TIMES, "--recover-log-dir", str(out), script=own)
     run = launch(out, "--nproc-per-node", "2", "--master-port", port, *script, environment=SECRET)
     wait_until_iteration(out, 2)
     joins = ["--join", "--recover-coordinator", candidates(out), "--world-size", "2", "--master-port", port]

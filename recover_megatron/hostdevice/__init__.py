@@ -132,14 +132,14 @@ def is_active() -> bool:
 def warn_of_what_is_never_summed(args: Any) -> None:
     """Say once in a run, by the process of rank 0, what ``never_summed`` and its like find."""
     global _warned
-    if _warned or not _speaks():
+    if _warned or not speaks():
         return
     for line in [*never_summed(args), *outer_sharding(args), *norm_of_version_2(args)]:
         _warned = True
         log.warning(line)
 
 
-def _speaks() -> bool:
+def speaks() -> bool:
     """Whether what all processes of a run find is said by this one: rank 0's, and none that multiprocessing started."""
     main = sys.modules.get("__mp_main__")  # of a spawned process that still imports its parent's main module; or ours
     spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
@@ -170,7 +170,7 @@ def activate(within: str | None = None) -> None:
     apex_stub.install()
     megatron_fixes.install()
     _active = True
-    if _speaks():
+    if speaks():
         log.info(
             "no CUDA device in use: Megatron runs on the host (cpu), gloo instead of nccl; "
             f"{len(table)} entry points of torch replaced (docs/hostdevice.md)"

@@ -1,7 +1,7 @@
 """Small changes inside Megatron itself, each made when (if ever) its module is imported.
 
-``install`` puts a finder on ``sys.meta_path`` that lets Python's own finders do the work and runs the fix right after
-the module's code; when all fixes are applied the finder removes itself.  Megatron is never imported here.
+``install`` and ``watch`` have a finder on ``sys.meta_path`` that lets Python's own finders do the work and runs the fix
+right after the module's code; when all fixes are applied the finder removes itself.  Megatron is never imported here.
 """
 
 from __future__ import annotations
@@ -316,13 +316,13 @@ FIXES = {
 class _Finder:
     """Applies the pending fixes as their modules are imported, then removes itself."""
 
-    def __init__(self, fixes: Collection[Fix]) -> None:
+    def __init__(self) -> None:
         self.pending: dict[str, list[Fix]] = {}
-        for fix in fixes:
-            self.pending.setdefault(fix.module_name, []).append(fix)
+        self.first: Callable[[str], None] | None = None
+        """To be called with the name of the first module of Megatron's whose code is to be run, before that."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in self.pending:
+        if name not in self.pending and not (self.first and name.startswith("megatron.")):
             return None
         spec = next(filter(None, (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)), None)
         if spec is None or spec.loader is None:
@@ -332,6 +332,9 @@ class _Finder:
 
         def execute_and_fix(module: ModuleType) -> None:
             del loader.exec_module
+            first, self.first = self.first, None
+            if first:
+                first(name)
             execute(module)
             fixes = self.pending.pop(name, [])
             if not self.pending and self in sys.meta_path:
@@ -343,24 +346,30 @@ class _Finder:
         return spec
 
 
+_finder = _Finder()
 _installed: set[str] = set()
 
 
-def install(only: Collection[str] | None = None) -> None:
-    """Arrange for the fixes named in ``only`` (default: all) to be applied; idempotent.
+def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
+    """Arrange for ``fixes`` to be applied; one whose module is imported already is applied at once.
 
-    A fix whose module is imported already is applied at once.  Raises ``UnsupportedMegatron``, here or from the
-    import, where Megatron is not as expected.
+    ``first`` is called before the first code of Megatron's is run, with the name of its module.
     """
-    later = []
-    for name in FIXES if only is None else only:
-        fix = FIXES[name]
-        if name in _installed:
-            continue
-        _installed.add(name)
+    _finder.first = first or _finder.first
+    for fix in fixes:
         if module := sys.modules.get(fix.module_name):
             fix.apply(module)
         else:
-            later.append(fix)
-    if later:
-        sys.meta_path.insert(0, _Finder(later))
+            _finder.pending.setdefault(fix.module_name, []).append(fix)
+    if _finder.pending and _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def install(only: Collection[str] | None = None) -> None:
+    """Have the fixes named in ``only`` (default: all) applied; idempotent.
+
+    Raises ``UnsupportedMegatron``, here or from the import, where Megatron is not as expected.
+    """
+    names = [name for name in (FIXES if only is None else only) if name not in _installed]
+    _installed.update(names)
+    watch(*(FIXES[name] for name in names))

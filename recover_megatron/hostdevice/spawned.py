@@ -1,6 +1,13 @@
-"""What a process spawned from a script under the host device imports as its main module (see script.py)."""
+"""A script under the host device; and what a process that it spawns imports as its main module (script.py)."""
 
-from recover_megatron.hostdevice import script
+from recover_megatron import hostdevice
+from recover_megatron.hostdevice.script import Runner
+
+RUNNER = Runner(
+    "recover_megatron.hostdevice",
+    "Run a Megatron-LM training script on the host, without a GPU (docs/hostdevice.md).",
+    hostdevice.activate,
+)
 
 if __name__ == "__mp_main__":
-    script.run_again(globals())
+    RUNNER.again(globals())

@@ -26,12 +26,14 @@ from recover_megatron.arguments import FLAGS as SCRIPT_FLAGS
 from recover_megatron.arguments import config_or_defaults, parse_addresses
 from recover_megatron.launch import readers
 from recover_megatron.launch.readers import (
+    RUNNER,
     check_module,
     check_script,
     lease,
     nodes,
     one_of,
     seconds,
+    takes_runner,
     whole,
     workers_here,
 )
@@ -216,7 +218,9 @@ class Options:
         return self.elastic or "--recover" in self.script_args
 
     def command(self) -> tuple[str, ...]:
-        return (sys.executable, *(["-m"] if self.module else []), str(self.script), *self.script_args)
+        asked = not self.elastic and any(word.startswith("--recover") for word in self.script_args)
+        runner = ["-m", RUNNER] if asked and takes_runner(str(self.script), self.module) else []
+        return (sys.executable, *runner, *(["-m"] if self.module else []), str(self.script), *self.script_args)
 
 
 FLAGS = tuple(flags_of(Options))

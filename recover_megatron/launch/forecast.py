@@ -84,7 +84,7 @@ def of_launch(plan: LaunchPlan, named: Domains, lease: bool, witness: bool) -> F
     """That of a launch; ``named``: as in ``forecast``.  ``lease``, ``witness``: whether it has one."""
     replaced = bool(plan.max_restarts or plan.spares)
     control = Control(hosting(plan), lease, witness, slack_of(plan), replaced)
-    return forecast(plan.script, plan.script_args, plan.nnodes, plan.nproc_per_node, named, control)
+    return forecast(plan.target, plan.script_args, plan.nnodes, plan.nproc_per_node, named, control)
 
 
 def forecast(

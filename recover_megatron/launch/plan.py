@@ -28,6 +28,7 @@ import psutil
 
 from recover_megatron import script_flags, variables
 from recover_megatron.arguments import config_from_argv, config_or_defaults, own_domains
+from recover_megatron.launch.readers import imports_pretrain
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.network.connection import family_of
@@ -53,8 +54,8 @@ TRAINING = "pretrain_gpt_recover"
 
 
 def is_megatrons(script: str) -> bool:
-    """Whether a script, by its file or module, takes Megatron's flags: ours, or that of a patched checkout."""
-    return Path(script).stem.startswith("pretrain_")
+    """Whether a script, by its file or module, takes Megatron's flags: ours, one of a checkout, or one that says so."""
+    return Path(script).stem.startswith("pretrain_") or imports_pretrain(script)
 
 
 def is_known(script: str, script_args: Sequence[str]) -> bool:
@@ -152,22 +153,22 @@ class LaunchPlan:
 
         Megatron's training does. Other scripts know for themselves what they can do without.
         """
-        return not self.joins and (self.fault_tolerant or self.script == TRAINING)
+        return not self.joins and (self.fault_tolerant or Path(self.target).stem == TRAINING)
 
     @property
     def is_megatrons(self) -> bool:
         """Whether the script trains as Megatron's do, and so says what ``output.Voice`` waits for."""
-        return self.fault_tolerant and is_megatrons(self.script)
+        return self.fault_tolerant and is_megatrons(self.target)
 
     @property
     def saves(self) -> bool:
         """Whether the script's --save is Megatron's: a folder of checkpoints."""
-        return saves_checkpoints(self.script, self.script_args)
+        return saves_checkpoints(self.target, self.script_args)
 
     @property
-    def script(self) -> str:
-        """The name of the script or module, without its ending."""
-        return Path(self.command[-len(self.script_args) - 1]).stem if self.command else ""
+    def target(self) -> str:
+        """The script or module, as it was given."""
+        return self.command[-len(self.script_args) - 1] if self.command else ""
 
     @property
     def flags(self) -> dict[str, str]:

@@ -73,7 +73,7 @@ def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
     found = [*_names(script_args), *_values(script_args, world)]
     if not megatrons:
         return found
-    found += [*_layout(script_args, world), *_data(script_args)]
+    found += [*_layout(script_args, world), *_data(script_args, Path(script).stem.startswith("pretrain_"))]
     if is_known(script, script_args):
         found += [*_stray_words(script_args), *_numbers(script_args, world)]
     return found
@@ -243,7 +243,8 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
     return found
 
 
-def _data(script_args: Sequence[str]) -> list[str]:
+def _data(script_args: Sequence[str], needs: bool) -> list[str]:
+    """``needs``: whether the script has no data but Megatron's."""
     others = (TOKENIZER, TOKENIZER_MODEL, "--dataloader-type", "--mock-data", MICRO)
     given = given_flags(script_args, [*DATA, *FILES, *ELSEWHERE, *others])
     found = _tokenizer(given) + [
@@ -254,7 +255,7 @@ def _data(script_args: Sequence[str]) -> list[str]:
     ]
     if any(name in given for name in ELSEWHERE) or given.get("--dataloader-type") == ["external"]:
         return found
-    if MICRO in given and not any(name in given for name in (*DATA[:2], *BLENDS, "--mock-data")):
+    if needs and MICRO in given and not any(name in given for name in (*DATA[:2], *BLENDS, "--mock-data")):
         return [
             *found,
             "no training data: give --data-path PREFIX (files PREFIX.bin and PREFIX.idx, made by "

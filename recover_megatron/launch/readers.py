@@ -15,6 +15,7 @@ Others have put into the environment what the shape of a launch is, or what look
 
 from __future__ import annotations
 
+import ast
 import difflib
 import errno
 import importlib.machinery
@@ -22,6 +23,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,17 @@ INSTALLED = {"pretrain_gpt_recover.py": "pretrain_gpt_recover"}
 """Scripts that setup.py installs as modules."""
 
 
+RUNNER = "recover_megatron.megatron_hooks"
+"""The package that runs another script, so that it takes --recover (docs/patches.md)."""
+
+
+def takes_runner(script: str, module: bool) -> bool:
+    """Whether a script is Python's source, and none of this package's, which need no runner."""
+    if Path(script).stem in INSTALLED.values():
+        return False
+    return script.split(".")[0] != RUNNER.split(".")[0] if module else Path(script).suffix in ("", ".py")
+
+
 def installed_module(script: str) -> tuple[str, str] | None:
     """The module to run for the bare name ``script`` and where it lies; None: a file here, or nothing of ours."""
     if script not in INSTALLED or os.path.lexists(script):
@@ -155,6 +168,22 @@ def check_module(module: str) -> list[str]:
     if spec.submodule_search_locations is not None and _find_module(f"{module}.__main__") is None:
         return [f"module {module} is a package without a __main__.py: name the module in it that is to be run"]
     return []
+
+
+@cache
+def imports_pretrain(script: str) -> bool:
+    """Whether the file or module ``script`` imports Megatron's ``pretrain`` by name."""
+    found = None if os.path.lexists(script) else _find_module(script)
+    try:
+        nodes = list(ast.walk(ast.parse(Path(found.origin or "" if found else script).read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return False  # it is not here, or no source
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return any(
+        node.module in ("megatron.training", "megatron.training.training")
+        and "pretrain" in [its.name for its in node.names]
+        for node in imports
+    )
 
 
 def why_not_written(folder: Path, *, tried: bool = False) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recover_megatron import hostdevice
 from recover_megatron.errors import UserError
 from recover_megatron.integrate import Seam, Wrapper
 from recover_megatron.logger import get_logger
@@ -79,7 +79,7 @@ def find_megatron(*, brings_script: bool = False) -> Megatron:
     version = read_version(core / "package_info.py")
     megatron = Megatron(version, core.parent.parent)
     if megatron.release > NEWEST:
-        if os.environ.get("RANK", "0") == "0":
+        if hostdevice.speaks():
             log.warning(NEWER.format(version=version, root=megatron.root))
     elif megatron.release < OLDEST:
         raise UserError(
@@ -119,6 +119,16 @@ _WRITERS = "megatron.core.dist_checkpointing.strategies"
 _FSDP = f"{_DDP}.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 _FSDP2 = f"{_DDP}.fsdp.src.megatron_fsdp.experimental"
 _ADAPTER = f"{_DDP}.fsdp.mcore_fsdp_adapter"
+
+ENTRY = {
+    seam.name: seam
+    for seam in (
+        Seam("megatron.training.arguments", "parse_args", ("extra_args_provider", "ignore_unknown_args")),
+        Seam("megatron.training.training", "pretrain", ("cfg_container",)),
+        Seam(_PARALLEL, "initialize_model_parallel"),
+    )
+}
+"""By which a script of the user's takes --recover, or is refused (`patched`)."""
 
 SEAMS = {
     seam.name: seam

@@ -185,6 +185,27 @@ def test_a_module_is_looked_for_without_importing_it(bench, monkeypatch):
     assert "somepackage" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("words", "runner"),
+    [
+        (["train.py", "--recover"], True),
+        (["a folder", "--recover"], True),
+        (["-m", "my.train", "--recover"], True),
+        (["train.py", "--recover-device", "cpu"], True),
+        (["train.py"], False),
+        (["--elastic", "train.py", "--recover"], False),
+        (["packed.pyz", "--recover"], False),
+        (["/somewhere/pretrain_gpt_recover.py", "--recover"], False),
+        (["-m", "pretrain_gpt_recover", "--recover"], False),
+        (["-m", "recover_megatron.hostdevice", "train.py", "--recover"], False),
+    ],
+)
+def test_a_script_with_recover_is_given_to_the_runner_unless_it_is_ours(words, runner):
+    options, _ = arguments.parse(words)
+    before, rest = ["-m", "recover_megatron.megatron_hooks"], [word for word in words if word != "--elastic"]
+    assert options.command() == (sys.executable, *before * runner, *rest)
+
+
 def test_help_lists_every_option(bench):
     launch = bench.run("--help")
     assert [flag.name for flag in arguments.FLAGS if flag.name not in launch.out] == []

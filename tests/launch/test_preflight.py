@@ -216,6 +216,24 @@ def test_the_folder_of_checkpoints_is_tried_before_anything_is_started(tmp_path:
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
+def test_a_script_that_imports_megatrons_pretrain_is_known_by_that_whatever_its_name(tmp_path: Path) -> None:
+    """But for data, which it may have itself."""
+    script, wrong = tmp_path / "train.py", ["--recover", "--tensor-model-parallel-size", "3"]
+    for source, known in (
+        ("from megatron.training import get_args, pretrain as go", True),
+        ("if True:\n    from megatron.training.training import pretrain", True),
+        ("from megatron.training import get_args", False),
+        ("from elsewhere import pretrain", False),
+        ("not Python", False),
+    ):
+        script = script.with_stem(f"{script.stem}x")  # what was found of a file is remembered
+        script.write_text(source)
+        assert (preflight.check(str(script), wrong, 8) != []) is known
+        assert (forecast(str(script), ["--recover", *BATCH, "8"], 2, 4) is not None) is known
+        assert preflight.check(str(script), ["--recover", *BATCH, "24"], 8) == []
+    assert preflight.check("pretrain_mine.py", ["--recover", *BATCH, "24"], 8)[0].startswith("no training data")
+
+
 def test_of_a_script_that_is_not_megatrons_only_our_own_flags_are_looked_at() -> None:
     assert preflight.check("mine.py", ["--recover", "--tensor-model-parallel-size", "3"], 8) == []
     assert len(preflight.check("mine.py", ["--recover", "--recover-spare", "3"], 8)) == 1

@@ -49,6 +49,10 @@ def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return python(*command, seconds=600, path=path, OMP_NUM_THREADS="1")
 
 
+LEFT_TO_PYTHON = ("--elastic",)
+"""Of recover-run: it then puts no runner before a script, as where users start their workers by other means."""
+
+
 def launch(tree: Path, workers: int, out: Path, *command: str) -> str:
     """Train to the end, with the tree's Megatron; what recover-run said.  Its logs are in ``out``."""
     started = ("-m", "recover_megatron.launch", "--nproc-per-node", str(workers), "--log-dir", str(out))

@@ -17,7 +17,7 @@ from tests.harness import REPOSITORY
 from tests.harness.processes import python
 from tests.megatron_hooks.in_checkpoints import travels
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
-from tests.patches.conftest import FILES, WHEELS, apply, contents, copy_of, launch
+from tests.patches.conftest import FILES, LEFT_TO_PYTHON, WHEELS, apply, contents, copy_of, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheels")]
 
@@ -173,7 +173,7 @@ def test_the_patches_insert_the_same_lines_and_remove_none() -> None:
     assert len(inserted) == 1
 
 
-WAYS = [("0.18.2", "hooks"), ("0.18.2", "patch"), ("0.19.0", "hooks")]
+WAYS = [("0.18.2", "hooks"), ("0.18.2", "patch"), ("0.18.2", "runner"), ("0.19.0", "hooks")]
 SHARDED = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
 FLAGS = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, *SHARDED, "--train-iters", "6"]
 
@@ -197,12 +197,15 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_undisturbed_run(
             pytest.skip(f"NOT TESTED: Megatron {version}: pip could not install PyYAML: {reason}")
         shutil.copy(Path(__file__).with_name("small_gpt.py"), tree / "pretrain_gpt.py")
         shutil.copy(REPOSITORY / "tests" / "megatron_hooks" / "reference_gpt.py", tree)
+    given_to = LEFT_TO_PYTHON if way == "patch" else ()
+    if way != "hooks":
+        script = str(tree / "pretrain_gpt.py")
     if way == "patch":
         done = apply(tree)
         assert done.returncode == 0, done.stderr
-        script = str(tree / "pretrain_gpt.py")
-    undisturbed = train(tree, tmp_path / "undisturbed", script, "--recover")
-    steps = train(tree, tmp_path / "killed", script, "--recover", "--recover-inject", "1@3:backward#2")
+    undisturbed = train(tree, tmp_path / "undisturbed", *given_to, script, *FLAGS, "--recover")
+    faults = ("--recover", "--recover-inject", "1@3:backward#2")
+    steps = train(tree, tmp_path / "killed", *given_to, script, *FLAGS, *faults)
     assert f"Megatron-Core {version}" in (tmp_path / "killed" / "worker-0.log").read_text() or script != OURS
     assert [step.replicas for step in steps] == [2, 2, 1, 1, 1, 1]
     assert [audit_problem(step) for step in steps] == [None] * 6
@@ -210,7 +213,7 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_undisturbed_run(
     assert [step.grad_norm for step in steps] == pytest.approx([step.grad_norm for step in undisturbed], rel=1e-5)
 
 
-def train(tree: Path, out: Path, script: str, *flags: str) -> list[StepRecord]:
+def train(tree: Path, out: Path, *command: str) -> list[StepRecord]:
     """Two replicas, with the tree's Megatron."""
-    launch(tree, 2, out, script, *FLAGS, *flags)
+    launch(tree, 2, out, *command)
     return list(read_steps(out / "steps.jsonl"))

@@ -1,8 +1,8 @@
-"""Real Megatron-LM checkouts, with the patch and with the hooks alone: a run with deaths equals the stock one without.
+"""Real Megatron-LM checkouts, patched, by the runner, by the hooks alone: a run with deaths equals the stock one.
 
     MEGATRON_LM_CHECKOUTS=/path/to/core_v0.18.2:/path/to/core_v0.19.0 bash scripts/test.sh tests/patches
 
-Each is copied before it is patched.  What it needs besides (docs/compatibility.md) must be there.  In both ways, for
+Each is copied before it is patched.  What it needs besides (docs/compatibility.md) must be there.  In each way, for
 three replicas of two tensor-parallel workers:
 
     a worker is killed in its backward pass      the step is finished by the others; another worker is started, and
@@ -24,7 +24,7 @@ import pytest
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.instep.runs import GRAD_NORM, LAYOUTS, LOSS, MODEL, NO_EVALUATION
 from tests.megatron_hooks.tiny import NO_DROPOUT, OURS
-from tests.patches.conftest import apply, copy_of, launch
+from tests.patches.conftest import LEFT_TO_PYTHON, apply, copy_of, launch
 
 CHECKOUTS = [Path(path) for path in os.environ.get("MEGATRON_LM_CHECKOUTS", "").split(":") if path]
 WHY_NOT = "NOT TESTED: MEGATRON_LM_CHECKOUTS names no Megatron-LM checkout"
@@ -53,14 +53,15 @@ class Megatron:
     losses: list[float]
     grad_norms: list[float]
 
-    def command(self, way: str) -> tuple[Path, str]:
+    def command(self, way: str) -> tuple[Path, list[str]]:
         """The Megatron to import and the script to run."""
-        return (self.plain, OURS) if way == "hooks" else (self.patched, str(self.patched / "pretrain_gpt.py"))
+        tree = self.patched if way == "patch" else self.plain
+        return tree, [OURS] if way == "hooks" else [*LEFT_TO_PYTHON * (way == "patch"), str(tree / "pretrain_gpt.py")]
 
 
-def train(tree: Path, out: Path, options: Sequence[str], script: str, *flags: str) -> str:
+def train(tree: Path, out: Path, options: Sequence[str], script: Sequence[str], *flags: str) -> str:
     """Train to the end; returns what recover-run said."""
-    return launch(tree, LAYOUT.grid.world, out, *options, script, *FLAGS, *flags)
+    return launch(tree, LAYOUT.grid.world, out, *options, *script, *FLAGS, *flags)
 
 
 @pytest.fixture(scope="module", params=CHECKOUTS, ids=lambda path: path.name)
@@ -69,7 +70,7 @@ def megatron(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     plain, patched = (copy_of(request.param, folder / name) for name in ("plain", "patched"))
     done = apply(patched)
     assert done.returncode == 0, done.stderr
-    train(plain, folder / "stock", (), OURS)
+    train(plain, folder / "stock", (), [OURS])
     log = (folder / "stock" / f"worker-{LAYOUT.grid.world - 1}.log").read_text()
     rows = [found.groups() for found in map(LOGGED.search, log.splitlines()) if found]
     assert [int(iteration) for iteration, _, _ in rows] == list(range(1, ITERATIONS + 1))
@@ -94,7 +95,7 @@ def check(megatron: Megatron, out: Path) -> list[int]:
     return [step.replicas for step in steps]
 
 
-@pytest.mark.parametrize("way", ["patch", "hooks"])
+@pytest.mark.parametrize("way", ["patch", "runner", "hooks"])
 def test_a_step_in_which_a_worker_is_killed_is_the_stock_one_and_another_worker_takes_its_place(
     megatron: Megatron, tmp_path: Path, way: str
 ) -> None:
@@ -108,7 +109,7 @@ def test_a_step_in_which_a_worker_is_killed_is_the_stock_one_and_another_worker_
     assert "worker 6 takes position 1" in (tmp_path / "worker-6.log").read_text()
 
 
-@pytest.mark.parametrize("way", ["patch", "hooks"])
+@pytest.mark.parametrize("way", ["patch", "runner", "hooks"])
 def test_of_two_orphans_of_one_position_one_builds_the_model_of_the_other(
     megatron: Megatron, tmp_path: Path, way: str
 ) -> None:

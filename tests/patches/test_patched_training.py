@@ -1,7 +1,8 @@
-"""A script that knows nothing of this package, on a patched Megatron: fault-tolerant with --recover, stock without it.
+"""A script that knows nothing of this package: fault-tolerant with --recover, stock without it.
 
-The installed wheel is patched in a copy, and the script is the plain one of the parity tests; test_checkouts.py does
-the same with checkouts and their own pretrain_gpt.py.
+By a patch, by the runner that recover-run puts before it, or by both.  The installed wheel is patched in a copy, and
+the script is the plain one of the parity tests; test_checkouts.py does the same with checkouts and their own
+pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.arguments import RecoverConfig
 from recover_megatron.megatron_hooks import patched
-from recover_megatron.megatron_hooks.entry import program
+from recover_megatron.megatron_hooks.entry import flags, program
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
+from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
-from tests.patches.conftest import apply, copy_of, launch, run
+from tests.patches.conftest import LEFT_TO_PYTHON, apply, copy_of, launch, run
 
 pytestmark = pytest.mark.xdist_group("fork server")
 
@@ -39,16 +42,33 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
+WHOLE_AGAIN = altered("pacing.patient", "5-:4")
+"""From iteration 5 on the training waits for four replicas."""
+WAYS = {
+    # whether Megatron is patched, what the script is given to, flags, replicas at the end
+    "patch": (True, LEFT_TO_PYTHON, (), 3),
+    "runner": (False, (), (), 3),
+    "both": (True, (), (), 3),
+    "runner, replaced": (False, ("--max-restarts", "1", *WHOLE_AGAIN), (), 4),
+    "runner, spare": (False, WHOLE_AGAIN, ("--recover-spares", "1"), 4),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_a_step_in_which_a_worker_is_killed_is_that_of_the_stock_run(
-    forkserver: ForkServer, tree: Path, tmp_path: Path
+    forkserver: ForkServer, tree: Path, tmp_path: Path, way: str
 ) -> None:
+    is_patched, given_to, flags, replicas = WAYS[way]
     stock = forkserver.run(4, [SCRIPT, *FLAGS], tmp_path / "stock", losses=tmp_path / "stock.jsonl", documents=100_000)
     assert stock.ok, stock.tail()
-    out, faults = tmp_path / "killed", ("--recover", "--recover-inject", "1@3:backward#2")
-    assert "worker 1 killed by SIGKILL" in launch(tree, 4, out, SCRIPT, *FLAGS, *faults)
+    out, faults = tmp_path / "killed", ("--recover", "--recover-inject", "1@3:backward#2", *flags)
+    said = launch(tree if is_patched else REPOSITORY, 4, out, *given_to, SCRIPT, *FLAGS, *faults)
+    assert "worker 1 killed by SIGKILL" in said
+    logs = "".join(log.read_text() for log in out.glob("worker-*.log"))
+    assert logs.count("reference_gpt.py is none of Megatron's own training scripts") == 1
     steps = list(read_steps(out / "steps.jsonl"))
-    assert [step.replicas for step in steps] == [4, 4, 3, 3, 3, 3]
+    assert [step.replicas for step in steps] == [4, 4, 3, *[step.replicas for step in steps[3:4]], replicas, replicas]
     assert [audit_problem(step) for step in steps] == [None] * 6
     expected = losses(tmp_path / "stock.jsonl")
     assert [step.loss for step in steps] == pytest.approx([row["loss"] for row in expected], rel=1e-6)
@@ -72,9 +92,24 @@ def test_without_recover_nothing_of_ours_is_imported_and_every_function_is_megat
     assert str(tree) in done.stdout
 
 
+RUNNER = ("-m", "recover_megatron.megatron_hooks")
+
+
 @pytest.mark.slow
-def test_what_cannot_be_recovered_is_refused_before_anything_starts_all_reasons_at_once(tree: Path) -> None:
-    done = run(tree, SCRIPT, *FLAGS, "--recover", "--inprocess-restart", "--enable-ft-package", "--te-rng-tracker")
+@pytest.mark.parametrize("runner", [(), RUNNER], ids=["patch", "runner"])
+def test_what_cannot_be_recovered_is_refused_before_anything_starts_all_reasons_at_once(
+    tree: Path, runner: tuple[str, ...]
+) -> None:
+    done = run(
+        REPOSITORY if runner else tree,
+        *runner,
+        SCRIPT,
+        *FLAGS,
+        "--recover",
+        "--inprocess-restart",
+        "--enable-ft-package",
+        "--te-rng-tracker",
+    )
     assert done.returncode == 2
     said = done.stderr[done.stderr.index("reference_gpt.py: 3 errors:") :].splitlines()
     for line, reason in zip(
@@ -88,6 +123,14 @@ def test_what_cannot_be_recovered_is_refused_before_anything_starts_all_reasons_
     ):
         assert line.startswith(f"  - --recover {reason}: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_by_the_runner_help_lists_our_flags(tree: Path) -> None:
+    done = run(REPOSITORY, *RUNNER, SCRIPT, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--recover-inject" in done.stdout
+    assert "--tensor-model-parallel-size" in done.stdout
 
 
 @pytest.mark.slow
@@ -131,3 +174,24 @@ def test_under_the_entry_script_a_patched_megatron_does_nothing_of_its_own(monke
     patched.parsing(parse_args)(provider)
     patched.surviving(pretrain)(1, store=None)
     assert asked == [(provider, False), ((1,), {"store": None})]
+
+
+def test_a_script_that_is_not_megatrons_may_have_data_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one of Megatron's, by its place in a checkout, its flags say all."""
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    monkeypatch.setattr(program, "_in_charge", False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--recover"])
+    found: list[list[str]] = []
+
+    def problems(args: Namespace, config: RecoverConfig, *, may_have_data: bool = False) -> list[str]:
+        found.append(flags._data(args, may_have_data))
+        return []
+
+    monkeypatch.setattr(flags, "problems", problems)
+    names = ("pretrain_gpt.py", "examples/t5/pretrain_t5.py", "train.py", "mine/pretrain_gpt.py")
+    for name in names:
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / name), raising=False)
+        patched.parsing(lambda provider=None, ignore=False: Namespace())()
+    assert [bool(reasons) for reasons in found] == [True, True, False, False]

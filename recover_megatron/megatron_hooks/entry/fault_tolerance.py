@@ -64,7 +64,7 @@ from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
 from recover_megatron.megatron_hooks import checkpoint_writers, children, data, monkeypatch, writers
 from recover_megatron.megatron_hooks.checkpoint_writers import WriterKilled
-from recover_megatron.megatron_hooks.entry.program import NO_DATA, EndedEarly, check_exit_was_asked_for
+from recover_megatron.megatron_hooks.entry.program import NO_DATA, EndedEarly, check_exit_was_asked_for, has_hooks
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.layout import optimizer_instances, spreads_optimizer
 from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
@@ -165,6 +165,7 @@ class FaultTolerance:
         self._progress_log.install(self._loop)
         if self._faults is not None:
             self._faults.install()
+        has_hooks()
 
     def run(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
         """Train to the end.  Returns when the training is over; does not return from any other end.

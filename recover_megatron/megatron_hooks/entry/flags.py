@@ -50,9 +50,10 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_recover_arguments(parser)
         for other in others:
             parser = other(parser)
+        if "--recover" not in parser._option_string_actions:  # a script with a loop of its own may have added them
+            add_recover_arguments(parser)
         if hostdevice.is_active():
             _make_defaults(parser, hostdevice.host_defaults())
         if config.enabled:
@@ -142,11 +143,14 @@ def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
 # ---- our own checks ----------------------------------------------------------------------------------------------
 
 
-def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
+def problems(args: argparse.Namespace, config: RecoverConfig, *, may_have_data: bool = False) -> list[str]:
+    """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen.
+
+    ``may_have_data``: the script may have data of its own, of which Megatron's flags say nothing.
+    """
     found = [
         *_layout(args),
-        *_data(args),
+        *_data(args, may_have_data),
         *_device(args),
         *_packages(args),
         *_evaluation(args),
@@ -213,13 +217,14 @@ def _batch(args: argparse.Namespace, ranks: int) -> list[str]:
     return [] if getattr(args, "rampup_batch_size", None) else misfits(args, ranks, batches_to_come(args))
 
 
-def _data(args: argparse.Namespace) -> list[str]:
+def _data(args: argparse.Namespace, may_have_data: bool) -> list[str]:
     """Data and tokenizer files that are not there (Megatron finds out after start-up, on some workers only)."""
     found = []
     sources = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "sft", "perform_rl_step")
     external = getattr(args, "dataloader_type", None) == "external"
     if (
-        not getattr(args, "mock_data", False)
+        not may_have_data
+        and not getattr(args, "mock_data", False)
         and not external
         and not any(getattr(args, name, None) for name in sources)
     ):

@@ -194,12 +194,23 @@ def load(config: RecoverConfig) -> Program:
     return Program(megatron, _import_all(megatron), config, loaded_at)
 
 
-_in_charge = False
+_in_charge = _surviving = False
 
 
 def is_in_charge() -> bool:
     """Whether this process trains by `load` and run(): what is patched into its Megatron then has nothing to do."""
     return _in_charge
+
+
+def is_surviving() -> bool:
+    """Whether the hooks of --recover are installed in this process, whichever loop it has."""
+    return _surviving
+
+
+def has_hooks() -> None:
+    """They are."""
+    global _surviving
+    _surviving = True
 
 
 def choose_device(config: RecoverConfig, within: str | None = None) -> None:
@@ -209,13 +220,12 @@ def choose_device(config: RecoverConfig, within: str | None = None) -> None:
     ``within``: see ``hostdevice.activate``.  Raises UserError for a device that is not there.
     """
     try:
-        on_host = hostdevice.wanted(config.device)
+        if hostdevice.wanted(config.device):
+            hostdevice.activate(within)
+            return
     except hostdevice.HostDeviceError as error:
         raise UserError(str(error)) from None
-    if on_host:
-        hostdevice.activate(within)
-    else:
-        megatron_fixes.install(only=["prebuilt-helpers"])
+    megatron_fixes.install(only=["prebuilt-helpers"])
 
 
 def _import_all(megatron: Megatron) -> ModuleType:

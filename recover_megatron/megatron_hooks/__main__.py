@@ -1,0 +1,8 @@
+"""``python -m recover_megatron.megatron_hooks [-m] SCRIPT [ARGUMENTS...]``: a script of Megatron's takes --recover."""
+
+import sys
+
+from recover_megatron.megatron_hooks.spawned import RUNNER
+
+if __name__ == "__main__":
+    sys.exit(RUNNER.main(sys.argv[1:]))
