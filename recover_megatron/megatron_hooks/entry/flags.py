@@ -95,7 +95,8 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 def _make_defaults(parser: argparse.ArgumentParser, flags: list[str]) -> None:
     """Let the parser start from these flags, as if every command line began with them."""
-    required: list[Any] = [its for its in (*parser._actions, *parser._mutually_exclusive_groups) if its.required]
+    either: list[Any] = [*parser._actions, *parser._mutually_exclusive_groups]
+    required = [its for its in either if its.required]
     for its in required:  # of the script's own, as far as the user is concerned
         its.required = False
     given = parser.parse_args(flags)
