@@ -197,6 +197,21 @@ def _local_specs(module: ModuleType) -> None:
     hybrid.localize(module)
 
 
+def _local_norm_and_product(module: ModuleType) -> None:
+    from recover_megatron.hostdevice import hybrid
+
+    find = _expect(module, "get_backend", ["transformer_impl"])
+
+    def get_backend(transformer_impl: str) -> Any:
+        backend = find(transformer_impl)
+        if backend.column_parallel_layer_norm_linear() is None:
+            local = hybrid.local_modules()["TELayerNormColumnParallelLinear"]
+            backend.column_parallel_layer_norm_linear = lambda: local
+        return backend
+
+    module.get_backend = get_backend  # type: ignore[attr-defined]
+
+
 def _attention(module: ModuleType) -> None:
     from recover_megatron.hostdevice import attention
 
@@ -281,6 +296,12 @@ FIXES = {
         "megatron.core.models.hybrid.hybrid_layer_specs",
         _local_specs,
         "the layers of hybrid models are specified with Transformer Engine's modules only",
+    ),
+    "latent-norms": Fix(
+        "megatron.core.transformer.mla_qk_norm_config",
+        _local_norm_and_product,
+        "with --qk-layernorm latent attention whose spec names no norms, as that of hybrid models, asks for a module of "
+        "Transformer Engine's",
     ),
     "rms-norm": Fix(
         "megatron.core.fusions.fused_layer_norm",

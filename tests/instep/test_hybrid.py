@@ -12,7 +12,7 @@ import pytest
 
 from tests.drawn import some
 from tests.instep.conftest import Runs
-from tests.instep.runs import ADAM, CLIPPED, LATENT, OVERLAP, SHARDED, Case, Layout, Strike, check_rows
+from tests.instep.runs import CLIPPED, LATENT, OVERLAP, SHARDED, Case, Layout, Strike, check_rows
 
 SCRIPT = (str(Path(__file__).with_name("hybrid.py")),)
 HYBRID = (
@@ -117,9 +117,9 @@ RESUMED = [
     ("mamba", replace(CP2, replicas=2)),
     ("delta", Layout("delta-tp2", 2, tensor=2, flags=f"{DELTA} --sequence-parallel")),
     ("delta", Layout("delta-cp2", 2, context=2, flags=DELTA)),
-    ("nemotron-3", replace(EP2, replicas=2)),
     ("nemotron-3", replace(N3_PP2, replicas=2)),
 ]
+"""Spread experts do not go on from those of one worker: Megatron refuses, whose optimizers are two then, not one."""
 
 
 @pytest.mark.slow
@@ -128,7 +128,8 @@ def test_split_over_workers_it_goes_on_from_one_workers_checkpoint_as_that_does(
     runs: Runs, name: str, layout: Layout
 ) -> None:
     """And a death changes nothing."""
-    saved, adam = str(runs.out / "saved"), (*ADAM, "--no-load-rng")
+    saved = str(runs.out / "saved")
+    adam = (*SHARDED, "--dist-ckpt-optim-fully-reshardable", "--no-load-rng", "--make-vocab-size-divisible-by", "2")
     whole = Case(
         Layout(name, 1, flags=WHOLE[name]), script=SCRIPT, model=(*adam, "--save", saved, "--save-interval", "4")
     )
