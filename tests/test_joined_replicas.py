@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.run_log.steps import StepRecord, read_steps
 from recover_megatron.status.folder import candidates
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
@@ -34,11 +35,11 @@ def training(iterations: int, *flags: str, script: str = OURS) -> list[str]:
     return [script, *MODEL, *schedule, *MOCK, *NO_DROPOUT, "--recover", *flags]
 
 
-def undisturbed(forkserver: ForkServer, folder: Path, workers: int, iterations: int) -> Path:
-    """The run without any of this."""
+def undisturbed(forkserver: ForkServer, folder: Path, workers: int, iterations: int) -> list[StepRecord]:
+    """The steps of the run without any of this."""
     script = training(iterations, "--recover-log-dir", str(folder))
     assert forkserver.run(workers, script, folder, documents=100000).ok
-    return folder
+    return list(read_steps(folder / "steps.jsonl"))
 
 
 def builds(folder: Path) -> bool:

@@ -300,7 +300,7 @@ FIXES = {
     "latent-norms": Fix(
         "megatron.core.transformer.mla_qk_norm_config",
         _local_norm_and_product,
-        "with --qk-layernorm latent attention whose spec names no norms, as that of hybrid models, asks for a module of "
+        "with --qk-layernorm latent attention whose spec names no norms, as in hybrid models, asks for a module of "
         "Transformer Engine's",
     ),
     "rms-norm": Fix(
