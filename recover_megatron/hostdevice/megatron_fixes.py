@@ -197,6 +197,26 @@ def _local_specs(module: ModuleType) -> None:
     hybrid.localize(module)
 
 
+def _norm_in_product(module: ModuleType) -> None:
+    from recover_megatron.hostdevice import hybrid
+
+    make = _expect(module, "QKNormConfigResolver.__init__", ["self", "config", "submodules"])
+
+    @functools.wraps(make)
+    def with_local(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self.fused_norm_linear_impl is None:
+            self.fused_norm_linear_impl = hybrid.local_modules()["TELayerNormColumnParallelLinear"]
+
+    module.QKNormConfigResolver.__init__ = with_local
+
+
+def _recomputed_without_scales(module: ModuleType) -> None:
+    if not module.HAVE_TE:
+        _expect(module, "CheckpointWithoutOutput.__init__", ["self", "fp8"])
+        module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
 def _attention(module: ModuleType) -> None:
     from recover_megatron.hostdevice import attention
 
@@ -281,6 +301,18 @@ FIXES = {
         "megatron.core.models.hybrid.hybrid_layer_specs",
         _local_specs,
         "the layers of hybrid models are specified with Transformer Engine's modules only",
+    ),
+    "norm-in-product": Fix(
+        "megatron.core.transformer.mla_qk_norm_config",
+        _norm_in_product,
+        "--qk-layernorm in a hybrid model's multi-latent attention is a norm and a product as one module, which the "
+        "local transformer lacks: a RuntimeError",
+    ),
+    "recomputed-without-scales": Fix(
+        "megatron.core.tensor_parallel.random",
+        _recomputed_without_scales,
+        "--recompute-modules layernorm, moe_act and gdn_norm_out take what is not given (fp8=False) for given, and ask "
+        "Transformer Engine for its scales: a NameError without it",
     ),
     "rms-norm": Fix(
         "megatron.core.fusions.fused_layer_norm",

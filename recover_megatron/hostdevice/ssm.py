@@ -192,7 +192,7 @@ def delta_conv1d(
 ) -> tuple[torch.Tensor, None]:
     """``causal_conv1d_fn`` of x [batch, length, channels], as fla calls it; ``cu_seqlens``: where sequences begin."""
     _only_training(initial_state, output_final_state)
-    seq_idx = None if cu_seqlens is None else sequences_of(cu_seqlens, x.shape[1]).unsqueeze(0)
+    seq_idx = None if cu_seqlens is None else sequences_of(cu_seqlens, torch.arange(x.shape[1])).unsqueeze(0)
     return causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, activation).transpose(1, 2), None
 
 
