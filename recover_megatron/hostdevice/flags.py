@@ -153,8 +153,8 @@ RULES = [
     _out("--hybrid-context-parallel", _TE, "core/transformer/dot_product_attention.py"),
     _out("--sft with --context-parallel-size", _TE, "core/utils.py",
          all_of(is_set("sft"), is_above_one("context_parallel_size")), "use --context-parallel-size 1"),
-    _out("--dataloader-inter-document-masking with --context-parallel-size and rotary positions, --mtp-num-layers, Mamba "
-         "or a delta net",
+    _out("--dataloader-inter-document-masking with --context-parallel-size and rotary positions, --mtp-num-layers, "
+         "Mamba or a delta net",
          "the sequence is dealt out as a whole, but these are of documents that were dealt out each",
          "core/models/common/embeddings/rope_utils.py",
          all_of(is_set("dataloader_inter_document_masking"), is_above_one("context_parallel_size"), _knows_documents),

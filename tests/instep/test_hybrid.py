@@ -54,6 +54,8 @@ CASES = [
     Case(dp("mamba-hang", 3, PLAIN), (Strike(1, 0, 3, "forward", "stop"),)),
     Case(dp("mamba-packed", 3, f"{PLAIN} --dataloader-inter-document-masking"), (Strike(1, 0, 3, "backward"),)),
     Case(dp("mamba-by-parts", 3, f"{PLAIN} --disable-mamba-mem-eff-path"), (Strike(0, 0, 4, "agree"),)),
+    Case(dp("recomputed", 3, f"{NEMOTRON_3} --recompute-granularity selective --recompute-modules moe_act layernorm"),
+         (Strike(1, 0, 3, "backward"),), dropout=True),
     Case(dp("latent", 3, f"{HYBRID.replace('none', 'rope')} M+-M {LATENT}"), (Strike(1, 0, 3, "backward"),)),
     Case(dp("mamba-sharded", 4, f"{PLAIN} {SHARDS}"),
          (Strike(1, 0, 3, "update"), Strike(0, 0, 6, "checkpoint"))),
@@ -117,7 +119,6 @@ RESUMED = [
     ("mamba", replace(CP2, replicas=2)),
     ("delta", Layout("delta-tp2", 2, tensor=2, flags=f"{DELTA} --sequence-parallel")),
     ("delta", Layout("delta-cp2", 2, context=2, flags=DELTA)),
-    ("nemotron-3", replace(EP2, replicas=2)),
     ("nemotron-3", replace(N3_PP2, replicas=2)),
 ]
 
@@ -128,7 +129,7 @@ def test_split_over_workers_it_goes_on_from_one_workers_checkpoint_as_that_does(
     runs: Runs, name: str, layout: Layout
 ) -> None:
     """And a death changes nothing."""
-    saved, adam = str(runs.out / "saved"), (*ADAM, "--no-load-rng")
+    saved, adam = str(runs.out / "saved"), (*ADAM, "--no-load-rng", "--make-vocab-size-divisible-by", "2")
     whole = Case(
         Layout(name, 1, flags=WHOLE[name]), script=SCRIPT, model=(*adam, "--save", saved, "--save-interval", "4")
     )
