@@ -50,6 +50,16 @@ def is_above_one(name: str) -> Condition:
     return lambda args: (getattr(args, name, None) or 1) > 1
 
 
+def has_layers(kinds: str) -> Condition:
+    """Whether a hybrid model has layers of any of these kinds."""
+
+    def when(args: Any) -> bool:
+        pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
+        return any(kind in pattern for kind in kinds)
+
+    return when
+
+
 def all_of(*conditions: Condition) -> Condition:
     return lambda args: all(condition(args) for condition in conditions)
 
@@ -89,7 +99,12 @@ def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str 
 def _knows_documents(args: Any) -> bool:
     """Whether more of the model than its attention needs to know where a token's document begins and ends."""
     rotary = is_one_of("position_embedding_type", "rope", "yarn", "mrope")
-    return rotary(args) or is_set("multi_latent_attention", "mtp_num_layers")(args)
+    return has_layers("MG")(args) or rotary(args) or is_set("multi_latent_attention", "mtp_num_layers")(args)
+
+
+def _splits_experts(args: Any) -> bool:
+    size = getattr(args, "expert_tensor_parallel_size", None) or getattr(args, "tensor_model_parallel_size", None)
+    return (size or 1) > 1
 
 
 _TE = "needs TransformerEngine's GPU kernels"
@@ -138,13 +153,19 @@ RULES = [
     _out("--hybrid-context-parallel", _TE, "core/transformer/dot_product_attention.py"),
     _out("--sft with --context-parallel-size", _TE, "core/utils.py",
          all_of(is_set("sft"), is_above_one("context_parallel_size")), "use --context-parallel-size 1"),
-    _out("--dataloader-inter-document-masking with --context-parallel-size and rotary positions or --mtp-num-layers",
+    _out("--dataloader-inter-document-masking with --context-parallel-size and rotary positions, --mtp-num-layers, "
+         "Mamba or a delta net",
          "the sequence is dealt out as a whole, but these are of documents that were dealt out each",
          "core/models/common/embeddings/rope_utils.py",
          all_of(is_set("dataloader_inter_document_masking"), is_above_one("context_parallel_size"), _knows_documents),
          "use --context-parallel-size 1"),
+    _out("--expert-tensor-parallel-size above 1 with --moe-token-dispatcher-type alltoall",
+         "gloo gathers no parts of different sizes", "core/transformer/moe/token_dispatcher.py",
+         all_of(is_set("num_experts"), is_one_of("moe_token_dispatcher_type", "alltoall"), _splits_experts,
+                unless(is_set("moe_pad_expert_input_to_capacity"))),
+         "use --expert-tensor-parallel-size 1, or allgather"),
     _out("--hybrid-layer-pattern with D (DSA)", _TE, "core/models/hybrid/hybrid_layer_specs.py",
-         lambda args: "D" in (getattr(args, "hybrid_layer_pattern", None) or ""), "use * or + for attention"),
+         has_layers("D"), "use * or + for attention"),
     _out("--mla-down-proj-fusion in a hybrid model", _TE, "core/transformer/multi_latent_attention.py",
          all_of(is_set("mla_down_proj_fusion"), is_set("hybrid_layer_pattern"))),
     _out("--profile alone", "starts the CUDA profiler", "training/training.py",

@@ -197,19 +197,24 @@ def _local_specs(module: ModuleType) -> None:
     hybrid.localize(module)
 
 
-def _local_norm_and_product(module: ModuleType) -> None:
+def _norm_in_product(module: ModuleType) -> None:
     from recover_megatron.hostdevice import hybrid
 
-    find = _expect(module, "get_backend", ["transformer_impl"])
+    make = _expect(module, "QKNormConfigResolver.__init__", ["self", "config", "submodules"])
 
-    def get_backend(transformer_impl: str) -> Any:
-        backend = find(transformer_impl)
-        if backend.column_parallel_layer_norm_linear() is None:
-            local = hybrid.local_modules()["TELayerNormColumnParallelLinear"]
-            backend.column_parallel_layer_norm_linear = lambda: local
-        return backend
+    @functools.wraps(make)
+    def with_local(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self.fused_norm_linear_impl is None:
+            self.fused_norm_linear_impl = hybrid.local_modules()["TELayerNormColumnParallelLinear"]
 
-    module.get_backend = get_backend  # type: ignore[attr-defined]
+    module.QKNormConfigResolver.__init__ = with_local
+
+
+def _recomputed_without_scales(module: ModuleType) -> None:
+    if not module.HAVE_TE:
+        _expect(module, "CheckpointWithoutOutput.__init__", ["self", "fp8"])
+        module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 def _attention(module: ModuleType) -> None:
@@ -297,11 +302,17 @@ FIXES = {
         _local_specs,
         "the layers of hybrid models are specified with Transformer Engine's modules only",
     ),
-    "latent-norms": Fix(
+    "norm-in-product": Fix(
         "megatron.core.transformer.mla_qk_norm_config",
-        _local_norm_and_product,
-        "with --qk-layernorm latent attention whose spec names no norms, as in hybrid models, asks for a module of "
-        "Transformer Engine's",
+        _norm_in_product,
+        "--qk-layernorm in a hybrid model's multi-latent attention is a norm and a product as one module, which the "
+        "local transformer lacks: a RuntimeError",
+    ),
+    "recomputed-without-scales": Fix(
+        "megatron.core.tensor_parallel.random",
+        _recomputed_without_scales,
+        "--recompute-modules layernorm, moe_act and gdn_norm_out take what is not given (fp8=False) for given, and ask "
+        "Transformer Engine for its scales: a NameError without it",
     ),
     "rms-norm": Fix(
         "megatron.core.fusions.fused_layer_norm",

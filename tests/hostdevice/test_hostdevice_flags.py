@@ -79,6 +79,20 @@ def test_each_is_named_with_what_to_do_and_the_file(name, value):
         ({"dataloader_inter_document_masking": True, "context_parallel_size": 2, "mtp_num_layers": 1}, 1),
         ({"dataloader_inter_document_masking": True, "context_parallel_size": 2, "multi_latent_attention": True}, 1),
         ({"dataloader_inter_document_masking": True, "context_parallel_size": 1, "mtp_num_layers": 1}, 0),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2, "hybrid_layer_pattern": "M-*"}, 1),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2, "hybrid_override_pattern": "G-*"}, 1),
+        ({"dataloader_inter_document_masking": True, "context_parallel_size": 2, "hybrid_layer_pattern": "*-*-"}, 0),
+        ({"num_experts": 4, "moe_token_dispatcher_type": "alltoall", "tensor_model_parallel_size": 2}, 1),
+        ({"num_experts": 4, "moe_token_dispatcher_type": "allgather", "tensor_model_parallel_size": 2}, 0),
+        (
+            {
+                "num_experts": 4,
+                "moe_token_dispatcher_type": "alltoall",
+                "tensor_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 1,
+            },
+            0,
+        ),
         (
             {
                 "cuda_graph_impl": "none",

@@ -71,3 +71,40 @@ for norm in ("LayerNorm", "RMSNorm"):
         torch.testing.assert_close(ours, normed @ module.weight.t())
 """
     )
+
+
+@pytest.mark.slow
+def test_documents_of_a_sample_are_each_what_they_are_alone(in_process):
+    in_process(
+        PREPARED
+        + """
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+tensor_parallel.model_parallel_cuda_manual_seed(1)
+config = TransformerConfig(
+    num_layers=3, hidden_size=16, num_attention_heads=2, normalization="RMSNorm", add_bias_linear=False,
+    hidden_dropout=0.0, attention_dropout=0.0, mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2,
+    linear_key_head_dim=4, linear_value_head_dim=4, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_conv_kernel_dim=4, attention_softmax_in_fp32=True, activation_func=F.silu)
+model = HybridModel(config, hybrid_layer_specs.hybrid_stack_spec, vocab_size=32, max_sequence_length=16,
+                    hybrid_layer_pattern="MG*", position_embedding_type="none")
+tokens = torch.randint(32, (1, 16))
+borders = torch.tensor([0, 3, 4, 11, 16], dtype=torch.int32)
+
+def logits(tokens, borders=None):
+    packed = None if borders is None else PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=16, max_seqlen_kv=16,
+        total_tokens=tokens.shape[1])
+    return model(tokens, torch.arange(tokens.shape[1])[None], None, packed_seq_params=packed)
+
+whole = logits(tokens, borders)
+alone = [logits(tokens[:, first:end]) for first, end in zip(borders[:-1].tolist(), borders[1:].tolist())]
+torch.testing.assert_close(whole, torch.cat(alone, dim=1))
+one = logits(tokens)
+assert (one - whole)[:, :3].abs().max() < 1e-5 < (one - whole)[:, 3:].abs().amax(dim=-1).min(), "no border is seen"
+"""
+    )

@@ -27,6 +27,7 @@ DELTA = (
     f"{HYBRID} G-M* --swiglu --ffn-hidden-size 32 --linear-key-head-dim 4 --linear-value-head-dim 4 "
     "--linear-num-key-heads 2 --linear-num-value-heads 4"
 )
+LATENT_TOO = f"{HYBRID.replace('none', 'rope')} M+-M {LATENT}"
 NEMOTRON_3 = (
     f"{HYBRID} ME*E/*E --mtp-num-layers 1 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
     "--moe-grouped-gemm --moe-shared-expert-intermediate-size 16 --moe-router-score-function sigmoid "
@@ -54,7 +55,9 @@ CASES = [
     Case(dp("mamba-hang", 3, PLAIN), (Strike(1, 0, 3, "forward", "stop"),)),
     Case(dp("mamba-packed", 3, f"{PLAIN} --dataloader-inter-document-masking"), (Strike(1, 0, 3, "backward"),)),
     Case(dp("mamba-by-parts", 3, f"{PLAIN} --disable-mamba-mem-eff-path"), (Strike(0, 0, 4, "agree"),)),
-    Case(dp("latent", 3, f"{HYBRID.replace('none', 'rope')} M+-M {LATENT}"), (Strike(1, 0, 3, "backward"),)),
+    Case(dp("recomputed", 3, f"{NEMOTRON_3} --recompute-granularity selective --recompute-modules moe_act layernorm"),
+         (Strike(1, 0, 3, "backward"),), dropout=True),
+    Case(dp("latent", 3, LATENT_TOO), (Strike(1, 0, 3, "backward"),)),
     Case(dp("mamba-sharded", 4, f"{PLAIN} {SHARDS}"),
          (Strike(1, 0, 3, "update"), Strike(0, 0, 6, "checkpoint"))),
     Case(TP2, (Strike(1, 1, 3, "forward", visit=2), Strike(2, 0, 6, "eval"))),
@@ -110,13 +113,14 @@ def test_without_a_death_it_is_stock_megatrons(runs: Runs, layout: Layout) -> No
     runs.check_stock(Case(layout, script=SCRIPT))
 
 
-WHOLE = {"mamba": PLAIN, "delta": DELTA, "nemotron-3": NEMOTRON_3}
+WHOLE = {"mamba": PLAIN, "latent": LATENT_TOO, "delta": DELTA, "nemotron-3": NEMOTRON_3}
 RESUMED = [
     ("mamba", replace(TP2, replicas=2)),
     ("mamba", replace(PP2, replicas=2)),
     ("mamba", replace(CP2, replicas=2)),
     ("delta", Layout("delta-tp2", 2, tensor=2, flags=f"{DELTA} --sequence-parallel")),
     ("delta", Layout("delta-cp2", 2, context=2, flags=DELTA)),
+    ("latent", Layout("latent-tp2", 2, tensor=2, flags=f"{LATENT_TOO} --sequence-parallel")),
     ("nemotron-3", replace(N3_PP2, replicas=2)),
 ]
 """Spread experts do not go on from those of one worker: Megatron refuses, whose optimizers are two then, not one."""
@@ -128,8 +132,7 @@ def test_split_over_workers_it_goes_on_from_one_workers_checkpoint_as_that_does(
     runs: Runs, name: str, layout: Layout
 ) -> None:
     """And a death changes nothing."""
-    saved = str(runs.out / "saved")
-    adam = (*SHARDED, "--dist-ckpt-optim-fully-reshardable", "--no-load-rng", "--make-vocab-size-divisible-by", "2")
+    saved, adam = str(runs.out / "saved"), (*ADAM, "--no-load-rng", "--make-vocab-size-divisible-by", "2")
     whole = Case(
         Layout(name, 1, flags=WHOLE[name]), script=SCRIPT, model=(*adam, "--save", saved, "--save-interval", "4")
     )
