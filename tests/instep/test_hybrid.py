@@ -12,7 +12,7 @@ import pytest
 
 from tests.drawn import some
 from tests.instep.conftest import Runs
-from tests.instep.runs import CLIPPED, LATENT, OVERLAP, SHARDED, Case, Layout, Strike, check_rows
+from tests.instep.runs import ADAM, CLIPPED, LATENT, OVERLAP, SHARDED, Case, Layout, Strike, check_rows
 
 SCRIPT = (str(Path(__file__).with_name("hybrid.py")),)
 HYBRID = (
