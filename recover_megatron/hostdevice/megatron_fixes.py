@@ -311,7 +311,7 @@ FIXES = {
     "recomputed-without-scales": Fix(
         "megatron.core.tensor_parallel.random",
         _recomputed_without_scales,
-        "--recompute-modules layernorm, moe_act and gdn_norm_out take what is not given (fp8=False) for given, and ask "
+        "--recompute-modules layernorm and moe_act take what is not given (fp8=False) for given, and ask "
         "Transformer Engine for its scales: a NameError without it",
     ),
     "rms-norm": Fix(
