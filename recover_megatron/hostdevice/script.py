@@ -46,7 +46,9 @@ def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as missing:
+        if not f"{name}.".startswith(f"{missing.name}."):
+            raise  # something that a package around it imports
         spec = None
     code = spec.loader.get_code(spec.name) if spec and spec.loader and hasattr(spec.loader, "get_code") else None
     if spec is None or code is None:

@@ -130,10 +130,12 @@ RUNNER = "recover_megatron.megatron_hooks"
 
 
 def takes_runner(script: str, module: bool) -> bool:
-    """Whether a script is Python's source, and none of this package's, which need no runner."""
+    """Whether a script is Python's source, as it may be by any name, and none of this package's: these need none."""
     if Path(script).stem in INSTALLED.values():
         return False
-    return script.split(".")[0] != RUNNER.split(".")[0] if module else Path(script).suffix in ("", ".py")
+    if module:
+        return script.split(".")[0] != RUNNER.split(".")[0]
+    return Path(script).suffix not in (".pyc", ".pyz", ".zip")
 
 
 def installed_module(script: str) -> tuple[str, str] | None:
@@ -213,12 +215,11 @@ def _find_module(module: str) -> ModuleSpec | None:
     spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path])
     if spec is None and first.isidentifier():
         spec = importlib.util.find_spec(first)
-    name = first
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        name = f"{name}.{part}"
-        spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        # By its own name: of a folder without __init__.py in another one that other has to be imported.
+        spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
 

@@ -60,6 +60,10 @@ GROUPS_BEFORE = (
     "--recover: this script has made process groups before it calls Megatron's pretrain(), which cannot be made anew "
     "after a death: let pretrain() make them, or leave --recover out"
 )
+DROPPED = (
+    "--recover was given, but this script has taken it out of sys.argv, by which it is known: nothing would be "
+    "protected. Let the script keep it there, with the other --recover-* flags, or leave it out of the command"
+)
 
 _begun = False
 
@@ -117,6 +121,7 @@ def parsing(parse_args: Callable[..., argparse.Namespace]) -> Callable[..., argp
         if is_in_charge():
             return parse_args(extra_args_provider, ignore_unknown_args)
         with _refusing():
+            _check_kept()
             config = config_from_argv(sys.argv[1:])
             provider = flags.arguments_provider(config, [extra_args_provider] if extra_args_provider else [])
             args: argparse.Namespace = flags.in_plain_words(lambda: parse_args(provider, ignore_unknown_args))
@@ -132,6 +137,8 @@ def surviving(pretrain: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(pretrain)
     def surviving_pretrain(*given: Any, **options: Any) -> None:
+        with _refusing():
+            _check_kept()
         if is_in_charge() or "--recover" not in sys.argv:
             return pretrain(*given, **options)
         import torch
@@ -154,9 +161,15 @@ def _marked(function: Any) -> Any:
     return function
 
 
+def _check_kept() -> None:
+    """Raise UserError where the command had --recover, and the script's arguments have it no more."""
+    if "--recover" in sys.orig_argv and "--recover" not in sys.argv:
+        raise UserError(DROPPED)
+
+
 def _is_megatrons() -> bool:
     """Whether what runs is a script of a Megatron-LM checkout, by where it lies."""
-    main = str(getattr(sys.modules["__main__"], "__file__", None) or "")
+    main = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
     return any(
         main.endswith(f"/{its}") and Path(main.removesuffix(its), "megatron", "core").is_dir() for its in SCRIPTS
     )
@@ -169,7 +182,7 @@ def _speaks() -> bool:
 
 def say_if_unprotected() -> None:
     """At the end of a script with --recover: that nothing of it was used."""
-    asked = "--recover" in sys.argv and not {"-h", "--help"} & set(sys.argv)
+    asked = "--recover" in sys.orig_argv and not {"-h", "--help"} & set(sys.argv)
     if asked and "recover_megatron.membership.session" not in sys.modules and _speaks():
         log.warning(
             f"{Path(sys.argv[0]).name} has ended and has called neither Megatron's pretrain() nor anything of "

@@ -178,8 +178,11 @@ def test_a_module_is_looked_for_without_importing_it(bench, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     (package / "train.py").write_text("")
+    (bench.folder / "examples" / "t5").mkdir(parents=True)  # packages without an __init__.py
+    (bench.folder / "examples" / "t5" / "train.py").write_text("")
     monkeypatch.chdir(bench.folder)
-    for name, found in (("somepackage.train", True), ("somepackage.tran", False), ("json.tool", True)):
+    names = {"somepackage.train": True, "somepackage.tran": False, "json.tool": True}
+    for name, found in {**names, "examples.t5.train": True, "examples.t5.tran": False}.items():
         options, _ = arguments.parse(["-m", name])
         assert (arguments.check_files(options) == []) is found
     assert "somepackage" not in sys.modules
@@ -190,6 +193,7 @@ def test_a_module_is_looked_for_without_importing_it(bench, monkeypatch):
     [
         (["train.py", "--recover"], True),
         (["a folder", "--recover"], True),
+        (["train.v2", "--recover"], True),
         (["-m", "my.train", "--recover"], True),
         (["train.py", "--recover-device", "cpu"], True),
         (["train.py"], False),

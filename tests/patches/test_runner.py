@@ -6,10 +6,12 @@ Megatron is one of a few functions here, of which a script uses some; test_patch
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from recover_megatron.megatron_hooks import patched
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
 from tests.patches.conftest import run
@@ -112,6 +114,26 @@ def test_without_recover_megatrons_own_function_is_called(tmp_path: Path) -> Non
     assert (ended.returncode, ended.stdout) == (0, "trains\n")
 
 
+DROPS = """
+import megatron.core, sys
+{}
+from megatron.training import arguments, pretrain, training
+{}(None)
+"""
+
+
+@pytest.mark.slow
+@ways
+@pytest.mark.parametrize("call", ["arguments.parse_args", "training.pretrain"])
+def test_a_script_that_takes_recover_out_of_its_arguments_does_not_train_unprotected(
+    tmp_path: Path, way: str, call: str
+) -> None:
+    late = "import megatron.training.arguments; sys.argv = sys.argv[:1]"  # a patch asks when its module is imported
+    ended = done(tmp_path, way, DROPS.format(late, call), "--recover", "--recover-device", "cpu")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "train.py: error: --recover was given, but this script has taken it out of sys.argv" in ended.stderr
+
+
 SPAWNS = """
 import megatron.core, multiprocessing, sys
 from recover_megatron import hostdevice
@@ -153,6 +175,7 @@ def test_a_megatron_whose_functions_are_others_is_refused_by_name(
     [
         ("", ["--recover"], True),
         ("import sys\nsys.exit()", ["--recover"], True),
+        ("import sys\ndel sys.argv[1:]", ["--recover"], True),
         ("", ["--recover", "--help"], False),
         ("", ["--recover-log-dir", "logs"], False),
         ("import sys\nsys.exit(3)", ["--recover"], False),
@@ -199,3 +222,26 @@ def test_a_script_that_is_not_python_is_told_as_python_tells_it(tmp_path: Path) 
     plain = python("bad.py", cwd=tmp_path)
     ended = python(*RUNNER, "bad.py", "--recover", cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (plain.returncode, plain.stderr)
+
+
+@pytest.mark.parametrize("package", ["megatron_hooks", pytest.param("hostdevice", marks=pytest.mark.slow)])
+def test_what_the_package_of_a_module_lacks_is_said(tmp_path: Path, package: str) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").write_text("import no_such_dependency\n")
+    (tmp_path / "own" / "train.py").write_text("")
+    ended = python("-m", f"recover_megatron.{package}", "-m", "own.train", "--recover", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ModuleNotFoundError: No module named 'no_such_dependency'\n")
+    missing = python("-m", f"recover_megatron.{package}", "-m", "no_such_package.train", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert missing.stderr.endswith(f"[{package}] there is no module no_such_package.train that can be run\n")
+
+
+def test_a_script_of_a_checkout_is_known_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkout" / "megatron" / "core").mkdir(parents=True)
+    script, link = tmp_path / "checkout" / "pretrain_gpt.py", tmp_path / "train.py"
+    script.write_text("")
+    link.symlink_to(script)
+    for its in (script, link):
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(its), raising=False)
+        assert patched._is_megatrons()
