@@ -80,7 +80,7 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
         ([], "no SCRIPT"),
         (["missing.py"], "missing.py does not exist"),
         (["-m", "no_such_module_here"], "module no_such_module_here is not found"),
-        (["-m", "json"], "module json is a package without a __main__.py"),
+        (["-m", "logging"], "module logging is a package without a __main__.py"),
         (["-m", "json.tool.more"], "module json.tool.more is not found"),
         (["-m", "script.py"], "module script.py is not found (write -m script)"),
         (["python", "S"], "SCRIPT is python: leave it out"),
