@@ -221,6 +221,9 @@ class Services(Protocol):
 
     It reads the settings of the run by the names of Megatron's flags, from ``megatron.training.get_args()``.  A loop
     that has no such namespace sets a view of its own settings there, as ``megatron_hooks.loops.bridge`` does.
+
+    A loop that counts the time of the run has ``running(seconds: float) -> float``, too: it makes the loop count at
+    least ``seconds`` until now, and returns how many the loop counts then.
     """
 
     def operations(self, samples: int) -> float:

@@ -15,8 +15,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from recover_megatron.launch.command import run_guarded
     from recover_megatron.launch.processes import START_AGAIN, start_again, take_attempt, take_left_out
+    from recover_megatron.variables import FIRST_START_VARIABLE
 
     attempt = take_attempt()
+    if not attempt:  # of the run in whose worker this launcher runs
+        os.environ.pop(FIRST_START_VARIABLE, None)
     code = run_guarded(sys.argv[1:] if argv is None else argv, attempt, take_left_out())
     if code == START_AGAIN:
         start_again(attempt + 1)

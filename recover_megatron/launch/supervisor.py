@@ -6,6 +6,7 @@ event loop, so no two of them overlap.  It decides; its parts know and do (``lau
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import socket
@@ -29,7 +30,7 @@ from recover_megatron.launch.successors import LateNewcomers, Successors
 from recover_megatron.launch.worker_table import Shutdown, WorkerTable
 from recover_megatron.membership.records import SecretError
 from recover_megatron.membership.wire import find_secret
-from recover_megatron.variables import COORDINATOR_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
+from recover_megatron.variables import COORDINATOR_VARIABLE, FIRST_START_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 FAULT_SECONDS = 0.2
 
@@ -383,6 +384,8 @@ class Supervisor:
         self._control.close()
         self._reaper.finish()
         if code == START_AGAIN:
+            if starts := [worker.started for worker in self._table.all if worker.started is not None]:
+                os.environ.setdefault(FIRST_START_VARIABLE, str(min(starts)))
             self._loop.give_back_signals()  # the next one ends this process: nothing is left of the launch
             code = self._code or code  # one may have come since
         self._loop.close()

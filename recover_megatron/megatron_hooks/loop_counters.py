@@ -6,9 +6,13 @@ the launch, also where this worker has entered it later, and counts by itself fr
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_current_running_global_batch_size,
@@ -18,6 +22,7 @@ from megatron.training import get_args
 
 from recover_megatron.megatron_hooks.data import sources_of
 from recover_megatron.megatron_hooks.microbatches import to_skip, with_skipped
+from recover_megatron.variables import FIRST_START_VARIABLE
 
 CONSUMED = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",
@@ -32,12 +37,21 @@ LAUNCH = (
 class LoopCounters:
     """The counters of one worker.  ``validation``: Megatron's iterators, as train() gets them.
 
-    ``operations(samples)``: in floating point, of so many.
+    ``operations(samples)``: in floating point, of so many.  ``running(seconds)``: see ``integrate.Services``.
     """
 
-    def __init__(self, scheduler: Any, validation: Any, operations: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        validation: Any,
+        operations: Callable[[int], float],
+        running: Callable[[float], float] = float,
+    ) -> None:
         self._scheduler = scheduler
         self._operations = operations
+        self._running = running
+        if first_start := os.environ.get(FIRST_START_VARIABLE):  # by the clock of this host
+            running(time.time() - float(first_start))
         self._validation = sources_of(validation)
         self._launch = self._of_launch()
         """Those of the whole run, also where this worker joined it later."""
@@ -63,6 +77,7 @@ class LoopCounters:
             "validation": [source.position for source in self._validation],
             "batch": (running := get_current_running_global_batch_size()),
             "dropped": get_current_global_batch_size() - running,  # --decrease-batch-size-if-needed
+            "running": self._running(0.0),
         }
 
     def show_launch(self) -> None:
@@ -81,6 +96,7 @@ class LoopCounters:
         for name, value in counters["args"].items():
             setattr(args, name, value)
         self.schedule(counters, 0 if skipped else iterations)
+        self._running(counters["running"])
         for source, position in zip(self._validation, counters["validation"], strict=True):
             source.position = position
         args.consumed_train_samples += counters["batch"] * iterations
@@ -112,6 +128,12 @@ class LoopCounters:
     def schedule_state(self) -> dict[str, Any]:
         """What steers the learning rate and the weight decay, as a checkpoint has it."""
         return dict(self._scheduler.state_dict())
+
+    def agree_on_start(self, device: torch.device) -> None:
+        """Count the time of the run from the earliest start that any worker knows; all call it, in a section."""
+        seconds = torch.tensor(self._running(0.0), dtype=torch.float64, device=device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        self._running(seconds.item())
 
     # ---- back to a checkpoint
 

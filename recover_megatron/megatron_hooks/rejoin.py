@@ -294,6 +294,8 @@ class Rollback:
                         operations = self._load(target, model, optimizer, scheduler)
                         state.loaded(target.iteration, operations, decision.timeline[0])
                     take_up.append(then)
+                with self._groups.in_section():
+                    state.agree_on_start(recovery.comm_config.device)
             except BaseException as error:  # torch's CheckpointException is none of Exception
                 self._explain(error, target)
                 raise

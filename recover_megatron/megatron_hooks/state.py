@@ -42,8 +42,8 @@ from recover_megatron.megatron_hooks.trackers import LogTotals, biases
 class TrainingState:
     """One worker's part of the training's state.  ``validation``: Megatron's iterators, as train() gets them.
 
-    ``operations(samples)``: in floating point, of so many.  ``blank``: the model was built alone; its parameters are
-    those of no iteration.
+    ``operations``, ``running``: see ``LoopCounters``.  ``blank``: the model was built alone; its parameters are those
+    of no iteration.
     """
 
     def __init__(
@@ -54,13 +54,15 @@ class TrainingState:
         validation: Any,
         operations: Callable[[int], float],
         *,
+        running: Callable[[float], float] = float,
         blank: bool = False,
         sharded: ShardedOptimizer | None = None,
         scales: Scales,
     ) -> None:
         self._sharded = sharded
         self._scales = scales
-        self._loop = LoopCounters(scheduler, validation, operations)
+        self._loop = LoopCounters(scheduler, validation, operations, running)
+        self.agree_on_start = self._loop.agree_on_start
         self._model = model
         self._optimizer = optimizer
         self._optimizers = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]

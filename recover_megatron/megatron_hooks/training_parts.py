@@ -143,6 +143,7 @@ class TrainingParts:
             scheduler,
             validation,
             services.operations,
+            running=getattr(services, "running", float),
             blank=blank,
             sharded=self.sharded,
             scales=self.scales,

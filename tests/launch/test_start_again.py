@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -34,6 +35,8 @@ DIES = """
     from pathlib import Path
 
     rank, times = os.environ["RECOVER_WORKER_ID"], int(sys.argv[1])  # a spare has the rank of another one
+    with Path(f"first-{rank}").open("a") as file:
+        file.write(os.environ.get("RECOVER_FIRST_START", "none") + "\\n")
     ups = Path(f"ups-{rank}")
     with ups.open("a") as file:
         file.write(f"{os.getpid()}\\n")
@@ -72,10 +75,15 @@ def test_a_launch_whose_workers_are_killed_starts_again_as_often_as_it_may(
 
 
 def test_the_last_start_that_fails_ends_the_launch_with_a_code_that_is_requeued(bench: Bench) -> None:
-    launch = bench.run("--max-restarts", 2, "--nproc-per-node", 2, bench.script(DIES), 1000, "1", "--recover", ends=10)
+    began, nested = time.time(), {"RECOVER_FIRST_START": "1.0"}
+    argv = ["--max-restarts", 2, "--nproc-per-node", 2, bench.script(DIES), 1000, "1", "--recover"]
+    launch = bench.run(*argv, environment=nested, ends=10)
     assert launch.err.count("the start is made again") == 2
     assert launch.err.count("the launch ends with exit code 10") == 1
     assert len(ups(bench, 1)) == 3
+    told = [written_lines(bench.folder / f"first-{rank}") for rank in range(2)]
+    assert told[0] == told[1] == ["none", told[0][1], told[0][1]], "when the first of the three was made"
+    assert began <= float(told[0][1]) <= (bench.folder / "first-1").stat().st_mtime
 
 
 def test_a_fault_of_the_work_is_not_tried_again(bench: Bench) -> None:

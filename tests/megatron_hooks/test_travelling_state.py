@@ -3,22 +3,29 @@ not from their flags."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import megatron.training
 import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.training import training
 
 from recover_megatron.hostdevice.apex_stub import FusedAdam
+from recover_megatron.instep.decision import MEMORY, Rollback
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
-from recover_megatron.megatron_hooks import loop_counters, microbatches, state, trackers
+from recover_megatron.megatron_hooks import loop_counters, microbatches, rejoin, state, trackers
 from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
+from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.maxima import Scales
 from recover_megatron.megatron_hooks.state import TrainingState, load_groups, plain_groups
 from recover_megatron.megatron_hooks.trackers import LogTotals
@@ -74,7 +81,7 @@ class Worker:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def worker(*, loaded: bool) -> Worker:
+    def worker(*, loaded: bool, running: Any = float) -> Worker:
         args = SimpleNamespace(
             iteration=4, curr_iteration=4, load=None, finetune=loaded, no_load_optim=False, train_iters=100,
             iterations_to_skip=(), consumed_train_samples=4 * BATCH, consumed_valid_samples=0, skipped_train_samples=0,
@@ -97,7 +104,16 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
             args,
             inner,
             scheduler,
-            TrainingState([model], optimizer, scheduler, None, float, blank=not loaded, scales=Scales(args, [model])),
+            TrainingState(
+                [model],
+                optimizer,
+                scheduler,
+                None,
+                float,
+                running=running,
+                blank=not loaded,
+                scales=Scales(args, [model]),
+            ),
         )
 
     def act_as(args: Any) -> None:
@@ -130,6 +146,83 @@ def test_a_newcomer_steps_by_the_schedule_and_the_groups_that_the_others_have_fr
     alone = newcomer.train(5)
     make.act_as(other)
     assert other.train(5) == alone
+
+
+@dataclass
+class Clock:
+    """The clock of a host, which is ``ahead`` of another's, and Megatron's start time in a process there."""
+
+    now: ClassVar[float] = 50_000.0
+    monkeypatch: pytest.MonkeyPatch
+    ahead: float
+    started: float
+    """By a clock that is not ahead."""
+
+    def running(self, seconds: float) -> float:
+        """As Megatron-LM's loop counts."""
+        self.monkeypatch.setattr(training, "_TRAIN_START_TIME", self.started + self.ahead)
+        self.monkeypatch.setattr(time, "time", lambda: self.now + self.ahead)
+        counted = MEGATRON_LM.services.running(seconds)  # type: ignore[attr-defined]
+        self.started = training._TRAIN_START_TIME - self.ahead
+        return float(counted)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
+    monkeypatch.setattr(Clock, "now", Clock.now)
+    return partial(Clock, monkeypatch)
+
+
+def test_a_newcomer_counts_the_time_of_the_run_from_its_start_whatever_its_clock_says(make: Any, clock: Any) -> None:
+    there, here = clock(ahead=0.0, started=41_000.0), clock(ahead=3600.0, started=49_900.0)
+    other, newcomer = make(loaded=True, running=there.running), make(loaded=False, running=here.running)
+    make.act_as(other)
+    other.state.begin()
+    given = sent(other.state.tree())
+    make.act_as(newcomer)
+    newcomer.state.load(given)
+    assert here.started == 41_000
+    newcomer.state.begin()
+    Clock.now += 500
+    newcomer.state.resume()
+    assert (here.running(0.0), here.started) == (9500, 41_000), "what was counted in the past moves no start"
+
+
+def test_a_worker_counts_from_the_first_start_where_the_start_was_made_again(
+    make: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = clock(ahead=3600.0, started=49_900.0)
+    here.running(0.0)  # time.time() is that of this host now
+    monkeypatch.setenv("RECOVER_FIRST_START", str(48_000 + 3600))
+    make(loaded=True, running=here.running)
+    assert here.started == 48_000
+
+
+@pytest.mark.parametrize("source", [MEMORY, "save"])
+def test_all_who_go_back_to_a_checkpoint_count_the_time_of_the_run(
+    make: Any, clock: Any, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """A newcomer among them has it from nobody else: a checkpoint and a snapshot are of the past."""
+    here = clock(ahead=3600.0, started=49_900.0)
+    newcomer = make(loaded=False, running=here.running)
+    monkeypatch.setattr(loop_counters.dist, "all_reduce", lambda its, op: its.fill_(max(float(its), 9000.0)))
+    decision = SimpleNamespace(rollback=Rollback(4, source, 0), epoch=2, timeline=[0], workers=[0])
+    nothing = SimpleNamespace(inject=lambda *_: None, moving=lambda name, run, moved: run)
+    recovery: Any = SimpleNamespace(
+        assignment=SimpleNamespace(decision=decision, me=1),
+        progress=nothing,
+        sections=SimpleNamespace(run=lambda name, run: run()),
+        comm_config=SimpleNamespace(device=torch.device("cpu")),
+    )
+    memory = SimpleNamespace(load=lambda target: lambda: None)
+    parts: Any = SimpleNamespace(state=newcomer.state, sharded=None, memory=memory)
+    said: Any = SimpleNamespace(log=lambda *_, **__: None, rolled_back=lambda *_: None, went_back=lambda _: None)
+    groups: Any = SimpleNamespace(in_section=nullcontext)
+    back = rejoin.Rollback(recovery, groups, parts, said, said, said)
+    monkeypatch.setattr(back, "_load", lambda *_: 0)
+    monkeypatch.setattr(rejoin, "_folder", lambda _: "")
+    back.carry_out(None, None, None)
+    assert here.started == 41_000
 
 
 @pytest.mark.parametrize("updated", [False, True], ids=["before its update", "between update and schedule"])

@@ -13,6 +13,7 @@ import copy
 import importlib
 import inspect
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -71,6 +72,8 @@ class BridgeRun:
         """The configuration as it was given."""
         self._groups: Any = None
         """Bridge's collection of process groups, as it made it."""
+        self._state: Any = None
+        """Bridge's ``GlobalState``."""
         self._consumed: int | None = None
         """Samples before the next iteration."""
         self.loop = Loop("Megatron-Bridge", SUPPORTED, self._seams(), self)
@@ -104,6 +107,11 @@ class BridgeRun:
 
     def operations(self, samples: int) -> float:
         return float(_function(FLOPS, "num_floating_point_operations")(self.arguments.config, batch_size=samples))
+
+    def running(self, seconds: float) -> float:
+        now = time.time()
+        self._state.start_time = min(self._state.start_time, now - seconds)
+        return float(now - self._state.start_time)
 
     def finish_saves(self) -> None:
         """See ``recover_megatron.integrate.Services``: asynchronous ones are refused."""
@@ -149,6 +157,7 @@ class BridgeRun:
         """Before anything is made: the run's configuration and counters are those of its ``GlobalState``."""
 
         def setup(state: Any, *args: Any, **kwargs: Any) -> Any:
+            self._state = state
             self.arguments.attach(state.cfg, state.train_state)
             global_vars._GLOBAL_ARGS, global_vars._GLOBAL_TIMERS = self.arguments, state.timers
             made = original(state, *args, **kwargs)

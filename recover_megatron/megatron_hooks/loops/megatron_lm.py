@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from recover_megatron.integrate import Loop, Seam
 from recover_megatron.megatron_hooks.monkeypatch import SUPPORTED
 
@@ -16,6 +18,13 @@ class Services:
         from megatron.training import get_args, training
 
         return float(training.num_floating_point_operations(get_args(), samples))
+
+    def running(self, seconds: float) -> float:
+        from megatron.training import training
+
+        now = time.time()
+        training._TRAIN_START_TIME = min(training._TRAIN_START_TIME, now - seconds)
+        return now - training._TRAIN_START_TIME
 
     def finish_saves(self) -> None:
         from megatron.training import training

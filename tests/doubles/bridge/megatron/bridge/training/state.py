@@ -1,3 +1,4 @@
+import time
 from types import SimpleNamespace
 
 from megatron.core.timers import Timers
@@ -9,6 +10,7 @@ class GlobalState:
     def __init__(self, cfg):
         self.cfg = cfg
         self.timers = Timers(0, "minmax")
+        self.start_time = time.time()
         self.train_state = SimpleNamespace(
             step=0, consumed_train_samples=0, skipped_train_samples=0, consumed_valid_samples=0,
             floating_point_operations_so_far=0, do_train=True, do_valid=True, do_test=False,
