@@ -28,6 +28,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel.utils import get_comm_stream
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.moe.moe_utils import RandomSTEShared
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
@@ -178,14 +179,15 @@ def mix(*numbers: int) -> int:
 
 
 def install(loop: Loop) -> None:
-    """Wrap the seams where Megatron reads the batch of an iteration that it leaves out, for which nobody asks here, and
-    by which the states of random numbers come into a checkpoint.
+    """Wrap the seams where Megatron reads the batch of an iteration that it leaves out, for which nobody asks here, by
+    which the states of random numbers come into a checkpoint, and where a random number is drawn once and kept.
 
     It does not matter which it has, see ``MicrobatchSeeds``; but with ``--data-parallel-random-init`` a start reads one
     of each replica of the launch, and those of the lost are made up.
     """
     loop.wrap("skipped_step", _unread)
     loop.wrap("random_states", _as_many_as_launched)
+    monkeypatch.wrap("apply_biased_logits", _drawn_by_layer)
 
 
 def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,6 +203,23 @@ def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return get_rng_state
+
+
+def _drawn_by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Draw the bias that a router keeps for the run (--moe-router-force-biased below 0) by the seed and the layer.
+
+    Megatron draws it in the first forward pass of a process: of whichever microbatch that is.
+    """
+
+    def apply_biased_logits(logits: torch.Tensor, std: float, layer_number: int | None = None) -> Any:
+        kept = RandomSTEShared._cache
+        if std < 0 and layer_number is not None and layer_number not in kept:
+            generator = torch.Generator()
+            generator.manual_seed(mix(get_args().seed, layer_number))
+            kept[layer_number] = (torch.randn(logits.shape[-1], generator=generator) * -std).to(logits)
+        return original(logits, std, layer_number)
+
+    return apply_biased_logits
 
 
 class MicrobatchSeeds:

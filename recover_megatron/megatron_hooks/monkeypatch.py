@@ -163,6 +163,7 @@ SEAMS = {
         Seam(f"{_WRITERS}.async_utils", "PersistentAsyncCaller.is_current_async_call_done",
              ("self", "blocking", "no_dist")),
         Seam(f"{_WRITERS}.async_utils", "PersistentAsyncCaller.close", ("self", "abort")),
+        Seam("megatron.core.transformer.moe.router", "apply_biased_logits", ("logits", "std", "layer_number")),
         Seam("megatron.training.datasets.fim_dataset", "GPTFIMDataset._query_document_sample_shuffle_indices",
              ("self", "idx"), optional=True),
     )

@@ -140,6 +140,7 @@ RECIPES = [
     Recipe("experts-interleaved", pp(2, 24), f"{EXPERTS} {INTERLEAVED} {AUXILIARY} --moe-z-loss-coeff 1e-3"),
     Recipe("experts-jitter", dp(3), f"{EXPERTS} {AUXILIARY} --moe-input-jitter-eps 1e-2", dropout=True),
     Recipe("experts-forced", dp(3), f"{EXPERTS} {AUXILIARY} --moe-router-force-load-balancing", dropout=True),
+    Recipe("experts-biased", dp(3), f"{EXPERTS} {AUXILIARY} --moe-router-force-biased -0.5", dropout=True),
     Recipe("experts-traced", dp(3), f"{EXPERTS} {AUXILIARY} --moe-routing-trace-path OUT"),
     Recipe("experts-average-quantiles", dp(3), f"{EXPERTS} --moe-router-load-balancing-type quantile_balancing "
            "--moe-aux-loss-coeff 0 --moe-router-quantile-balancing-ema 0.9"),
