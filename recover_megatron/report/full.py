@@ -2,7 +2,8 @@
 
 ``python -m recover_megatron.report DIR`` is the same without the page: the summary, the audit, and the loss.
 
-Exit status: 0; 1 if a microbatch was not counted exactly once, or an iteration is missing; 2 if there is no run there.
+Exit status: 0; 1 if a microbatch was not counted exactly once, an iteration is missing, or the loss differs from the
+reference's by more than rounding; 2 if there is no run there.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from recover_megatron.report.goodput import accounts
 from recover_megatron.report.history import history
 from recover_megatron.report.lanes import trace
 from recover_megatron.report.page import Report, page
-from recover_megatron.report.run_dir import NotARun, RecordedRun, compare, read_run, unfit
+from recover_megatron.report.run_dir import ROUGH, SOON, TOLERANCE, NotARun, RecordedRun, compare, read_run, unfit
 from recover_megatron.report.summary import summary
-from recover_megatron.run_log.events import read_run_events
+from recover_megatron.run_log.events import Event, read_run_events
 from recover_megatron.run_log.steps import violations
 
 _SHOWN = 20
@@ -36,15 +37,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Report of a run as one HTML page: audit, loss beside a reference, replicas and quotas, each recovery.",
     )
     parser.add_argument("--reference", type=Path, metavar="DIR2", help="log folder of the run without failures")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest relative difference of the loss from the reference in an iteration with a change of the "
+        f"replicas, and in the {SOON - 1} after it ({ROUGH} times X in bf16, fp16, fp8); default: {TOLERANCE:g}",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: DIR/report.html); PNGs beside it")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the recoveries in the Chrome trace format, and no page"
     )
     args = parser.parse_args(argv)
     if args.trace is not None:
-        if unused := [f"--{name}" for name in ("out", "reference", "corpus", "microbatches") if getattr(args, name)]:
+        if unused := [
+            f"--{name}" for name in ("out", "reference", "tolerance", "corpus", "microbatches") if getattr(args, name)
+        ]:
             parser.error(f"--trace writes no page: leave out {', '.join(unused)}, or --trace")
         return _trace(args.run_dir, args.trace)
+    if args.tolerance is not None and not (args.reference and 0 <= args.tolerance < 1):
+        parser.error("--tolerance: a number from 0 to 1, with --reference DIR2")
+    tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     try:
         run, found = _audited(args)
         reference = read_run(args.reference) if args.reference else None
@@ -57,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 violations=found,
                 history=history(workers, coordinators, chaos),
                 reference=reference,
-                comparison=compare(run.steps, reference.steps) if reference else None,
+                comparison=compare(run.steps, reference.steps, tolerance, rough=_is_rough(workers))
+                if reference
+                else None,
                 events=workers,
                 coordinators=coordinators,
                 spent=accounts(run.steps, workers, coordinators),
@@ -119,6 +134,12 @@ def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
     """The run and what the audit found.  Raises NotARun, OSError."""
     run = read_run(args.run_dir, args.corpus)
     return run, violations(run.steps, args.microbatches or run.settings.get("microbatches"))
+
+
+def _is_rough(events: Sequence[Event]) -> bool:
+    """Whether the model computes in 16 bits or fewer, by the flags in the ``start`` of the run."""
+    argv = next((event.get("argv") for event in events if event["event"] == "start"), None) or ()
+    return any(str(word).startswith(("--bf16", "--fp16", "--fp8", "--fp4")) for word in argv)
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,14 @@ def _evaluations(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-TOLERANCE = 1e-2
-"""A relative difference of a loss above it is none of rounding, in bf16 either."""
+GROWN = 1e-2
+"""A relative difference of a loss above it is never one of rounding, however long that has grown."""
+TOLERANCE = 1e-4
+"""The same right after a change of the replicas, unless the losses differed before."""
+SOON = 10
+"""For so many iterations, the one with the change included."""
+ROUGH = 10
+"""So many times more is allowed after the first of them in 16 bits or fewer."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +187,7 @@ def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
         )
     if mine.loss is not None and theirs.loss is not None:
         apart = Difference(mine.iteration, mine.loss, theirs.loss).relative
-        if apart > TOLERANCE:
+        if apart > GROWN:
             return (
                 f"other data, or another model or seed: the loss of iteration {mine.iteration} is {theirs.loss!r}, "
                 f"{mine.loss!r} in this run"
@@ -188,7 +195,13 @@ def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
     return ""
 
 
-def compare(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> Comparison:
+def compare(
+    run: Sequence[StepRecord], reference: Sequence[StepRecord], tolerance: float = TOLERANCE, *, rough: bool = False
+) -> Comparison:
+    """``tolerance``: of the relative difference of the loss, right after a change of the replicas.
+
+    ``rough``: the model computes in 16 bits or fewer.
+    """
     pairs = _pairs(run, reference)
     unlike = []
     for mine, theirs in pairs:
@@ -201,12 +214,39 @@ def compare(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> Compa
             who = "this run" if mine.loss is None else "the reference"
             unlike.append(f"iteration {mine.iteration}: only {who} skipped the step")
     losses = _differences(pairs, lambda step: step.loss)
-    if far := [difference for difference in losses if difference.relative > TOLERANCE]:
+    off = {difference.iteration: difference.relative for difference in losses}
+    limits = _limits(pairs, off, tolerance, ROUGH if rough else 1)
+    if far := [difference for difference in losses if difference.relative > limits[difference.iteration]]:
+        first, others = far[0], f", and in {len(far) - 1} later iterations" if len(far) > 1 else ""
         unlike.append(
-            f"the loss is more than {TOLERANCE:.0%} off the reference in {len(far)} iterations, first in iteration "
-            f"{far[0].iteration}: {far[0].run!r}, {far[0].reference!r} in the reference"
+            f"the loss differs from the reference by more than rounding in iteration {first.iteration}{others}: "
+            f"{first.run!r}, {first.reference!r} in the reference, a relative difference of {first.relative:.1e} "
+            f"(limit {limits[first.iteration]:.1e})"
         )
     return Comparison(len(pairs), losses, _differences(pairs, lambda step: step.grad_norm), unlike)
+
+
+def _limits(
+    pairs: Sequence[tuple[StepRecord, StepRecord]], off: Mapping[int, float], tolerance: float, later: int
+) -> dict[int, float]:
+    """The largest relative difference of the loss that rounding explains, by iteration.
+
+    Right after a change of the replicas, in either run, it is ten times what it was before, at least ``tolerance``, and
+    ``later`` times that after the first iteration, whose parameters are still the same.
+    """
+    limits: dict[int, float] = {}
+    recent: deque[float] = deque(maxlen=SOON)
+    epochs: tuple[int, int] | None = None
+    left, before = 0, 0.0
+    for mine, theirs in pairs:
+        if epochs not in (None, now := (mine.epoch, theirs.epoch)):
+            left, before = SOON, max(recent)
+        epochs = now
+        least = tolerance if left == SOON else tolerance * later
+        limits[mine.iteration] = max(least, min(GROWN, 10 * before) if left > 0 else GROWN)
+        left -= 1
+        recent.append(off.get(mine.iteration, 0.0))
+    return limits
 
 
 def _pairs(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> list[tuple[StepRecord, StepRecord]]:

@@ -19,9 +19,10 @@ from recover_megatron.report import plot
 from recover_megatron.report.full import main
 from recover_megatron.report.history import history
 from recover_megatron.report.page import ids_in_runs
-from recover_megatron.report.run_dir import compare, unfit
+from recover_megatron.report.run_dir import TOLERANCE, compare, unfit
 from recover_megatron.report.summary import levels, rates
 from recover_megatron.run_log.events import read_run_events
+from recover_megatron.run_log.steps import StepRecord
 from tests.report.synthetic import (
     DEATHS,
     SIZE,
@@ -150,13 +151,64 @@ def test_a_loss_that_no_rounding_explains_and_other_samples_end_with_1(tmp_path:
     strange = [dataclasses.replace(step, loss=step.loss * 1.2) if step.iteration > 47 else step for step in good]
     drifted = write_steps(tmp_path / "drifted", strange)
     assert main([str(drifted), "--reference", str(reference)]) == 1
-    told = f"the loss is more than 1% off the reference in 3 iterations, first in iteration 48: {strange[47].loss!r}"
+    told = (
+        "the loss differs from the reference by more than rounding in iteration 48, and in 2 later iterations: "
+        f"{strange[47].loss!r}, {good[47].loss!r} in the reference, a relative difference of 2.0e-01 (limit 1.0e-02)"
+    )
     assert told in capsys.readouterr().err
     assert told in (drifted / "report.html").read_text()
     assert main([str(drifted)]) == 0
     later = [*good[:-1], dataclasses.replace(good[-1], consumed_samples=good[-1].consumed_samples + 1)]
     assert main([str(write_steps(tmp_path / "later", later)), "--reference", str(reference)]) == 1
     assert "samples were consumed by its end" in capsys.readouterr().err
+
+
+def drifting(made: list[StepRecord], off: dict[int, float]) -> list[StepRecord]:
+    """The same steps, from each of these iterations on with losses that are so far off."""
+    return [
+        dataclasses.replace(step, loss=step.loss * (1 + max((off[n] for n in off if n <= step.iteration), default=0)))
+        for step in made
+    ]
+
+
+@pytest.mark.parametrize(
+    ("off", "tolerance", "iteration"),
+    [
+        ({20: 3.2e-4}, TOLERANCE, 20),
+        ({20: 1.2e-7, 24: 3.2e-4}, TOLERANCE, 24),
+        ({21: 9e-5, 40: 3e-4}, TOLERANCE, None),
+        ({20: 3.2e-4}, 1e-3, None),
+        ({20: 6e-5}, 1e-5, 20),
+        ({1: 5e-4, 20: 2e-3}, TOLERANCE, None),
+        ({1: 5e-5, 20: 6e-3}, TOLERANCE, 20),
+    ],
+    ids=["in the step", "after it", "rounding grows", "more is allowed", "less is", "it differed before", "far less"],
+)
+def test_a_loss_that_leaves_the_reference_right_after_a_death_is_an_error(
+    off: dict[int, float], tolerance: float, iteration: int | None
+) -> None:
+    found = compare(drifting(steps(), off), steps(deaths={}), tolerance).unlike
+    assert len(found) == (iteration is not None)
+    assert all(f"more than rounding in iteration {iteration}, and in" in text for text in found)
+
+
+def test_how_far_a_loss_may_leave_the_reference_is_said_by_a_flag(tmp_path: Path, capsys: Any) -> None:
+    reference = write_steps(tmp_path / "reference", steps(deaths={}))
+    argv = [str(write_steps(tmp_path / "mine", drifting(steps(), {20: 3.2e-4}))), "--reference", str(reference)]
+    assert main(argv) == 1
+    assert "rounding in iteration 20, and in 9 later iterations" in capsys.readouterr().err
+    assert main([*argv, "--tolerance", "1e-3"]) == 0
+    start = {"event": "start", "time": T0, "worker": 0, "iteration": 1, "argv": ["--bf16"]}
+    write_lines(tmp_path / "mine" / "events.jsonl", [start])
+    assert main(argv) == 1, "the parameters of iteration 20 are the same"
+    later = write_steps(tmp_path / "mine", drifting(steps(), {21: 3.2e-4}))
+    assert main(argv) == 0
+    (later / "events.jsonl").unlink()
+    assert main(argv) == 1
+    for refused in ([*argv, "--tolerance", "1.5"], [argv[0], "--tolerance", "0.1"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(refused)
+        assert "--tolerance: a number from 0 to 1, with --reference DIR2" in capsys.readouterr().err
 
 
 def test_other_samples_than_the_reference_are_refused(run: Path, tmp_path: Path, capsys) -> None:
@@ -340,8 +392,8 @@ def test_a_loss_that_is_no_number_differs_from_one_that_is() -> None:
     assert (one_sided.worst_loss.iteration, one_sided.worst_loss.relative) == (1, float("inf"))
     assert one_sided.unlike == [
         "iteration 2: only this run skipped the step",
-        "the loss is more than 1% off the reference in 1 iterations, first in iteration 1: nan, "
-        f"{good[0].loss!r} in the reference",
+        "the loss differs from the reference by more than rounding in iteration 1: nan, "
+        f"{good[0].loss!r} in the reference, a relative difference of inf (limit 1.0e-02)",
     ]
     both = compare(nan, nan)
     assert both.worst_loss is not None
