@@ -6,6 +6,8 @@ workers *share* is a microbatch that both have tried in one iteration, or, outsi
 
     two replicas, the same error, shared work           the run ends
     all replicas, the same error, one iteration         the run has ended
+    the last replicas in turn, the same error,
+        no microbatch begun, two iterations             the run has ended
     three replicas, any errors, the same shared work    the run ends
     a fault of the host or of the device                says nothing about the work
 """
@@ -145,18 +147,25 @@ class ExceptionReports:
     def same_of_all(self, workers: Workers) -> str | None:
         """Why nobody is left, if all of ``workers``, the last, said of one iteration what another replica had said.
 
-        Each may have met it in a microbatch of its own: nobody lived to run one again. None: it may be chance, or an
-        outage of storage that all read from: a run that is started again may go on.
+        Each may have met it in a microbatch of its own: nobody lived to run one again. Or one replica met it between
+        two steps, and another one an iteration later: what ended the first one fell to the next.
+        None: it may be chance, or an outage of storage that all read from: a run that is started again may go on.
         """
         last = [self._reports[number] for number in workers if number in self._reports]
-        if len(last) < len(workers) or len({report.iteration for report in last}) != 1:
+        newest = max((report.iteration for report in last), default=0)
+        reports = [report for report in self._reports.values() if report.iteration == newest]
+        if len({report.group for report in reports}) < 2:  # the loop itself, on each replica in turn
+            told = [report for report in self._reports.values() if report.iteration >= newest - 1]
+            reports = [report for report in told if not report.tried]
+        if len(last) < len(workers) or not set(last) <= set(reports):
             return None
-        reports = [report for report in self._reports.values() if report.iteration == last[0].iteration]
         if any(report.own or _OUTAGE.match(report.error) for report in reports):
             return None
         if len({alike(report.error) for report in reports}) > 1 or len({report.group for report in reports}) < 2:
             return None
-        return f"iteration {reports[0].iteration} fails in all replicas: {cut_middle(reports[0].error, 1900)}"
+        both = len({report.iteration for report in reports}) > 1
+        which = f"iterations {newest - 1} and {newest} fail" if both else f"iteration {newest} fails"
+        return f"{which} in all replicas: {cut_middle(last[-1].error, 1900)}"
 
     def last_of(self, workers: Workers) -> str:
         """What the last of ``workers`` said that said anything, as the end of a sentence; empty: none did."""

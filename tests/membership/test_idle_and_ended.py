@@ -242,6 +242,15 @@ of storage that has hung up
     raises 1 at=5 group=1 OSError: read: [Errno 5] I/O -> ends 10 no live worker
 another thing
     world 2 nodes=2 runs=4; raises 0 at=1 group=0 NaN; raises 1 at=5 group=1 Key -> ends 10 no live worker
+the same fault between two steps of each next replica in turn is one of the work
+    world 3 nodes=3 runs=4; kill 0; run 3; raises 1 iteration=4 group=1 phase=agree no step 1; run 3
+    raises 2 iteration=5 group=2 phase=agree no step 2 -> ends 1 iterations 4 and 5 fail in all replicas: no step 2
+in iterations that are further apart it may be chance
+    world 3 nodes=3 runs=4; kill 0; run 3; raises 1 iteration=4 group=1 phase=agree no step; run 3
+    raises 2 iteration=6 group=2 phase=agree no step -> ends 10 no live worker is left
+in microbatches of two iterations
+    world 3 nodes=3 runs=4; kill 0; run 3; raises 1 at=3 iteration=4 group=1 NaN; run 3
+    raises 2 at=3 iteration=5 group=2 NaN -> ends 10 no live worker is left
 last words said while no coordinator is reached are told to the next one once
     world 3 nodes=3 runs=4; crash 0; raises 2 at=5 NaN -> exceptions 2:node2:7:5:NaN; led 0 1
 """)
