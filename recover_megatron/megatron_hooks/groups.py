@@ -130,6 +130,8 @@ class Groups:
         self._own: list[SwappableGroup] = []
         self._mates: SwappableGroup | None = None
         self._lists: dict[str, Any] = {}
+        self._profiled: list[int] = []
+        """The ranks of --profile-ranks at launch; empty: all are profiled, or none."""
         self._creating = False
         """Whether Megatron makes a group, of which ``_create_group`` knows all that there is to know."""
 
@@ -170,6 +172,7 @@ class Groups:
             # Sample counts and learning rates go by the launch's size, whoever is left.
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
+            self._profiled = list(getattr(get_args(), "profile_ranks", None) or ())
             if getattr(get_args(), "use_megatron_fsdp", False):
                 install_meshes(lambda: self.traffic.mode is Mode.ALONE)
             return result
@@ -325,6 +328,9 @@ class Groups:
         for name, ranks_at_launch in self._lists.items():
             setattr(parallel_state, name, _renumbered(ranks_at_launch, ranks))
         get_args().rank = ranks[self.traffic.me]
+        if self._profiled:
+            # train() makes a profiler on these ranks when it is entered, and asks again in each iteration.
+            get_args().profile_ranks = _renumbered(self._profiled, ranks)
         if get_args().context_parallel_size > 1:
             renew_rank_copies(self.model, dist.get_process_group_ranks(parallel_state.get_context_parallel_group()))
         writers.take_turns(ranks[self.traffic.me] == len(ranks) - 1)

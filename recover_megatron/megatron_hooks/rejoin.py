@@ -103,6 +103,7 @@ class Rejoin:
             try:
                 self._take_place(decision)
                 self._untaken.taken()
+                self._stay_unprofiled()
                 return
             except INTERRUPTED as error:
                 why = self._untaken.failed(error, decision)
@@ -128,6 +129,7 @@ class Rejoin:
         state, sharded = self._parts.state, self._parts.sharded
         check_device(self._recovery.comm_config.device)
         self._groups.left()
+        stop_profiler(self._recovery.comm_config.device)
         state.tidy()
         if sharded is not None:  # what others have updated meanwhile is of no use
             sharded.forget()
@@ -143,6 +145,17 @@ class Rejoin:
         hooks = self._recovery.hooks
         newest = {"iteration": hooks.iteration(), "state_of": state.timeline, "last_step": state.last_step}
         return self._recovery.orphan.wait(version=state.version, digest=digest, **newest)
+
+    def _stay_unprofiled(self) -> None:
+        """Have train() make no profiler of torch's, which counts its iterations from the entry of train()."""
+        args = get_args()
+        ranks = getattr(args, "profile_ranks", None)
+        if getattr(args, "use_pytorch_profiler", False) and (not ranks or args.rank in ranks):
+            setattr(args, "profile" if hasattr(args, "profile") else "use_pytorch_profiler", False)
+            log.info(
+                f"worker {self._recovery.assignment.me} is not profiled: it has come into the training late, and "
+                "torch's profiler would record other iterations than --profile-step-start says, into the same file"
+            )
 
     def _take_place(self, decision: Decision) -> None:
         """Take the place that ``decision`` has for this spare.
@@ -177,6 +190,27 @@ class Rejoin:
             f"worker {mine.me} takes position {mine.position} of replica {mine.replica} from iteration {first} on: "
             f"groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, {size} bytes"
         )
+
+
+PROFILING = ("profile", "use_pytorch_profiler", "use_nsys_profiler")
+"""Flags of Megatron-LM's and Bridge's loops, with which they profile."""
+
+
+def stop_profiler(device: torch.device) -> None:
+    """Stop the profiler that train() has begun: left by an exception, train() does not, and the memory would fill.
+
+    What was recorded is dropped.  A profiler of the script's own stays on.
+    """
+    if not any(getattr(get_args(), name, False) for name in PROFILING):
+        return
+    try:
+        if torch.autograd._profiler_enabled():
+            torch.autograd._disable_profiler()
+            torch.autograd.profiler._run_on_profiler_stop()
+        if device.type == "cuda":
+            torch.cuda.cudart().cudaProfilerStop()
+    except RuntimeError as error:
+        log.warning(f"the profiler cannot be stopped: {in_short(error)}")
 
 
 def build_elsewhere(recovery: Recovery, groups: Groups, loop: Loop, position: int, *, built: bool) -> None:

@@ -95,6 +95,16 @@ def test_a_flag_that_changes_how_gradients_are_summed_or_applied_changes_nothing
     runs.check(case)
 
 
+def test_the_profiled_worker_stays_profiled_when_the_ranks_change_and_no_other_worker_is(runs: Runs) -> None:
+    """Of ranks 0 and 1 one dies before the profile, and the one after them becomes rank 1, without a profiler."""
+    profile = "--profile --use-pytorch-profiler --profile-ranks 0 1 --profile-step-start 5 --profile-step-end 7"
+    board = str(runs.out / "board")
+    runs.check(Case(DP4, (Strike(0, 0, 3, "backward"),), flags=(*profile.split(), "--tensorboard-dir", board)))
+    assert [file.name for file in (runs.out / "torch_profile").iterdir()] == ["rank-0.json.gz"], (
+        "worker 1's, renumbered"
+    )
+
+
 EXTERNAL_CASES = [
     Case(DP4, (Strike(1, 0, 3, "data"), Strike(2, 0, 5, "reduce-scatter")), evaluated=True),
     Case(Layout("pp2-dp3", 3, pipeline=2), (Strike(1, 1, 3, "forward"), Strike(0, 0, 5, "agree")), 30, restarts=1,

@@ -159,13 +159,15 @@ def test_bridges_configuration_is_read_and_set_by_the_names_of_megatrons_flags()
     train_state = SimpleNamespace(step=3, consumed_train_samples=24, floating_point_operations_so_far=7)
     config = SimpleNamespace(**{section: SimpleNamespace() for section in SECTIONS}, data_parallel_size=4)
     config.model.num_moe_experts, config.rng.seed, config.optimizer.optimizer = 8, 5, "adam"
-    config.checkpoint.ckpt_assume_constant_structure = True
+    config.checkpoint.ckpt_assume_constant_structure, config.profiling.profile_ranks = True, [0]
     arguments: Any = BridgeArguments(config)
     arguments.attach(config, train_state)
     arguments.loaded()
     assert (arguments.num_experts, arguments.seed, arguments.optimizer) == (8, 5, "adam")
     assert (arguments.iteration, arguments.consumed_train_samples, arguments.data_parallel_size) == (3, 24, 4)
     assert getattr(arguments, "mtp_num_layers", None) is None
+    arguments.profile_ranks = [rank + 1 for rank in arguments.profile_ranks]
+    assert config.profiling.profile_ranks == [1]
     arguments.ckpt_assume_constant_structure = False
     arguments.consumed_train_samples = 32
     assert config.checkpoint.ckpt_assume_constant_structure is False

@@ -13,23 +13,26 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.faults import RunOver
-from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.snapshots import Taking
 from recover_megatron.instep.spare import MOST, PAUSE_SECONDS
 from recover_megatron.launch import forecast
+from recover_megatron.megatron_hooks import groups as groups_module
 from recover_megatron.megatron_hooks import memory_tier
-from recover_megatron.megatron_hooks.groups import renew_rank_copies
+from recover_megatron.megatron_hooks import rejoin as rejoin_module
+from recover_megatron.megatron_hooks.groups import Groups, renew_rank_copies
 from recover_megatron.megatron_hooks.layout import no_way_back
 from recover_megatron.megatron_hooks.loops.bridge_arguments import BridgeArguments
 from recover_megatron.megatron_hooks.memory_tier import MemoryTier
-from recover_megatron.megatron_hooks.rejoin import Rejoin
+from recover_megatron.megatron_hooks.rejoin import Rejoin, stop_profiler
 from recover_megatron.megatron_hooks.training import TrainingHooks
 from recover_megatron.megatron_hooks.training_parts import StepGuard
 
@@ -264,3 +267,76 @@ def test_with_the_last_resort_off_no_checkpoint_is_one_to_go_back_to(flag: str, 
     checkpoints: Any = SimpleNamespace(complete=[(4, "save")], unreadable=set())
     hooks._config, hooks._parts, hooks._checkpoints = RecoverConfig(last_resort=flag), parts, checkpoints
     assert hooks.kept_checkpoints() == (kept, set())
+
+
+LOST, REPLACED, SECOND_LOST = (
+    Decision(2, {1: (1,), 2: (2,)}, ()),
+    Decision(3, {0: (3,), 1: (1,), 2: (2,)}, ()),
+    Decision(4, {0: (3,), 2: (2,)}, ()),
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "slot", "profiled"),
+    [
+        ([0], 1, False),  # rank 0 after the first death, without a profiler
+        ([1], 1, True),  # rank 0, with one
+        ([0, 2], 2, True),
+        ([1], 2, False),  # rank 1 after both deaths
+        ([], 1, True),
+        ([0], 0, True),  # who comes in worker 0's place enters train() as rank 0
+    ],
+)
+def test_a_worker_is_profiled_or_not_as_at_its_entry_whatever_its_rank_becomes(
+    asked: list[int], slot: int, profiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """train() makes a profiler for these ranks when it is entered, and asks which ranks they are in each iteration."""
+    args = SimpleNamespace(profile_ranks=asked, rank=slot, context_parallel_size=1)
+    monkeypatch.setattr(groups_module, "get_args", lambda: args)
+    monkeypatch.setattr(parallel_state, "_MPU_DATA_PARALLEL_WORLD_SIZE", None)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 3)
+    groups = Groups(Slot(slot), (), torch.device("cpu"), alone=True)
+    groups._grid = launch_grid(3, tensor=1, context=1, pipeline=1, inner_ranks=1)
+    groups._initialize(lambda: None)()
+    for decision in (LOST, REPLACED, SECOND_LOST, REPLACED):
+        if groups.traffic.me in decision.slots(groups.grid):
+            groups.planned(decision)
+            assert (args.profile_ranks == [] or args.rank in args.profile_ranks) is profiled
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_the_profiler_that_an_orphan_leaves_on_is_stopped_and_one_of_the_script_is_not(
+    mine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rejoin_module, "get_args", lambda: SimpleNamespace(profile=mine))
+    profiler = torch.profiler.profile()
+    profiler.start()
+    try:
+        stop_profiler(torch.device("cpu"))
+        assert [torch.autograd._profiler_enabled(), torch.autograd.profiler._is_profiler_enabled] == [not mine] * 2
+    finally:
+        if torch.autograd._profiler_enabled():
+            profiler.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [
+        ({"profile": True, "use_pytorch_profiler": True}, {"use_pytorch_profiler": True, "profile": False}),
+        ({"profile": True, "use_pytorch_profiler": False}, {}),  # nsys, by the number of the iteration
+        ({"profile": True, "use_pytorch_profiler": True, "profile_ranks": [0]}, {}),  # on another rank
+        ({"use_pytorch_profiler": True, "profile_ranks": [1]}, {"use_pytorch_profiler": False}),  # Bridge's flags
+    ],
+)
+def test_a_worker_that_comes_in_late_gets_no_profiler_of_other_iterations(
+    flags: dict[str, Any], left: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = SimpleNamespace(rank=1, **flags)
+    monkeypatch.setattr(rejoin_module, "get_args", lambda: args)
+    nothing: Any = SimpleNamespace(traffic=SimpleNamespace(mode=None))
+    recovery: Any = SimpleNamespace(assignment=SimpleNamespace(me=4))
+    rejoin = Rejoin(recovery, nothing, nothing, nothing, nothing, nothing)
+    monkeypatch.setattr(rejoin, "_wait", lambda: BESIDE)
+    monkeypatch.setattr(rejoin, "_take_place", lambda decision: None)
+    rejoin.come_back()
+    assert vars(args) == {"rank": 1, **flags, **left}

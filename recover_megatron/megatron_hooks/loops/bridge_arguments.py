@@ -19,7 +19,7 @@ from recover_megatron.megatron_hooks.refused import SETTLED, cannot_recover, can
 
 SECTIONS = (
     "model", "train", "validation", "optimizer", "ddp", "dist", "rng", "rerun_state_machine", "checkpoint", "dataset",
-    "scheduler", "logger", "tokenizer",
+    "scheduler", "logger", "tokenizer", "profiling",
 )  # fmt: skip
 """Of the configuration, in the order in which a name is looked for."""
 
@@ -113,7 +113,7 @@ class BridgeArguments:
     def _section(self, name: str) -> Any:
         """That which has such a field.  Raises AttributeError where none has."""
         config = self._own["config"]
-        for section in (getattr(config, each) for each in SECTIONS):
+        for section in (getattr(config, each, None) for each in SECTIONS):
             for holder in (section, getattr(section, "transformer", None)):
                 if holder is not None and hasattr(holder, name):
                     return holder
