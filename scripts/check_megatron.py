@@ -5,8 +5,9 @@
 
 Of every function that is wrapped or replaced one line: it fits; it fits, but its body is not that of the Megatron that
 is installed here (somebody is to read it); it does not fit.  Then what is read by its name: of modules and classes each
-name where it is looked for, of other objects whether the name is still anywhere.  Exit code 0: all fit; 1: what does
-not is named, with the reason.
+name where it is looked for, of other objects whether the name is still anywhere.  The functions that the host device
+changes are listed, too: a fix that does not fit ends every run without a GPU.  Exit code 0: all fit; 1: what does not
+is named, with the reason.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import recover_megatron
+from recover_megatron.hostdevice.megatron_fixes import FIXES
 from recover_megatron.integrate import Seam, unlike
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.loops.megatron_lm import SEAMS
@@ -145,6 +147,28 @@ def misfits(found: dict[str, list[str] | None], wanted: Sequence[Seam]) -> dict[
     return {name: why for name, why in reasons.items() if why}
 
 
+def fixed(*versions: Sources) -> dict[str, tuple[Seam, str | None]]:
+    """Each function that a fix of the host device expects -> where it is, its parameters between blanks (None: any).
+
+    A fix of a module that none of ``versions`` has is left out.
+    """
+    return {
+        f"{fix.module_name}.{name}": (Seam(fix.module_name, name), parameters)
+        for fix in FIXES.values()
+        for name, parameters in fix.expects.items()
+        if any(version.tree(fix.module_name) for version in versions)
+    }
+
+
+def unfixable(found: dict[str, list[str] | None], wanted: dict[str, tuple[Seam, str | None]]) -> dict[str, str]:
+    """Functions that the host device cannot change -> why."""
+    return {
+        name: f"{name} takes ({', '.join(its)}), the host device expects ({', '.join(parameters.split())})"
+        for name, (_, parameters) in wanted.items()
+        if (its := found[name]) and parameters is not None and its != parameters.split()
+    }
+
+
 def reads(tested: Sources) -> tuple[set[tuple[str, str]], set[str]]:
     """What the hooks read of Megatron by name: (module, name) where that is known, else names alone.
 
@@ -192,30 +216,34 @@ def main() -> int:
     given = parser.parse_args()
     root = given.checkout / "src" if (given.checkout / "src" / "megatron").is_dir() else given.checkout
     sources = tested = Sources(root)
+    spec = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
+    of_host: dict[str, tuple[Seam, str | None]] = {}
+    newer = False
     if is_bridge := (root / "megatron" / "bridge").is_dir():
         from recover_megatron.megatron_hooks.loops.bridge import seams  # imports Megatron, which takes its time
 
         wanted = seams()
     elif (root / "megatron" / "core").is_dir():
         of_core = monkeypatch.ENTRY | monkeypatch.SEAMS | monkeypatch.FSDP_SEAMS
+        said = "no Megatron is installed here: nothing is compared"
+        if spec and spec.origin:
+            tested = Sources(Path(spec.origin).parents[2])
+            files = (one.root / "megatron/core/package_info.py" for one in (sources, tested))
+            its, installed = map(monkeypatch.read_version, files)
+            newer = monkeypatch.parse_release(its) >= monkeypatch.parse_release(installed)
+            said = f"Megatron {its}, compared with {installed}"
+        of_host = fixed(sources, *[tested] * newer)
         wanted = [*(seam for its in SEAMS.values() for seam in its), *of_core.values()]
+        wanted += [seam for seam, _ in of_host.values() if seam not in wanted]
     else:
         parser.error(f"{given.checkout} has neither megatron/core nor megatron/bridge")
     found = signatures(sources, wanted)
-    why = misfits(found, wanted)
+    why = misfits(found, wanted) | unfixable(found, of_host)
     if given.json:
         print(json.dumps({name: " ".join(its or ()) for name, its in found.items()}, indent=1))
         return bool(why)
-    newer = False
-    spec = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
-    if not is_bridge and spec and spec.origin:
-        tested = Sources(Path(spec.origin).parents[2])
-        files = (one.root / "megatron/core/package_info.py" for one in (sources, tested))
-        its, installed = map(monkeypatch.read_version, files)
-        newer = monkeypatch.parse_release(its) >= monkeypatch.parse_release(installed)
-        print(f"Megatron {its}, compared with {installed}")
-    elif not is_bridge:
-        print("no Megatron is installed here: nothing is compared")
+    if not is_bridge:
+        print(said)
     for name, seam in zip(found, wanted, strict=True):
         changed = tested.body(seam) and sources.body(seam) != tested.body(seam)
         how = "does not fit" if name in why else "fits, its body changed" if changed else "fits"

@@ -10,8 +10,8 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -26,29 +26,37 @@ class UnsupportedMegatron(RuntimeError):
 
 @dataclass(frozen=True)
 class Fix:
-    """``apply(module)`` is called once, after ``module_name`` was imported."""
+    """``apply(module)`` is called once, after ``module_name`` was imported and what the fix expects was found in it."""
 
     module_name: str
     apply: Callable[[ModuleType], None]
     why: str
+    expects: Mapping[str, str | None] = field(default_factory=dict)
+    """Function of the module -> all of its parameters, between blanks; None: the function may have any."""
+
+    def make(self, module: ModuleType) -> None:
+        """Apply the fix; raises ``UnsupportedMegatron``, and changes nothing, where the module is not as expected."""
+        for path, parameters in self.expects.items():
+            _expect(module, path, parameters)
+        self.apply(module)
 
 
-def _expect(module: ModuleType, path: str, parameters: list[str]) -> Any:
-    """The function at ``path`` in ``module``; ``UnsupportedMegatron`` unless its parameters are the expected ones."""
+def _expect(module: ModuleType, path: str, parameters: str | None) -> None:
+    """Raise ``UnsupportedMegatron`` unless ``module`` has a function at ``path`` with the expected parameters."""
     found: Any = module
     for name in path.split("."):
         found = getattr(found, name, None)
-    if found is None or list(inspect.signature(found).parameters) != parameters:
+    wanted = None if parameters is None else parameters.split()
+    if found is None or wanted not in (None, list(inspect.signature(found).parameters)):
         seen = "is missing" if found is None else f"has the parameters {inspect.signature(found)}"
         raise UnsupportedMegatron(
-            f"{module.__name__}.{path} {seen}, expected ({', '.join(parameters)}): this version of Megatron-LM is not "
-            f"known to recover_megatron; supported are {SUPPORTED}."
+            f"{module.__name__}.{path} {seen}, expected ({'...' if wanted is None else ', '.join(wanted)}): this "
+            f"version of Megatron-LM is not known to recover_megatron; supported are {SUPPORTED}."
         )
-    return found
 
 
 def _skip_make_in_wheel(module: ModuleType) -> None:
-    compile_helpers = _expect(module, "compile_helpers", [])
+    compile_helpers = module.compile_helpers
     makefile = Path(str(module.__file__)).parent / "Makefile"
 
     @functools.wraps(compile_helpers)
@@ -62,9 +70,9 @@ def _skip_make_in_wheel(module: ModuleType) -> None:
 def _load_and_save_shards(module: ModuleType) -> None:
     import torch
 
-    load = _expect(module, "DistributedOptimizer.load_state_dict", ["self", "state_dict"])
+    load = module.DistributedOptimizer.load_state_dict
     module.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
-    save = _expect(module, "DistributedOptimizer.sharded_param_state_fsdp_dtensor", ["self", "is_loading"])
+    save = module.DistributedOptimizer.sharded_param_state_fsdp_dtensor
 
     @functools.wraps(save)
     def with_empty_ones(self: Any, is_loading: bool = False) -> Any:
@@ -81,8 +89,6 @@ def _load_and_save_shards(module: ModuleType) -> None:
 
 
 def _splits_as_numpy(module: ModuleType) -> None:
-    _expect(module, "maybe_move_tensor_to_cpu", ["tensor", "as_numpy", "record_stream"])
-
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
@@ -90,7 +96,7 @@ def _splits_as_numpy(module: ModuleType) -> None:
 
 
 def _preload_copies(module: ModuleType) -> None:
-    preload = _expect(module, "FileSystemWriterAsync.preload_tensors", ["write_buckets", "non_blocking"])
+    preload = module.FileSystemWriterAsync.preload_tensors
 
     @functools.wraps(preload)  # by whose name it is pickled for the writer process
     def preload_copies(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
@@ -105,7 +111,7 @@ def _preload_copies(module: ModuleType) -> None:
 def _warn_of_instances(module: ModuleType) -> None:
     from recover_megatron.hostdevice import warn_of_what_is_never_summed
 
-    validate = _expect(module, "validate_args", ["args", "defaults"])
+    validate = module.validate_args
 
     @functools.wraps(validate)
     def validate_and_warn(args: Any, *rest: Any, **named: Any) -> Any:
@@ -127,7 +133,7 @@ def _te_from(*versions: str) -> Callable[[ModuleType], None]:
     """Have a module find a Transformer Engine that is as new as these, by which it asks for what is here, too."""
 
     def apply(module: ModuleType) -> None:
-        is_min = _expect(module, "is_te_min_version", ["version", "check_equality"])
+        is_min = module.is_te_min_version
 
         @functools.wraps(is_min)
         def is_min_or_ours(version: str, check_equality: bool = True) -> bool:
@@ -152,12 +158,10 @@ def _shards_on_host(module: ModuleType) -> None:
 
 
 def _with_rms_norm(class_name: str) -> Callable[[ModuleType], None]:
-    parameters = ["config", "hidden_size", "eps", "persist_layer_norm", "zero_centered_gamma", "normalization"]
-
     def apply(module: ModuleType) -> None:
         from recover_megatron.hostdevice.apex_stub import RMSNorm
 
-        original = _expect(module, class_name, parameters)
+        original = getattr(module, class_name)
 
         def new(cls: type, config: Any, hidden_size: Any, eps: float = 1e-5, **others: Any) -> Any:
             if config.normalization == "RMSNorm":
@@ -173,7 +177,7 @@ def _with_rms_norm(class_name: str) -> Callable[[ModuleType], None]:
 
 def _no_inference_layers(module: ModuleType) -> None:
     if not module.HAVE_TE and hasattr(module, "is_inference_column_parallel_linear"):
-        _expect(module, "is_inference_column_parallel_linear", ["module"])
+        _expect(module, "is_inference_column_parallel_linear", "module")
         module.is_inference_column_parallel_linear = lambda module: False  # type: ignore[attr-defined]
 
 
@@ -200,7 +204,7 @@ def _local_specs(module: ModuleType) -> None:
 def _norm_in_product(module: ModuleType) -> None:
     from recover_megatron.hostdevice import hybrid
 
-    make = _expect(module, "QKNormConfigResolver.__init__", ["self", "config", "submodules"])
+    make = module.QKNormConfigResolver.__init__
 
     @functools.wraps(make)
     def with_local(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -212,23 +216,22 @@ def _norm_in_product(module: ModuleType) -> None:
 
 
 def _recomputed_without_scales(module: ModuleType) -> None:
-    if not module.HAVE_TE:
-        _expect(module, "CheckpointWithoutOutput.__init__", ["self", "fp8"])
-        module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    """A Megatron whose second parameter is another one does not take False for scales."""
+    make = module.CheckpointWithoutOutput.__init__
+    if not module.HAVE_TE and inspect.getfullargspec(make).args[1:2] == ["fp8"]:
+        make.__defaults__ = (None, *make.__defaults__[1:])
 
 
 def _attention(module: ModuleType) -> None:
     from recover_megatron.hostdevice import attention
 
-    operands = ["query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params"]
-    _expect(module, "DotProductAttention.forward", ["self", *operands])
-    _expect(
-        module,
-        "tensor_parallel.gather_from_sequence_parallel_region",
-        ["input_", "tensor_parallel_output_grad", "group", "output_split_sizes", "use_global_buffer"],
-    )
     module.DotProductAttention = attention.for_class(module.DotProductAttention, module)  # type: ignore[attr-defined]
 
+
+_TE = {"is_te_min_version": "version check_equality"}
+_OPERANDS = "self query key value attention_mask attn_mask_type attention_bias packed_seq_params"
+_GATHER = "input_ tensor_parallel_output_grad group output_split_sizes use_global_buffer"
+_NORM = "config hidden_size eps persist_layer_norm zero_centered_gamma normalization"
 
 FIXES = {
     "prebuilt-helpers": Fix(
@@ -236,12 +239,14 @@ FIXES = {
         _skip_make_in_wheel,
         "Megatron runs `make` in its datasets folder at start; the wheel brings the compiled extension but no "
         "Makefile, and the run would end there",
+        {"compile_helpers": ""},
     ),
     "checkpoint-copies": Fix(
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
         _preload_copies,
         "an asynchronous checkpoint copies the device's tensors to the host before training goes on; tensors that are "
         "on the host already are not copied, and the writer would save what training makes of them meanwhile",
+        {"FileSystemWriterAsync.preload_tensors": "write_buckets non_blocking"},
     ),
     "load-without-grad": Fix(
         "megatron.core.optimizer.distrib_optimizer",
@@ -249,32 +254,40 @@ FIXES = {
         "loading the distributed optimizer's float32 parameters writes to views of leaves with grad mode on, which "
         "autograd refuses; and torch's Adam keeps nothing of a parameter of which a worker's shard is empty, while "
         "for a checkpoint of Megatron-FSDP all workers ask each other about the state of each",
+        {
+            "DistributedOptimizer.load_state_dict": "self state_dict",
+            "DistributedOptimizer.sharded_param_state_fsdp_dtensor": "self is_loading",
+        },
     ),
     "splits-as-numpy": Fix(
         "megatron.core.transformer.moe.moe_utils",
         _splits_as_numpy,
         "the all-to-all dispatcher makes its split sizes numpy arrays only of tensors whose is_cuda is true",
+        {"maybe_move_tensor_to_cpu": "tensor as_numpy record_stream"},
     ),
     "instances-summed": Fix(
         "megatron.training.arguments",
         _warn_of_instances,
         "with several instances of Megatron-FSDP and without --overlap-grad-reduce Megatron silently trains a model "
         "for each, and with --outer-dp-sharding-strategy optim another model: a warning (changes nothing)",
+        {"validate_args": "args defaults"},
     ),
     "logits-kept": Fix(
         "megatron.training.arguments",
         _te_from("2.9.0"),
         "--qk-clip and --log-max-attention-logit are refused without Transformer Engine 2.9, of which they need the "
         "largest logits: the host device's attention keeps them, too",
+        _TE,
     ),
     "remainders": Fix(
         "megatron.core.optimizer",
         _te_from("2.1.0.dev0"),
         "--use-precision-aware-optimizer asks whether the optimizer can keep main parameters by what a parameter in "
         "bfloat16 lacks: the host device's can",
+        _TE,
     ),
     "remainders-by-default": Fix(
-        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "the same, asked where its flags are read"
+        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "the same, asked where its flags are read", _TE
     ),
     "shards-on-host": Fix(
         "megatron.core.distributed.torch_fully_sharded_data_parallel",
@@ -291,6 +304,10 @@ FIXES = {
         _attention,
         "the local transformer's attention refuses context parallelism, keys and values of different widths "
         "(multi-latent attention) and packed sequences: these go to torch's scaled_dot_product_attention",
+        {
+            "DotProductAttention.forward": _OPERANDS,
+            "tensor_parallel.gather_from_sequence_parallel_region": _GATHER,
+        },
     ),
     "hybrid-stack": Fix(
         "megatron.core.models.hybrid.hybrid_block",
@@ -307,22 +324,26 @@ FIXES = {
         _norm_in_product,
         "--qk-layernorm in a hybrid model's multi-latent attention is a norm and a product as one module, which the "
         "local transformer lacks: a RuntimeError",
+        {"QKNormConfigResolver.__init__": "self config submodules"},
     ),
     "recomputed-without-scales": Fix(
         "megatron.core.tensor_parallel.random",
         _recomputed_without_scales,
         "--recompute-modules layernorm and moe_act take what is not given (fp8=False) for given, and ask "
         "Transformer Engine for its scales: a NameError without it",
+        {"CheckpointWithoutOutput.__init__": None},
     ),
     "rms-norm": Fix(
         "megatron.core.fusions.fused_layer_norm",
         _with_rms_norm("FusedLayerNorm"),
         "the local transformer's final norm is FusedLayerNorm, which refuses --normalization RMSNorm",
+        {"FusedLayerNorm.__init__": f"self {_NORM}"},
     ),
     "rms-norm-in-layers": Fix(
         "megatron.core.transformer.torch_norm",
         _with_rms_norm("WrappedTorchNorm"),
         "the local transformer's layers take torch's RMSNorm, which Megatron refuses with sequence parallelism",
+        {"WrappedTorchNorm.__new__": f"cls {_NORM}"},
     ),
     "no-inference-layers": Fix(
         "megatron.core.tensor_parallel.inference_layers",
@@ -372,7 +393,7 @@ class _Finder:
             if not self.pending and self in sys.meta_path:
                 sys.meta_path.remove(self)
             for fix in fixes:
-                fix.apply(module)
+                fix.make(module)
 
         loader.exec_module = execute_and_fix  # type: ignore[method-assign]
         return spec
@@ -390,7 +411,7 @@ def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
     _finder.first = first or _finder.first
     for fix in fixes:
         if module := sys.modules.get(fix.module_name):
-            fix.apply(module)
+            fix.make(module)
         else:
             _finder.pending.setdefault(fix.module_name, []).append(fix)
     if _finder.pending and _finder not in sys.meta_path:

@@ -119,6 +119,28 @@ def test_berts_local_layers_stand_in_for_those_of_transformer_engine(in_process,
     )
 
 
+@pytest.mark.parametrize(
+    ("parameters", "kept"),
+    [
+        ("fp8=False", (None,)),
+        ("fp8=False, ckpt_manager=None, retain_input_tensors=False", (None, None, False)),
+        ("ckpt_manager=False, retain_input_tensors=False", (False, False)),
+    ],
+)
+def test_scales_are_not_given_by_default_whatever_else_a_recomputation_takes(in_process, megatron, parameters, kept):
+    random = f"HAVE_TE = False\nclass CheckpointWithoutOutput:\n    def __init__(self, {parameters}): pass\n"
+    path = megatron(**{"tensor_parallel/__init__": "", "tensor_parallel/random": random})
+    in_process(
+        f"""
+        from recover_megatron.hostdevice import megatron_fixes
+        megatron_fixes.install(only=["recomputed-without-scales"])
+        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+        assert CheckpointWithoutOutput.__init__.__defaults__ == {kept}
+        """,
+        path=[path],
+    )
+
+
 def test_fixes_not_asked_for_are_not_made(in_process, megatron):
     path = megatron(**{"pipeline_parallel/__init__": "", "pipeline_parallel/p2p_communication": "def other(): pass"})
     in_process(

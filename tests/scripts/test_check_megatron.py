@@ -47,6 +47,7 @@ def test_the_megatron_that_is_installed_fits_and_nothing_in_it_has_changed() -> 
     assert (code, lines[-1], reasons) == (0, "all fit", [])
     assert {line[:24].rstrip() for line in lines[1:-2]} == {"fits"}
     assert f"{'fits':24}{GROUP}.start_grad_sync" in lines
+    assert f"{'fits':24}megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__" in lines
 
 
 def test_what_is_gone_or_takes_something_else_or_has_another_body_is_told_apart(checkout: Path) -> None:
@@ -67,8 +68,12 @@ def test_what_is_gone_or_takes_something_else_or_has_another_body_is_told_apart(
         "core/pipeline_parallel/schedules.py",
         lambda its: its.replace("def backward_step(", "@traced\ndef backward_step("),
     )
+    altered(
+        checkout, "core/datasets/utils.py", lambda its: its.replace("def compile_helpers(", "def compile_helpers(j")
+    )
     code, lines, reasons = said(checkout)
     assert (code, lines[-1]) == (1, "not all fit")
+    assert f"{'does not fit':24}megatron.core.datasets.utils.compile_helpers" in lines
     assert f"{'does not fit':24}{GROUP}.start_grad_sync" in lines
     assert f"{'does not fit':24}{GROUP}.finish_param_sync" in lines
     assert f"{'fits, its body changed':24}megatron.training.training.train_step" in lines
@@ -77,6 +82,7 @@ def test_what_is_gone_or_takes_something_else_or_has_another_body_is_told_apart(
     assert reasons == [
         f"does not fit: {taken}",
         f"does not fit: there is no {GROUP}.finish_param_sync",
+        "does not fit: megatron.core.datasets.utils.compile_helpers takes (j), the host device expects ()",
         "does not fit: there is no megatron.core.parallel_state.get_model_parallel_group",
         "does not fit: nothing is called per_param_grad_ready_counts any more",
     ]
