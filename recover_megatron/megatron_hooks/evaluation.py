@@ -6,7 +6,8 @@ evaluate_and_print_results()  with --full-validation: how many steps is asked in
 
 check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas-interval: among those who have a place
 calc_params_l2_norm()                     --log-params-norm: with the distributed optimizer each worker adds up the
-                                          main parameters for which it speaks, owned or as a shadow of somebody lost
+                                          main parameters for which it speaks, owned or as a shadow of somebody lost;
+                                          the model's own ones when all of them have come (--overlap-param-gather)
 
 A section is run again from the start by those who are left when a worker is lost.
 """
@@ -118,6 +119,8 @@ class Evaluation:
     def _norm(self, original: Callable[..., float]) -> Callable[..., float]:
         def calc_params_l2_norm(model: Any, *args: Any, **kwargs: Any) -> float:
             sharded = self._sharded()
+            if sharded is not None and _reads_model(model):
+                sharded.complete()
 
             def run() -> float:
                 with main_parameters({} if sharded is None else spoken_for(sharded)):
@@ -178,6 +181,15 @@ def _steps(args: Any) -> Any:
     group, first = parallel_state.get_model_parallel_group(), parallel_state.get_model_parallel_src_rank()
     torch.distributed.broadcast(steps, first, group=group)
     return steps.tolist() if several else int(steps[0])
+
+
+def _reads_model(model: Any) -> bool:
+    """Tell if Megatron's norm reads parameters of the model itself; in bf16 it reads the main parameters instead.
+
+    Those of the model may still be on their way: only the modules of the next forward pass wait for them.
+    """
+    chunks = model if isinstance(model, list) else [model]
+    return not get_args().bf16 or any(its.dtype == torch.float32 for chunk in chunks for its in chunk.parameters())
 
 
 def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch.Tensor]]:

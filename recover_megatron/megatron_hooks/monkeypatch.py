@@ -166,6 +166,8 @@ SEAMS = {
         Seam("megatron.core.transformer.moe.router", "apply_biased_logits", ("logits", "std", "layer_number")),
         Seam("megatron.training.datasets.fim_dataset", "GPTFIMDataset._query_document_sample_shuffle_indices",
              ("self", "idx"), optional=True),
+        Seam("megatron.core.transformer.moe.router_trace", "RouterTracer.__init__",
+             ("self", "output_dir", "max_steps", "rank"), optional=True),
     )
 }  # fmt: skip
 """What is wrapped of Megatron-Core, and replaced in a distributed optimizer, with --recover."""

@@ -29,6 +29,7 @@ from megatron.training import get_args, get_timers
 from recover_megatron.collectives.state_transport import digest
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import Path, Place, at, flatten, new_memory
+from recover_megatron.megatron_hooks import dumps
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.layout import no_way_back
 from recover_megatron.megatron_hooks.loop_counters import LoopCounters
@@ -310,6 +311,7 @@ class TrainingState:
             one._has_grad_norm_group_cache = None
             # What the one of Megatron-FSDP 2 has cast for a step that was not made: the gradients are new ones then.
             getattr(one, "_casted_grads", []).clear()
+        dumps.leave()
         get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
         self.totals.pause()
         for timer in get_timers()._timers.values():

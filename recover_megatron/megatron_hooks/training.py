@@ -30,7 +30,7 @@ from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import buckets, microbatches, trackers, writers
+from recover_megatron.megatron_hooks import buckets, dumps, microbatches, trackers, writers
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import sources_of
@@ -162,6 +162,7 @@ class TrainingHooks:
         sharded_optimizer.install()
         trackers.install(loop, lambda: self._parts is not None)
         microbatches.install(loop)
+        dumps.install(lambda: (self._groups.traffic.me, get_args().iteration - self.parts.state.first + 1))
         loop.wrap("train", self._train)
         loop.wrap("train_step", self._train_step)
         loop.wrap("log", self._training_log)

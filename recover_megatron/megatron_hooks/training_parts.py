@@ -27,6 +27,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Services
+from recover_megatron.megatron_hooks import dumps
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, FsdpBuckets2
 from recover_megatron.megatron_hooks.fsdp.outer import InShardGroups
@@ -170,6 +171,8 @@ class TrainingParts:
                 result = step(*args, **kwargs)
             else:
                 result = self.sharded.step(partial(step, *args, **kwargs))
+                if dumps.of_parameters():
+                    self.complete()
             self.scales.move()
             self.state.stepped(bool(result[0]))
             step_guard.end()

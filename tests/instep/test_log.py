@@ -164,6 +164,17 @@ def test_norms_of_parameters_and_their_hashes_are_taken_among_who_lives(runs: Ru
         assert differences(ours, theirs, near * GRAD_NORM) == [], str(case)
 
 
+def test_the_norm_is_that_of_the_update_also_where_parameters_come_while_the_next_step_computes(runs: Runs) -> None:
+    flags = ("--log-params-norm", *NO_EVALUATION)
+    overlap = f"{SPREAD} --overlap-grad-reduce --overlap-param-gather"
+    waiting, expected = tell(runs, Case(Layout("sharded", 4, flags=SPREAD), model=flags), "waiting")
+    result, log = tell(runs, Case(Layout("sharded-overlap", 4, flags=overlap), DEATHS, model=flags), "overlapping")
+    check(result, waiting)
+    assert len(log.console["params norm"]) == 8
+    for ours, theirs in ((log.console, expected.console), (log.board, expected.board), (log.wandb, expected.wandb)):
+        assert differences(ours, theirs, GRAD_NORM) == []
+
+
 ALL = (
     "--log-throughput --log-timers-to-tensorboard --timing-log-level 2 --log-validation-ppl-to-tensorboard "
     "--log-world-size-to-tensorboard --log-memory-to-tensorboard --log-params-norm "

@@ -1,0 +1,89 @@
+"""Dumps of layers, which Megatron writes for people: traces of routers, gradients, activations, parameters.
+
+install        --moe-routing-trace-path: Megatron empties the files of a rank when train() is entered.  A worker that
+               comes into a run that goes on continues the files of the place that it takes
+leave          --save-dgrads-interval, --save-activations-interval, --save-tokens-per-expert-interval: Megatron removes
+               its hooks on layers at the end of a step, but not those of a step that was left
+of_parameters  --save-params-interval: Megatron writes parameters right after the update, gathered or not
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megatron.training import get_args
+
+from recover_megatron.megatron_hooks import monkeypatch
+
+_TRACES = "megatron.core.transformer.moe.router_trace"
+_LOGGERS = ("megatron.training.dgrad_logging", "megatron.training.activation_logging")
+_REMOVERS = ("remove_hooks", "remove_activation_hooks", "remove_tpe_hooks")
+
+
+def install(known: Callable[[], tuple[int, int]]) -> None:
+    """Wrap what opens the trace of the routers; raises UserError where it is not the one that is known.
+
+    ``known()``: the slot of this worker, which no other live worker has, and how many iterations the run has made.
+    """
+
+    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, output_dir: str, max_steps: int, rank: int, *args: Any, **kwargs: Any) -> None:
+            slot, made = known()
+            if made <= 0:
+                return original(self, output_dir, max_steps, rank, *args, **kwargs)
+            os.makedirs(output_dir, exist_ok=True)
+            with TemporaryDirectory() as aside:  # the files that are emptied
+                original(self, aside, max_steps, slot, *args, **kwargs)
+            self.output_dir, self._captured_steps, self._stopped = output_dir, made, made >= max_steps
+            for name, offset in (("output_path", ""), ("hs_path", "_hs_offset"), ("logits_path", "_logits_offset")):
+                path = os.path.join(output_dir, os.path.basename(getattr(self, name)))
+                setattr(self, name, path)
+                if offset and os.path.exists(path):
+                    setattr(self, offset, os.path.getsize(path))
+            _end_line(self.output_path)
+
+        return __init__
+
+    monkeypatch.wrap("RouterTracer.__init__", wrapper)
+
+
+def _end_line(path: str) -> None:
+    """End the last line of ``path``, which a worker that was killed may have left unfinished."""
+    with open(path, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+def leave() -> None:
+    """Drop the records of a step that this worker has left, and Megatron's hooks that made them."""
+    for name in _LOGGERS:
+        module = sys.modules.get(name)
+        if (logger := getattr(module, "_LOGGER", None)) is not None:
+            for remove in _REMOVERS:
+                getattr(logger, remove, lambda: None)()
+            vars(module)["_LOGGER"] = None
+    traces = sys.modules.get(_TRACES)
+    if (tracer := getattr(traces, "_MOE_ROUTER_TRACER", None)) is not None:
+        # train() makes another one: the worker may take the place, and so the files, of somebody else.
+        atexit.unregister(tracer.flush)
+        tracer.remove_hooks()
+        tracer.records.clear()
+        tracer._router_state.clear()
+        with suppress(OSError):  # a full disk
+            tracer.flush()
+        vars(traces)["_MOE_ROUTER_TRACER"] = None
+
+
+def of_parameters() -> bool:
+    """Tell if Megatron writes the model's parameters at the end of the iteration under way."""
+    args = get_args()
+    every = getattr(args, "save_params_interval", None)
+    return every is not None and (args.curr_iteration + 1) % every == 0
