@@ -122,7 +122,32 @@ def test_the_runs_code_is_that_of_who_lived_to_its_end(script: Script, ends: dic
     assert script.call("verdict 137").stdout == f"{code}\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "64", "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, ["--cpus-per-task=64"]),
+        ({"SLURM_JOB_CPUS_PER_NODE": "112(x3),96(x2),128"}, ["--cpus-per-task=96"]),  # --exclusive
+        ({"SLURM_CPUS_PER_GPU": "8", "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, []),
+        (
+            {"SLURM_CPUS_PER_TASK": "64", "SRUN": "--cpus-per-task=32"},
+            ["--cpus-per-task=64", "--cpus-per-task=32"],  # the last one counts
+        ),
+    ],
+)
+def test_a_launcher_gets_the_cores_that_the_job_has_on_its_node(
+    script: Script, given: dict[str, str], flags: list[str]
+) -> None:
+    (script.folder / "srun").write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" >{script.folder}/srun.words\necho 0 >{script.run}/ends/0-0\n'
+    )
+    (script.folder / "srun").chmod(0o755)
+    assert script.call("main", SLURM_JOB_NODELIST="n[1-6]", **given).returncode == 0
+    words = (script.folder / "srun.words").read_text().splitlines()
+    assert [word for word in words[: words.index("bash")] if word.startswith("--cpus-per-task")] == flags
+
+
 SRUN = r"""#!/usr/bin/env bash
+echo "$*" | head -n 1 >>"$RUN_DIR/sruns"
 events="$RUN_DIR/events-0.jsonl"
 case "$*" in
     */bin/recover-coordinator*)
@@ -150,7 +175,9 @@ def test_where_srun_starts_every_worker_a_coordinator_that_tells_the_end_late_is
         path.chmod(0o755)
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path / "run"), "SLURM_JOB_ID": "7",
-        "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "4",
     }  # fmt: skip
     done = finished("bash", script, **environment)
     assert done.returncode == 0, done.stderr
+    (workers,) = (words for words in (tmp_path / "run" / "sruns").read_text().splitlines() if "worker-0-" in words)
+    assert " --cpus-per-task=4 " in workers, "a step does not inherit the cores of each task"
