@@ -25,7 +25,7 @@ how_to_join() {
             HEALTHY* | DEGRADED* | RECOVERING* | STALLED*)
                 # Of the pods that the line names none may be left; those that joined tell of themselves in the folder.
                 coordinators=$(recover-status "$RUN_DIR" --coordinators) || return 0
-                # A launcher that was left out says the command, too, in a sentence that goes on after it.
+                # A launcher that was left out says the command, too, as it was when it was left out.
                 grep -h 'join from other hosts: recover-run --join ' "$RUN_DIR"/launcher-*.log | tail -n 1 |
                     sed "s/.*: recover-run/recover-run/; s/--recover-coordinator [^ ]*/--recover-coordinator $coordinators/"
                 return

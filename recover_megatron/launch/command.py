@@ -26,7 +26,7 @@ from recover_megatron.launch.forecast import LOSSES, Forecast, given_flags, of_l
 from recover_megatron.launch.leasing import AUTO, OFF, lease_path
 from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count, goes_on_without
-from recover_megatron.launch.plan import Domains, LaunchPlan, is_known, loopback, saves_checkpoints
+from recover_megatron.launch.plan import Domains, LaunchPlan, is_known, loopback, own_address, saves_checkpoints
 from recover_megatron.launch.processes import AGAIN_SECONDS
 from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
@@ -331,7 +331,7 @@ def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: i
         spares=0 if options.join else spares_from_argv(options.script_args),
         joins=options.coordinators,
         joined_world_size=options.world_size,
-        node_address=os.environ.get(HOST_VARIABLE) or None,
+        node_address=own_address(os.environ.get(HOST_VARIABLE, "")) or None,
         log_dir=options.log_dir,
         rendezvous_timeout=patience,
         attempt=attempt,

@@ -145,12 +145,13 @@ class HostedCandidate:
             self._soon = 0
         self._again(what, LAST_WORD_SECONDS if status > 0 else 0.0)
 
-    def _again(self, what: str, at_least: float) -> None:
+    def _again(self, what: str, at_least: float, why_not: str = "") -> None:
+        """``why_not``: what kept another one from being started in place of ``what``, which is told anew each time."""
         pause = max(at_least, PAUSES[min(self._soon, len(PAUSES) - 1)])
         self._soon += 1
         self._timer = self._loop.call_later(pause, lambda: self._replace(what))
         if pause > LAST_WORD_SECONDS:
-            self._say(f"{what}; the run goes on with the others, and with another one in {pause:g} s")
+            self._say(f"{what}{why_not}; the run goes on with the others, and with another one in {pause:g} s")
 
     def _replace(self, what: str) -> None:
         self._timer = None
@@ -159,7 +160,7 @@ class HostedCandidate:
         try:
             process = self._run()
         except OSError as error:
-            self._again(f"{what}, and another one cannot be started ({error})", 1.0)
+            self._again(what, 1.0, f", and another one cannot be started ({error})")
         else:
             self._say(f"{what}; another one (pid {process.pid}) has its place")
 

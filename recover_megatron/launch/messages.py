@@ -143,7 +143,8 @@ def goes_on_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
     text = f"{why}: the run goes on without this node"
     if not plan.fault_tolerant or not coordinators:
         return text
-    return f"{text}. Its workers come back with {_join_command(plan, coordinators)}, the script and its arguments"
+    back = "to bring its workers back give this line, followed by the script and its arguments"
+    return f"{text}; {back}: {_join_command(plan, coordinators)}"
 
 
 def _join_command(plan: LaunchPlan, coordinators: str) -> str:
@@ -151,6 +152,11 @@ def _join_command(plan: LaunchPlan, coordinators: str) -> str:
         f"recover-run --join --recover-coordinator {coordinators} --world-size {plan.world_size} "
         f"--master-addr {plan.master_addr} --master-port {plan.master_port}"
     )
+
+
+def no_run_to_join(code: int, reason: str) -> str:
+    again = "; to start the run again from its last checkpoint give the command without --join" if code else ""
+    return f"the run that this launcher was to join has ended ({reason}): exit code {code}{again}"
 
 
 def ends(workers: Sequence[WorkerProcess]) -> str:

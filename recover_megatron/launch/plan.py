@@ -394,6 +394,16 @@ def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, st
     return chosen, f"workers talk over the interface {name} ({host}): it is set in {names}"
 
 
+def own_address(host: str) -> str:
+    """The address of this host among several of the name ``host``; the name itself where that is not exactly one."""
+    try:
+        addresses, found = _addresses(host), interfaces()
+    except (OSError, UnicodeError):
+        return host
+    own = [address for address in addresses if found.get(address, found.get(LOOPBACK)) != found.get(LOOPBACK)]
+    return own[0] if len(own) == 1 < len(addresses) else host
+
+
 def _addresses(host: str) -> set[str]:
     """What the name or address ``host`` resolves to.  Raises OSError or UnicodeError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -335,10 +335,12 @@ def _kill(process: Process) -> None:
         now = _read_process(process.pid)
         if now and _identity(now) == _identity(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if pidfd is None:  # nothing keeps another one from getting its pid at this very moment
+                try:
+                    signal.pidfd_send_signal(-1 if pidfd is None else pidfd, signal.SIGKILL)
+                except ProcessLookupError:
+                    raise
+                except OSError:  # no pidfd, or a filter of system calls; another process may get the pid just now
                     os.kill(process.pid, signal.SIGKILL)
-                else:
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     finally:
         if pidfd is not None:
             os.close(pidfd)

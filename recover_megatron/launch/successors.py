@@ -19,9 +19,9 @@ The ids::
 No id is used twice, so that no process is ever taken for one that has died. All but the first are newcomers to the
 coordinator: they are admitted while the run goes on, when they are ready.
 
-Replacements that fail one after the other in the same words (a folder that cannot be written) would use up all that may
-be started within a minute: from the second on the next one waits, each time twice as long, and the last one is kept for
-another cause.
+Replacements that fail one after the other in the same words (a folder that cannot be written), or that one signal kills
+before they have a place in the training (no memory is left), would use up all that may be started within a
+minute: from the second on the next one waits, each time twice as long, and the last one is kept for another cause.
 """
 
 from __future__ import annotations
@@ -83,17 +83,20 @@ class Replacements:
         self.put_out: set[int] = set()
         """Workers that the coordinator has put out of the run."""
 
-    def of(self, worker: WorkerProcess, first_joined: int, words: str = "") -> WorkerProcess | None:
+    def of(
+        self, worker: WorkerProcess, first_joined: int, words: str = "", *, had_place: bool = True
+    ) -> WorkerProcess | None:
         """The one that takes the place of ``worker``, which has ended while the run goes on; None: there is none.
 
-        ``words``: the last ones of ``worker``.  ``first_joined``: the lowest id of a launcher that joins.
+        ``words``: the last ones of ``worker``, or how it was killed; ``had_place``: it has been in a plan.
+        ``first_joined``: the lowest id of a launcher that joins.
 
         A worker that finished, or ended by what is decided about the run or about itself, or was refused, would end so
         again; one that was put out for a hang is left to people.
         """
         plan = self._plan
         self.kept, repeated = False, False
-        if worker.replaces is not None and worker.state is WorkerState.FAILED:
+        if worker.replaces is not None and (worker.state is WorkerState.FAILED or not had_place):
             self.alike = self.alike + 1 if alike(words) == self._words else 1
             self._words = alike(words)
             repeated = self.alike > 1
@@ -149,12 +152,16 @@ class Successors:
         before, self._stopped = self._stopped, stopped
         return before is not stopped
 
-    def of(self, worker: WorkerProcess) -> WorkerProcess | None:
-        """The worker that is to take the place of one that has ended; it is in the table from now on."""
+    def of(self, worker: WorkerProcess, *, had_place: bool = True) -> WorkerProcess | None:
+        """The worker that is to take the place of one that has ended; it is in the table from now on.
+
+        ``had_place``: the one that has ended was in a plan of the run.
+        """
         if self._stopped:
             return None
-        words = self._table.last_words.get(worker.worker_id, "")
-        successor = self._replacements.of(worker, self._table.first_id, words)
+        killed = worker.state is WorkerState.KILLED
+        words = f"killed by {worker.how}" if killed else self._table.last_words.get(worker.worker_id, "")
+        successor = self._replacements.of(worker, self._table.first_id, words, had_place=had_place)
         if successor is not None:
             self._table.add([successor])
         if self._replacements.kept or (successor and self._replacements.wait):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from recover_megatron.arguments import parse_addresses
-from recover_megatron.launch import control_plane, plan
+from recover_megatron.launch import arguments, command, control_plane, plan
 from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import interface_of, interfaces, loopback, variables_for
@@ -247,6 +247,28 @@ def test_a_name_that_has_addresses_of_ipv6_alone_can_be_listened_on(monkeypatch:
         socket.AF_INET,
         socket.AF_INET,
     ]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "told"),
+    [
+        (["10.9.9.9", "fd00::5"], "fd00::5"),  # the first is another host's
+        (["10.0.0.5", "fd00::5"], "node"),
+        (["10.9.9.9", "fd00::9"], "node"),
+        (["10.0.0.5"], "node"),  # other hosts may know the name by another address, across NAT
+        (["127.0.0.1", "10.9.9.9"], "node"),
+    ],
+)
+def test_of_a_name_with_several_addresses_the_one_of_this_host_is_told(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], told: str
+) -> None:
+    here = {"127.0.0.1": "lo", "10.0.0.5": "eth0", "fd00::5": "eth0"}
+    monkeypatch.setattr(plan, "interfaces", lambda: here)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (each, 0)) for each in addresses])
+    monkeypatch.setenv("RECOVER_HOST", "node")
+    options, reasons = arguments.parse(["script.py"])
+    assert not reasons
+    assert command._plan(options, None, 0).node_address == told
 
 
 def test_what_the_user_has_set_stands() -> None:

@@ -21,7 +21,7 @@ from recover_megatron.network import system
 from recover_megatron.network.system import TaskLimit
 from tests.harness import REPOSITORY
 from tests.harness.processes import alive
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
 from .test_death import leaves_nothing, reaper_of, start_family
 
@@ -236,6 +236,23 @@ def test_a_process_is_ended_by_its_pid_where_there_are_no_pidfds(
     assert processes.kill_until_none_left(lambda: [p for p in [processes.process_table()[pid]] if p.alive], 30) == []
     eventually(lambda: not alive(pid), "it has ended")
     os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("refused", [errno.EPERM, errno.ENOSYS])
+def test_a_process_is_ended_by_its_pid_where_a_filter_refuses_signals_by_pidfd(
+    monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(refused, os.strerror(refused))
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)"], {})
+    try:
+        processes._kill(processes.process_table()[pid])
+        assert select.select([os.pidfd_open(pid)], [], [], DEADLINE)[0], "it has ended"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_without_pidfds_no_worker_is_struck_from_outside(

@@ -37,6 +37,18 @@ def test_replacements_that_fail_in_other_words_do_not_wait():
         assert replacements.wait == 0.0
 
 
+def test_replacements_that_are_killed_before_they_have_a_place_wait_as_those_that_fail():
+    plan = plan_of(max_restarts=4)
+    replacements = successors.Replacements(plan)
+    worker, waits = replacements.of(ended(successors.launched(plan)[0], -9), 0), []
+    for _ in range(2):
+        worker = replacements.of(ended(worker, -9), 0, "killed by SIGKILL, out of memory", had_place=False)
+        waits.append(replacements.wait)
+    assert waits == [0.0, 30.0]
+    trained = replacements.of(ended(worker, -9), 0, "killed by SIGKILL", had_place=True)
+    assert (trained.replaces, replacements.wait) == (worker.worker_id, 0.0), "a death in the training, as any other"
+
+
 class Played:
     """An event loop and a table, of a launcher whose replacements fail in the same words."""
 
@@ -65,12 +77,12 @@ class Played:
         for worker in workers:
             ended(worker, -9)
 
-    def until_one_waits(self) -> WorkerProcess:
-        worker = ended(self.workers[0], -9)
+    def until_one_waits(self, status: int = 1) -> WorkerProcess:
+        worker, had_place = ended(self.workers[0], -9), True
         while not self.due:
-            successor = self.successors.of(worker)
+            successor = self.successors.of(worker, had_place=had_place)
             self.successors.start(successor, {})
-            worker = successor if self.due else ended(successor, 1)
+            worker, had_place = successor if self.due else ended(successor, status), False
         return worker
 
 
@@ -87,6 +99,13 @@ def test_a_replacement_that_waits_is_started_later_and_the_console_says_why():
     assert (seconds, played.started) == (30.0, [4, 5, 6])
     played.successors.run_over()
     assert waiting.live, "it runs: others end it"
+
+
+def test_of_replacements_that_are_killed_at_their_start_the_console_says_by_what():
+    played = Played(5)
+    waiting = played.until_one_waits(-9)
+    assert played.started == [4, 5]
+    assert f"(killed by SIGKILL): worker {waiting.worker_id} is started in 30 s" in played.said[0]
 
 
 def test_a_replacement_that_waits_does_not_keep_a_launch_whose_run_is_over():

@@ -5,6 +5,7 @@ It is open to everybody on the network: what a stranger writes there is not beli
 
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -396,6 +397,7 @@ def test_a_launcher_that_comes_second_ends_by_what_became_of_the_first(second: C
     assert code == LEFT_OUT
     assert "the first launcher of node 1 is lost: the run goes on without this node" in reason
     assert "recover-run --join --recover-coordinator 10.0.0.1:7,[fd00::1]:8 --world-size 2 --master-addr a" in reason
+    assert re.search(r" --master-port \d+$", reason), "the line can be copied"
     reason, code = second(coordinators=there, node_1={"nonce": "the first's", "host": "h2", "count": 9})
     assert code == REFUSED
     assert "node rank 1 has been taken by another launcher of this launch, on host h2" in reason
