@@ -21,6 +21,7 @@ from recover_megatron.launch.states import (
     REFUSED,
     WorkerProcess,
     WorkerState,
+    exit_code_after,
     run_exit_code,
     start_exit_code,
 )
@@ -193,7 +194,8 @@ class Conclusion:
     """How the launch has ended; the first that there is decides::
 
         what has stopped the launch (a signal, a refusal, a start that is made again)
-        what the coordinator says of the run, unless workers of this node have finished and it was not heard
+        what the coordinator says of the run, unless workers of this node have finished and it was not heard;
+            of a run that was finished: what became of the workers of this node after they had left it
         what became of the workers, here and on other nodes (states.py)
 
     The last checkpoint is named by its files: there may be nobody left who could tell of it.
@@ -227,7 +229,8 @@ class Conclusion:
         if stopped is not None:
             return stopped
         if verdict is not None:
-            return verdict
+            left = self._control.agent.left
+            return verdict or exit_code_after([o for o in self._table.outcomes if o.worker_id in left])
         outcomes = [*self._table.outcomes, *self._peers.outcomes]
         if self._start_up.under_way and any(worker.outcome.code for worker in self._table.launched):
             return start_exit_code(outcomes, self._plan.fault_tolerant)
@@ -243,6 +246,10 @@ class Conclusion:
     def tell(self, code: int, verdict: int | None, ended_by: str) -> None:
         """Say how it has ended, with which exit code, from where to go on; ``ended_by``: the signal, if any."""
         self._say(f"{ended_by}{': ' * bool(ended_by)}{messages.ends(self._table.all)}; exit code {code}")
+        if verdict == 0 != code:
+            self._say(
+                "the training was finished; what the script does after it has failed: the logs of the workers tell"
+            )
         if verdict is not None and code == verdict != 0:
             self._say(f"the run was ended: {self._control.reason}")
         if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script_args)):

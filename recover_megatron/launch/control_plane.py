@@ -15,10 +15,12 @@ workers end, and kills those that the coordinator puts out.  A script that never
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,7 +42,13 @@ from recover_megatron.launch.plan import (
     loopback,
 )
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
-from recover_megatron.membership.records import EXIT_NO_REPLICA, FIRST_JOINED, CoordinatorLost, Settings
+from recover_megatron.membership.records import (
+    EXIT_LOST_MAJORITY,
+    EXIT_NO_REPLICA,
+    FIRST_JOINED,
+    CoordinatorLost,
+    Settings,
+)
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import (
     COORDINATOR_VARIABLE,
@@ -57,6 +65,27 @@ STOPPING_SECONDS = 1.0
 """How long the workers of a launch that is told to stop are kept for a coordinator that does not answer."""
 LAST_WORD_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
+NOBODY_SECONDS = 10.0
+"""A run has ended whose candidates are all refused for so long by their hosts: a killed one is started again sooner."""
+LOOK_SECONDS = 1.0
+
+
+def recorded_end(folder: Path, coordinators: Sequence[Address]) -> tuple[int, str] | None:
+    """Exit code and reason of the run's end, as one of ``coordinators`` has logged it in ``folder``; None: none has.
+
+    A coordinator without a majority has logged the end of one side of a partition: the other side may go on.
+    """
+    addresses = {join_addresses([address]) for address in coordinators}
+    for path in folder.glob("events-*.jsonl"):
+        ours = False
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError):  # a line that is being written, or is spoiled
+                record = json.loads(line)
+                if record["event"] == "listening":
+                    ours = record["address"] in addresses
+                elif record["event"] == "stop" and ours and record["code"] != EXIT_LOST_MAJORITY:
+                    return int(record["code"]), str(record["reason"])
+    return None
 
 
 def has_secret(environ: Mapping[str, str]) -> bool:
@@ -112,6 +141,8 @@ class ControlPlane:
         """Whether a candidate may still be started here."""
         self.agent: NodeAgent | NoAgent = NoAgent()
         """This launcher's session."""
+        self.found_ended: tuple[int, str] | None = None
+        """Exit code and reason of the end of the run that this launcher was to join."""
 
     def open(self, candidates: Candidates | None) -> None:
         """Start this launcher's candidates and open its session; once.
@@ -258,8 +289,19 @@ class ControlPlane:
         self._after(self.agent.wait_out, callback)
 
     def when_led(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when a coordinator leads, or is not reached within ``seconds``."""
-        self._after(partial(self.agent.wait_led, seconds), callback)
+        """Call ``callback`` when a coordinator leads, the run was ``found_ended``, or ``seconds`` are over."""
+        self._after(partial(self._wait_led, time.monotonic() + seconds), callback)
+
+    def _wait_led(self, until: float) -> None:
+        agent, folder = self.agent, self._plan.log_dir
+        while not agent.wait_led(min(LOOK_SECONDS, until - time.monotonic())) and agent.out is None:
+            with suppress(OSError):  # then the folder tells nothing
+                self.found_ended = recorded_end(folder, self._plan.joins) if folder else None
+            if self.found_ended is None and agent.refused_seconds >= NOBODY_SECONDS:
+                nobody = f"no process has listened at the coordinators' addresses for {NOBODY_SECONDS:g} s"
+                self.found_ended = EXIT_NO_REPLICA, nobody
+            if self.found_ended or time.monotonic() >= until:
+                return
 
     def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call ``callback`` when all is known that the coordinator knows now, in ``seconds`` at most; or at once."""

@@ -121,11 +121,12 @@ class FolderLock:
 
     def share(self, run_id: str) -> str | None:
         """Hold the folder for the run ``run_id``, whether one of its launchers holds it or none."""
-        return None if self.held else self._opened(lambda: self._share(run_id))
+        return None if self.held else self._opened(lambda: self._share(self.run_id or run_id))
 
     def join(self, own_id: str) -> str | None:
-        """Hold the folder for the run that this launcher joins, if it is the one in it; else as ``own_id``."""
-        return self._opened(lambda: self._share(own_id, joins=True))
+        """Learn as whose ``share`` is to hold the folder: the run's that this launcher joins, if it is the one in it,
+        else ``own_id``.  Until then the run may end, and be started again by others: nothing is held."""
+        return self._opened(lambda: self._join(own_id))
 
     def end(self, code: int | None, reason: str) -> None:
         """The run is over, with this exit code (None: it is about to start again), and why.  Raises OSError."""
@@ -134,13 +135,9 @@ class FolderLock:
 
     def look(self) -> str | None:
         """Whether a run uses the folder, for who starts none: where none has used it, nothing is made."""
-        return self._opened(self._only_look) if (self.folder / LOCK_FILE).exists() else None
+        return self._opened(lambda: self._join("")) if (self.folder / LOCK_FILE).exists() else None
 
     # ---- inside
-
-    def _only_look(self) -> str | None:
-        with self._look() as (free, claim):
-            return None if free else self._in_use(claim)
 
     def _opened(self, attempt: Callable[[], str | None]) -> str | None:
         if self._without:
@@ -184,10 +181,14 @@ class FolderLock:
             fits = claim is not None and (claim.nnodes, claim.master_port) == mine
         return None if free or fits else self._in_use(claim)
 
-    def _share(self, run_id: str, *, joins: bool = False) -> str | None:
+    def _join(self, own_id: str) -> str | None:
         with self._look() as (free, claim):
-            if joins and claim and not claim.ended and claim.job == self.mine.job:
-                run_id = claim.run_id
+            joined = claim if claim and not claim.ended and claim.job == self.mine.job else None
+            self.run_id = joined.run_id if joined else own_id
+        return None if free or joined else self._in_use(claim)
+
+    def _share(self, run_id: str) -> str | None:
+        with self._look() as (free, claim):
             if claim and claim.run_id == run_id:
                 self.held, self.run_id = True, run_id
             elif free:

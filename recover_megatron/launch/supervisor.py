@@ -167,6 +167,9 @@ class Supervisor:
         """The run that this launcher joins has a coordinator, or none was reached in time."""
         if self._state is not LaunchState.STARTING:
             return
+        if not self._control.agent.led and (end := self._control.found_ended):
+            self._stop(messages.no_run_to_join(*end), end[0])
+            return
         if not self._control.agent.led:
             waited = f"none answered as the leader within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
             self._stop(f"the run's coordinators are not reached: {self._control.agent.out or waited}", LAUNCH_FAILED)
@@ -217,7 +220,8 @@ class Supervisor:
         """Say how ``worker`` has ended, and start what takes its place, or end with the last one."""
         successor = None
         if self._state is LaunchState.RUNNING and self._control.under_way:
-            successor = self._successors.of(worker)
+            had_place = worker.worker_id in self._control.agent.planned
+            successor = self._successors.of(worker, had_place=had_place)
         stopping = self._state is LaunchState.STOPPING
         others = [other for other in (self._table.running if stopping else self._table.live) if other is not successor]
         if self._is_news(worker, left_behind):

@@ -14,6 +14,7 @@ it forks (a data loader's worker) closes its own right away, and a fork waits un
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import selectors
@@ -65,6 +66,9 @@ class Client:
         self._launched = tuple(addresses)
         self.addresses = list(addresses)
         """Of all candidates that are known now, in the order in which they are tried; hold ``condition``."""
+        self.refused: dict[Address, float] = {}
+        """Since when each candidate's host has answered nothing but that no process listens at its port."""
+        self._dialled: Address = ("", 0)
         self._secret = secret
         self._notify = notify
         self._sock: socket.socket | None = None
@@ -174,6 +178,8 @@ class Client:
                 case Say(message):
                     self._say(message)
                 case Dial(candidate):
+                    if self._sock is not None and self._state == "connecting":
+                        self._tried(None)
                     self._drop()
                     self._dial(candidate)
                 case Abandon(reason):
@@ -188,11 +194,12 @@ class Client:
     # -- connecting ---------------------------------------------------------------------------------------------------
 
     def _dial(self, candidate: int) -> None:
-        host, port = self.addresses[candidate]
+        self._dialled = host, port = self.addresses[candidate]
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind, protocol)
         except OSError as error:
+            self._tried(None)
             self._handle(Lost(f"{host}:{port}: {error.strerror}"))
             return
         sock.setblocking(False)
@@ -205,11 +212,21 @@ class Client:
         except BlockingIOError:
             pass  # the selector tells when
         except OSError as error:
+            self._tried(error.errno)
             self._fail(f"{host}:{port}: {error.strerror}")
+
+    def _tried(self, error: int | None) -> None:
+        """The candidate dialled last is reached (0), has failed with ``error``, or has not answered (None)."""
+        if error == errno.ECONNREFUSED:
+            self.refused.setdefault(self._dialled, time.monotonic())
+        else:
+            self.refused.pop(self._dialled, None)
 
     def _connected(self) -> None:
         assert self._sock is not None
-        if error := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        self._tried(error)
+        if error:
             self._fail(os.strerror(error))
             return
         self._state = "challenged"

@@ -214,6 +214,7 @@ class Ending:
         self.deadline = max(until, default=math.inf)
         self._out.log("stop", code=code, reason=reason)
         self._farewell = {"type": "stop", "code": code, "reason": reason[:2000], "epoch": formed.epoch}
+        self._farewell["left"] = to_runs(roster.with_fate(Fate.LEFT))
         if over.by is not None:
             self._farewell["by"] = over.by
         self._out.send([*sorted(roster.sessions), *observers], self._farewell)

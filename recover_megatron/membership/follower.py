@@ -246,6 +246,7 @@ class Follower:
                 self._leave_with(Fenced(message["reason"]))
             case "stop":
                 self.last_epoch = message["epoch"]
+                self.presentation.left |= from_runs(message.get("left", []))
                 self._leave_with(CoordinatorLost(message["reason"], message["code"], message.get("by"), told=True))
             case "lead" if message["term"] >= self.presentation.term:
                 self._follow(message["term"])

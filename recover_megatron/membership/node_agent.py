@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -191,6 +192,11 @@ class NodeAgent:
         return self._core.condemned
 
     @property
+    def left(self) -> Workers:
+        """The workers that had finished and left in order, as the coordinator has told; at the end of the run all."""
+        return self._core.presentation.left
+
+    @property
     def taken(self) -> Workers:
         """The ids that no newcomer may have, for all that this launcher was told."""
         return self._core.planned | self._core.presentation.mentioned
@@ -213,6 +219,13 @@ class NodeAgent:
         with self._client.condition:
             self._client.condition.wait_for(lambda: self.led or self._core.out is not None, timeout)
             return self.led
+
+    @property
+    def refused_seconds(self) -> float:
+        """For how long the hosts of all candidates have answered that no process listens there; 0: not all do."""
+        with self._client.condition:
+            since = [self._client.refused.get(address, math.inf) for address in self._client.addresses]
+            return max(0.0, time.monotonic() - max(since))
 
     @property
     def led(self) -> bool:
@@ -285,7 +298,8 @@ class NoAgent:
     turned_to: Address | None = None
     addresses: Sequence[Address] = ()
     epoch = 0
-    planned = condemned = taken = Workers()
+    refused_seconds = 0.0
+    planned = condemned = taken = left = Workers()
     led = had_all = False
 
     def missing(self, world: int) -> Workers:

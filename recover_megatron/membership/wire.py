@@ -205,6 +205,7 @@ TO_MEMBER: Mapping[str, Schema] = {
         "code": (_integer(0, 255), True),
         "epoch": (_EPOCH, True),
         "by": (_WORKER, False),
+        "left": (_runs, False),
     },
     "noted": {},
     "candidates": {

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from recover_megatron.launch import control_plane
 from recover_megatron.launch.conclusion import last_checkpoint
+from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.hosted import HostedCandidate
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import listen
 from recover_megatron.launch.processes import spawn
+from recover_megatron.launch.states import ExitOutcome, exit_code_after
 from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, Settings
 from recover_megatron.membership.wire import Secret
-from tests.harness.processes import children, command_line
+from tests.harness.processes import children, closed_port, command_line
 from tests.harness.waiting import DEADLINE, eventually
 
-from .conftest import IN_THE_RUN
+from .conftest import IN_THE_RUN, SECRET, plan_of
 
+ORDERS = ("put_out", "epoch_wanted", "noted", "draining")
 USES_IT = """
     import os, signal, sys
     from recover_megatron.membership.session import connect
@@ -44,6 +50,49 @@ def test_a_run_whose_last_members_left_in_order_ends_with_0_whoever_died_before(
     assert "worker 1" in launch.err
     assert "killed by SIGKILL" in launch.err
     assert [stop["code"] for stop in bench.events("stop")] == [0]
+
+
+AFTER_IT = """
+    import os, signal, sys
+    from recover_megatron.membership.session import connect
+
+    session = connect()
+    session.join({})
+    session.agree(1)
+    if os.environ["RANK"] == "2":
+        sys.exit(3)  # in the training, which goes on without it
+    session.wait_revoked()
+    session.join({})
+    session.leave()
+    raise RuntimeError("the export of the model fails")
+    """
+
+
+def test_a_finished_run_whose_workers_all_fail_after_it_does_not_end_with_0(bench):
+    launch = bench.run("--nproc-per-node", 3, "--log-dir", "logs", bench.script(AFTER_IT), ends=1)
+    assert [stop["code"] for stop in bench.events("stop")] == [0]
+    assert "the training was finished; what the script does after it has failed" in launch.err
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ([], 0),  # none of this node's workers lived to the end: the others finished the run
+        ([0, 0], 0),
+        ([0, 1, 3], 1),  # the one that exports the model, or that has the last word
+        ([0, -9], 0),  # a death, as in the training
+        ([-9, -6], 137),
+        ([-9, 1], 1),
+        ([0, 13, 10], 0),
+        ([13, 10], 1),  # not a code by which the job is started again
+    ],
+)
+def test_the_exit_code_of_a_finished_run_is_that_of_the_scripts_end(ends: list[int], code: int) -> None:
+    outcomes = [
+        ExitOutcome(worker, end if end >= 0 else None, -end if end < 0 else None, float(worker))
+        for worker, end in enumerate(ends)
+    ]
+    assert exit_code_after(outcomes[::-1]) == code
 
 
 def test_a_coordinator_whose_log_cannot_be_written_says_so_and_goes_on(bench):
@@ -258,6 +307,83 @@ def test_a_launch_that_fails_before_the_training_begins_is_told_to_have_ended(be
 def test_a_command_line_that_cannot_be_watched_is_refused(bench):
     launch = bench.run(bench.script("pass"), "--recover", "--recover-metrics", "no-port", ends=2)
     assert "--recover-metrics no-port" in launch.err
+
+
+# -- a run that is joined ----------------------------------------------------------------------------------------------
+
+LISTENS = '{"event":"listening","address":"10.0.0.1:7","world":2}\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "found"),
+    [
+        (LISTENS + '\0\0\n[]\n{"event":"stop","code":143,"reason":"told to"}\n', (143, "told to")),
+        (LISTENS + '{"event":"stop","code":0,"reason":"all have left"}\n' + LISTENS, (0, "all have left")),
+        (LISTENS + '{"event":"commit","iteration":7}\n{"event":"stop","co', None),
+        (LISTENS + '{"event":"stop","code":11,"reason":"the other side may go on"}\n', None),
+        (LISTENS.replace(":7", ":8") + '{"event":"stop","code":0,"reason":"of an earlier run"}\n', None),
+    ],
+)
+def test_the_end_of_a_run_is_what_one_of_its_own_coordinators_has_logged(
+    tmp_path: Path, log: str, found: tuple[int, str] | None
+) -> None:
+    (tmp_path / "events-0.jsonl").write_text(LISTENS.replace("10.0.0.1", "10.0.0.2"))
+    (tmp_path / "events-1.jsonl").write_text(log)
+    assert control_plane.recorded_end(tmp_path, [("10.0.0.2", 7), ("10.0.0.1", 7)]) == found
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_a_run_is_over_where_no_process_listens_for_it_and_not_where_one_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, hung: bool
+) -> None:
+    monkeypatch.setattr(control_plane, "NOBODY_SECONDS", 0.5)
+    monkeypatch.setattr(control_plane, "LOOK_SECONDS", 0.02)
+    loop, waited = EventLoop(), list[bool]()
+    with closed_port() as port, listen("127.0.0.1") as listener:
+        joins = plan_of(joins=(("127.0.0.1", port), *[listener.getsockname()[:2]] * hung), joined_world_size=2)
+        control = ControlPlane(joins, SECRET, loop, pytest.fail, SimpleNamespace(**dict.fromkeys(ORDERS)))
+        control.open(None)
+        control.when_led(1.2 if hung else DEADLINE, lambda: waited.append(True))
+        while not waited:
+            loop.run_once()
+        if hung:
+            assert (control.found_ended, control.agent.refused_seconds) == (None, 0.0)
+        else:
+            code, reason = control.found_ended
+            assert (code, reason.startswith("no process has listened at the coordinators' addresses")) == (10, True)
+        control.close()
+    loop.close()
+
+
+def test_a_launcher_that_comes_to_a_run_that_has_ended_ends_as_it_did_and_leaves_the_folder_to_others(bench) -> None:
+    (bench.folder / "logs").mkdir()
+    address = "127.0.0.1:9"
+    (bench.folder / "logs" / "events-0.jsonl").write_text(
+        LISTENS.replace("10.0.0.1:7", address) + '{"event":"stop","code":143,"reason":"ended by SIGTERM"}\n'
+    )
+    how = ["--join", "--recover-coordinator", address, "--world-size", 2, "--master-port", 9, "--log-dir", "logs"]
+    launch = bench.run(*how, bench.script("pass"), "--recover", environment=SECRET, ends=143)
+    assert "the run that this launcher was to join has ended (ended by SIGTERM): exit code 143" in launch.err
+    assert (bench.folder / "logs" / "launch.lock").read_bytes() == b"", "it has claimed nothing"
+
+
+def test_that_a_candidate_cannot_be_started_is_told_once_in_each_line(monkeypatch) -> None:
+    said, due, starts = [], [], iter([spawn(["/bin/true"], os.environ, 1, 2)])
+
+    def start(_: object) -> tuple[int, int]:
+        for started in starts:
+            return started
+        raise OSError(errno.EAGAIN, "no process is left")
+
+    loop, agent = EventLoop(), SimpleNamespace(out=None)
+    monkeypatch.setattr(loop, "call_later", lambda seconds, callback: due.append(callback))
+    hosted = HostedCandidate(loop, SimpleNamespace(number=0, start=start), listen("127.0.0.1"), agent, said.append)
+    hosted._ended(hosted._process.reap() or -9)
+    for _ in range(4):
+        due.pop()()
+    assert len(said) == 4
+    assert all(line.count("cannot be started") == 1 for line in said), said
+    loop.close()
 
 
 @pytest.mark.parametrize("code", [0, EXIT_NO_REPLICA])

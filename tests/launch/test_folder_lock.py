@@ -167,13 +167,32 @@ def test_who_joins_a_run_shares_its_folder_and_takes_another_for_itself(lock):
     joiner = lock(replace(MINE, pid=7, nnodes=1, run_id="joined"))
     assert joiner.join("joined") is None
     assert joiner.run_id == "joined"
+    assert joiner.share("joined") is None
+    assert joiner.held
     die(joiner)
     first = lock(MINE)
     assert first.take() is None
     joiner = lock(replace(MINE, pid=7, nnodes=1, run_id="joined"))
     assert joiner.join("joined") is None
     assert joiner.run_id == "first"
+    assert joiner.share("of a script's folder, which knows the run by the claim alone") is None
+    assert joiner.held
     assert "in use" in lock(replace(MINE, world_size=8, run_id="joined")).join("joined")
+
+
+def test_a_joiner_that_waits_for_a_coordinator_keeps_no_launch_from_a_folder_whose_run_has_ended(lock, monkeypatch):
+    first = lock(MINE)
+    assert first.take() is None
+    joiner = lock(replace(MINE, pid=7, nnodes=1, run_id="joined"))
+    assert joiner.join("joined") is None
+    die(first)
+    mate = lock(replace(MINE, pid=8))
+    assert mate.check() is None
+    again = lock(replace(MINE, pid=9, run_id="again"), lambda text: None)
+    monkeypatch.setattr(log_folder, "ENDING_SECONDS", 0.0)
+    assert again.take() is None
+    assert mate.share("again") is None
+    assert "in use" in joiner.share("joined"), "the run that it was to join is over"
 
 
 def test_a_run_of_another_host_that_has_not_ended_and_holds_no_lock_is_told_of(lock):
@@ -319,7 +338,9 @@ def test_other_nodes_share_the_folder_of_checkpoints_and_a_launcher_that_joins_i
     assert mate.held
     same = {"joins": (("a", 2),), "joined_world_size": 2}
     (joined,), _ = command._lock_folders(saving(tmp_path, **same))
-    assert (joined.held, joined.run_id) == (True, "of node 0")
+    assert (joined.held, joined.run_id) == (False, "of node 0"), "it holds nothing until it has part in the run"
+    assert joined.share("its own") is None
+    assert joined.held
     assert command._lock_folders(saving(tmp_path, **same, master_addr="another name of a")) == ([], None)
     for held in (first, mate, joined):
         die(held)
