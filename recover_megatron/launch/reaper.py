@@ -8,6 +8,7 @@ the kernel closes it::
 
 It runs in a session of its own, so that neither Ctrl-C nor a kill of the launcher's group reaches it, and the
 signals that ask a process to end are blocked from its first moment.  The launcher replaces a reaper that was killed.
+When a worker has ended, and at the end of the launch, it removes the folders of sockets that multiprocessing has left.
 
 It is the launcher's stand-in, too (``StandIn``), so that nobody waits in ``print`` for a launcher that is stopped
 (Ctrl-Z, a debugger) or waits in the kernel: a pipe takes 64 KiB, and a process that writes more waits until it is read.
@@ -41,7 +42,7 @@ from recover_megatron.launch.processes import (
     program,
     spawn_leader,
 )
-from recover_megatron.network.system import memory_file
+from recover_megatron.network.system import memory_file, remove_sockets
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 1.0
@@ -155,7 +156,7 @@ class Reaper:
         """Raises OSError where it cannot be started."""
         self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # No variable of the launch: the reaper must not find itself.  Some Pythons find their library by the second.
-        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         environment = {"PATH": os.defpath, **kept}
         try:
             pid = spawn_leader(
@@ -235,6 +236,7 @@ def main() -> None:
         kill_until_none_left(
             lambda: find_launch(launch_id, sessions, spared=(os.getpid(), launcher)), timeout=float("inf")
         )
+        remove_sockets(launch_id)
 
 
 def _watch() -> tuple[str, set[int]]:
@@ -258,3 +260,4 @@ def _watch() -> tuple[str, set[int]]:
             stand_in.add(int(words[1:]), pipes)
         else:
             stand_in.remove(int(words[1:]))
+            remove_sockets(launch_id, int(words[1:]))

@@ -34,8 +34,14 @@ from recover_megatron.membership.wire import (
     encode,
     find_secret,
 )
-from recover_megatron.network.system import use_all_descriptors
-from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
+from recover_megatron.network.system import keep_sockets, use_all_descriptors
+from recover_megatron.variables import (
+    COORDINATOR_VARIABLE,
+    JOIN_VARIABLE,
+    LAUNCH_ID_VARIABLE,
+    NODE_VARIABLE,
+    WORKER_ID_VARIABLE,
+)
 
 RevokeCallback = Callable[[int, str], None]
 
@@ -413,11 +419,14 @@ def connect(
 ) -> Session:
     """Open the session of this worker (``Session.connect``), as recover-run's environment variables say.
 
-    And raise this process's limit of open files (``system.use_all_descriptors``). ``addresses``: the candidates,
+    And raise this process's limit of open files (``system.use_all_descriptors``), and have its launcher remove what
+    multiprocessing leaves (``system.keep_sockets``). ``addresses``: the candidates,
     instead of the environment's; the launcher is a node agent with its own candidates only. Raises KeyError where the
     launcher gave no coordinator or no rank, ValueError for a malformed address, SecretError without a usable secret.
     """
     use_all_descriptors()
+    if launch_id := environ.get(LAUNCH_ID_VARIABLE):
+        keep_sockets(launch_id)
     node_agent = environ.get(NODE_VARIABLE)
     if addresses is None:
         addresses = _launchers_addresses(environ[COORDINATOR_VARIABLE])

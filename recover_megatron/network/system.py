@@ -23,9 +23,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
+import multiprocessing.process
 import os
 import re
 import resource
+import shutil
 import socket
 import struct
 import sys
@@ -100,6 +103,30 @@ def memory_file(name: str) -> int:
     shared = "/dev/shm"
     with tempfile.TemporaryFile(dir=shared if os.access(shared, os.W_OK) else None) as file:
         return os.dup(file.fileno())
+
+
+LONGEST_FOLDER = 89
+"""Bytes: a socket's name behind it has 18, and the kernel takes 107."""
+
+
+def keep_sockets(launch_id: str) -> None:
+    """Have multiprocessing make the sockets of this process and its children where ``remove_sockets`` finds them.
+
+    Python's own folders for them are removed by the process that made them, if it ends in order.  Where the path would
+    be too long for a socket Python chooses another one.
+    """
+    folder = f"{tempfile.gettempdir()}/pymp-{launch_id}-{os.getpid()}"
+    config: dict[str, str] = getattr(multiprocessing.process.current_process(), "_config", {})
+    if config.get("tempdir") is None and len(os.fsencode(folder)) <= LONGEST_FOLDER:
+        with contextlib.suppress(OSError):
+            os.mkdir(folder, 0o700)
+            config["tempdir"] = folder
+
+
+def remove_sockets(launch_id: str, pid: int | None = None) -> None:
+    """Remove the folder that process ``pid`` of a launch has left (None: that all of its processes have left)."""
+    for folder in Path(tempfile.gettempdir()).glob(f"pymp-{glob.escape(launch_id)}-{'*' if pid is None else pid}"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")

@@ -4,15 +4,19 @@ No process outlives the launcher, however it ends.
 """
 
 import contextlib
+import multiprocessing.process
 import os
 import re
 import signal
+import tempfile
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from recover_megatron.network.system import keep_sockets, remove_sockets
 from tests.harness.processes import alive, children, command_line, processes_with
 from tests.harness.waiting import eventually
 
@@ -141,6 +145,66 @@ def test_what_a_killed_worker_has_left_in_shared_memory_is_removed_and_no_other(
         bench.go()
         launch.ends(137)
     assert not any(name.exists() for name in names)
+
+
+@pytest.mark.parametrize("killed", ["worker", "launch"])
+def test_the_sockets_that_a_killed_worker_has_left_are_removed_and_no_others(bench, killed):
+    """Those of its helpers, too: a manager's, and that of a loader that hands a descriptor on."""
+    script = bench.script(
+        """
+        import multiprocessing, os, time
+        from multiprocessing.connection import Listener
+        from recover_megatron.membership.session import connect
+
+        def listen(method):
+            listener = Listener()
+            print(f"UP by {method}", flush=True)
+            time.sleep(1000)
+
+        if __name__ == "__main__":
+            session = connect()
+            for method in ("spawn", "fork"):
+                multiprocessing.get_context(method).Process(target=listen, args=(method,), daemon=True).start()
+            while not os.path.exists("go"):
+                time.sleep(0.05)
+            os._exit(0)
+        """
+    )
+    with tempfile.TemporaryDirectory() as name:  # a short one: a socket's path takes 107 bytes
+        _leaves_no_sockets(bench, script, Path(name), killed)
+
+
+def _leaves_no_sockets(bench, script, folder, killed):
+    (others := folder / "pymp-of-another" / "listener").mkdir(parents=True)
+    launch = bench.up(2, script, says="UP by", environment={"TMPDIR": str(folder)})
+    launch.wait_for("UP by", times=4)
+    own = [path for path in folder.glob("pymp-*") if path != others.parent]
+    assert [len(os.listdir(path)) for path in own] == [2, 2], (
+        f"{own}: sockets of its helpers, in a folder of each worker"
+    )
+    if killed == "launch":
+        launch.send(signal.SIGKILL)
+        leaves_nothing(launch)
+    else:
+        bench.kill(0, 2)
+        eventually(lambda: sum(path.exists() for path in own) == 1, "what worker 0 has left is removed")
+        bench.go()
+        launch.wait()
+    eventually(lambda: not any(path.exists() for path in own), "those of the other worker are removed")
+    assert others.exists()
+
+
+def test_where_a_path_of_ours_is_too_long_for_a_socket_python_chooses_its_own(tmp_path, monkeypatch):
+    config = {}
+    monkeypatch.setattr(multiprocessing.process, "current_process", lambda: SimpleNamespace(_config=config))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    keep_sockets("launch")
+    assert config == {}
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    keep_sockets(f"launch-{os.getpid()}")
+    assert os.listdir(config["tempdir"]) == []
+    remove_sockets(f"launch-{os.getpid()}")
+    assert not os.path.exists(config["tempdir"])
 
 
 @pytest.mark.parametrize(
