@@ -200,7 +200,7 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
     batch = micro * sequence * (28 + mask)
     return Needs(
         files=175 + 24 * (world - 1) + 30 * loaders,
-        least_files=(100 + 4 * (world - 1)) * cpu,
+        least_files=(100 + 8 * (world - 1) + 10 * loaders) * cpu,
         tasks=30 + here * (64 + 12 * loaders + 2 * (pool - 1)),
         least_tasks=40 * here * cpu,
         shared=3 * loaders * batch * -(-here // max(1, tensor)),

@@ -53,6 +53,13 @@ def test_what_a_training_needs_is_bounded_by_what_was_counted(
     assert needs.least_tasks < tasks <= needs.tasks <= 2 * tasks
 
 
+def test_a_limit_of_files_at_which_gloo_has_ended_the_workers_is_refused() -> None:
+    """In their first step, after half a minute: "Too many open files", by an abort that names no limit."""
+    needs = needs_of([], 3, 3, {}, cpu=True)
+    (reason,) = preflight.compare(needs, "3 workers", **{**ROOMY, "files": 130}).reasons
+    assert "ulimit -n 130 is too low: a worker opens up to 283 files" in reason
+
+
 def test_of_what_was_never_counted_no_limit_is_known_to_be_too_low() -> None:
     needs = needs_of([], 8, 8, {}, cpu=False)
     assert (needs.least_files, needs.least_tasks) == (0, 0)
