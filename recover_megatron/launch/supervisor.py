@@ -375,7 +375,7 @@ class Supervisor:
         self._table.abandon(self._table.live)
         if left := self._subreaper.kill_all(self._plan.launch_id, self._reaper.spared):
             pids = [process.pid for process in left]
-            self._console.say(f"these processes cannot be killed (blocked in the kernel): {pids}")
+            self._console.say(f"these processes cannot be killed (blocked in the kernel, or of another user): {pids}")
         self._write_workers()
         code = self._conclusion.exit_code(self._code, verdict)
         self._folder.finish(None if code == START_AGAIN else code, self._why or self._conclusion.why(code, verdict))
