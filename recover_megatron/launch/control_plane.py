@@ -36,6 +36,8 @@ from recover_megatron.launch.plan import (
     Address,
     Candidates,
     LaunchPlan,
+    addresses_of,
+    interfaces,
     join_addresses,
     listen,
     local_address,
@@ -90,6 +92,16 @@ def recorded_end(folder: Path, coordinators: Sequence[Address]) -> tuple[int, st
 
 def has_secret(environ: Mapping[str, str]) -> bool:
     return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
+
+
+def own_address(host: str) -> str:
+    """The address of this host among several of the name ``host``; the name itself where that is not exactly one."""
+    try:
+        addresses, found = addresses_of(host), interfaces()
+    except (OSError, UnicodeError):
+        return host
+    own = [address for address in addresses if found.get(address, found.get(LOOPBACK)) != found.get(LOOPBACK)]
+    return own[0] if len(own) == 1 < len(addresses) else host
 
 
 def _own_address(others: Sequence[Address]) -> str:

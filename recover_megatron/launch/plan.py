@@ -362,7 +362,7 @@ def interfaces() -> dict[str, str]:
 def interface_of(host: str, found: Mapping[str, str]) -> str | None:
     """The interface in ``found`` that has ``host``, a name or an address of this host; None: no single one has."""
     try:
-        addresses = _addresses(host)
+        addresses = addresses_of(host)
     except (OSError, UnicodeError):
         return None
     names = {found[address] for address in addresses if address in found}
@@ -384,7 +384,7 @@ def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, st
     if (
         name
         and name == found.get(LOOPBACK)
-        and not all(ipaddress.ip_address(ip).is_loopback for ip in _addresses(host))
+        and not all(ipaddress.ip_address(ip).is_loopback for ip in addresses_of(host))
     ):
         name = None  # an address that is kept there: gloo would take 127.0.0.1
     names = " and ".join(wanted)
@@ -394,17 +394,7 @@ def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, st
     return chosen, f"workers talk over the interface {name} ({host}): it is set in {names}"
 
 
-def own_address(host: str) -> str:
-    """The address of this host among several of the name ``host``; the name itself where that is not exactly one."""
-    try:
-        addresses, found = _addresses(host), interfaces()
-    except (OSError, UnicodeError):
-        return host
-    own = [address for address in addresses if found.get(address, found.get(LOOPBACK)) != found.get(LOOPBACK)]
-    return own[0] if len(own) == 1 < len(addresses) else host
-
-
-def _addresses(host: str) -> set[str]:
+def addresses_of(host: str) -> set[str]:
     """What the name or address ``host`` resolves to.  Raises OSError or UnicodeError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return {str(name[0]).partition("%")[0] for _, _, _, _, name in found}

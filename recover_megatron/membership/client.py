@@ -66,9 +66,6 @@ class Client:
         self._launched = tuple(addresses)
         self.addresses = list(addresses)
         """Of all candidates that are known now, in the order in which they are tried; hold ``condition``."""
-        self.refused: dict[Address, float] = {}
-        """Since when each candidate's host has answered nothing but that no process listens at its port."""
-        self._dialled: Address = ("", 0)
         self._secret = secret
         self._notify = notify
         self._sock: socket.socket | None = None
@@ -178,8 +175,6 @@ class Client:
                 case Say(message):
                     self._say(message)
                 case Dial(candidate):
-                    if self._sock is not None and self._state == "connecting":
-                        self._tried(None)
                     self._drop()
                     self._dial(candidate)
                 case Abandon(reason):
@@ -194,12 +189,11 @@ class Client:
     # -- connecting ---------------------------------------------------------------------------------------------------
 
     def _dial(self, candidate: int) -> None:
-        self._dialled = host, port = self.addresses[candidate]
+        host, port = self.addresses[candidate]
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind, protocol)
         except OSError as error:
-            self._tried(None)
             self._handle(Lost(f"{host}:{port}: {error.strerror}"))
             return
         sock.setblocking(False)
@@ -212,22 +206,12 @@ class Client:
         except BlockingIOError:
             pass  # the selector tells when
         except OSError as error:
-            self._tried(error.errno)
-            self._fail(f"{host}:{port}: {error.strerror}")
-
-    def _tried(self, error: int | None) -> None:
-        """The candidate dialled last is reached (0), has failed with ``error``, or has not answered (None)."""
-        if error == errno.ECONNREFUSED:
-            self.refused.setdefault(self._dialled, time.monotonic())
-        else:
-            self.refused.pop(self._dialled, None)
+            self._fail(f"{host}:{port}: {error.strerror}", refused=error.errno == errno.ECONNREFUSED)
 
     def _connected(self) -> None:
         assert self._sock is not None
-        error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        self._tried(error)
-        if error:
-            self._fail(os.strerror(error))
+        if error := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._fail(os.strerror(error), refused=error == errno.ECONNREFUSED)
             return
         self._state = "challenged"
         self._handle(Accepted())
@@ -252,7 +236,7 @@ class Client:
         else:
             raise wire.WireError(f"{message['type']} is not expected here")
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, refused: bool = False) -> None:
         """The connection is of no use any more: ended by the other side, or not made."""
         if self._state == "proving":
             self._rejections += 1
@@ -261,7 +245,7 @@ class Client:
         if self._rejections >= MAX_REJECTIONS:
             self._carry_out(self.core.give_up(AuthenticationError(f"the coordinator refuses this process: {reason}")))
         else:
-            self._handle(Lost(reason))
+            self._handle(Lost(reason, refused))
 
     # -- the socket ---------------------------------------------------------------------------------------------------
 

@@ -183,6 +183,8 @@ class Lost:
     """The connection, or the attempt to make one, has failed or was ended by the other side."""
 
     reason: str
+    refused: bool = False
+    """Whether the host has answered that no process listens there."""
 
 
 @dataclass(frozen=True)

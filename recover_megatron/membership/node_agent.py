@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from recover_megatron.membership.client import Address, Client
-from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify
+from recover_megatron.membership.events import Accepted, Connected, Dial, Lost, MemberEffect, MemberEvent, Notify
 from recover_megatron.membership.follower import Follower
 from recover_megatron.membership.records import (
     CoordinatorLost,
@@ -42,6 +42,8 @@ class NodeAgentClient(Follower):
         self._stopping = 0
         self._own: tuple[str, int] | None = None  # the candidate here, if it was added after the launch
         self._unanswered = 0  # beats
+        self._unanswered_dial: int | None = None
+        self._refused: dict[int, float] = {}  # by candidate: since when
 
     def stopping(self, signal: int) -> list[MemberEffect]:
         """Report that somebody has told this launcher to end its workers; every coordinator from now on is told."""
@@ -66,7 +68,14 @@ class NodeAgentClient(Follower):
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """As ``Follower.handle``; the deaths seen are told to each coordinator anew."""
+        tried = self.candidate
         effects = super().handle(event, now)
+        if isinstance(event, (Accepted, Lost)):
+            self._tried(tried, now if isinstance(event, Lost) and event.refused else None)
+        if any(isinstance(effect, Dial) for effect in effects):
+            if self._unanswered_dial is not None:
+                self._tried(self._unanswered_dial, None)
+            self._unanswered_dial = self.candidate
         if isinstance(event, Connected):
             self._unanswered = 0
             self._say(self.beat)
@@ -77,6 +86,19 @@ class NodeAgentClient(Follower):
             for worker, how in self.ends.items():
                 self._say({"type": "ended", "worker": worker, "how": how})
         return effects
+
+    def _tried(self, candidate: int, refused: float | None) -> None:
+        """``refused``: when the candidate's host has answered that no process listens there; None: it has not."""
+        self._unanswered_dial = None
+        if refused is None:
+            self._refused.pop(candidate, None)
+        else:
+            self._refused.setdefault(candidate, refused)
+
+    @property
+    def all_refused_since(self) -> float:
+        """Since when the hosts of all candidates have answered that no process listens there; inf: not all do."""
+        return max(self._refused.get(candidate, math.inf) for candidate in range(self._candidates))
 
     def _attach_message(self) -> dict[str, Any]:
         return {**super()._attach_message(), "running": to_runs(self._running)}
@@ -224,8 +246,7 @@ class NodeAgent:
     def refused_seconds(self) -> float:
         """For how long the hosts of all candidates have answered that no process listens there; 0: not all do."""
         with self._client.condition:
-            since = [self._client.refused.get(address, math.inf) for address in self._client.addresses]
-            return max(0.0, time.monotonic() - max(since))
+            return max(0.0, time.monotonic() - self._core.all_refused_since)
 
     @property
     def led(self) -> bool:

@@ -35,13 +35,7 @@ from recover_megatron.membership.wire import (
     find_secret,
 )
 from recover_megatron.network.system import keep_sockets, use_all_descriptors
-from recover_megatron.variables import (
-    COORDINATOR_VARIABLE,
-    JOIN_VARIABLE,
-    LAUNCH_ID_VARIABLE,
-    NODE_VARIABLE,
-    WORKER_ID_VARIABLE,
-)
+from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
 RevokeCallback = Callable[[int, str], None]
 
@@ -425,8 +419,7 @@ def connect(
     launcher gave no coordinator or no rank, ValueError for a malformed address, SecretError without a usable secret.
     """
     use_all_descriptors()
-    if launch_id := environ.get(LAUNCH_ID_VARIABLE):
-        keep_sockets(launch_id)
+    keep_sockets(environ)
     node_agent = environ.get(NODE_VARIABLE)
     if addresses is None:
         addresses = _launchers_addresses(environ[COORDINATOR_VARIABLE])

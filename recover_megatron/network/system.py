@@ -38,11 +38,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Protocol
+
+from recover_megatron.variables import LAUNCH_ID_VARIABLE
 
 _PROBES, _UNACKED, _LAST_ACK = 3, 24, 56  # in ``struct tcp_info`` of linux/tcp.h, whose layout is stable
 
@@ -109,15 +111,16 @@ LONGEST_FOLDER = 89
 """Bytes: a socket's name behind it has 18, and the kernel takes 107."""
 
 
-def keep_sockets(launch_id: str) -> None:
+def keep_sockets(environ: Mapping[str, str]) -> None:
     """Have multiprocessing make the sockets of this process and its children where ``remove_sockets`` finds them.
 
     Python's own folders for them are removed by the process that made them, if it ends in order.  Where the path would
     be too long for a socket Python chooses another one.
     """
+    launch_id = environ.get(LAUNCH_ID_VARIABLE, "")
     folder = f"{tempfile.gettempdir()}/pymp-{launch_id}-{os.getpid()}"
     config: dict[str, str] = getattr(multiprocessing.process.current_process(), "_config", {})
-    if config.get("tempdir") is None and len(os.fsencode(folder)) <= LONGEST_FOLDER:
+    if launch_id and config.get("tempdir") is None and len(os.fsencode(folder)) <= LONGEST_FOLDER:
         with contextlib.suppress(OSError):
             os.mkdir(folder, 0o700)
             config["tempdir"] = folder

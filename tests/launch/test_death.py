@@ -198,10 +198,10 @@ def test_where_a_path_of_ours_is_too_long_for_a_socket_python_chooses_its_own(tm
     config = {}
     monkeypatch.setattr(multiprocessing.process, "current_process", lambda: SimpleNamespace(_config=config))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
-    keep_sockets("launch")
+    keep_sockets({"RECOVER_LAUNCH_ID": "launch"})
     assert config == {}
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
-    keep_sockets(f"launch-{os.getpid()}")
+    keep_sockets({"RECOVER_LAUNCH_ID": f"launch-{os.getpid()}"})
     assert os.listdir(config["tempdir"]) == []
     remove_sockets(f"launch-{os.getpid()}")
     assert not os.path.exists(config["tempdir"])

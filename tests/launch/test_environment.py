@@ -263,7 +263,7 @@ def test_of_a_name_with_several_addresses_the_one_of_this_host_is_told(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], told: str
 ) -> None:
     here = {"127.0.0.1": "lo", "10.0.0.5": "eth0", "fd00::5": "eth0"}
-    monkeypatch.setattr(plan, "interfaces", lambda: here)
+    monkeypatch.setattr(control_plane, "interfaces", lambda: here)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (each, 0)) for each in addresses])
     monkeypatch.setenv("RECOVER_HOST", "node")
     options, reasons = arguments.parse(["script.py"])
