@@ -328,19 +328,17 @@ def _identity(process: Process) -> tuple[int, int]:
 def _kill(process: Process) -> None:
     """SIGKILL exactly ``process``, not a later user of its pid."""
     try:
-        pidfd = None if lacking("pidfd_open") else os.pidfd_open(process.pid)
+        pidfd = None if lacking("pidfd_send_signal") else os.pidfd_open(process.pid)
     except ProcessLookupError:
         return
     try:
         now = _read_process(process.pid)
         if now and _identity(now) == _identity(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                try:
-                    signal.pidfd_send_signal(-1 if pidfd is None else pidfd, signal.SIGKILL)
-                except ProcessLookupError:
-                    raise
-                except OSError:  # no pidfd, or a filter of system calls; another process may get the pid just now
+                if pidfd is None:  # nothing keeps another one from getting its pid at this very moment
                     os.kill(process.pid, signal.SIGKILL)
+                else:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     finally:
         if pidfd is not None:
             os.close(pidfd)

@@ -29,6 +29,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -83,9 +84,15 @@ def use_all_descriptors() -> None:
 
 @cache
 def lacking(name: str) -> str:
-    """Why there is no ``os.pidfd_open``, or ``os.memfd_create``, in words for people; empty: there is one."""
+    """Why there is no ``os.pidfd_open``, ``os.memfd_create`` or ``signal.pidfd_send_signal`` (which a filter of system
+    calls may forbid alone), in words for people; empty: there is one."""
     try:
-        os.close(getattr(os, name)({"pidfd_open": os.getpid(), "memfd_create": "look"}[name]))
+        descriptor = os.memfd_create("look") if name == "memfd_create" else os.pidfd_open(os.getpid())
+        try:
+            if name == "pidfd_send_signal":
+                signal.pidfd_send_signal(descriptor, 0)
+        finally:
+            os.close(descriptor)
     except AttributeError:
         return f"this Python has no os.{name}: it was built for an older Linux"
     except OSError as error:  # else there is no descriptor at this time

@@ -253,6 +253,7 @@ def test_a_process_is_ended_by_its_pid_where_a_filter_refuses_signals_by_pidfd(
         raise OSError(refused, os.strerror(refused))
 
     monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    system.lacking.cache_clear()
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)"], {})
     try:
         processes._kill(processes.process_table()[pid])
@@ -260,6 +261,7 @@ def test_a_process_is_ended_by_its_pid_where_a_filter_refuses_signals_by_pidfd(
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        system.lacking.cache_clear()
 
 
 def test_without_pidfds_no_worker_is_struck_from_outside(
