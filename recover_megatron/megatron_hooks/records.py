@@ -98,6 +98,7 @@ class Records:
             skipped=skipped,
             skipped_samples=left_out_now - left_out if skipped and before == iteration - 1 - skipped else None,
             time=round(time.time(), 3),
+            micro_batch_size=args.micro_batch_size,
         )
         self._keep(step)
         if self._writes(recovery):

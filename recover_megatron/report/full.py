@@ -2,8 +2,8 @@
 
 ``python -m recover_megatron.report DIR`` is the same without the page: the summary, the audit, and the loss.
 
-Exit status: 0; 1 if a microbatch was not counted exactly once, an iteration is missing, or the loss differs from the
-reference's by more than rounding; 2 if there is no run there.
+Exit status: 0; 1 if a microbatch was not counted exactly once, an iteration is not shown, or the loss differs from the
+reference's by more than rounding; 2 if there is no run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from recover_megatron.report.history import history
 from recover_megatron.report.lanes import trace
 from recover_megatron.report.page import Report, page
 from recover_megatron.report.run_dir import ROUGH, SOON, TOLERANCE, NotARun, RecordedRun, compare, read_run, unfit
-from recover_megatron.report.summary import summary
+from recover_megatron.report.summary import left_out, summary
 from recover_megatron.run_log.events import Event, read_run_events
-from recover_megatron.run_log.steps import violations
 
 _SHOWN = 20
 
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reference and (why := unfit(run.steps, reference.steps)):
             raise NotARun(f"--reference {args.reference} is not of the same training: {why}")
         with _schema(args.run_dir):
-            workers, coordinators, chaos = read_run_events(args.run_dir)
+            workers, coordinators, chaos = run.events
             report = Report(
                 run=run,
                 violations=found,
@@ -105,8 +104,7 @@ def without_page(argv: Sequence[str] | None = None) -> int:
     try:
         run, found = _audited(args)
         with _schema(args.run_dir):
-            workers, coordinators, _ = read_run_events(args.run_dir)
-            spent = accounts(run.steps, workers, coordinators)
+            spent = accounts(run.steps, *run.events[:2])
     except (NotARun, OSError, ValueError) as error:
         return _refuse(error)
     _say(summary(run, found, spent))
@@ -133,7 +131,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
 def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
     """The run and what the audit found.  Raises NotARun, OSError."""
     run = read_run(args.run_dir, args.corpus)
-    return run, violations(run.steps, args.microbatches or run.settings.get("microbatches"))
+    return run, run.audit(args.microbatches)
 
 
 def _is_rough(events: Sequence[Event]) -> bool:
@@ -192,7 +190,8 @@ def _write(out: Path, text: str) -> None:
 
 def _trace(folder: Path, out: Path) -> int:
     try:
-        workers, coordinators, _ = read_run_events(folder)
+        spoiled: list[str] = []
+        workers, coordinators, _ = read_run_events(folder, spoiled)
         if not workers and not coordinators:
             raise NotARun(f"{folder} has no events of a run")
         with _schema(folder):
@@ -204,6 +203,8 @@ def _trace(folder: Path, out: Path) -> int:
     except OSError as error:
         return _refuse(f"cannot write {out}: {error.strerror}")
     _say(f"{out}: {len(made['traceEvents'])} entries; open it in https://ui.perfetto.dev")
+    if spoiled:
+        _say(f"left out: {left_out(spoiled)}")
     return 0
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from recover_megatron.report.lanes import LEFT, Axis, Key, since
+from recover_megatron.report.run_dir import lost_before
 from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 
@@ -54,6 +55,8 @@ def accounts(
     starts = [event for event in workers if event["event"] == "start" and event.get("replicas")]
     timed = [(step.time, step) for step in steps if step.time is not None]
     if not starts or len(timed) < len(steps):  # an older version wrote the first of them
+        return []
+    if steps and lost_before(steps[0], workers):
         return []
     costs = {(e["iteration"], e["epoch"]): sum(e["seconds"].values()) for e in workers if e["event"] == "recovery"}
     stalls = _stalls(coordinators)

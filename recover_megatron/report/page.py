@@ -22,7 +22,7 @@ from recover_megatron.report.goodput import Account
 from recover_megatron.report.history import PHASES, History, RecoveryRecord
 from recover_megatron.report.lanes import Mark, stretches
 from recover_megatron.report.run_dir import Comparison, Difference, RecordedRun
-from recover_megatron.report.summary import in_short, levels, repeated
+from recover_megatron.report.summary import failed, in_short, left_out, levels, repeated
 from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 
@@ -188,8 +188,10 @@ def told(report: Report) -> defaultdict[str, str]:
 def _verdicts(report: Report) -> list[tuple[str, str, str]]:
     """How the run is judged: CSS class, the word, the sentence."""
     steps = report.run.steps
-    if report.violations:
-        bars = [("fail", "AUDIT FAILED", in_short(report.violations))]
+    if (missing := report.violations) and not failed(missing):
+        bars = [("open", "AUDIT INCOMPLETE", in_short(missing))]
+    elif report.violations:
+        bars = [("fail", "AUDIT FAILED", in_short(failed(report.violations)))]
     elif not steps:
         bars = [("open", "NOTHING TO AUDIT", "no iteration was committed")]
     else:
@@ -198,6 +200,8 @@ def _verdicts(report: Report) -> list[tuple[str, str, str]]:
         bars = [("pass", "AUDIT PASSED", text)]
     if report.history.good_end is False:
         bars.append(("fail", "ENDED EARLY", report.history.end))
+    if report.run.spoiled:
+        bars.append(("open", "LEFT OUT", left_out(report.run.spoiled)))
     return bars
 
 

@@ -14,8 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.run_log.events import EVENTS_FILE, read_events
-from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, microbatches_per_iteration, read_steps
+from recover_megatron.run_log.events import Event, read_run_events
+from recover_megatron.run_log.steps import (
+    STEPS_FILE,
+    StepRecord,
+    microbatches_per_iteration,
+    not_shown,
+    read_steps,
+    violations,
+)
 
 # Megatron prints it; no file has it in a better form.
 _EVALUATION = re.compile(
@@ -33,7 +40,7 @@ class RecordedRun:
 
     folder: Path
     steps: list[StepRecord]
-    """In the order of their iterations; a last line that a crash cut short is not among them."""
+    """In the order of their iterations; lines that a crash has cut or spoiled are not among them."""
     corpus: dict[str, Any] | None
     """corpus.json of scripts/prepare_corpus.py."""
     workers: list[dict[str, Any]]
@@ -42,8 +49,31 @@ class RecordedRun:
     """run.json of scripts/quickstart.sh; empty for other runs."""
     evaluations: dict[str, dict[int, float]]
     """Split (validation, test) -> iteration -> loss."""
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    """The events of those that were carried out, in their order: ``to``, ``lost``, ``tier``."""
+    events: tuple[list[Event], list[Event], list[Event]] = ([], [], [])
+    """The workers', the coordinators', the chaos; each in the order of time."""
+    spoiled: list[str] = field(default_factory=list)
+    """Lines, as file:line, and files that cannot be read and were left out."""
+    after_spoiled: dict[str, int] = field(default_factory=dict)
+    """Of each such line of steps.jsonl the last iteration before it."""
+
+    @property
+    def rollbacks(self) -> list[Event]:
+        """The events of those that were carried out, in their order: ``to``, ``lost``, ``tier``."""
+        return [event for event in self.events[0] if event["event"] == "rolled back"]
+
+    def audit(self, microbatches: int | None = None) -> list[str]:
+        """What is wrong or not shown, a sentence each; ``microbatches``: of each iteration, if it is known."""
+        found = violations(self.steps, microbatches or self.settings.get("microbatches"))
+        if not self.steps:
+            return [not_shown(1, None)] if self.after_spoiled else found
+        first, last = self.steps[0], self.steps[-1]
+        if missing := lost_before(first, self.events[0]):
+            found.insert(0, not_shown(first.iteration - missing, first.iteration - 1))
+        elif first.iteration > 1 and 0 in self.after_spoiled.values():
+            found.insert(0, not_shown(1, first.iteration - 1))
+        if last.iteration in self.after_spoiled.values():
+            found.append(not_shown(last.iteration + 1, None))
+        return found
 
     @property
     def microbatches(self) -> int:
@@ -56,52 +86,59 @@ class RecordedRun:
         return None if self.corpus is None else float(self.corpus["unigram_entropy_nats"]["valid_under_train"])
 
 
-def _rollbacks(folder: Path) -> list[dict[str, Any]]:
-    try:
-        return [event for event in read_events(folder / EVENTS_FILE) if event["event"] == "rolled back"]
-    except ValueError as error:
-        raise NotARun(f"a line of {EVENTS_FILE} cannot be read: {error}") from error
+def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
+    """How many iterations its launch made before ``first``, the first line of steps.jsonl that is left (log rotation).
+
+    0: none, or nobody knows.
+    """
+    starts = [event for event in workers if event["event"] == "start" and event["time"] <= (first.time or 0.0)]
+    return max(0, first.iteration - first.skipped - starts[-1].get("iteration", first.iteration)) if starts else 0
 
 
 def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
     """Read what is there.  ``corpus`` is the corpus.json to compare with (default: the one in ``folder``, if any).
 
-    Raises NotARun if there is no steps.jsonl, if a file of the run is damaged, or no corpus at a path that was given.
+    Raises NotARun if there is no steps.jsonl, or no corpus at a path that was given.
     """
     if not folder.is_dir():
         raise NotARun(f"{folder}: no such folder")
+    after_spoiled: dict[str, int] = {}
     try:
-        steps = list(read_steps(folder / STEPS_FILE))
+        steps = list(read_steps(folder / STEPS_FILE, after_spoiled))
     except FileNotFoundError:
         raise NotARun(
             f"{folder} has no {STEPS_FILE}: no iteration has been committed there, or the run did not have --recover"
         ) from None
-    except ValueError as error:
-        raise NotARun(f"a line of {STEPS_FILE} cannot be read: {error}") from error
-    if corpus is not None and not corpus.is_file():
-        raise NotARun(f"{corpus}: no such file")
+    spoiled: list[str] = []
+    if corpus is not None and _json(corpus, dict, spoiled) is None:
+        raise NotARun(f"{corpus}: {'not a JSON object' if spoiled else 'no such file'}")
+    spoiled += after_spoiled
+    events = read_run_events(folder, spoiled)
     return RecordedRun(
         folder=folder,
         steps=steps,
-        corpus=_json(corpus or folder / "corpus.json", dict),
-        workers=_json(folder / "workers.json", list) or [],
-        settings=_json(folder / "run.json", dict) or {},
+        corpus=_json(corpus or folder / "corpus.json", dict, spoiled),
+        workers=_json(folder / "workers.json", list, spoiled) or [],
+        settings=_json(folder / "run.json", dict, spoiled) or {},
         evaluations=_evaluations(folder),
-        rollbacks=_rollbacks(folder),
+        events=events,
+        spoiled=spoiled,
+        after_spoiled=after_spoiled,
     )
 
 
-def _json[Content: (list[Any], dict[str, Any])](path: Path, kind: type[Content]) -> Content | None:
-    """What is in the file; None: there is no file.  Raises NotARun."""
+def _json[Content: (list[Any], dict[str, Any])](path: Path, kind: type[Content], spoiled: list[str]) -> Content | None:
+    """What is in the file; None: there is no file, or one that is ``spoiled``, which gets its name."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise NotARun(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, kind):
-        raise NotARun(f"{path} should hold a JSON {'object' if kind is dict else 'list'}")
-    return content
+    except ValueError:
+        content = None
+    if isinstance(content, kind):
+        return content
+    spoiled.append(path.name)
+    return None
 
 
 def _evaluations(folder: Path) -> dict[str, dict[int, float]]:

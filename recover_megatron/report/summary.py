@@ -12,21 +12,23 @@ from typing import Any
 from recover_megatron.report import goodput
 from recover_megatron.report.goodput import Account
 from recover_megatron.report.run_dir import RecordedRun
-from recover_megatron.run_log.steps import StepRecord, samples_per_microbatch
+from recover_megatron.run_log.steps import NOT_SHOWN, StepRecord, samples_per_microbatch
 
 _LAST = 10
 """The training loss of one iteration is noisy: the summary gives the mean over so many."""
 
 _CHANGES = 8
-"""Of the number of replicas, as many are told one by one."""
+"""Of the number of replicas, and of spoiled lines, as many are told one by one."""
 
 
 def summary(run: RecordedRun, violations: Sequence[str], spent: Sequence[Account] = ()) -> str:
     """The summary of ``run``; ``violations`` are what the audit found, ``spent`` where the time has gone."""
     steps = run.steps
     rows: list[tuple[str, str]] = [("run", str(run.folder))]
+    if run.spoiled:
+        rows.append(("left out", left_out(run.spoiled)))
     if not steps:
-        rows.append(("iterations", f"none committed: {run.folder / 'steps.jsonl'} is empty"))
+        rows.append(("iterations", "; ".join(violations) or f"none committed: {run.folder / 'steps.jsonl'} is empty"))
         return _table(rows)
     rows.append(("iterations", _iterations(run, steps)))
     rows.append(("time", _time(steps)))
@@ -121,7 +123,19 @@ def _nats(value: float) -> str:
 def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
     if not violations:
         return f"in every iteration each of 0..{run.microbatches - 1} was counted exactly once"
-    return f"NOT each counted exactly once: {in_short(violations)}"
+    wrong = failed(violations)
+    return f"NOT each {'counted exactly once' if wrong else 'shown'}: {in_short(wrong or violations)}"
+
+
+def failed(violations: Sequence[str]) -> list[str]:
+    """Those that are wrong, and not only not shown."""
+    return [text for text in violations if NOT_SHOWN not in text]
+
+
+def left_out(spoiled: Sequence[str]) -> str:
+    """The row on what could not be read: how much, and where."""
+    which = ", ".join(spoiled[:_CHANGES]) + (", ..." if len(spoiled) > _CHANGES else "")
+    return f"{len(spoiled)} spoiled line{'s' * (len(spoiled) != 1)} (NUL bytes, half a line, or two mixed): {which}"
 
 
 def in_short(violations: Sequence[str]) -> str:
@@ -133,10 +147,11 @@ def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
 
     The samples of the first one, and of one after a gap, are counted from its microbatches.
     """
-    size = samples_per_microbatch(steps)
+    usual = samples_per_microbatch(steps)
     found = []
     for before, step in pairwise([None, *steps]):
         assert step is not None
+        size = step.micro_batch_size or usual
         if before is not None and step.iteration == before.iteration + 1:
             samples: int | None = step.consumed_samples - before.consumed_samples
         else:

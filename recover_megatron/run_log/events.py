@@ -3,7 +3,10 @@
     {"event": "plan", "time": 1700000000.123456, "worker": 3, "iteration": 7, "epoch": 2, "replicas": [0, 1, 3], ...}
 
 Training workers write events.jsonl, the coordinators events-0.jsonl and events-1.jsonl, fault injection from outside
-chaos.jsonl.  All have ``event`` and ``time`` (unix seconds).  ``Lines`` reads on in any file of JSON objects.
+chaos.jsonl.  All have ``event`` and ``time`` (unix seconds).
+
+After a host lost its power a line may be a block of NUL bytes or half of a sector, and on a network file system two
+writers' lines may be mixed.  Readers leave such a spoiled line out (``line_objects``; ``Lines`` reads on in any file).
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ class EventsFile:
     def append(self, event: str, **fields: Any) -> None:
         """Add one line with the time of now.  It is on the disk then, if the disk is well.
 
-        One write to a file opened for appending: lines of several writers on one host never mix, and a writer that is
-        killed leaves the whole line or nothing.
+        One write to a file opened for appending: lines of several writers on one host never mix.  A writer that is
+        killed leaves the whole line or nothing; seldom a part of it, which readers leave out.
         """
         told = {"event": event, "time": round(time.time(), 6), **fields}
         self._file.put(json.dumps(told, separators=(",", ":")).encode() + b"\n")
@@ -47,43 +50,61 @@ class EventsFile:
         self._file.close()
 
 
-def read_events(path: Path) -> Iterator[Event]:
+def line_object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object in ``line``, behind NUL bytes if there are any; None for a spoiled line."""
+    try:
+        value = json.loads(line[line.rfind(b"\0") + 1 :])
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def line_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The number and the JSON object of each line; None: a line was spoiled there.  Raises OSError.
+
+    The last line is left out without a word if it has no end and no NUL byte: it is being written, or was cut.  So is
+    an empty line, which ended a line that was whole.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            whole = line.endswith(b"\n")
+            found = line_object(line) if whole else None
+            if (found is None and whole and line != b"\n") or b"\0" in line:
+                yield number, None
+            if found is not None:
+                yield number, found
+
+
+def read_events(path: Path, spoiled: list[str] | None = None) -> Iterator[Event]:
     """The events of a file, in its order; none if there is no such file.
 
-    A line that is cut is left out: the last one, still being written or cut by a crash, and one at which the disk was
-    full or its writer died and another wrote on.  Raises ValueError, naming the line, for one that is no event.
+    ``spoiled`` gets the place of each line that is left out since it is no event.
     """
     try:
-        file = open(path, encoding="utf-8")  # noqa: SIM115  closed below
+        for number, event in line_objects(path):
+            if event is not None and isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float):
+                yield event
+            elif spoiled is not None:
+                spoiled.append(f"{path.name}:{number}")
     except FileNotFoundError:
         return
-    with file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                return
-            try:
-                event = json.loads(line)
-            except ValueError:
-                if line.startswith(("{", "\n")):  # what is empty ended a line that was not cut
-                    continue
-                event = None
-            try:
-                if not isinstance(event["event"], str) or not isinstance(event["time"], int | float):
-                    raise TypeError("event is no name, or time no number")
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}:{number}: no event: {line[:200]!r} ({error})") from None
-            yield event
 
 
-def read_run_events(folder: Path) -> tuple[list[Event], list[Event], list[Event]]:
+def read_run_events(folder: Path, spoiled: list[str] | None = None) -> tuple[list[Event], list[Event], list[Event]]:
     """The events of a run's log folder: the workers', the coordinators', the chaos; each in the order of time.
 
-    Those of a coordinator get ``file``, the name of its file.  Raises ValueError for a line that is no event.
+    Those of a coordinator get ``file``, the name of its file.  ``spoiled``: as in ``read_events``.
     """
     coordinators = [
-        {**event, "file": path.name} for path in sorted(folder.glob(COORDINATOR_FILES)) for event in read_events(path)
+        {**event, "file": path.name}
+        for path in sorted(folder.glob(COORDINATOR_FILES))
+        for event in read_events(path, spoiled)
     ]
-    groups = list(read_events(folder / EVENTS_FILE)), coordinators, list(read_events(folder / CHAOS_FILE))
+    groups = (
+        list(read_events(folder / EVENTS_FILE, spoiled)),
+        coordinators,
+        list(read_events(folder / CHAOS_FILE, spoiled)),
+    )
     for group in groups:
         group.sort(key=lambda event: event["time"])
     return groups
@@ -115,9 +136,5 @@ class Lines:
                 return
             self._at += len(line)
             head, found, _ = line.partition(upto) if upto else (line, b"", b"")
-            try:
-                value = json.loads(head + b"}" if found else line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
+            if (value := line_object(head + b"}" if found else line)) is not None:
                 yield value

@@ -1,12 +1,13 @@
 """steps.jsonl: one line per iteration, the audit that the invariant is judged by.
 
     {"iteration": 7, "loss": 3.0481903553009033, "grad_norm": 1.37, "consumed_samples": 224, "epoch": 0, "replicas": 4,
-     "seconds": 0.31, "microbatches": {"0": [0, 4], "1": [1, 5], "2": [2, 6], "3": [3, 7]},
-     "time": 1700000000.123}
+     "seconds": 0.31, "time": 1700000000.123, "micro_batch_size": 4,
+     "microbatches": {"0": [0, 4], "1": [1, 5], "2": [2, 6], "3": [3, 7]}}
 
 A step is good when its microbatch ids, over all replicas, are exactly 0..M-1, each once (`audit_problem`); a run is
 when every iteration is there, and good (`violations`).  How many microbatches an iteration has follows from the samples
-it consumed, so a batch size that changes by design (ramp-up, a step schedule) is judged like a constant one.
+it consumed, so a batch size that changes by design (ramp-up, a step schedule, another launch) is judged like a constant
+one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron.log_writer import LogWriter
+from recover_megatron.run_log.events import line_object, line_objects
 
 STEPS_FILE = "steps.jsonl"
+NOT_SHOWN = "not shown"
+"""In each sentence on iterations of which it is not known whether they were right."""
 _BLOCK = 1 << 16
 """How much of a file is read at a time."""
 
@@ -51,15 +55,18 @@ class StepRecord:
     """How many samples these consumed; None where its writer does not know, and in files of older versions."""
     time: float | None = None
     """Unix seconds when it was over, by its writer's clock; None in files of older versions."""
+    micro_batch_size: int | None = None
+    """That of the launch which made it; None in files of older versions."""
 
     def to_json(self) -> str:
-        """One line, without its line end."""
+        """One line, without its line end.  The microbatches come last: ``Lines.new`` can leave them out."""
         fields = asdict(self)
         if not self.skipped:
             del fields["skipped"]
-        for name in ("skipped_samples", "time"):
+        for name in ("skipped_samples", "time", "micro_batch_size"):
             if fields[name] is None:
                 del fields[name]
+        fields["microbatches"] = fields.pop("microbatches")
         return json.dumps(fields)
 
     def to_line(self) -> bytes:
@@ -96,16 +103,21 @@ def audit_problem(step: StepRecord) -> str | None:
     return None
 
 
-def read_steps(path: Path) -> Iterator[StepRecord]:
-    """The steps in order, but a last line cut by a crash; raises ValueError, naming the line, for a bad one before."""
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                return
-            try:
-                yield StepRecord.from_json(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
+def read_steps(path: Path, spoiled: dict[str, int] | None = None) -> Iterator[StepRecord]:
+    """The steps in their order, without a last line that a crash has cut.
+
+    ``spoiled`` gets the place of each line that is left out since it is no step, with the last iteration before it.
+    """
+    last = 0
+    for number, fields in line_objects(path):
+        try:
+            step = StepRecord.from_fields(fields or {})
+        except (AttributeError, KeyError, TypeError, ValueError):
+            if spoiled is not None:
+                spoiled[f"{path.name}:{number}"] = last
+        else:
+            last = step.iteration
+            yield step
 
 
 class StepsFile:
@@ -168,8 +180,10 @@ class StepsFile:
                 if end < _whole(descriptor):
                     old, descriptor = descriptor, _begin_anew(path, descriptor, end)
                     os.close(old)
-            end = _whole(descriptor)
-            if end < os.fstat(descriptor).st_size:
+            end, size = _whole(descriptor), os.fstat(descriptor).st_size
+            if b"\0" in _read(descriptor, end, size):
+                os.write(descriptor, b"\n")  # lines were lost there, and readers are to know it
+            elif end < size:
                 os.ftruncate(descriptor, end)
             self._last = read_last(descriptor)
         except OSError:
@@ -189,9 +203,14 @@ def microbatches_per_iteration(steps: Sequence[StepRecord]) -> int:
 
 
 def samples_per_microbatch(steps: Sequence[StepRecord]) -> int | None:
-    """The micro batch size as most of the steps show it; None where none of them can (a single line, a bad run)."""
+    """The micro batch size as most of the steps show it which do not tell theirs.
+
+    None: none of them shows it (a single line, a bad run).
+    """
     sizes: Counter[int] = Counter()
     for before, step in pairwise(steps):
+        if step.micro_batch_size is not None:
+            continue
         consumed = step.consumed_samples - before.consumed_samples
         counted = sum(len(ids) for ids in step.microbatches.values())
         if step.iteration == before.iteration + 1 and counted and consumed % counted == 0:
@@ -211,15 +230,18 @@ def violations(steps: Sequence[StepRecord], expected: int | None = None) -> list
 def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
     for step in steps[:1]:
         yield from _counts(step, microbatches_per_iteration([step]) if expected is None else expected)
-    size = samples_per_microbatch(steps)
+    usual = samples_per_microbatch(steps)
     for before, step in pairwise(steps):
+        size = step.micro_batch_size or usual
         consumed = step.consumed_samples - before.consumed_samples
         if step.skipped_samples is not None:
             consumed -= step.skipped_samples
         elif consumed % (1 + step.skipped) == 0:  # as many samples each, unless the batch grows
             consumed //= 1 + step.skipped
         total = microbatches_per_iteration([step]) if expected is None else expected
-        if step.iteration != before.iteration + 1 + step.skipped:
+        if (first := before.iteration + 1) <= (last := step.iteration - 1 - step.skipped):
+            yield not_shown(first, last)
+        elif step.iteration != before.iteration + 1 + step.skipped:
             yield f"iteration {step.iteration} follows iteration {before.iteration} in steps.jsonl"
         elif size is None:
             # No line fits its own samples: ids are missing everywhere.
@@ -231,6 +253,15 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
         elif consumed != total * size:
             yield f"iteration {step.iteration}: {consumed} samples were consumed, not {total} microbatches of {size}"
         yield from _counts(step, total)
+
+
+def not_shown(first: int, last: int | None) -> str:
+    """The sentence on iterations whose lines are missing; ``last`` None: it is not known how many they are."""
+    if last is None:
+        which = f"iterations after {first - 1} are"
+    else:
+        which = f"iteration {first} is" if first == last else f"iterations {first} to {last} are"
+    return f"{which} {NOT_SHOWN}: steps.jsonl has no line of {'it' if first == last else 'them'} that can be read"
 
 
 def _counts(step: StepRecord, total: int) -> Iterator[str]:
@@ -274,15 +305,19 @@ def _first_at_least(descriptor: int, iteration: int) -> int:
     Looks at a logarithm of the lines.  Raises OSError.
     """
     low, high = 0, _whole(descriptor)  # both are beginnings of lines, or the end
+    place = high
     while low < high:
-        start = _before(descriptor, (low + high) // 2)
-        end = _after(descriptor, start, high)
-        found = _number(_read(descriptor, start, end), "iteration")
-        if found is not None and found >= iteration:
-            high = start
-        else:
+        middle = end = _before(descriptor, (low + high) // 2)
+        found = None
+        while found is None and end < high:  # a spoiled line: the one behind it tells
+            start, end = end, _after(descriptor, end, high)
+            found = _number(_read(descriptor, start, end), "iteration")
+        if found is not None and found < iteration:
             low = end
-    return low
+        else:
+            high = middle
+            place = place if found is None else start
+    return place
 
 
 def _begin_anew(path: Path, descriptor: int, end: int) -> int:
@@ -342,6 +377,6 @@ def _read(descriptor: int, start: int, end: int) -> bytes:
 
 def _number(line: bytes, name: str) -> int | None:
     try:
-        return int(json.loads(line)[name])
+        return int((line_object(line) or {})[name])
     except (ValueError, TypeError, KeyError):
         return None

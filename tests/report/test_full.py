@@ -434,12 +434,31 @@ def test_the_page_goes_where_it_was_told_to(run: Path, tmp_path: Path, capsys) -
     assert told.endswith("; name another place for the page: --out FILE\n")
 
 
-@pytest.mark.parametrize("line", ['{"event": "plan", "time": 1}', '{"event": "fault", "time": 2}', "junk"])
+@pytest.mark.parametrize("line", ['{"event": "plan", "time": 1}', '{"event": "fault", "time": 2}'])
 def test_an_event_against_the_schema_is_an_error_without_a_traceback(run: Path, capsys, line: str) -> None:
     with (run / "events-0.jsonl").open("a") as file:
         file.write(line + "\n")
     assert main([str(run)]) == 2
     assert capsys.readouterr().err.startswith("recover-report: error: ")
+
+
+def test_spoiled_lines_are_named_on_the_page_and_an_iteration_without_a_line_passes_no_audit(run: Path, capsys) -> None:
+    for name in ("events.jsonl", "events-0.jsonl"):
+        with (run / name).open("ab") as file:
+            file.write(bytes(300) + b"\n")
+    code, page = report(run)
+    assert code == 0
+    assert page.beside("AUDIT PASSED").startswith("in each of 50 iterations")
+    assert "events.jsonl:" in page.beside("LEFT OUT")
+    assert "events-0.jsonl:" in page.beside("LEFT OUT")
+    lines = (run / "steps.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "steps.jsonl").write_bytes(b"".join([*lines[:6], bytes(len(lines[6]) - 1) + b"\n", *lines[7:]]))
+    code, page = report(run)
+    assert code == 1
+    assert "AUDIT PASSED" not in page.cells
+    assert page.beside("AUDIT INCOMPLETE").startswith("iteration 7 is not shown")
+    assert main([str(run), "--trace", str(run / "trace.json")]) == 0
+    assert "left out: 2 spoiled lines" in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, run: Path, capsys) -> None:

@@ -78,7 +78,7 @@ def test_highest_ids_missing_from_every_iteration_show_against_the_samples() -> 
         ({"microbatches": {}}, "iteration 9: microbatches all were not counted"),
         ({"consumed_samples": 9 * 12 - 1}, "iteration 9: 11 samples are no whole number of microbatches of 2"),
         ({"consumed_samples": 9 * 12 - 2}, "iteration 9: microbatches [5] were counted, the last one is 4"),
-        ({"iteration": 10}, "iteration 10 follows iteration 8"),
+        ({"iteration": 8}, "iteration 8 follows iteration 8"),
     ],
 )
 def test_each_kind_of_violation_is_found_and_named(
@@ -101,11 +101,54 @@ def test_ids_missing_from_every_iteration_are_found_where_their_number_is_known(
     summary(tmp_path, "--microbatches", 6)
 
 
-def test_a_last_line_cut_by_a_crash_is_left_out_and_a_damaged_one_before_it_is_named(
+def test_a_last_line_cut_by_a_crash_is_left_out_and_a_spoiled_one_before_it_is_named(
     tmp_path: Path, summary: Summary
 ) -> None:
     assert "8 (1 to 8)" in summary(write_steps(tmp_path, GOOD, end=step(9).to_json()[:40]))
-    assert "steps.jsonl:9" in summary(write_steps(tmp_path, GOOD, end="{}\n" + step(9).to_json() + "\n"), code=2)
+    told = summary(write_steps(tmp_path, GOOD, end="{}\n" + step(10).to_json() + "\n"), code=1)
+    assert "left out        1 spoiled line (NUL bytes, half a line, or two mixed): steps.jsonl:9" in told
+    assert "NOT each shown: iteration 9 is not shown" in told
+    assert "counted exactly once" not in told
+    told = summary(write_steps(tmp_path, [*GOOD, step(9)], end="{}\n" + step(10).to_json() + "\n"))
+    assert "steps.jsonl:10" in told, "the iteration of the spoiled line was run again"
+
+
+@pytest.mark.parametrize("spoiled", ["\0" * 300, '{"iteration": 9, "lo\0\0', "\0\n"])
+def test_what_may_have_followed_the_last_line_is_not_shown(tmp_path: Path, summary: Summary, spoiled: str) -> None:
+    told = summary(write_steps(tmp_path, GOOD, end=spoiled), code=1)
+    assert "NOT each shown: iterations after 8 are not shown" in told
+    assert "iterations after 0 are not shown" in summary(write_steps(tmp_path, [], end=spoiled), code=1)
+
+
+def test_spoiled_lines_of_every_file_cost_nobody_the_report(tmp_path: Path, summary: Summary) -> None:
+    write_steps(tmp_path, GOOD)
+    for name in ("events.jsonl", "events-0.jsonl", "chaos.jsonl"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\n" + bytes(300))
+    for name in ("workers.json", "corpus.json", "run.json"):
+        (tmp_path / name).write_bytes(bytes(300))
+    told = summary(tmp_path)
+    assert "8 (1 to 8)" in told
+    assert (
+        "9 spoiled lines (NUL bytes, half a line, or two mixed): events-0.jsonl:1, events-0.jsonl:2, events.jsonl:1, "
+        "events.jsonl:2, chaos.jsonl:1, chaos.jsonl:2, corpus.json, workers.json, ..."
+    ) in told
+
+
+def test_iterations_that_log_rotation_has_taken_are_not_shown(tmp_path: Path, summary: Summary) -> None:
+    timed = [dataclasses.replace(one, time=100.0 + one.iteration) for one in GOOD]
+
+    def of(first: int, starts: list[tuple[int, float]], code: int) -> str:
+        write_lines(
+            tmp_path / "events.jsonl",
+            [{"event": "start", "time": at, "iteration": n, "replicas": [0, 1], "worker": 0} for n, at in starts],
+        )
+        return summary(write_steps(tmp_path, timed[first - 1 :]), code=code)
+
+    assert "NOT each shown: iterations 1 to 4 are not shown" in of(5, [(1, 100.0)], 1)
+    assert "goodput" not in of(5, [(1, 100.0)], 1), "time of which nothing is known is no time without work"
+    assert "goodput" in of(5, [(5, 104.0)], 0), "a run that goes on from a checkpoint of another folder"
+    of(5, [(1, 50.0), (5, 104.0)], 0)  # the first launch committed nothing
+    of(5, [], 0)
 
 
 def test_the_summary_has_the_losses_beside_the_unigram_entropy(tmp_path: Path, summary: Summary) -> None:
@@ -167,7 +210,7 @@ def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, capsys: pyte
     assert main([str(tmp_path), "--corpus", str(tmp_path / "no.json")]) == 2
     for content in ("{", "[]"):
         (tmp_path / "corpus.json").write_text(content)
-        assert main([str(tmp_path)]) == 2
+        assert main([str(tmp_path), "--corpus", str(tmp_path / "corpus.json")]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 5
     assert all(line.startswith("recover-report: error: ") for line in said)
