@@ -32,6 +32,8 @@ log = get_logger(__name__)
 RETRY_SECONDS = 2.0
 STALL_SECONDS = 10.0
 """A job that takes so long is told of: nothing else would, while the queue has room."""
+LOOK_SECONDS = 10.0
+"""A file with a ``head`` that gets no lines is looked after so often."""
 QUIET_SECONDS = 60.0
 """A disk that fails and recovers in turn is told of once in this time."""
 PATIENCE_SECONDS = 0.1
@@ -119,6 +121,9 @@ class Aside:
             self._closed = True
             self._changed.notify_all()
 
+    def _look(self) -> None:
+        """Called in the thread after ``LOOK_SECONDS`` without a job."""
+
     @property
     def finished(self) -> bool:
         return self._closed and not self._jobs
@@ -155,7 +160,8 @@ class Aside:
                     self._behind = False
                     if self._closed:
                         return
-                    self._changed.wait()
+                    if not (self._changed.wait(LOOK_SECONDS) or self._jobs or self._closed):
+                        self._jobs.append((0, self._look))
                 job = self._jobs[0][1]
                 self._since = time.monotonic()
             try:
@@ -229,8 +235,12 @@ class LogWriter(Aside):
     """Adds lines to one file, which is opened with the first one.
 
     ``opening`` gives the descriptor, in the thread, and again when the file has to be opened anew (its folder was
-    removed, the server has forgotten it).  ``gap(n)`` is written where n lines were dropped.
+    removed, a log rotation has moved it, the server has forgotten it).  ``gap(n)`` is written where n lines were
+    dropped.
     """
+
+    head = b""
+    """Lines that readers need: they are written again, soon, into a file that was emptied or made anew."""
 
     def __init__(
         self,
@@ -241,11 +251,13 @@ class LogWriter(Aside):
         most_bytes: int = MOST_BYTES,
     ) -> None:
         super().__init__(str(path), say, most_bytes)
-        self._path = path
+        self._path = Path(os.path.abspath(path))  # the program may go to another folder
         self._opening = opening
         self._gap = gap
         self._missing = 0
         self._descriptor: int | None = None
+        self._size = 0
+        """The file had so many bytes after the last write."""
 
     def make(self) -> None:
         """Open the file now, so that it is there before the first line."""
@@ -284,18 +296,38 @@ class LogWriter(Aside):
         Returns how many are now, fewer than all where the disk is full; raises OSError where not one more was written.
         """
         try:
-            if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
-                self._close()  # removed, perhaps with its folder
+            if self._descriptor is not None and self._is_elsewhere(self._descriptor):
+                self._close()
             if self._descriptor is None:
                 self._descriptor, written = self._opening(self._path), 0
+            info = os.fstat(self._descriptor)
+            if self.head and not written and info.st_size < self._size and stat.S_ISREG(info.st_mode):
+                os.write(self._descriptor, self.head)
             if not written and wanted is not None and not wanted():
                 return len(line)
-            return written + os.write(self._descriptor, memoryview(line)[written:])
+            count = os.write(self._descriptor, memoryview(line)[written:])
+            self._size = info.st_size + count
+            return written + count
         except OSError as error:
             if error.errno not in _FULL:
                 with contextlib.suppress(OSError):
                     self._close()
             raise
+
+    def _is_elsewhere(self, descriptor: int) -> bool:
+        """Whether the open file is no longer the one at its path: it was removed, or moved.
+
+        After ``close`` a moved file still gets the lines that are left: the new file may be another writer's.
+        """
+        info = os.fstat(descriptor)
+        try:
+            return info.st_nlink == 0 or not (self._closed or os.path.samestat(info, os.stat(self._path)))
+        except OSError as error:  # the path cannot be looked at: the open file may take lines all the same
+            return isinstance(error, FileNotFoundError)
+
+    def _look(self) -> None:
+        if self.head:
+            self._add(b"", 0, None)
 
 
 def flush_all(files: Iterable[Aside], seconds: float = FLUSH_SECONDS) -> None:

@@ -122,6 +122,96 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "log").read_bytes() == LINE
 
 
+@pytest.mark.parametrize("create", [False, True], ids=["moved", "moved, and made anew"])
+def test_after_a_log_rotation_lines_go_to_the_file_at_the_path(tmp_path: Path, create: bool) -> None:
+    path = tmp_path / "log"
+    file = LogWriter(path, pytest.fail)
+    file.put(LINE)
+    assert file.flush(DEADLINE)
+    path.rename(tmp_path / "log.1")
+    if create:
+        path.touch()
+    file.put(LINE)
+    file.put(LINE)
+    assert file.flush(DEADLINE)
+    assert (tmp_path / "log.1").read_bytes() == LINE
+    assert path.read_bytes() == 2 * LINE
+
+
+@pytest.mark.parametrize("quiet", [False, True], ids=["with the next line", "without a line"])
+@pytest.mark.parametrize("how", ["emptied", "moved", "moved, and made anew"])
+def test_what_readers_need_is_written_again_after_a_log_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, quiet: bool
+) -> None:
+    monkeypatch.setattr(log_writer, "LOOK_SECONDS", 0.01 if quiet else DEADLINE)
+    path = tmp_path / "log"
+    path.write_bytes(LINE)  # of a launch before
+    file = LogWriter(path, pytest.fail)
+    file.head = b"head\n"
+    for _ in range(2):
+        file.put(LINE)
+    assert file.flush(DEADLINE)
+    assert path.read_bytes() == 3 * LINE
+    if how == "emptied":
+        os.truncate(path, 0)
+    else:
+        path.rename(tmp_path / "log.1")
+        if how != "moved":
+            path.touch()
+    if quiet:
+        eventually(lambda: path.exists() and path.read_bytes() == b"head\n")
+    file.put(LINE)
+    file.put(LINE)
+    assert file.flush(DEADLINE)
+    assert path.read_bytes() == b"head\n" + 2 * LINE
+
+
+def test_no_head_is_repeated_where_there_is_no_file(tmp_path: Path) -> None:
+    """A coordinator without --events writes to stderr, which may be a pipe."""
+    reader, writer = os.pipe()
+    file = LogWriter(tmp_path / "log", pytest.fail, opening=lambda _: os.dup(writer))
+    file.head = b"head\n"
+    for _ in range(3):
+        file.put(LINE)
+    assert file.flush(DEADLINE)
+    file.close()
+    eventually(lambda: file.finished)
+    os.close(writer)
+    assert read_all(reader) == 3 * LINE
+    os.close(reader)
+
+
+def test_a_file_that_is_closed_gets_its_last_lines_though_another_has_taken_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    gate = threading.Event()
+    file = LogWriter(path, pytest.fail)
+    file.put(LINE)
+    assert file.flush(DEADLINE)
+    file.put(LINE, wanted=lambda: gate.wait(DEADLINE))
+    file.put(LINE)
+    file.close()
+    path.rename(tmp_path / "log.1")
+    path.touch()
+    gate.set()
+    eventually(lambda: file.finished)
+    assert (tmp_path / "log.1").read_bytes() == 3 * LINE
+    assert path.read_bytes() == b""
+
+
+def test_a_program_that_goes_to_another_folder_takes_no_file_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    file = LogWriter(Path("log"), pytest.fail)
+    file.put(LINE)
+    assert file.flush(DEADLINE)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file.put(LINE)
+    assert file.flush(DEADLINE)
+    assert (tmp_path / "log").read_bytes() == 2 * LINE
+
+
 def test_a_line_that_was_cut_gets_its_end_before_the_next(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(LINE + b"cut")
     file = LogWriter(tmp_path / "log", pytest.fail)

@@ -383,6 +383,8 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None) -> None:
+        self._needed: dict[str, bytes] = {}
+        """The last line of each of the events by which readers find the run."""
         self._file = LogWriter(
             path or Path("/dev/stderr"),
             lambda text: log.warning(f"coordinator: {text}"),
@@ -391,7 +393,11 @@ class Journal:
         )
 
     def __call__(self, record: Mapping[str, Json]) -> None:
-        self._file.put(_line(record))
+        line = _line(record)
+        if (event := str(record.get("event"))) in ("listening", "lead", "plan"):
+            self._needed[event] = line
+            self._file.head = b"".join(self._needed.values())
+        self._file.put(line)
 
     def close(self) -> None:
         """Write what is left, as long as the disk takes it."""

@@ -108,13 +108,13 @@ def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequ
 
 def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[float]:
     """The times from which on events belong to the 1st, 2nd, ... launch; the first is the beginning of time."""
-    listening: dict[str, list[float]] = {}  # every candidate says so once in each launch
+    listening: dict[str, set[float]] = {}  # every candidate says so once in each launch, or the same again
     for event in coordinators:
         if event["event"] == "listening":
-            listening.setdefault(event.get("file", ""), []).append(event["time"])
+            listening.setdefault(event.get("file", ""), set()).add(event["time"])
     if listening:
         fullest = max(listening.values(), key=len)
-        return [-math.inf, *fullest[1:]]
+        return [-math.inf, *sorted(fullest)[1:]]
     starts, running = [-math.inf], False
     for event in workers:
         if event["event"] == "start" and running:

@@ -41,7 +41,10 @@ class EventsFile:
         killed leaves the whole line or nothing; seldom a part of it, which readers leave out.
         """
         told = {"event": event, "time": round(time.time(), 6), **fields}
-        self._file.put(json.dumps(told, separators=(",", ":")).encode() + b"\n")
+        line = json.dumps(told, separators=(",", ":")).encode() + b"\n"
+        if event == "start":
+            self._file.head = line
+        self._file.put(line)
         self._file.settle()
 
     def close(self) -> None:

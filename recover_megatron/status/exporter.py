@@ -155,7 +155,8 @@ class Exporter:
         status = self._status(last)
         self._history.read()
         if status is not None:
-            status = status.with_files(self._history.training(time.time()), worker_processes(self._folder))
+            training = self._history.training(self._history.now(status.commit_age))
+            status = status.with_files(training, worker_processes(self._folder))
         if self._collector is not None:
             self._collector.put(status)
             self._write_textfile()
@@ -188,11 +189,17 @@ class Exporter:
     def _write_textfile(self) -> None:
         if self._textfile is None:
             return
-        from prometheus_client import write_to_textfile
+        from prometheus_client import generate_latest
 
+        draft = Path(f"{self._textfile}.{os.getpid()}")
         try:
-            write_to_textfile(str(self._textfile), self._registry)
+            draft.write_bytes(generate_latest(self._registry))
+            with suppress(OSError):  # a file system without modes
+                draft.chmod(0o644)  # whatever the umask: node-exporter has a user of its own
+            draft.replace(self._textfile)
         except OSError as error:
+            with suppress(OSError):
+                draft.unlink()
             if not self._told:
                 self._told = True
                 log.warning(f"--recover-metrics-file {self._textfile} cannot be written ({error.strerror or error})")

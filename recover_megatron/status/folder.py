@@ -21,7 +21,7 @@ from typing import Any
 
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, FIRST_JOINED
 from recover_megatron.membership.wire import SECRET_FILE
-from recover_megatron.run_log.events import COORDINATOR_FILES, EVENTS_FILE, Lines
+from recover_megatron.run_log.events import COORDINATOR_FILES, EVENTS_FILE, Lines, line_object
 from recover_megatron.run_log.steps import STEPS_FILE, read_last
 from recover_megatron.status.headline import span
 from recover_megatron.status.model import Gone, RunStatus, Training, printable
@@ -156,12 +156,9 @@ def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
     for number in sorted(int(number) for number in numbers if number.isdecimal()):
         path = folder / f"events-{number}.jsonl"
         launch: list[Mapping[str, Any]] = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # the line that is being written
-            if isinstance(record, dict) and "event" in record:
+        for line in path.read_bytes().split(b"\n"):
+            record = line_object(line)  # none: spoiled, or being written
+            if record is not None and "event" in record:
                 if record["event"] == "listening":
                     launch = []
                 launch.append(record)
@@ -207,14 +204,17 @@ class History:
         self.last_time = 0.0
         """Of the newest event, in unix seconds: when a run that has ended did."""
         self._steps_written = 0.0  # when steps.jsonl was, in unix seconds
+        self._step_time: float | None = None  # of the last step, by its writer's clock
+        self._told = 0.0  # time of the training's newest event, by its writer's clock
 
     def _forget_steps(self) -> None:
         self.recent: deque[RecentStep] = deque(maxlen=RECENT + 1)
+        self._first: int | None = None  # iteration of which the file tells
         self._worked: dict[int, float] = {}  # replicas -> seconds of this launch's steps with so many
 
     def _forget_events(self) -> None:
         self.recovered: list[tuple[float, Sequence[int]]] = []
-        """Of each loss of replicas that was survived: when (unix seconds), and which workers were lost."""
+        """Of each loss of replicas that was survived: when it was read (monotonic), and which workers were lost."""
         self.rerun = 0
         self.phases: list[tuple[str, float]] = []
         """(phase, seconds) of every recovery."""
@@ -233,18 +233,18 @@ class History:
         self.news = []
         for event in self._events.new()[1]:
             self._take_event(event)
-        anew, steps = self._steps.new(upto=b', "microbatches"')
-        if anew:
-            self._forget_steps()
         with suppress(OSError):
             self._steps_written = (self._folder / STEPS_FILE).stat().st_mtime
-        for step in steps:
+        for step in self._steps.new(upto=b', "microbatches"')[1]:
             self._take_step(step)
         for path in self._folder.glob(COORDINATOR_FILES):
             for event in self._coordinators.setdefault(path, Lines(path)).new()[1]:
                 self._note(event, path)
 
     def _take_event(self, event: Record) -> None:
+        if event == self.start:
+            return  # told again, in a file that was emptied or made anew
+        self._told = max(self._told, _number(event.get("time")) or 0.0)
         self._note(event, self._folder / EVENTS_FILE)
         match event.get("event"):
             case "start":
@@ -253,7 +253,7 @@ class History:
                 self._worked = {}
             case "plan":
                 if event.get("lost_replicas"):
-                    self.recovered.append((_number(event.get("time")) or 0.0, event.get("lost_workers", ())))
+                    self.recovered.append((time.monotonic(), event.get("lost_workers", ())))
             case "recovery":
                 self.rerun += sum(map(len, event.get("reran", {}).values()))
                 for phase, seconds in event.get("seconds", {}).items():
@@ -267,6 +267,11 @@ class History:
             known = {name: step[name] for name in RecentStep.__dataclass_fields__}
         except KeyError:
             return
+        if self.recent and known["iteration"] <= self.recent[-1].iteration:
+            self._forget_steps()  # the run has gone back, or was launched again
+        if self._first is None:
+            self._first = known["iteration"] - step.get("skipped", 0)
+        self._step_time = _number(step.get("time"))
         self.recent.append(RecentStep(**known))
         if self.start is None or known["iteration"] >= self.start.get("iteration", 0):
             replicas = known["replicas"]
@@ -276,12 +281,21 @@ class History:
         self.news.append({"file": path.name, **event})
         self.last_time = max(self.last_time, _number(event.get("time")) or 0.0)
 
+    def now(self, age: float | None) -> float:
+        """The time by the clock of those who train, ``age`` seconds after they told of something, in unix seconds.
+
+        The clock here, which may differ by hours, where steps tell no time (those of older versions).
+        """
+        return time.time() if self._step_time is None else max(self._step_time, self._told) + (age or 0.0)
+
     def training(self, now: float, end: float | None = None) -> Training | None:
         """How the training gets on until ``end``, ages as of ``now`` (unix seconds); None: no iteration is known."""
         if not self.recent:
             return None
         start, last = self.start or {}, self.recent[-1]
-        if last.iteration >= start.get("iteration", 0) and self._steps_written < start.get("time", 0.0):
+        if last.iteration >= start.get("iteration", 0) and (
+            self._steps_written if self._step_time is None else self._step_time
+        ) < start.get("time", 0.0):
             return None  # an earlier launch has made it; this one makes its first, and begins the file anew then
         pace = [step.seconds for step in list(self.recent)[1:]]
         samples = last.consumed_samples - self.recent[0].consumed_samples
@@ -306,8 +320,10 @@ class History:
         )
 
     def goodput(self, now: float) -> float | None:
-        """See ``Training``; a recovery's seconds are not counted as work."""
+        """See ``Training``; a recovery's seconds are not counted as work.  None where steps are missing."""
         if self.start is None or now <= self.start["time"] or not self.start.get("replicas"):
+            return None
+        if self._first is None or self._first > self.start.get("iteration", self._first):
             return None
         of = len(self.start["replicas"])
         work = sum(min(1.0, replicas / of) * seconds for replicas, seconds in self._worked.items()) - self._recovering

@@ -68,12 +68,12 @@ class RunCollector(Collector):
             self._recovered.append(cause)
 
     def _cause(self, at: float, lost: Sequence[int]) -> str | None:
-        """Of a recovery from the loss of these workers ``at`` (unix seconds); None: it may be known later."""
+        """Of a recovery from the loss of these workers, read ``at`` (monotonic); None: it may be known later."""
         if found := {self._causes[worker] for worker in lost if worker in self._causes}:
             return min(found, key=CAUSES.index)
         if self._status is not None and set(self._status.aside) & set(lost):
             return ASIDE
-        return UNNAMED if time.time() - at > NAMED_SECONDS or not lost else None
+        return UNNAMED if time.monotonic() - at > NAMED_SECONDS or not lost else None
 
     def collect(self) -> Iterator[Metric]:
         for family in self._families():
@@ -99,10 +99,14 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
     yield state
     silences = [worker.silence for worker in [*status.placed, *status.spares] if worker.silence is not None]
     training = status.training
+    running, launched = len(status.grid), status.replicas_of_launch
+    if launched is None and status.epoch and status.workers_of_launch is not None:  # a run of the library
+        left = sum(gone.fate == "left" for gone in status.gone)
+        running, launched = status.live, status.workers_of_launch - left
     rows: list[tuple[str, str, float | None]] = [
         ("recover_epoch", "Epoch of the last plan.", status.epoch),
-        ("recover_replicas", "Replicas that run.", len(status.grid)),
-        ("recover_replicas_of_launch", "Replicas at the launch.", status.replicas_of_launch),
+        ("recover_replicas", "Replicas that run.", running),
+        ("recover_replicas_of_launch", "Replicas at the launch.", launched),
         ("recover_workers_live", "Workers that live.", status.live),
         ("recover_workers", "All workers that the run has known.", status.world),
         ("recover_spares", "Live workers without a place.", len(status.spares)),
@@ -112,9 +116,11 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
         ("recover_last_step_age_seconds", "Since the last committed decision.", status.commit_age),
         ("recover_exit_code", "Of a run that has ended.", status.code),
     ]
+    if training is not None or (status.epoch and status.iteration):
+        iteration = status.iteration if training is None else training.iteration
+        rows.append(("recover_iteration", "Last committed iteration, or the one under way.", iteration))
     if training is not None:
         rows += [
-            ("recover_iteration", "Last committed iteration.", training.iteration),
             ("recover_train_iterations", "Iterations that the training shall have.", training.train_iters),
             ("recover_loss", "Loss of the last iteration.", training.loss),
             ("recover_iteration_seconds", "Mean of the last iterations.", training.seconds_per_iteration),

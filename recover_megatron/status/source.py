@@ -117,7 +117,7 @@ class FolderSource:
             if status.code is not None:
                 status = ending(self._folder) or status
         self.history.read()
-        now = time.time()
+        now = self.history.now(status.commit_age) if status.code is None else time.time()
         training = None
         if status.epoch or has_begun(self._folder):  # else the files tell of an earlier launch
             training = self.history.training(now, now if status.code is None else self.history.last_time)

@@ -14,7 +14,9 @@ import pytest
 from recover_megatron.launch import log_folder
 from recover_megatron.launch.log_folder import Claim
 from recover_megatron.membership.records import FIRST_JOINED
-from recover_megatron.run_log.events import EVENTS_FILE, EventsFile
+from recover_megatron.membership.server import Journal
+from recover_megatron.report.history import history
+from recover_megatron.run_log.events import EVENTS_FILE, EventsFile, read_run_events
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
 from recover_megatron.status.__main__ import main
 from recover_megatron.status.folder import (
@@ -29,6 +31,8 @@ from recover_megatron.status.folder import (
 )
 from recover_megatron.status.headline import Level, headline
 from recover_megatron.status.model import Gone, RunStatus, Stall, read
+from recover_megatron.status.source import FolderSource, Watch
+from tests.harness.waiting import DEADLINE
 from tests.status.test_status_model import GRID, placed, seen
 
 LAUNCHED, JOINED = "10.0.0.1:1000", "10.0.0.9:9000"
@@ -101,6 +105,81 @@ def test_where_nobody_answers_the_side_that_stopped_tells_the_end(
 def test_a_folder_without_a_launch_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--coordinators"]) == 1
     assert "was it the --log-dir of a launch here?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["emptied", "moved", "moved, and made anew"])
+def test_after_a_log_rotation_the_folder_tells_of_its_run_as_before(tmp_path: Path, how: str) -> None:
+    """Of coordinators that have little to say, too; the report takes nothing for another launch."""
+    log(tmp_path, 0, listening("10.0.0.1:999", 100.0), {"event": "plan", "epoch": 9, "time": 101.0})  # a launch before
+    path, events = tmp_path / "events-0.jsonl", EventsFile(tmp_path / EVENTS_FILE)
+    journal = Journal(path)
+    journal({"event": "listening", "address": LAUNCHED, "world": 4})
+    for term in (1, 2):
+        journal({"event": "lead", "term": term})
+        journal({"event": "plan", "epoch": term})
+    events.append("start", iteration=1, train_iters=100, replicas=[0, 1])
+    assert journal._file.flush(DEADLINE)
+    for file in (path, tmp_path / EVENTS_FILE):
+        if how == "emptied":
+            os.truncate(file, 0)
+        else:
+            file.rename(file.with_suffix(".jsonl.1"))
+            if how != "moved":
+                file.touch()
+    if how == "emptied":
+        with pytest.raises(ValueError, match=r"no events-<n>\.jsonl"):
+            candidates(tmp_path)
+    journal({"event": "commit", "iteration": 7})
+    events.append("checkpoint", saved=7)
+    journal.close()
+    events.close()
+    assert candidates(tmp_path) == LAUNCHED
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(one["event"], one.get("term") or one.get("epoch")) for one in told] == [
+        ("listening", None), ("lead", 2), ("plan", 2), ("commit", None)
+    ]  # fmt: skip
+    workers, coordinators, chaos = read_run_events(tmp_path)
+    assert history(workers, coordinators, chaos).launches == 1
+    assert [one["event"] for one in workers] == ["start", "checkpoint"]
+
+
+def test_a_rotation_of_the_folder_costs_who_looks_on_nothing_and_who_comes_later_claims_no_goodput(
+    tmp_path: Path,
+) -> None:
+    start(tmp_path)
+    steps(tmp_path, 1, 20)
+    event(tmp_path, "plan", BEGUN + 5, lost_replicas=[2], lost_workers=[2])
+    looks_on = history_of(tmp_path)
+    for name in (STEPS_FILE, EVENTS_FILE):
+        (tmp_path / name).rename(tmp_path / f"{name}.1")
+    start(tmp_path)  # told again
+    steps(tmp_path, 21, 30)
+    looks_on.read()
+    training = training_at(looks_on, BEGUN + 20)
+    assert (training.iteration, training.recoveries, looks_on.news) == (30, 1, [])
+    assert training.goodput == pytest.approx(15 / 20)
+    later = training_at(history_of(tmp_path), BEGUN + 20)
+    assert (later.iteration, later.train_iters, later.goodput) == (30, 100, None)
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_the_clock_of_who_looks_changes_nothing_of_what_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    begun = time.time() - ahead
+    start(tmp_path, begun)
+    file = StepsFile(tmp_path / STEPS_FILE, 1)
+    for n in range(1, 41):
+        file.append(StepRecord(n, 3.0, 1.0, 8 * n, 1, 4, 0.5, {0: [0]}, time=begun + n / 2))
+    file.close()
+    event(tmp_path, "checkpoint", begun + 15, saved=30, folder="here")
+    log(tmp_path, 0, listening(LAUNCHED, begun))
+    monkeypatch.setenv("RECOVER_SECRET", "one that is long enough")
+    monkeypatch.setattr(Watch, "look", lambda *_: seen(commit_age=5.0))
+    training = FolderSource(tmp_path, None).look().training
+    assert training is not None
+    assert training.goodput == pytest.approx(20 / 25)
+    assert training.checkpoint_age == pytest.approx(10)
 
 
 def claimed(folder: Path, **fields: object) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -15,7 +18,8 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from recover_megatron.status.exporter import MOST, EventHook
+from recover_megatron.status import metrics
+from recover_megatron.status.exporter import MOST, EventHook, Exporter
 from recover_megatron.status.folder import History
 from recover_megatron.status.headline import Headline, Level, headline
 from recover_megatron.status.metrics import RunCollector
@@ -23,7 +27,7 @@ from recover_megatron.status.model import CAUSES, read
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 from tests.status.test_folder import BEGUN, event, history_of, start, steps
-from tests.status.test_status_model import GRID, seen, text
+from tests.status.test_status_model import GRID, row, seen, text
 
 OBSERVABILITY = REPOSITORY / "examples" / "observability"
 RUN = "/logs/a"
@@ -94,7 +98,9 @@ def test_who_is_aside_and_what_is_being_drained_is_counted_and_no_loss(tmp_path:
     assert told["recover_recoveries_total", "aside"] == 1  # it keeps the cause that it was counted with
 
 
-def test_a_loss_is_counted_once_under_the_cause_that_it_turns_out_to_have(tmp_path: Path) -> None:
+def test_a_loss_is_counted_once_under_the_cause_that_it_turns_out_to_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     event(tmp_path, "plan", time.time(), lost_replicas=[2], lost_workers=[4, 5])
     collector = RunCollector(history := history_of(tmp_path), RUN)
 
@@ -112,11 +118,54 @@ def test_a_loss_is_counted_once_under_the_cause_that_it_turns_out_to_have(tmp_pa
     assert counted(lost(4, "", 9.0), lost(5, closed, 9.0)) == killed  # a coordinator that took over does not know why
     assert counted(lost(4, "", 11.0), lost(5, closed, 11.0)) == {"killed": (1, 1), "ended": (1, 0)}
     out = lost(6, "makes no progress: no progress", fate="out")
-    event(tmp_path, "plan", time.time() - 60, lost_replicas=[1], lost_workers=[6])
-    event(tmp_path, "plan", time.time() - 60, lost_replicas=[0], lost_workers=[0])  # nobody ever says why
+    event(tmp_path, "plan", time.time() - 3600, lost_replicas=[1], lost_workers=[6])  # by another host's clock
+    event(tmp_path, "plan", time.time() - 3600, lost_replicas=[0], lost_workers=[0])  # nobody ever says why
     history.read()
-    told = {"killed": (1, 1), "ended": (1, 1), "hang": (1, 1)}
+    told = {"killed": (1, 1), "ended": (1, 0), "hang": (1, 1)}
     assert counted(out, lost(4, "", 60.0), lost(5, closed, 60.0)) == told
+    monkeypatch.setattr(metrics, "NAMED_SECONDS", 0.0)
+    assert counted(out, lost(4, "", 60.0), lost(5, closed, 60.0)) == {**told, "ended": (1, 1)}
+
+
+def test_a_run_of_the_library_has_the_numbers_that_alerts_ask_for(tmp_path: Path) -> None:
+    """It writes no steps.jsonl, and its plans tell of no replicas: each worker counts as one."""
+    workers = [row(n, iteration=7, phase="forward") for n in range(3)]
+    dead, left = ({"worker": 2, "fate": fate, "host": "h", "why": "", "ago": 2.0} for fate in ("dead", "left"))
+
+    def told(**fields: object) -> tuple[float | None, ...]:
+        collector = RunCollector(History(tmp_path), RUN)
+        whole = {"replicas": [], "replica_size": 0, "launched": 3, "world": 3, "live": 3, "workers": workers}
+        collector.put(seen(**{**whole, **fields}).with_files(None, {}))
+        values = samples(collector)
+        return tuple(values.get((f"recover_{name}",)) for name in ("iteration", "replicas", "replicas_of_launch"))
+
+    assert told() == (7, 3, 3)
+    assert told(live=2, workers=[*workers[:2], dead]) == (7, 2, 3)
+    assert told(live=2, workers=[*workers[:2], left]) == (7, 2, 2)
+    assert told(epoch=0) == (None, 0, None)
+
+
+def test_node_exporter_may_read_the_textfile_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECOVER_SECRET", "one that is long enough")
+    made = argparse.Namespace(
+        log_dir=tmp_path, coordinators="127.0.0.1:1", on_event="", textfile=tmp_path / "run.prom", port=0, host="",
+        end_fd=-1,
+    )  # fmt: skip
+    exporter = Exporter(made)
+    before = os.umask(0o077)
+    try:
+        exporter._write_textfile()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(made.textfile.stat().st_mode) == 0o644
+    assert b"recover_coordinator_up" in made.textfile.read_bytes()
+    assert list(tmp_path.iterdir()) == [made.textfile]
+    made.textfile.unlink()
+    made.textfile.mkdir()
+    exporter._write_textfile()  # as good as a disk that refuses it
+    assert list(tmp_path.iterdir()) == [made.textfile]
 
 
 def test_restarts_are_told_before_the_first_iteration_but_none_of_an_earlier_run(tmp_path: Path) -> None:
