@@ -301,12 +301,13 @@ class LogWriter(Aside):
             if self._descriptor is None:
                 self._descriptor, written = self._opening(self._path), 0
             info = os.fstat(self._descriptor)
-            if self.head and not written and info.st_size < self._size and stat.S_ISREG(info.st_mode):
-                os.write(self._descriptor, self.head)
+            size = info.st_size
+            if self.head and not written and size < self._size and stat.S_ISREG(info.st_mode):
+                size += os.write(self._descriptor, self.head)
             if not written and wanted is not None and not wanted():
                 return len(line)
             count = os.write(self._descriptor, memoryview(line)[written:])
-            self._size = info.st_size + count
+            self._size = size + count
             return written + count
         except OSError as error:
             if error.errno not in _FULL:

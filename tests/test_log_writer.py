@@ -152,18 +152,22 @@ def test_what_readers_need_is_written_again_after_a_log_rotation(
         file.put(LINE)
     assert file.flush(DEADLINE)
     assert path.read_bytes() == 3 * LINE
-    if how == "emptied":
-        os.truncate(path, 0)
-    else:
-        path.rename(tmp_path / "log.1")
-        if how != "moved":
-            path.touch()
-    if quiet:
-        eventually(lambda: path.exists() and path.read_bytes() == b"head\n")
-    file.put(LINE)
+    for _ in range(2):
+        if how == "emptied":
+            os.truncate(path, 0)
+        else:
+            path.rename(tmp_path / "log.1")
+            if how != "moved":
+                path.touch()
+        if quiet:
+            eventually(lambda: path.exists() and path.read_bytes() == b"head\n")
+        else:
+            file.put(LINE)
+            assert file.flush(DEADLINE)
+            assert path.read_bytes() == b"head\n" + LINE
     file.put(LINE)
     assert file.flush(DEADLINE)
-    assert path.read_bytes() == b"head\n" + 2 * LINE
+    assert path.read_bytes() == b"head\n" + (1 if quiet else 2) * LINE
 
 
 def test_no_head_is_repeated_where_there_is_no_file(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class RecordedRun:
         first, last = self.steps[0], self.steps[-1]
         if missing := lost_before(first, self.events[0]):
             found.insert(0, not_shown(first.iteration - missing, first.iteration - 1))
-        elif first.iteration > 1 and 0 in self.after_spoiled.values():
+        elif first.iteration > 1 and 0 in self.after_spoiled.values():  # those of a launch before
             found.insert(0, not_shown(1, first.iteration - 1))
         if last.iteration in self.after_spoiled.values():
             found.append(not_shown(last.iteration + 1, None))
@@ -89,10 +89,12 @@ class RecordedRun:
 def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
     """How many iterations its launch made before ``first``, the first line of steps.jsonl that is left (log rotation).
 
-    0: none, or nobody knows.
+    Where no event tells of a start it was at iteration 1, for all that is known.
     """
-    starts = [event for event in workers if event["event"] == "start" and event["time"] <= (first.time or 0.0)]
-    return max(0, first.iteration - first.skipped - starts[-1].get("iteration", first.iteration)) if starts else 0
+    starts = [event for event in workers if event["event"] == "start"]
+    starts = [event for event in starts if event["time"] <= (first.time or math.inf)] or starts[:1]
+    begun = starts[-1].get("iteration", 1) if starts else 1
+    return max(0, first.iteration - first.skipped - int(begun))
 
 
 def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:

@@ -148,7 +148,10 @@ def test_iterations_that_log_rotation_has_taken_are_not_shown(tmp_path: Path, su
     assert "goodput" not in of(5, [(1, 100.0)], 1), "time of which nothing is known is no time without work"
     assert "goodput" in of(5, [(5, 104.0)], 0), "a run that goes on from a checkpoint of another folder"
     of(5, [(1, 50.0), (5, 104.0)], 0)  # the first launch committed nothing
-    of(5, [], 0)
+    assert "NOT each shown: iterations 1 to 4 are not shown" in of(5, [], 1), "the start was rotated away, too"
+    of(5, [(1, 50.0), (5, 104.0)], 0)
+    (tmp_path / "steps.jsonl").write_bytes(bytes(300) + b"\n" + (tmp_path / "steps.jsonl").read_bytes())
+    assert "NOT each shown: iterations 1 to 4 are not shown" in summary(tmp_path, code=1)
 
 
 def test_the_summary_has_the_losses_beside_the_unigram_entropy(tmp_path: Path, summary: Summary) -> None:
