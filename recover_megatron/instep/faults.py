@@ -104,6 +104,10 @@ class UnknownOperation(InStepError):
     """An operation over replicas inside a step, of which the recovery does not know what it is for: exit code 1."""
 
 
+class OutOfTurn(InStepError):
+    """An operation over replicas that no other worker comes to: made in a thread that does not train."""
+
+
 _SIGNS = (
     "gloo/transport",
     "NCCL error",

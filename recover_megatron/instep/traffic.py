@@ -9,6 +9,8 @@ DEFERRED    ... or, in a section whose workers depend on each other inside their
             of the section run with what is at hand; its end tells
 OPEN        anywhere else: the group's members carry it out once, those who are left if some die (`exchange`)
 
+Where no other worker comes to it, in a handler of a signal say, it costs its worker at most (`out_of_turn`).
+
 ``Among`` says which of the members that the caller counts on carry it out; ``caller`` finds the call that asks for it;
 ``Staged`` has what it is carried out on.
 """
@@ -26,6 +28,7 @@ import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.tree import TreeBackend
+from recover_megatron.instep import out_of_turn
 from recover_megatron.instep.faults import Disagreement, UnknownOperation
 from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.recovery import Recovery
@@ -216,6 +219,11 @@ class OverReplicas(Protocol):
         """The slots of the group, those that the run has grown to with them, that are in ``live``."""
 
 
+def _told(made: Caller, group: OverReplicas) -> str:
+    label = group.label or "without a name"
+    return f"{made} reaches over replicas (group {label} of {len(group.workers)} workers)"
+
+
 Operation = Callable[[Any, Among], Any]
 """Starts one collective on a backend, whose members are those present, and returns its work."""
 
@@ -262,6 +270,7 @@ class Traffic:
 
     def agreement_is_enough(self, group: OverReplicas) -> bool:
         """Carry out a barrier of all workers outside sections: that all have reported one more decision is one."""
+        self._in_turn(group)
         if self.mode is not Mode.OPEN or self.recovery is None or group.label != WORLD:
             return False
         self.recovery.sections.run("barrier", lambda: None)
@@ -278,6 +287,7 @@ class Traffic:
 
         ``alone``: its effect if this worker were the only member; ``alike``: if all members had what this one has.
         """
+        self._in_turn(group)
         if alike is not None and self.mode in (Mode.STEP, Mode.DEFERRED) and self._averages(caller()):
             alike()
         elif self.mode is Mode.STARTING:
@@ -304,14 +314,19 @@ class Traffic:
 
     def refuse(self, made: Caller, group: OverReplicas, where: str) -> NoReturn:
         """End the run, for all: replicas would drift apart, or wait for each other for ever."""
+        self._in_turn(group, made)
         message = (
-            f"{made} reaches over replicas (group {group.label or 'without a name'} of {len(group.workers)} workers) "
-            f"{where}. --recover does what replicas need of each other by itself; switch off what calls this, move it "
-            "behind the step, or train without --recover (docs/footguns.md)"
+            f"{_told(made, group)} {where}. --recover does what replicas need of each other by itself; switch off what "
+            "calls this, move it behind the step, or train without --recover (docs/footguns.md)"
         )
         if self.recovery is not None:
             self.recovery.session.give_up(1, message)
         raise UnknownOperation(message)
+
+    def _in_turn(self, group: OverReplicas, made: Caller | None = None) -> None:
+        """End the worker or the thread that makes an operation where no other worker comes; ``made``: its caller."""
+        threads = self.mode not in (Mode.STARTING, Mode.ALONE)
+        out_of_turn.keep_in_turn(lambda: _told(made or caller(), group), threads=threads)
 
     def _once(self, group: OverReplicas, operation: Operation) -> None:
         """Outside of decisions: the tensors get the result when it is over for all."""

@@ -30,6 +30,7 @@ from megatron.training import get_args
 from recover_megatron import integrate
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peers import PeerStoreClient
+from recover_megatron.instep import out_of_turn
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.epoch_groups import CommunicationConfig
@@ -137,6 +138,7 @@ class Groups:
 
     def install(self, loop: Loop) -> None:
         """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
+        out_of_turn.begin()
         monkeypatch.wrap("create_group", self._create_group)
         for module in (dist, dist.distributed_c10d):
             integrate.wrap(module, "new_group", ("ranks",), self._new_group, monkeypatch.SUPPORTED)
