@@ -240,7 +240,7 @@ class Coordinator:
         if self.state is State.STEADY and not self.roster.changes:
             self.lateness.set_aside(self._awaited, now)
         if stuck and self.state is State.STEADY and not self.roster.changes:
-            self.epochs.all_wait()
+            self.lateness.all_wait(self._awaited, now)
 
     def _excuse(self, pause: float, now: float) -> None:
         """This process was kept from running for so long: nobody's silence meanwhile counts."""

@@ -3,7 +3,11 @@
 A worker is *waiting* while it says so in its mark, has reported its step done, or has joined a rendezvous. A worker
 that does not wait and has not made a new mark for ``hang_timeout`` (plus what its mark allows) while another has been
 waiting just as long is *hung*: it holds up the run. When all wait for each other and nobody has made a mark for so
-long, no single worker is to blame: the epoch is *stuck*.
+long, no single worker is to blame: the epoch is *stuck*. All meet again; where the epoch that follows is stuck, too,
+those are put out that wait in something else than most of the replicas do, for the second time (``apart``).
+
+In a rendezvous all wait for each other where those that have not joined wait, too, in an operation that the others do
+not come to: what the mark of such a wait allows does not count then, and the fewer are hung.
 
 Workers that are stopped in every replica keep their mates from coming to where they would say that they wait: when
 nobody at all has made a mark for so long, those are hung of whom nothing has been heard either.
@@ -30,6 +34,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +58,8 @@ class WorkerProgress:
     marked: float = 0.0
     """When that number last changed."""
     waiting_since: float | None = None
+    waits: bool = False
+    """Whether the last mark says that it waits; of a mark since the last plan and the last commit."""
     allow: float = 0.0
     heard: float | None = None
     """When anything was last heard of it; None: not known."""
@@ -75,6 +82,7 @@ class WorkerProgress:
         if message["count"] == self.count:
             return
         self.count, self.marked, self.allow = message["count"], now, message["allow"]
+        self.waits = message["waiting"]
         if not may_wait:
             return
         if not message["waiting"]:
@@ -118,14 +126,39 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
         return Judgement(stuck=now - last > hang_timeout)
     first = max(min(waiting), fresh)
     judgement = Judgement()
-    for p in progress:
+    blamed = [p for p in progress if p.waiting_since is None]
+    all_wait = all(p.waits for p in blamed)
+    if all_wait and 2 * len(blamed) > len(progress) and now - max(p.marked for p in blamed) > hang_timeout:
+        blamed = [p for p in progress if p not in blamed]
+    for p in blamed:
         beyond = now - max(p.marked, first) - hang_timeout
-        if p.waiting_since is None and beyond > 0:
-            if beyond > _allowed(p, now, hang_timeout):
+        if beyond > 0:
+            if beyond > (0.0 if all_wait else _allowed(p, now, hang_timeout)):
                 judgement.hung.append(p.worker)
             elif p.phase in STORAGE_PHASES:
                 judgement.slow.append(p.worker)
     return judgement
+
+
+def apart(group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashable]) -> Workers:
+    """Of workers that all wait for each other: those that wait in something else than most of the replicas do.
+
+    Positions may wait in different operations, but each does so in all replicas. Of two kinds that are equally frequent
+    a step's own is the usual one, and not yet having reported it. Nobody where more than half of the replicas differ.
+    """
+    waits: dict[Hashable, dict[tuple[int, int, str], WorkerId]] = {}
+    for p in group:
+        if p.worker in replica_of:
+            waits.setdefault(replica_of[p.worker], {})[p.place[1] if p.place else 0, p.iteration, p.phase] = p.worker
+    kinds = Counter(frozenset(where) for where in waits.values())
+
+    def strange(kind: frozenset[tuple[int, int, str]]) -> int:
+        return max(2 * (phase not in STEP_PHASES) + (phase == "agree") for _, _, phase in kind)
+
+    usual = min(kinds, key=lambda kind: (-kinds[kind], strange(kind), sorted(kind)), default=frozenset())
+    if 2 * (len(waits) - kinds[usual]) > len(waits):
+        return Workers()
+    return frozenset(worker for its in waits.values() for where, worker in its.items() if where not in usual)
 
 
 def behind(

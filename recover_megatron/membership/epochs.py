@@ -53,6 +53,7 @@ class Epochs:
         self._ready = 0  # members that have reported done beyond self.committed, or have no part
         self._some_left = False  # of this epoch
         self._stuck = 0  # epochs in a row that ended because all waited for each other, without a commit
+        self._apart = Workers()  # those that waited in something else than the others when the last of them ended
 
     @property
     def working(self) -> Workers:
@@ -102,7 +103,7 @@ class Epochs:
         self._some_left = False
         for worker in (workers[member] for member in members):
             worker.status, worker.new, worker.back = None, False, False
-            worker.progress.marked, worker.progress.waiting_since = now, None
+            worker.progress.marked, worker.progress.waiting_since, worker.progress.waits = now, None, False
         seconds, fault_at = {"rendezvous": now - opened_at}, self._roster.fault_at
         if fault_at is not None:
             seconds["since_fault"] = now - fault_at
@@ -164,7 +165,7 @@ class Epochs:
         new = decided > self.committed
         if new:
             self.committed = decided
-            self._stuck = 0
+            self._stuck, self._apart = 0, Workers()
             self._out.log("commit", epoch=self.formed.epoch, iteration=decided)
         self._ready = sum(self.is_ready(workers[member]) for member in self.formed.members)
         return new
@@ -173,13 +174,22 @@ class Epochs:
         """Whether the next commit of the epoch does not wait for this member (any more)."""
         return worker.done > self.committed or worker.idle_in == self.formed.epoch
 
-    def all_wait(self) -> None:
-        """All members wait for each other, and no single one is to blame. Raises RunOver when that goes on and on."""
+    def all_wait(self, apart: Workers) -> Workers:
+        """All members wait for each other, those ``apart`` in something else than the others: who is to be put out.
+
+        Those that were apart when this happened last; where nobody was all meet again. Raises RunOver when that goes on
+        and on.
+        """
         self._stuck += 1
-        self._out.log("stuck", epoch=self.formed.epoch, times=self._stuck)
+        again, self._apart = self._apart & apart, apart
+        self._out.log("stuck", epoch=self.formed.epoch, times=self._stuck, apart=to_runs(apart))
+        if again:
+            self._stuck = 0
+            return again
         if self._stuck > self._roster.settings.max_stuck_epochs:
             raise RunOver(EXIT_LOST_MAJORITY, f"all workers waited for each other in {self._stuck} epochs in a row")
         self._roster.changes.append("all workers wait for each other")
+        return Workers()
 
     def _reported(self, worker: Member, before: bool) -> None:
         """Commit if that was the last report missing; ``before``: whether the worker was ready before it."""
@@ -190,8 +200,8 @@ class Epochs:
         elif self._ready == len(self.formed.members) and self.commit(self.working):
             message = {"type": "commit", "epoch": self.formed.epoch, "iteration": self.committed}
             self._out.send(self._roster.sessions_of(self.formed.members), message)
-            for member in self.formed.members:
-                self._roster.workers[member].progress.waiting_since = None
+            for progress in (self._roster.workers[member].progress for member in self.formed.members):
+                progress.waiting_since, progress.waits = None, False
 
 
 class Hearing:

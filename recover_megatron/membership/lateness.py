@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from recover_megatron.membership.detect import STORAGE_PHASES, Answer, Stall, WorkerProgress, behind, judge
+from recover_megatron.membership.detect import STORAGE_PHASES, Answer, Stall, WorkerProgress, apart, behind, judge
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import Outbox, Probe, State, Statement
 from recover_megatron.membership.leadership import Leadership
@@ -90,7 +90,7 @@ class Lateness:
         """
         late = self._not_heard(now)
         workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
-        group = [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
+        group = self._group(members)
         patience = settings.hang_timeout if self._epochs.formed.epoch else settings.start_timeout
         waiting = [p.waiting_since for p in group if p.waiting_since is not None]
         self._others_wait = bool(waiting)
@@ -117,6 +117,23 @@ class Lateness:
         self._tell(answer, replica_of, now)
         return judgement.stuck
 
+    def all_wait(self, members: Workers, now: float) -> None:
+        """All ``members`` wait for each other: have them meet again, or put out who waits where the others do not come.
+
+        Raises RunOver when that goes on and on.
+        """
+        workers, group = self._roster.workers, self._group(members)
+        out = self._epochs.all_wait(apart(group, self._replica_of()))
+        for worker in (workers[number] for number in sorted(out)):
+            where = f"{worker.progress.phase or 'no phase'} of iteration {worker.progress.iteration}"
+            reason = f"all workers wait for each other, it once more in {where}, to which the others do not come"
+            self._roster.exclude(worker, reason, now, together=out)
+
+    def _group(self, members: Workers) -> list[WorkerProgress]:
+        """The progress of those of ``members`` that are reached."""
+        workers = self._roster.workers
+        return [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
+
     def _until(self, group: list[WorkerProgress], slow: dict[WorkerId, str]) -> float | None:
         """See ``Stall.until``."""
         settings, since = self._roster.settings, [p.waiting_since for p in group if p.waiting_since is not None]
@@ -133,8 +150,7 @@ class Lateness:
 
     def set_aside(self, members: Workers, now: float) -> None:
         """Set the replica of ``members`` aside for which all others of them have waited for the grace."""
-        workers, settings = self._roster.workers, self._roster.settings
-        group = [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
+        settings, group = self._roster.settings, self._group(members)
         if settings.grace > 0 and len(group) == len(members):
             late = behind(group, self._replica_of(), now, settings)
             self._roster.set_aside(late, f"its replica is late by more than {settings.grace:g} s", now)

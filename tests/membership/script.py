@@ -75,6 +75,10 @@ class Script:
         allow = sum(float(word) for word in more if word != "waits")
         self.it.worker(int(worker)).mark(99, phase, None, "waits" in more, allow)
 
+    def waits(self, phase: str, *workers: str) -> None:
+        """In every epoch these wait for the others in this, and report nothing."""
+        self.it.waits |= dict.fromkeys(_numbers(workers), phase)
+
     def late(self, worker: str, also_busy: str = "") -> None:
         """It computes, and is set aside; ``also_busy`` does not join the epoch that leaves it out."""
         self.mark(worker, "forward")
@@ -103,8 +107,9 @@ class Script:
         self.it.frozen |= set(names)
 
     def wake(self, *names: str) -> None:
-        """Of those that were frozen; none named: all, and all that were busy."""
+        """Of those that were frozen; none named: all, and all that were busy, or waited for others."""
         self.it.busy = self.it.busy if names else set()
+        self.it.waits = self.it.waits if names else {}
         self.it.frozen = self.it.frozen - set(names) if names else set()
 
     def kill(self, *workers: str) -> None:

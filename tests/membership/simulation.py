@@ -152,6 +152,8 @@ class World:
         self.accepted: dict[int, frozenset[str]] = {}  # by worker: the nodes that its last plan does without
         self.drained: set[str] = set()  # nodes of which somebody was told that they may be switched off
         self.busy: set[int] = set()  # workers whose main thread computes, without a mark
+        self.waits: dict[int, str] = {}  # workers that wait for the others in this, join epochs, and report nothing
+        self._waits_said: dict[int, tuple[int, str]] = {}  # in which epoch they have said so last
         self.dead: set[str] = set()
         self.unreported: list[int] = []  # deaths that the launcher has not seen yet
         self.blocked: set[tuple[str, int]] = set()
@@ -441,6 +443,10 @@ class World:
                 self._member_effects(name, member.join(self._status(number), "revoked"))
                 if member.deadline < 0:  # a newcomer's first: now it dials
                     self._to_member(name, Tick())
+        elif number in self.waits:
+            if self._waits_said.get(number) != (said := (member.plan.epoch, self.waits[number])):
+                self._waits_said[number] = said
+                member.mark(member.committed + 1, self.waits[number], None, True, 0.0)
         elif self.node(name) in self.accepted.get(number, ()):
             self._member_effects(name, [*member.idle(), *member.leave()])
         elif number in self.spares or member.idle_in == member.plan.epoch or member.plan.epoch in self.vacant:

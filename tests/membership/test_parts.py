@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from recover_megatron.membership import CoordinatorLost, MembershipError, Session, wire
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.detect import Judgement, WorkerProgress, judge
+from recover_megatron.membership.detect import Judgement, WorkerProgress, apart, judge
 from recover_megatron.membership.events import AskForLease, Log, Received, Settle, State, Verdict
 from recover_megatron.membership.leadership import Standing, may_go_on, standing
 from recover_megatron.membership.lease import Lease
@@ -70,6 +70,59 @@ def test_what_a_mark_allows_holds_only_while_the_worker_is_heard() -> None:
 
 def test_when_all_wait_for_each_other_nobody_is_blamed() -> None:
     assert judged(12.0, *(WorkerProgress(n, waiting_since=1.0) for n in range(3))) == Judgement(stuck=True)
+
+
+def waits(worker: int, phase: str, position: int = 0, iteration: int = 7) -> WorkerProgress:
+    return WorkerProgress(
+        worker, waiting_since=1.0, waits=True, iteration=iteration, phase=phase, place=[0, position, 1]
+    )
+
+
+def kinds(*phases: str) -> frozenset[int]:
+    """Who is apart of workers that wait in these, each of which is a replica."""
+    return apart([waits(number, phase) for number, phase in enumerate(phases)], {n: n for n in range(len(phases))})
+
+
+def test_who_waits_in_something_that_most_replicas_do_not_come_to_is_apart() -> None:
+    assert kinds("reduce-scatter", "barrier", "reduce-scatter") == {1}
+    assert kinds("barrier", "reduce-scatter", "barrier") == {1}
+    assert kinds("reduce-scatter", "reduce-scatter") == frozenset()
+    assert apart([waits(0, "agree"), waits(1, "agree", iteration=8), waits(2, "agree")], {0: 0, 1: 1, 2: 2}) == {1}
+
+
+def test_of_two_replicas_the_one_is_apart_that_has_reported_the_step_or_is_in_none() -> None:
+    assert kinds("barrier", "reduce-scatter") == kinds("barrier", "agree") == {0}
+    assert kinds("reduce-scatter", "agree") == {1}
+
+
+def test_nobody_is_apart_where_more_than_half_of_the_replicas_differ() -> None:
+    assert kinds("reduce-scatter", "barrier", "evaluation") == frozenset()
+    assert apart([], {}) == frozenset()
+
+
+def test_stages_that_wait_in_different_operations_are_not_apart_and_of_a_replica_that_is_only_who_differs() -> None:
+    replica_of = {number: number // 2 for number in range(6)}
+    usual = ["agree", "reduce-scatter"] * 3
+    group = [waits(number, phase, number % 2) for number, phase in enumerate(usual)]
+    assert apart(group, replica_of) == frozenset()
+    assert apart([*group[:2], waits(2, "barrier"), *group[3:]], replica_of) == {2}
+    assert apart([*group, waits(6, "barrier")], replica_of) == frozenset(), "it is in no whole replica"
+
+
+def test_what_a_wait_allows_is_for_a_worker_that_does_not_wait() -> None:
+    """In a rendezvous: one that waits in an operation for those that have joined gets them never."""
+    come = [WorkerProgress(n, marked=1.0, waiting_since=1.0) for n in (0, 2)]
+    away, computes = WorkerProgress(1, allow=600.0, waits=True), WorkerProgress(3, allow=600.0)
+    assert judged(12.0, *come, away).hung == [1]
+    assert judged(10.0, *come, away) == Judgement()
+    assert judged(100.0, *come, away, computes) == Judgement()
+
+
+def test_where_more_wait_in_an_operation_than_have_joined_those_that_have_joined_are_hung() -> None:
+    come = WorkerProgress(1, marked=1.0, waiting_since=1.0)
+    away = [WorkerProgress(n, marked=8.0, allow=600.0, waits=True) for n in (0, 2)]
+    assert judged(12.0, come, *away) == Judgement()
+    assert judged(19.0, come, *away).hung == [1]
 
 
 @given(SETS, SETS, SETS)

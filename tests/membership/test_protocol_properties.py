@@ -42,6 +42,7 @@ MOVES = st.lists(
         *moves_of("act, freeze", ANY_WORKER),
         *moves_of("kill", ANY_WORKER, FLAG),
         *moves_of("kill coordinator, idle, busy", FIRST_WORKERS, FLAG),
+        *moves_of("wait", FIRST_WORKERS, NODE),
         *moves_of("restart coordinator", FIRST_WORKERS),
         *moves_of("freeze coordinator, freeze launcher, candidate", NODE),
         *moves_of("block, storage, drain", NODE, NODE),
@@ -145,6 +146,10 @@ def play(world: World, move: tuple[str, int, int]) -> None:
             (world.busy.add if b else world.busy.discard)(its[a % workers])
             if b and world.running(f"w{its[a % workers]}"):
                 world.worker(its[a % workers]).mark(99, "forward", None, False, 0.0)
+        case "wait":  # b: for the others, in a step's operation or in one of its own; or it goes on
+            world.waits.pop(its[a % workers], None)
+            if b:
+                world.waits[its[a % workers]] = ("reduce-scatter", "barrier")[b - 1]
         case "stop":  # it computes, and does not run
             if world.running(f"w{its[a % workers]}"):
                 play(world, ("busy", a, 1))
@@ -162,7 +167,10 @@ def play(world: World, move: tuple[str, int, int]) -> None:
 
 
 def every_wait_ends(world: World) -> None:
-    """After a long, fair time, in which nobody is busy, every worker is dead, out, or has seen steps commit lately."""
+    """After a long, fair time, in which nobody is busy, every worker is dead, out, or has seen steps commit lately.
+
+    Those that wait for the others where these do not come are not helped.
+    """
     world.busy.clear()
     world.run_fairly(2 * SETTINGS.start_timeout)
     world.ask_for_places()

@@ -165,6 +165,40 @@ def test_a_stall(script: str) -> None:
     play(script, SETTINGS)
 
 
+@table("""
+a worker that waits twice where the others do not come is put out and they go on
+    world 3 runs=10; waits barrier 1; waits reduce-scatter 0 2; run 24 -> some stuck; no fault
+    run 22 -> faults out:1; why 1 once more in barrier of iteration; wake; goes_on 10 0 2
+so is one of two replicas
+    world 2 runs=10; waits barrier 0; waits reduce-scatter 1; run 46 -> lost 0; wake; goes_on 10 1
+so is one that waits where it had reported a step that the others are in
+    world 3 runs=10; waits agree 1; waits reduce-scatter 0 2; run 46 -> lost 1; wake; goes_on 10 0 2
+one that waits elsewhere the second time has met the others in between
+    world 3 runs=10; waits agree 1; waits reduce-scatter 0 2; run 24 -> some stuck
+    waits reduce-scatter 1; waits agree 2; run 22 -> no fault; wake; goes_on 20 0 1 2
+where no two replicas wait in the same nobody is put out and all end
+    world 3 runs=10; waits agree 1; waits barrier 2; waits reduce-scatter 0; run 100 -> no fault
+    stops 11 all workers waited for each other in 4 epochs in a row
+so do those that all wait in the same
+    world 3 runs=10; waits reduce-scatter 0 1 2; run 100 -> no fault
+    stops 11 all workers waited for each other in 4 epochs in a row
+a commit in between begins the account anew
+    world 3 runs=10; waits barrier 1; waits reduce-scatter 0 2; run 24 -> some stuck; wake; goes_on 10
+    waits barrier 1; waits reduce-scatter 0 2; run 24 -> no fault; wake; goes_on 10
+of a replica that waits elsewhere only the worker is put out that does
+    world 6 nodes=3 runs=10; place 0 0 0; place 1 0 1; place 2 1 0; place 3 1 1; place 4 2 0; place 5 2 1
+    waits reduce-scatter 0 1 2 4 5; waits barrier 3; run 46 -> lost 3
+a worker that does not come to a rendezvous since it waits for those that have come is put out within the hang timeout
+    world 3 runs=10; mark 1 operation waits; busy 1; run 22 -> some stuck; mark 1 operation waits 600
+    run 19 -> no fault; run 4 -> lost 1; goes_on 10 0 2
+it has the time that its mark allows while one that it may wait for computes
+    world 4 runs=10; mark 1 operation waits 600; mark 3 forward 100; busy 1 3; kill 0; run 90 -> faults dead:0
+    run 38 -> lost 0 3
+""")
+def test_workers_that_all_wait_for_each_other(script: str) -> None:
+    play(script, SETTINGS)
+
+
 AGENTS = pytest.mark.parametrize("agents", [1, 0], ids=["launchers", "no launchers"])
 
 
