@@ -192,12 +192,14 @@ class Step:
     def _rerun(self) -> State:
         """Take over what is finished anywhere, then run the lost microbatches into what is not."""
         mine, gradients = self._assignment, self._trainer.gradients
+        self._progress.mark("reduce-scatter", waiting=True)  # for all others, to open the rings and to pull
         with self._phase("regroup"):
             gradients.hold()
             self._open_rings()
         # If it is revoked: other columns may have finished and be running already, so this one runs, and tells later.
         with self._phase("pull"), suppress(EpochRevoked):
             gradients.pull(mine.epoch_groups, mine.live, self._tail)
+        self._progress.mark("forward")
         self._progress.inject("recovery")
         with self._phase("rerun"):
             kept = gradients.set_aside()

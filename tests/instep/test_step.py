@@ -115,6 +115,36 @@ def test_after_a_death_the_lost_microbatches_alone_are_run_and_all_is_summed_and
     assert set(outcome.seconds) == {"rendezvous", "regroup", "pull", "rerun", "reduce", "agree"}
 
 
+class Marking(Parts):
+    """Has, of each call, whether the last mark said that this worker waits for others."""
+
+    def __init__(self) -> None:
+        super().__init__(revoked={1})
+        self.waits = False
+        self.said: dict[str, bool] = {}
+        self.epoch_groups.ring = lambda ring: self.said.update(ring=self.waits)
+
+    def mark(self, phase: str, *, waiting: bool = False) -> None:  # type: ignore[override]
+        self.waits = waiting
+
+    def meet(self, number: int, **where: Any) -> None:
+        super().meet(number, **where)
+        self.waits = False  # with a new plan the coordinator takes nobody for one that waits before it says so
+
+    def pull(self, *args: object) -> None:  # type: ignore[override]
+        self.said["pull"] = self.waits
+
+    def compute(self, ids: list[int], *, again: bool) -> None:
+        self.said["again" if again else "first"] = self.waits
+
+
+def test_a_worker_says_that_it_waits_while_it_opens_rings_and_pulls_and_not_while_it_computes() -> None:
+    """Else nobody would find the worker that does not come there."""
+    parts = Marking()
+    step(parts)
+    assert parts.said == {"first": False, "ring": True, "pull": True, "again": False}
+
+
 def test_what_the_plan_says_is_committed_is_not_made_again() -> None:
     parts = Parts(revoked={1}, committed=NUMBER)
     outcome = step(parts)
