@@ -300,8 +300,8 @@ class RecoverConfig:
         "flags, ours or the training's, that need not be the same for all workers; the others are compared, and a "
         "worker with another value is refused",
         metavar="FLAG[,FLAG...]",
-        docs="where a flag is given another value on some nodes for a good reason (names without dashes). Give it to "
-        "every launcher",
+        docs="where a flag is given another value on some nodes for a good reason (names without dashes); `code`: the "
+        "program ([footguns.md](footguns.md#do-not-edit-the-code-of-a-run)). Give it to every launcher",
     )
     metrics: str | None = option(
         None,

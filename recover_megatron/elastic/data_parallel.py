@@ -23,10 +23,12 @@ from typing import Any
 
 import torch
 
+from recover_megatron import program
 from recover_megatron.collectives.column import LOOPBACK, Column
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.elastic.state import Exchange, Gradients, Standing, State, Stateful, Status, shares, standing
-from recover_megatron.errors import UserError, refuse, traceback_wanted
+from recover_megatron.errors import EXIT_USAGE, UserError, refuse, traceback_wanted
+from recover_megatron.instep.comparison import OwnDescription, Told, odd_ones
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_STATE_LOST, CoordinatorLost, Fenced
 from recover_megatron.membership.session import is_newcomer
@@ -75,9 +77,12 @@ class ElasticDataParallel:
     (accelerate: ``accelerator.backward``).  ``seed``: torch's random numbers are seeded before each microbatch by it,
     the step and the microbatch, so that dropout is the same whoever runs it; None: they are left alone.
     ``allow_seconds``: so long beyond the hang timeout (60 s) may a microbatch take before its worker counts as hung.
+    ``compare_code``: whether a worker is refused whose script, or a module of it, is not that of the run (`program`).
 
     Workers need not begin with equal parameters: of those that have completed most steps the lowest gives its state to
-    all others.  A process that comes into the running job gets the state of those that train.
+    all others.  A process that comes into the running job gets the state of those that train; it is refused, exit code
+    2, where it differs from the run in its program, ``microbatches``, ``seed``, the parameters that it trains, the
+    names in ``state``, or the version of this package.
 
     Raises ``UserError`` where ``recover-run`` did not start this process.  Of a model or an optimizer that cannot be
     trained so it tells all reasons, and ends the process with exit code 2: parameters on several devices, or on none
@@ -96,7 +101,9 @@ class ElasticDataParallel:
         backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
         seed: int | None = 0,
         allow_seconds: float = 240.0,
+        compare_code: bool = True,
     ) -> None:
+        code = program.describe() if compare_code else {}
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._known = set(map(id, parameters))
         _check(model, optimizer, parameters, microbatches, state or {})
@@ -112,6 +119,10 @@ class ElasticDataParallel:
         self._session = self._column.session
         secret = find_secret(os.environ).key("elastic state")
         self._exchange = Exchange(os.environ.get(HOST_VARIABLE, LOOPBACK), secret)
+        settings = Status.settings(model, microbatches, seed, state or {})
+        self._own = OwnDescription(
+            settings, code, self._exchange.store, secret, called="settings", lets_in="compare_code=False"
+        )
         self._holds = not is_newcomer()
         self._changed = False
         """Whether a step of this run has changed the state, or it was taken from another worker."""
@@ -203,8 +214,12 @@ class ElasticDataParallel:
         """Join the next epoch, and find out which of its workers have the state."""
         self._mark("rendezvous", waiting=True)
         digest = "" if self._changed or not self._holds else self._state.digest()
-        status = Status(self.completed, self._holds, digest, tuple(self._ran), self._exchange.address)
+        own, address = self._own, self._exchange.address
+        status = Status(self.completed, self._holds, digest, tuple(self._ran), address, own.given, own.code)
         self._column.join(status.to_json())
+        if self._some_differ():
+            self._session.wait_revoked()  # those end, or all do
+            return
         self._statuses = {worker: Status.from_json(told) for worker, told in self._column.statuses.items()}
         self._standing = standing(self._statuses, self._column.begins_after)
         if self._standing is None:
@@ -215,6 +230,23 @@ class ElasticDataParallel:
             self._holds = False
         if not self._holds:
             self._gradients.clear()
+
+    def _some_differ(self) -> bool:
+        """Whether a worker is known to differ from the run: this epoch is not begun.
+
+        Ends the process where that is this worker, and the run where it has a state: then both are of the launch.
+        """
+        told = {
+            worker: Told.of(status, "holds", "holds", "address") for worker, status in self._column.statuses.items()
+        }
+        odd = odd_ones(told)
+        different = self._own.different(self.worker, told, odd)
+        if different and not self._holds:
+            log.info(f"worker {self.worker} ends, and the run goes on without it: it {different}")
+            sys.exit(EXIT_USAGE)
+        if different:
+            self._session.give_up(EXIT_USAGE, f"worker {self.worker} {different}")
+        return bool(different or odd.workers)
 
     def _nobody_holds(self) -> CoordinatorLost:
         """All that had the state have finished, or have died: the end of the run, for this worker or for all."""

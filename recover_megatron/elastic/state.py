@@ -17,12 +17,14 @@ which all have joined: the plan of the epoch has them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
 
+from recover_megatron import program
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.state_transport import digest
 from recover_megatron.errors import UserError
@@ -105,15 +107,15 @@ class Exchange:
     """Gives this worker's state to others, and gets theirs.  ``host``: the address by which they reach this worker."""
 
     def __init__(self, host: str, secret: bytes) -> None:
-        self._store = PeerStoreServer(host, secret)
-        self._offers = Offers(self._store.streams)
+        self.store = PeerStoreServer(host, secret)
+        self._offers = Offers(self.store.streams)
         self._challenge = Challenge(secret)
         self._offer: Offer | None = None
 
     @property
     def address(self) -> str:
         """Where others fetch what is offered."""
-        return self._store.address
+        return self.store.address
 
     def put(self, epoch: int, completed: int, state: State) -> None:
         """Let the others of ``epoch`` have the state, which has ``completed`` steps, until ``withdraw``."""
@@ -156,29 +158,45 @@ class Exchange:
 class Status:
     """What a worker joins an epoch with."""
 
-    completed: int
+    completed: int = 0
     """The last step that its state has."""
-    holds: bool
+    holds: bool = False
     """Whether it has a state to go on from; a worker that comes into a running job has none."""
-    digest: str
+    digest: str = ""
     """Of a state that no step of this run has changed yet; empty afterwards: then all holders have the same."""
-    ran: tuple[int, ...]
+    ran: tuple[int, ...] = ()
     """The microbatches of step ``completed + 1`` whose gradients it holds."""
-    address: str
+    address: str = ""
     """Of its peer store: where its state is fetched."""
+    flags: str = ""
+    code: str = ""
+    """Digests of what it was given and of its program, which must be the run's (`instep.comparison`)."""
 
     def to_json(self) -> Json:
         return asdict(self)
 
     @classmethod
     def from_json(cls, told: Json) -> Status:
-        return cls(**{**told, "ran": tuple(told["ran"])})
+        """What another version of this package has changed is passed over: its worker ends, not the one that reads."""
+        known = {field.name: told[field.name] for field in fields(cls) if field.name in told}
+        return cls(**{**known, "ran": tuple(told.get("ran", ()))})
+
+    @staticmethod
+    def settings(
+        model: torch.nn.Module, microbatches: int, seed: int | None, state: Mapping[str, Stateful]
+    ) -> dict[str, str]:
+        """What ``flags`` is a digest of: name -> text."""
+        trained = {name: its for name, its in model.named_parameters() if its.requires_grad}
+        parameters = {f"parameter {name}": f"{its.dtype} {list(its.shape)}" for name, its in trained.items()}
+        others = {"microbatches": str(microbatches), "seed": str(seed), "state": ", ".join(sorted(state))}
+        order = hashlib.blake2b("\n".join(trained).encode(), digest_size=8).hexdigest()
+        return {"recover_megatron": program.VERSION, "the order of the parameters": order, **others, **parameters}
 
     def after(self, committed: int) -> Status:
         """As it is when what the rendezvous has found committed is applied: at most the step it was in."""
         if self.completed >= committed:
             return self
-        return Status(committed, self.holds, "", (), self.address)
+        return replace(self, completed=committed, digest="", ran=())
 
 
 @dataclass(frozen=True)

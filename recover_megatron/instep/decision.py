@@ -106,7 +106,9 @@ class JoinStatus:
     draining: Sequence[str] = ()
     """Nodes that an epoch has decided to do without (the coordinator reads this, too)."""
     flags: str = ""
-    """A digest of the flags that it was started with (`planner`); empty: not to be compared."""
+    """A digest of the flags that it was started with (`comparison`); empty: not to be compared."""
+    code: str = ""
+    """A digest of the program that it runs (`program`); empty: not to be compared."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), **{name: list(getattr(self, name)) for name in _SEQUENCES}}

@@ -76,7 +76,9 @@ class Drained(RunOver):
 
 
 class OtherFlags(RunOver):
-    """This worker was started with other flags than the run: exit code 2.  The run goes on without it."""
+    """This worker was started with other flags than the run, or runs another program: exit code 2.  The run goes on
+    without it.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(EXIT_REFUSED, reason)

@@ -4,32 +4,25 @@
 
 Whether the run can go on at all is decided here, too. All workers have the same statuses, so all decide the same.
 
-Each tells a digest of its flags, and before anything is decided by rules that workers with other flags may not share:
+Each tells digests of its flags and of its program (`comparison`), and before anything is decided by rules that workers
+with others may not share:
 
-    a newcomer has others                it asks a worker of the run for its flags, says where its own differ, and ends
+    a newcomer has others                it asks a worker of the run for its own, says where they differ, and ends
     a worker of the launch has others    the run does not begin: everybody ends, with that line
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
-from recover_megatron import script_flags
-from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.comparison import ASKED_SECONDS, OwnDescription, Told, odd_ones
 from recover_megatron.instep.decision import Beyond, Checkpoint, Decision, JoinStatus, Rules, Timeline
 from recover_megatron.instep.edges import MOST, Edges, explanation, news
-from recover_megatron.instep.faults import EXIT_REFUSED, NoReplica, OtherFlags, StateLost
+from recover_megatron.instep.faults import EXIT_REFUSED, Disagreement, NoReplica, OtherFlags, StateLost
 from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.losses import Failure, Failures
@@ -40,66 +33,11 @@ from recover_megatron.instep.timelines import merged
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, CoordinatorLost
 from recover_megatron.membership.session import Session
-from recover_megatron.network.peer_store import PeerStoreServer
 
 log = get_logger(__name__)
 
 REPLACED_SECONDS = 300.0
 """How long those who live wait for workers in place of the lost, when they are too few to go back to a checkpoint."""
-KEY = "flags"
-ASKED_SECONDS = 5.0
-"""How long a worker with other flags than the run waits for those of the run, and the others for its word."""
-
-
-@dataclass(frozen=True)
-class OddOnes:
-    """``workers``: whose flags are not the run's; ``model``: a worker that has those of the run."""
-
-    workers: frozenset[int] = frozenset()
-    model: int = -1
-
-
-def odd_ones(statuses: Mapping[int, JoinStatus]) -> OddOnes:
-    """The workers that were started with other flags than the run.
-
-    Those of the run are what most of those have that stand in a place; of those that hold a state, where nobody has a
-    place; else of all. A worker that tells none is none.
-    """
-    told = {worker: status for worker, status in statuses.items() if status.flags}
-    placed = [worker for worker, status in told.items() if status.replica is not None]
-    holding = [worker for worker, status in told.items() if status.version is not None]
-    asked = sorted(placed or holding or told)
-    if not asked:
-        return OddOnes()
-    counts = Counter(told[worker].flags for worker in asked)
-    model = min(asked, key=lambda worker: (-counts[told[worker].flags], worker))
-    right = told[model].flags
-    return OddOnes(frozenset(worker for worker in told if told[worker].flags != right), model)
-
-
-class OwnFlags:
-    """This worker's flags, on its peer store; empty ones are not compared."""
-
-    def __init__(self, flags: Mapping[str, str], peer_store: PeerStoreServer | None, secret: bytes) -> None:
-        self._flags = flags
-        self._secret = secret
-        self.digest = script_flags.digest(flags) if flags else ""
-        if peer_store is not None:
-            peer_store.put(KEY, json.dumps(flags))
-
-    def explain(self, address: str) -> str:
-        """Where this worker's flags differ from those of the worker whose peer store is at ``address``, in words."""
-        theirs = self._ask(address)
-        if theirs is None:
-            return "which ones could not be found out"
-        return script_flags.listed(script_flags.differences(self._flags, theirs))
-
-    def _ask(self, address: str) -> dict[str, str] | None:
-        store = PeerStoreClient(address, self._secret)
-        with suppress(PeerLost, dist.DistStoreError, ValueError):
-            store.wait([KEY], timedelta(seconds=ASKED_SECONDS))
-            return {str(flag): str(value) for flag, value in json.loads(store.get(KEY)).items()}
-        return None
 
 
 @dataclass(eq=False)
@@ -119,7 +57,7 @@ class Planner:
     device: int | None
     peer_store: str
     snapshots: SnapshotStore
-    flags: OwnFlags = field(default_factory=lambda: OwnFlags({}, None, b""))
+    own: OwnDescription = field(default_factory=lambda: OwnDescription({}, {}, None, b""))
     _statuses: dict[int, JoinStatus] = field(default_factory=dict, init=False)
     _explained: str = field(default="", init=False)
     timeline: Timeline = field(default=(0, 0), init=False)
@@ -168,7 +106,8 @@ class Planner:
         """Join the next epoch: what it decided, and whom it found missing.
 
         ``reason``: why, if this worker is the first to ask for the epoch.  Raises ``Fenced``, ``CoordinatorLost``,
-        ``Disagreement``, and ``OtherFlags`` where this worker was started with other flags than the run.
+        ``Disagreement``, and ``OtherFlags`` where this worker was started with other flags than the run, or runs
+        another program.
         """
         mine = self._assignment
         kept, unreadable = self._hooks.checkpoints()
@@ -183,12 +122,12 @@ class Planner:
             checkpoints=merged(kept, self._checkpoints),
             unreadable=tuple(unreadable),
             draining=self._draining,
-            flags=self.flags.digest,
+            flags=self.own.given,
+            code=self.own.code,
             **self.snapshots.told(),
         )
         plan = self._session.join(status.to_json(), reason)
-        told = {int(worker): JoinStatus.from_json(value) for worker, value in plan.data["statuses"].items()}
-        statuses = self._of_the_same_flags(told)
+        statuses = self._of_the_same_program({int(worker): told for worker, told in plan.data["statuses"].items()})
         asked = [str(node) for node in plan.data.get("drain", ())]
         seen = max((last["iteration"] for last in plan.data.get("lost", {}).values()), default=0)
         beyond = Beyond(plan.committed, seen, bool(plan.data.get("aside")))
@@ -215,27 +154,38 @@ class Planner:
             self.lost = self.losses.note(decision, mine.taken_up, statuses, plan.data.get("lost", {}), left)
             return decision, self.lost
 
-    def _of_the_same_flags(self, statuses: Mapping[int, JoinStatus]) -> dict[int, JoinStatus]:
+    def _of_the_same_program(self, joined: Mapping[int, Any]) -> dict[int, JoinStatus]:
         """Those who take part in the decision: all whose flags are those of the run.
 
-        A worker without a place and with other flags is left out (where it is this one: raises ``OtherFlags``).  If a
-        worker with a place has others, the launch cannot begin: the run ends, for all, with ``EXIT_REFUSED``.
+        A worker without a place and with other flags is left out (where it is this one: raises ``OtherFlags``), and so
+        is one whose status cannot be read.  One that runs another program sees that by itself, before it reads the
+        statuses.  If a worker with a place differs, the launch cannot begin: the run ends, for all, with
+        ``EXIT_REFUSED``.
         """
-        mine, session, odd = self._assignment.me, self._session, odd_ones(statuses)
-        placed = sorted(worker for worker in odd.workers if statuses[worker].replica is not None)
-        if mine in odd.workers:
-            own = self.flags.explain(statuses[odd.model].peer_store)
-            flags = f"was started with other flags than worker {odd.model}, which has the run's: {own}"
-            if not placed:
-                raise OtherFlags(f"it {flags}")
-            session.give_up(EXIT_REFUSED, f"worker {mine} on node {self.node} {flags}")
+        mine, session = self._assignment.me, self._session
+        told = {worker: Told.of(status, "replica", "version", "peer_store") for worker, status in joined.items()}
+        odd = odd_ones(told)
+        placed = sorted(worker for worker in odd.workers if told[worker].placed)
+        different = self.own.different(mine, told, odd)
+        if different and not told[mine].placed:
+            raise OtherFlags(f"it {different}")
+        if different:
+            session.give_up(EXIT_REFUSED, f"worker {mine} on node {self.node} {different}")
         elif placed:
             session.wait_revoked(2 * ASKED_SECONDS)  # it knows more, and says so
             session.give_up(EXIT_REFUSED, f"worker {placed[0]} was started with other flags than worker {odd.model}")
-        if placed:
+        if different or placed:
             session.wait_revoked()
             session.check()
-        return {worker: status for worker, status in statuses.items() if worker not in odd.workers}
+        statuses = {}
+        for worker, status in joined.items():
+            try:
+                if worker not in odd.workers:
+                    statuses[worker] = JoinStatus.from_json(status)
+            except Disagreement:
+                if told[worker].placed:
+                    raise
+        return statuses
 
     def tell_news(self, before: Decision | None, decision: Decision) -> None:
         """Say on the console, by one worker of the run, why there is a new epoch although nobody died."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.comparison import OwnDescription
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.epoch_groups import CommunicationConfig
@@ -18,7 +19,7 @@ from recover_megatron.instep.faults import Orphaned, is_communication, is_in_a_g
 from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.orphan import BLAME_SECONDS, Orphan
-from recover_megatron.instep.planner import OwnFlags, Planner
+from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.rendezvous import Boundary, Rendezvous, Sections
 from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.membership.session import Session
@@ -42,12 +43,14 @@ class Recovery:
         rules: Rules | None = None,
         verify_interval: int = 0,
         flags: Mapping[str, str] | None = None,
+        code: Mapping[str, str] | None = None,
     ) -> None:
         """``slot``: where this worker stands at launch; None: nowhere yet.  ``node``: the name of its host;
         ``domains``: what it may be lost with (``workload.domains``); ``device``: the number of its device there.
 
         ``verify_interval``: iterations between comparisons of states.  ``flags``: what this worker was started with,
-        which must be the same for all (`script_flags`); None: no matter.
+        which must be the same for all (`script_flags`); ``code``: the program that it runs (`program`); None: no
+        matter.
         """
         rules = rules or Rules()
         self.session = session
@@ -70,7 +73,7 @@ class Recovery:
             device=device,
             peer_store=comm_config.peer_store.address,
             snapshots=self.snapshots,
-            flags=OwnFlags(flags or {}, comm_config.peer_store, comm_config.secret),
+            own=OwnDescription(flags or {}, code or {}, comm_config.peer_store, comm_config.secret),
         )
         announcements = Announcements(mine, comm_config.peer_store)
         self.orphan = Orphan(

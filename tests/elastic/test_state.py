@@ -15,7 +15,9 @@ from recover_megatron import ElasticDataParallel
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.elastic.state import Gradients, Standing, State, Status, shares, standing
 from recover_megatron.errors import UserError
+from recover_megatron.instep.comparison import OwnDescription
 from recover_megatron.instep.faults import Disagreement
+from recover_megatron.network.peer_store import PeerStoreServer
 from tests.harness.processes import python
 
 
@@ -238,6 +240,49 @@ def status(completed: int = 0, holds: bool = True, digest: str = "", ran: tuple[
 def test_a_status_comes_through_the_wire() -> None:
     one = status(7, True, "ab", (0, 3))
     assert Status.from_json(one.to_json()) == one
+
+
+def test_a_status_of_another_version_is_read_as_far_as_it_goes() -> None:
+    assert Status.from_json({**status(7).to_json(), "since": 3}) == status(7)
+    assert Status.from_json({"ran": [2]}) == Status(ran=(2,))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"microbatches": 32}, "microbatches 32 (the run: 16)"),
+        ({"seed": None}, "seed None (the run: 0)"),
+        ({"state": {"scheduler": None}}, "state scheduler (the run: without a value)"),
+        ({"model": torch.nn.Linear(3, 1)}, "parameter weight torch.float32 [1, 3] (the run: torch.float32 [1, 2])"),
+        ({"model": torch.nn.Linear(2, 1).bfloat16()}, "parameter bias torch.bfloat16 [1] (the run: torch.float32 [1])"),
+        ({"model": torch.nn.Linear(2, 1, bias=False)}, "parameter bias is missing (the run: torch.float32 [1])"),
+        ({"code": {"train.py": "9"}}, "train.py has another content"),
+    ],
+)
+def test_a_newcomer_that_differs_ends_with_2_and_the_others_do_not_begin_with_it(
+    change: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker of the run, and the newcomer, each with what both have joined with."""
+    plain = {"model": torch.nn.Linear(2, 1), "microbatches": 16, "seed": 0, "state": {}, "code": {"train.py": "1"}}
+    workers, joined, gave_up = {}, {}, []
+    for me, given in ((0, plain), (3, {**plain, **change})):
+        it = workers[me] = object.__new__(ElasticDataParallel)
+        store = PeerStoreServer("127.0.0.1", b"x" * 32)
+        settings = Status.settings(given["model"], given["microbatches"], given["seed"], given["state"])
+        it._own = OwnDescription(settings, given["code"], store, b"x" * 32, called="settings")
+        it._holds = me == 0
+        it._column = SimpleNamespace(me=me, statuses=joined)  # type: ignore[assignment]
+        it._session = SimpleNamespace(give_up=lambda *what: gave_up.append(what))  # type: ignore[assignment]
+        own = Status(5, it._holds, "", (), store.address, it._own.given, it._own.code)
+        joined[me] = own.to_json()
+    # The digest of a program may differ for good reasons: of that the newcomer alone finds out.
+    assert workers[0]._some_differ() == ("code" not in change)
+    with pytest.raises(SystemExit) as ended, caplog.at_level("INFO"):
+        workers[3]._some_differ()
+    assert ended.value.code == 2
+    assert gave_up == []
+    del joined[3]
+    assert not workers[0]._some_differ()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import torch
 from megatron.training import get_args
 
-from recover_megatron import hostdevice, script_flags, variables
+from recover_megatron import hostdevice, program, script_flags, variables
 from recover_megatron.arguments import RecoverConfig, own_domains, parse_addresses
 from recover_megatron.chaos.spec import InjectedExit, InjectedFault, Injector, parse_spec
 from recover_megatron.collectives import torch_nccl
@@ -117,6 +117,8 @@ class FaultTolerance:
         if config.coordinator is None or "RANK" not in os.environ:
             raise UserError(NO_COORDINATOR)
         self._config, self._loop = config, loop
+        self._may_differ = config.may_differ.split(",")
+        self._code = {} if program.FLAG in self._may_differ else program.describe()
         self._me = worker_id()
         self._newcomer = is_newcomer()
         ports = {int(os.environ["MASTER_PORT"]), *(port for _, port in parse_addresses(config.coordinator))}
@@ -372,7 +374,8 @@ class FaultTolerance:
                 spares=config.spares,
             ),
             verify_interval=config.verify_interval,
-            flags=script_flags.flags_of(sys.argv[1:], config.may_differ.split(",")),
+            flags={**script_flags.flags_of(sys.argv[1:], self._may_differ), "recover_megatron": program.VERSION},
+            code=self._code,
         )
 
 
