@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -160,3 +161,38 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path, example: str) -> None:
     came = losses(tmp_path / "struck", 3)
     assert came == pytest.approx({step: wanted[step] for step in came}, rel=1e-7)
     assert max(came) == HELD_STEPS, "a worker in its place has trained to the end"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (".square().mean()", ".abs().mean()", "runs another program than worker 0: train.py has another content"),
+        ("microbatches=16", "microbatches=32", "the run's: microbatches 32 (the run: 16)"),
+    ],
+    ids=["another loss", "more microbatches"],
+)
+def test_a_worker_in_place_of_a_lost_one_that_reads_an_edited_script_is_refused_and_the_others_finish(
+    tmp_path: Path, old: str, new: str, why: str
+) -> None:
+    script, go = tmp_path / "train.py", tmp_path / "go"
+    text = Path(str(example.__file__)).read_text()
+    assert old in text
+    script.write_text(text)
+    options = [*ELASTIC, "--max-restarts", "1"]
+    run = start(
+        tmp_path, "tests/examples/held.py", 5, go, script, "--iterations", STEPS, workers=3, options=options
+    )  # fmt: skip
+    eventually(lambda: all(pid_of(tmp_path, worker) for worker in range(3)), "the launcher has written down who is who")
+    logs = [tmp_path / f"worker-{worker}.log" for worker in range(3)]
+    eventually(lambda: all(log.exists() and "iteration 5 " in log.read_text() for log in logs), "the run trains")
+    script.write_text(text.replace(old, new))
+    os.kill(pid_of(tmp_path, 1) or 0, signal.SIGKILL)
+    there = '"event":"attached","worker":3,'
+    eventually(lambda: any(there in log.read_text() for log in tmp_path.glob("events-*.jsonl")), "another one is there")
+    go.touch()
+    said = finish(run)
+    (refusal,) = re.findall("worker 3 ends, and the run goes on without it: it (.*)", said)
+    assert why in refusal
+    wanted, _ = alone(STEPS)
+    for survivor in (0, 2):
+        assert list(losses(tmp_path, survivor).values()) == pytest.approx(wanted, rel=1e-9)
