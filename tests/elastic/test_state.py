@@ -260,11 +260,12 @@ def test_a_status_of_another_version_is_read_as_far_as_it_goes() -> None:
     ],
 )
 def test_a_newcomer_that_differs_ends_with_2_and_the_others_do_not_begin_with_it(
-    change: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+    change: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker of the run, and the newcomer, each with what both have joined with."""
     plain = {"model": torch.nn.Linear(2, 1), "microbatches": 16, "seed": 0, "state": {}, "code": {"train.py": "1"}}
-    workers, joined, gave_up = {}, {}, []
+    workers, joined, gave_up, lines = {}, {}, [], []
+    monkeypatch.setattr("recover_megatron.elastic.data_parallel.log", SimpleNamespace(info=lines.append))
     for me, given in ((0, plain), (3, {**plain, **change})):
         it = workers[me] = object.__new__(ElasticDataParallel)
         store = PeerStoreServer("127.0.0.1", b"x" * 32)
@@ -277,9 +278,11 @@ def test_a_newcomer_that_differs_ends_with_2_and_the_others_do_not_begin_with_it
         joined[me] = own.to_json()
     # The digest of a program may differ for good reasons: of that the newcomer alone finds out.
     assert workers[0]._some_differ() == ("code" not in change)
-    with pytest.raises(SystemExit) as ended, caplog.at_level("INFO"):
+    with pytest.raises(SystemExit) as ended:
         workers[3]._some_differ()
     assert ended.value.code == 2
+    assert "worker 3 ends, and the run goes on without it" in lines[0]
+    assert said in lines[0]
     assert gave_up == []
     del joined[3]
     assert not workers[0]._some_differ()
