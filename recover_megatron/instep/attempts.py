@@ -60,12 +60,12 @@ def publish(folder: str, final: str) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
     replaced = f"{folder}.replaced"
-    os.rename(final, replaced)
+    _move(final, replaced)
     try:
         _move(folder, final)
     except FileNotFoundError:  # another one has published it meanwhile: it was that one, or one that it will replace
         if not os.path.isdir(final):
-            os.rename(replaced, final)
+            _move(replaced, final)
             return
     discard(replaced)
 

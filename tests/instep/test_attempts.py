@@ -109,6 +109,27 @@ def test_a_file_system_that_renames_no_folders_gets_a_copy(
 
 
 @pytest.mark.usefixtures("older")
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EMFILE])
+def test_an_older_checkpoint_that_alone_cannot_be_renamed_is_replaced_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It lies in a lower layer of a container's overlayfs, or has too many files."""
+    folder, final = written(tmp_path, FIRST, "new")
+    rename = os.rename
+
+    def refuse(source: str, target: str) -> None:
+        if os.path.exists(os.path.join(source, "old")):
+            raise OSError(number, os.strerror(number), source, None, target)
+        rename(source, target)
+
+    monkeypatch.setattr(attempts.os, "rename", refuse)
+    publish(folder, final)
+    assert content(final) == "new"
+    assert os.listdir(tmp_path) == ["iter_0000008"]
+    assert os.listdir(final) == ["mp_rank_00"]
+
+
+@pytest.mark.usefixtures("older")
 def test_what_is_no_refusal_is_told_and_what_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, final = written(tmp_path, FIRST, "new")
     refuse_to_rename(monkeypatch, errno.ESTALE)
