@@ -10,18 +10,22 @@ nothing to do   Megatron gives it nothing where this worker has no part in a che
                 done if it was given a part of another one.  With --recover that happens: who writes what changes with
                 the number of replicas.  Here it is given something that is done at once
 
-What was written is told through a process, too (a manager), of any checkpoint: one that is gone is made anew.
+What was written is told through a process, too (a manager), of any checkpoint: one that is gone, or whose socket is,
+is made anew.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import resource_sharer
+from multiprocessing.util import get_temp_dir
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -100,6 +104,31 @@ def without_a_lost_manager() -> None:
 def _forget_dead_manager() -> None:
     if (process := manager()) is not None and not process.is_alive():
         filesystem_async._results_queue = None
+
+
+def without_lost_sockets() -> None:
+    """Have made anew, while no checkpoint is under way, what listens on a socket whose file somebody has removed.
+
+    A cleaner of TMPDIR does.  Python does not notice: a process of each worker would end as it connects.
+    """
+    sharer, keeper = resource_sharer._resource_sharer, manager()  # type: ignore[attr-defined]
+    of_keeper = None if keeper is None else filesystem_async._results_queue._manager.address
+    if not (lost := [path for path in (sharer._address, of_keeper) if path and not os.path.exists(path)]):
+        return
+    log.warning(
+        f"no longer there: {', '.join(lost)}. Somebody has cleaned TMPDIR; what listened on them is made anew for the "
+        "next checkpoint. Have the cleaner leave pymp-* alone"
+    )
+    os.makedirs(get_temp_dir(), mode=0o700, exist_ok=True)
+    if sharer._address in lost:
+        with open(sharer._address, "wb"):  # which Python removes at its end
+            pass
+        # Its thread keeps the old listener, for good: it cannot be reached to be ended.
+        sharer._listener = sharer._address = sharer._thread = None
+    if of_keeper in lost:
+        keeper.kill()
+        keeper.join()
+        _forget_dead_manager()
 
 
 def is_stopped(pid: int) -> bool:

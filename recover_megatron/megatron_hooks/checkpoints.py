@@ -126,6 +126,8 @@ class Checkpoints:
                 if begun:  # what the last attempt has left here is not to be taken for a part of this one
                     self._abandon(recovery)
                 self._settle(recovery)
+                if not self._under_way:
+                    checkpoint_writers.without_lost_sockets()
                 begun = True
                 epoch = recovery.assignment.decision.epoch
                 self._attempt = Attempt(iteration, recovery.session.term, epoch, recovery.progress.at)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
 import multiprocessing
+import multiprocessing.util
 import os
 import queue
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import resource_sharer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +31,7 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.megatron_hooks import checkpoint_writers, data
 from recover_megatron.megatron_hooks.checkpoint_writers import (
@@ -38,6 +44,7 @@ from recover_megatron.megatron_hooks.checkpoint_writers import (
     write,
 )
 from recover_megatron.megatron_hooks.checkpoints import _reason
+from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.microbatches import InOrder
 from tests.harness.processes import python
 from tests.harness.waiting import eventually
@@ -438,3 +445,63 @@ def test_loaders_end_with_the_training_whoever_still_refers_to_them() -> None:
     assert len(multiprocessing.active_children()) == 2
     data.finish()
     assert multiprocessing.active_children() == []
+
+
+def test_what_listens_on_sockets_that_somebody_has_removed_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cleaner of TMPDIR, while the run goes on."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)
+    monkeypatch.setattr(resource_sharer, "_resource_sharer", resource_sharer._ResourceSharer())
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    results = filesystem_async.get_write_results_queue("fork")
+    lent, other = os.pipe()
+    resource_sharer.DupFd(lent).detach()
+    checkpoint_writers.without_lost_sockets()
+    assert filesystem_async.get_write_results_queue("fork") is results
+
+    gone = [results._manager.address, resource_sharer._resource_sharer._address]
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    checkpoint_writers.without_lost_sockets()
+    again = filesystem_async.get_write_results_queue("fork")
+    ctx = multiprocessing.get_context("fork")
+    writer = ctx.Process(target=os.write, args=(os.dup(resource_sharer.DupFd(other).detach()), b"x"))
+    writer.start()
+    writer.join()
+    assert os.read(lent, 1) == b"x"
+    again.put(1)
+    assert again.get() == 1
+    assert not results._manager._process.is_alive()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert all(path in line for path in gone)
+    checkpoint_writers.without_lost_sockets()
+    assert filesystem_async._results_queue is again
+    again._manager.shutdown()
+
+
+@pytest.mark.parametrize("length", [107, 108])
+def test_a_tmpdir_in_which_a_manager_cannot_listen_is_refused_at_the_start_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: int
+) -> None:
+    """The longest path of a socket has 107 bytes."""
+    made = set(multiprocessing.util._finalizer_registry)
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)
+    args = argparse.Namespace(save=str(tmp_path), ckpt_format="torch_dist")
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        folder = f"{short}/".ljust(length - len("/pymp-12345678/listener-12345678"), "t")
+        os.mkdir(folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        found = flags._folders(args, RecoverConfig())
+        try:
+            multiprocessing.get_context("fork").Manager().shutdown()
+        except EOFError:
+            (reason,) = found
+            assert f"TMPDIR {folder}: AF_UNIX path too long" in reason
+        else:
+            assert found == []
+        assert flags._folders(argparse.Namespace(save=None, ckpt_format="torch_dist"), RecoverConfig()) == []
+        assert flags._folders(argparse.Namespace(save=str(tmp_path), ckpt_format="torch"), RecoverConfig()) == []
+        for each in set(multiprocessing.util._finalizer_registry) - made:  # they remove what is in the folder
+            multiprocessing.util._finalizer_registry[each]()

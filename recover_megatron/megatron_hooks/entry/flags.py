@@ -7,13 +7,17 @@ exact); what Megatron itself asserts is told in the same way (``in_plain_words``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib.util
 import math
 import os
+import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -328,15 +332,36 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Folders that cannot be made or written, found before the first iteration: of what is logged, by one worker of
-    each host, which spares a shared file system; of checkpoints, by the first worker."""
+    each host, which spares a shared file system; of checkpoints, by the first worker.  And a TMPDIR in
+    which the writers of a checkpoint cannot work, by all."""
     logs = config.enabled and os.environ.get("LOCAL_RANK", "0") == "0"
     wanted = {"--recover-log-dir": config.log_dir if logs else None}
+    writes = getattr(args, "save", None) and getattr(args, "ckpt_format", None) != "torch"
     if os.environ.get("RANK", "0") == "0":  # other hosts need not have it: one worker may write all
         wanted |= {f"--{its.replace('_', '-')}": getattr(args, its, None) for its in SAVES}
     return [
         f"{flag} {folder}: {why}; choose a folder that can be written"
         for flag, folder in wanted.items()
         if folder and "://" not in str(folder) and (why := why_not_used(Path(folder)))
+    ] + (_sockets() if writes else [])
+
+
+def _sockets() -> list[str]:
+    """Why a process of multiprocessing's cannot be talked to by a socket below TMPDIR, as the one that keeps what the
+    writers of a checkpoint have written is."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="pymp-") as folder, socket.socket(socket.AF_UNIX) as tried:
+            tried.bind(f"{folder}/listener-12345678")
+        return []
+    except OSError as error:
+        why = error.strerror or error
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as tried:
+        tried.bind(path := arbitrary_address("AF_UNIX"))  # a later Python may take a shorter path by itself
+        os.unlink(path)
+        return []
+    return [
+        f"TMPDIR {tempfile.gettempdir()}: {why}: the processes that write a checkpoint talk over sockets in folders "
+        "there, whose paths may have 107 bytes in all: set TMPDIR to a short path on a disk of this host"
     ]
 
 
