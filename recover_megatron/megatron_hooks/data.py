@@ -27,7 +27,7 @@ from megatron.training import get_args
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.integrate import Loop
-from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks import monkeypatch, resumed
 from recover_megatron.megatron_hooks.microbatches import ByNumber, InOrder, InTurn, Order, Shuffled
 
 SAMPLE = "recover_sample"
@@ -288,6 +288,7 @@ def install(loop: Loop) -> None:
     """Wrap the seams: where the loop builds its loaders, and where a data set draws random numbers."""
     loop.wrap("loader", _with_sources)
     loop.wrap("endless", _endless)
+    resumed.install()
     monkeypatch.wrap("GPTFIMDataset._query_document_sample_shuffle_indices", _by_index)
 
 
@@ -307,6 +308,7 @@ def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:
             return build(dataset, consumed_samples, *args, **kwargs)
         if get_args().dataloader_type == "external":
             return _external(dataset, consumed_samples)
+        resumed.look(dataset)
         loader = build(TaggedDataset(dataset), consumed_samples, *args, **kwargs)
         order = _order_of(dataset, loader.batch_sampler, consumed_samples)
         return Source(loader, loader.batch_sampler.micro_batch_size, consumed_samples, order)

@@ -168,6 +168,7 @@ SEAMS = {
              ("self", "idx"), optional=True),
         Seam("megatron.core.transformer.moe.router_trace", "RouterTracer.__init__",
              ("self", "output_dir", "max_steps", "rank"), optional=True),
+        Seam("megatron.training.checkpointing", "check_checkpoint_args", ("checkpoint_args",), optional=True),
     )
 }  # fmt: skip
 """What is wrapped of Megatron-Core, and replaced in a distributed optimizer, with --recover."""
