@@ -7,7 +7,7 @@ long, no single worker is to blame: the epoch is *stuck*. All meet again; where 
 those are put out that wait in something else than most of the replicas do, for the second time (``apart``).
 
 In a rendezvous all wait for each other where those that have not joined wait, too, in an operation that the others do
-not come to: what the mark of such a wait allows does not count then, and the fewer are hung.
+not come to: if they are at most half of the workers, what the mark of such a wait allows does not count.
 
 Workers that are stopped in every replica keep their mates from coming to where they would say that they wait: when
 nobody at all has made a mark for so long, those are hung of whom nothing has been heard either.
@@ -127,9 +127,8 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
     first = max(min(waiting), fresh)
     judgement = Judgement()
     blamed = [p for p in progress if p.waiting_since is None]
-    all_wait = all(p.waits for p in blamed)
-    if all_wait and 2 * len(blamed) > len(progress) and now - max(p.marked for p in blamed) > hang_timeout:
-        blamed = [p for p in progress if p not in blamed]
+    # Where most have not come, what they wait in may be the usual: what their marks allow counts then.
+    all_wait = all(p.waits for p in blamed) and 2 * len(blamed) <= len(progress)
     for p in blamed:
         beyond = now - max(p.marked, first) - hang_timeout
         if beyond > 0:

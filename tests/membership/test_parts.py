@@ -118,11 +118,12 @@ def test_what_a_wait_allows_is_for_a_worker_that_does_not_wait() -> None:
     assert judged(100.0, *come, away, computes) == Judgement()
 
 
-def test_where_more_wait_in_an_operation_than_have_joined_those_that_have_joined_are_hung() -> None:
+def test_where_most_wait_in_an_operation_nobody_is_hung_before_what_their_marks_allow_is_over() -> None:
+    """They may open the first communicators of a large run, and those that have joined are healthy."""
     come = WorkerProgress(1, marked=1.0, waiting_since=1.0)
     away = [WorkerProgress(n, marked=8.0, allow=600.0, waits=True) for n in (0, 2)]
-    assert judged(12.0, come, *away) == Judgement()
-    assert judged(19.0, come, *away).hung == [1]
+    assert judged(100.0, come, *away) == Judgement()
+    assert judged(700.0, come, *away).hung == [0, 2]
 
 
 @given(SETS, SETS, SETS)
