@@ -128,7 +128,8 @@ class OwnDescription:
         if me not in odd.workers:
             return ""
         alike = [worker for worker in sorted(told) if told[worker].code == told[odd.model].code]
-        for worker in alike[:MOST_ASKED]:
+        begin = me % len(alike)  # where many differ they ask different workers
+        for worker in [*alike[begin:], *alike[:begin]][:MOST_ASKED]:
             theirs = self._ask(told[worker].peer_store, CODE)
             if theirs is not None:
                 refuses, warns = program.differences(self._code, theirs)

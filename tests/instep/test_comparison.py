@@ -60,7 +60,7 @@ def run(*more: Worker) -> dict[int, Any]:
 
 def test_a_newcomer_with_an_edited_script_is_refused_and_the_file_named() -> None:
     newcomer = Worker(7, {**CODE, "train.py": "99"}, placed=False)
-    with pytest.raises(OtherFlags, match=r"another program than worker 0: train.py has another content") as refused:
+    with pytest.raises(OtherFlags, match=r"another program than worker 1: train.py has another content") as refused:
         newcomer.reads(run(newcomer))
     assert refused.value.code == EXIT_REFUSED
     assert newcomer.given_up == []
