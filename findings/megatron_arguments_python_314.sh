@@ -9,7 +9,7 @@
 #        hold the same call.
 # Run:   2026-11-28, Python 3.14.8, megatron-core 0.19.2, torch 2.15.0, Linux x86_64, no GPU.
 #
-#   PYTHON=python3.14 findings/megatron-arguments-python-3.14.sh     (about 6 GB in a temporary folder)
+#   PYTHON=python3.14 findings/megatron_arguments_python_314.sh     (about 6 GB in a temporary folder)
 #
 # Exit status 0: as seen; 1: it has changed; 2: no Python 3.14 here.
 set -euo pipefail
