@@ -7,8 +7,8 @@ a disk on which somebody may have edited them.  Workers compare what both have l
               compared wherever they lie; another release (the first two numbers) of a package in ``DECISIVE``
     warns     another patch of these, other versions of NumPy and Python
     ignored   other packages; what only one of the two has loaded; compiled modules, and modules without a source
-              (``.pyc``, zip files, a notebook, ``-c``); generated modules (the temporary folder, ``_version.py``);
-              ``sitecustomize``; sources above ``LARGEST`` bytes
+              (``.pyc``, zip files, a notebook, ``-c``); generated modules (the temporary folder, ``_version.py`` and
+              the like); ``sitecustomize``; sources above ``LARGEST`` bytes
 
 A module goes by its name, the script by that of its file: the same program may lie elsewhere on another host.  Nobody
 knows the text of a module after its import, so ``describe`` belongs at the start of the process.
@@ -31,7 +31,7 @@ DECISIVE = ("torch", "megatron.core", "transformer_engine")
 NOTED = (*DECISIVE, "numpy")
 COMPARED = ("megatron", "recover_megatron")
 """Packages that are compared by content in site-packages, too."""
-GENERATED = ("_version", "sitecustomize", "usercustomize")
+GENERATED = ("_version", "__version__", "version", "_build_info", "build_info", "sitecustomize", "usercustomize")
 INSTALLED = {"site-packages", "dist-packages"}
 LARGEST = 2 << 20
 MOST = 5000
@@ -47,9 +47,10 @@ def describe(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Name -> digest of the source of each loaded module; ``PACKAGE`` and a name -> version.  Raises nothing."""
     loaded = dict(sys.modules if modules is None else modules)
     # Without what stands for a build: Megatron puts the revision of the working folder's git there.
-    versions = {
-        name: str(getattr(loaded[name], "__version__", "")).partition("+")[0] for name in NOTED if name in loaded
-    }
+    versions = {}
+    for name in NOTED:
+        with suppress(Exception):
+            versions[name] = str(loaded[name].__version__).partition("+")[0]
     versions["Python"] = platform.python_version()
     return {**_sources(loaded), **{f"{PACKAGE}{name}": version for name, version in versions.items() if version}}
 
@@ -76,7 +77,9 @@ def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
     temporary, standard = (folder + os.sep for folder in (tempfile.gettempdir(), os.path.dirname(os.__file__)))
     found: dict[str, str] = {}
     for name, module in sorted(loaded.items()):
-        path, top = _path(module), name.partition(".")[0]
+        path, top = "", name.partition(".")[0]
+        with suppress(Exception):  # a module may be an object of its program's
+            path = _path(module)
         if not path or name == "__mp_main__" or len(found) == MOST:
             continue
         if name != "__main__" and (
@@ -87,9 +90,11 @@ def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
             or (path.startswith(temporary) and not main.startswith(temporary))
         ):
             continue
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             if os.path.getsize(path) <= LARGEST:
                 text = Path(path).read_bytes()
+                if name == "__main__" and text.startswith(b"#!"):  # with the path of an environment, if pip made it
+                    text = text.partition(b"\n")[2]
                 found[_name(name, path)] = hashlib.blake2b(text, digest_size=8).hexdigest()
     return found
 
@@ -103,5 +108,5 @@ def _path(module: Any) -> str:
 def _name(name: str, path: str) -> str:
     folder, file = os.path.split(path)
     if name == "__main__":
-        return f"{os.path.basename(folder)}/{file}" if file == "__main__.py" else file
+        return f"script {os.path.basename(folder)}/{file}" if file == "__main__.py" else f"script {file}"
     return name.replace(".", "/") + ("/__init__.py" if file == "__init__.py" else ".py")

@@ -45,8 +45,36 @@ def test_the_script_and_its_modules_go_by_name_wherever_they_lie(tmp_path: Path)
         )
         for host in ("one", "other")
     )
-    assert set(here) == {"train.py", "net/__init__.py", "net/layers.py"}
+    assert set(here) == {"script train.py", "net/__init__.py", "net/layers.py"}
     assert here == there
+
+
+def test_an_installed_script_differs_by_its_text_and_not_by_the_environment_it_is_installed_in(tmp_path: Path) -> None:
+    scripts = [tmp_path / host / "bin" / "pretrain" for host in ("one", "other", "third")]
+    for script, text in zip(scripts, ("main()", "main()", "main(2)"), strict=True):
+        script.parent.mkdir(parents=True)
+        script.write_text(f"#!{script.parent}/python3\n{text}\n")
+    one, other, third = (described(module("__main__", script)) for script in scripts)
+    assert one == other
+    assert differences(third, one) == (["script pretrain has another content"], [])
+
+
+def test_a_module_named_like_the_script_is_another_one(tmp_path: Path) -> None:
+    found = described(module("__main__", tmp_path / "train.py"), module("train", tmp_path / "lib" / "train.py"))
+    assert set(found) == {"script train.py", "train.py"}
+
+
+def test_a_module_that_is_an_object_of_the_program_ends_nothing(tmp_path: Path) -> None:
+    class Lazy(ModuleType):
+        @property
+        def __dict__(self) -> dict[str, object]:  # type: ignore[override]
+            raise ImportError("no such package")
+
+        def __getattr__(self, name: str) -> object:
+            raise ImportError("no such package")
+
+    main = module("__main__", tmp_path / "train.py")
+    assert set(described(Lazy("lazy"), Lazy("torch"), module("odd", "/a\0b.py"), main)) == {"script train.py"}
 
 
 def test_an_edited_file_is_named(tmp_path: Path) -> None:
@@ -71,6 +99,7 @@ def test_what_only_one_has_loaded_is_no_difference(tmp_path: Path) -> None:
         ("apt", "python3/dist-packages/apt.py"),
         ("sitecustomize", "sitecustomize.py"),
         ("net._version", "net/_version.py"),
+        ("net.version", "net/version.py"),
         ("kernels", "kernels.so"),
         ("bare", "bare.pyc"),
         ("__mp_main__", "train.py"),
@@ -90,9 +119,11 @@ def test_generated_modules_are_not_described(tmp_path: Path, monkeypatch: pytest
     folder = str(tmp_path / "tmp")
     monkeypatch.setattr("recover_megatron.program.tempfile", SimpleNamespace(gettempdir=lambda: folder))
     script, generated = module("__main__", tmp_path / "train.py"), module("made", tmp_path / "tmp" / "made.py")
-    assert set(described(script, generated)) == {"train.py"}
+    assert set(described(script, generated)) == {"script train.py"}
     copied = module("__main__", tmp_path / "tmp" / "job" / "train.py")
-    assert set(described(copied, generated)) == {"train.py", "made.py"}, "a job that is copied there is described"
+    assert set(described(copied, generated)) == {"script train.py", "made.py"}, (
+        "a job that is copied there is described"
+    )
 
 
 def test_a_module_without_a_readable_source_is_left_out(tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 log = get_logger(__name__)
 
+_AT_IMPORT = program.describe()
+"""Of what was loaded by then: until a model is built its files may be edited."""
+
 OPENING_SECONDS = 600.0
 """How long workers wait for each other at the beginning of an epoch: some may be between two steps."""
 
@@ -103,7 +106,7 @@ class ElasticDataParallel:
         allow_seconds: float = 240.0,
         compare_code: bool = True,
     ) -> None:
-        code = program.describe() if compare_code else {}
+        code = {**program.describe(), **_AT_IMPORT} if compare_code else {}
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._known = set(map(id, parameters))
         _check(model, optimizer, parameters, microbatches, state or {})

@@ -142,7 +142,7 @@ class OwnDescription:
     def _ask(self, address: str, what: str) -> dict[str, str] | None:
         store = PeerStoreClient(address, self._secret)
         try:
-            with suppress(PeerLost, dist.DistStoreError, ValueError):
+            with suppress(PeerLost, dist.DistStoreError, ValueError, AttributeError, RuntimeError):
                 store.wait([what], timedelta(seconds=ASKED_SECONDS))
                 return {str(name): str(value) for name, value in json.loads(store.get(what)).items()}
             return None

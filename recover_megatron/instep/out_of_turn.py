@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -65,9 +66,10 @@ def begin() -> None:
             signal=functools.wraps(set_handler)(lambda number, handler: _plain(set_handler(number, _watched(handler)))),
             getsignal=functools.wraps(handler_of)(lambda number: _plain(handler_of(number))),
         )
-        for number in signal.valid_signals():
-            if callable(handler := signal.getsignal(number)):
-                signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():  # only there handlers can be set
+            for number in signal.valid_signals():
+                if (handler := signal.getsignal(number)) is not _watched(handler):
+                    signal.signal(number, handler)
     _trainer = threading.current_thread()
 
 
@@ -92,7 +94,8 @@ def _end_by(number: int, told: str) -> NoReturn:
         "without the handler. For a checkpoint and the end of all workers train with --exit-signal-handler, and send "
         "the signal to all"
     )
-    sys.stdout.flush()
+    with suppress(Exception):  # the handler may run inside of a print, and the pipe may be closed
+        sys.stdout.flush()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
     os._exit(128 + number)  # by default this signal ends nothing

@@ -32,6 +32,9 @@ from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.instep.gradients import Gradients, Tail, alive
 from recover_megatron.instep.recovery import Recovery
 
+REGROUP_SECONDS = 120.0
+"""Beyond the hang timeout, for all rings of an epoch to open, and again for what is pulled over them."""
+
 
 class State(Enum):
     """As drawn above; the values name the phases of ``Outcome.seconds``."""
@@ -192,10 +195,12 @@ class Step:
     def _rerun(self) -> State:
         """Take over what is finished anywhere, then run the lost microbatches into what is not."""
         mine, gradients = self._assignment, self._trainer.gradients
-        self._progress.mark("reduce-scatter", waiting=True)  # for all others, to open the rings and to pull
+        # All workers wait for each other here, and tell nothing meanwhile.
+        self._progress.mark("reduce-scatter", waiting=True, allow=REGROUP_SECONDS)
         with self._phase("regroup"):
             gradients.hold()
             self._open_rings()
+        self._progress.mark("reduce-scatter", waiting=True, allow=REGROUP_SECONDS)
         # If it is revoked: other columns may have finished and be running already, so this one runs, and tells later.
         with self._phase("pull"), suppress(EpochRevoked):
             gradients.pull(mine.epoch_groups, mine.live, self._tail)

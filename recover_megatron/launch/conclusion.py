@@ -229,8 +229,7 @@ class Conclusion:
         if stopped is not None:
             return stopped
         if verdict is not None:
-            left = self._control.agent.left
-            return verdict or exit_code_after([o for o in self._table.outcomes if o.worker_id in left])
+            return verdict or self._code_after_training()
         outcomes = [*self._table.outcomes, *self._peers.outcomes]
         if self._start_up.under_way and any(worker.outcome.code for worker in self._table.launched):
             return start_exit_code(outcomes, self._plan.fault_tolerant)
@@ -238,6 +237,16 @@ class Conclusion:
         if code == 0 and self._peers.any_lost and not self._plan.fault_tolerant:
             return LAUNCH_FAILED
         return code
+
+    def _code_after_training(self) -> int:
+        left, plan = self._control.agent.left, self._plan
+        outcomes = [
+            outcome
+            for outcome in self._table.outcomes
+            # A worker that came late and was refused has left, too.
+            if outcome.worker_id in left and (outcome.worker_id < plan.world_size or outcome.exit_code != REFUSED)
+        ]
+        return exit_code_after(outcomes, only_node=plan.nnodes == 1 and not plan.joins)
 
     def why(self, code: int, verdict: int | None) -> str:
         """Of a launch that was not stopped: why it has ended, in one line."""

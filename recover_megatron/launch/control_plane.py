@@ -68,7 +68,7 @@ STOPPING_SECONDS = 1.0
 LAST_WORD_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
 NOBODY_SECONDS = 10.0
-"""A run has ended whose candidates are all refused for so long by their hosts: a killed one is started again sooner."""
+"""A run has ended whose candidates are refused by all their hosts for so long, and for longer than its workers wait."""
 LOOK_SECONDS = 1.0
 
 
@@ -79,14 +79,16 @@ def recorded_end(folder: Path, coordinators: Sequence[Address]) -> tuple[int, st
     """
     addresses = {join_addresses([address]) for address in coordinators}
     for path in folder.glob("events-*.jsonl"):
-        ours = False
+        ours, end = False, None
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, TypeError, KeyError):  # a line that is being written, or is spoiled
                 record = json.loads(line)
-                if record["event"] == "listening":
-                    ours = record["address"] in addresses
+                if record["event"] == "listening":  # a launch after an end that the file tells, too
+                    ours, end = record["address"] in addresses, None
                 elif record["event"] == "stop" and ours and record["code"] != EXIT_LOST_MAJORITY:
-                    return int(record["code"]), str(record["reason"])
+                    end = int(record["code"]), str(record["reason"])
+        if end is not None:
+            return end
     return None
 
 
@@ -306,12 +308,16 @@ class ControlPlane:
 
     def _wait_led(self, until: float) -> None:
         agent, folder = self.agent, self._plan.log_dir
+        patience = max(NOBODY_SECONDS, self._settings.lost_timeout)  # the workers wait so long for a coordinator
         while not agent.wait_led(min(LOOK_SECONDS, until - time.monotonic())) and agent.out is None:
             with suppress(OSError):  # then the folder tells nothing
                 self.found_ended = recorded_end(folder, self._plan.joins) if folder else None
-            if self.found_ended is None and agent.refused_seconds >= NOBODY_SECONDS:
-                nobody = f"no process has listened at the coordinators' addresses for {NOBODY_SECONDS:g} s"
-                self.found_ended = EXIT_NO_REPLICA, nobody
+            if self.found_ended is None and agent.refused_seconds >= patience:
+                nobody = f"no process has listened at the coordinators' addresses for {patience:g} s; if it goes on "
+                self.found_ended = (
+                    EXIT_NO_REPLICA,
+                    f"{nobody}under others, recover-status DIR --coordinators names them",
+                )
             if self.found_ended or time.monotonic() >= until:
                 return
 

@@ -35,6 +35,8 @@ SHADOWS = "--recover-shadow-shards 2"
 FOLDERS, FORMAT, LAST_RESORT = ("--save", "--load"), "--ckpt-format", "--recover-last-resort"
 NO_SAVE = "no --save"
 MOST_NAMED = 4
+COUNTED = 64
+"""Workers: of larger runs no limit of open files was tried."""
 """So many domains, or rows of nodes, are named in one line of a table."""
 
 
@@ -200,7 +202,7 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
     batch = micro * sequence * (28 + mask)
     return Needs(
         files=175 + 24 * (world - 1) + 30 * loaders,
-        least_files=(100 + 8 * (world - 1) + 10 * loaders) * cpu,
+        least_files=(100 + 8 * (min(world, COUNTED) - 1) + 10 * loaders) * cpu,
         tasks=30 + here * (64 + 12 * loaders + 2 * (pool - 1)),
         least_tasks=40 * here * cpu,
         shared=3 * loaders * batch * -(-here // max(1, tensor)),

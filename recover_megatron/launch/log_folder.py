@@ -71,8 +71,7 @@ class Claim:
         return f"recover-run with pid {self.pid} on host {self.host}, started {since}"
 
 
-NOBODY = Claim(0, "", 0.0, "", 0, "", 0, 0)
-"""Of who only looks."""
+NOBODY = Claim(0, "", 0.0, "", 0, "", 0, 0)  # of a process that only looks
 
 
 @dataclass(eq=False)
@@ -107,6 +106,7 @@ class FolderLock:
     """Of the run for which the folder is held."""
     goes_on: bool = field(default=False, init=False)
     """Whether it is not to be had since the other nodes of this launcher's own run are in it."""
+    _found_free: bool = field(default=False, init=False)
     _without: bool = field(default=False, init=False)
     _has_locks: bool = field(default=True, init=False)
     _descriptor: int = field(default=-1, init=False)
@@ -124,8 +124,7 @@ class FolderLock:
         return None if self.held else self._opened(lambda: self._share(self.run_id or run_id))
 
     def join(self, own_id: str) -> str | None:
-        """Learn as whose ``share`` is to hold the folder: the run's that this launcher joins, if it is the one in it,
-        else ``own_id``.  Until then the run may end, and be started again by others: nothing is held."""
+        """Learn for which run ``share`` is to hold the folder: the one in it, or ``own_id``.  Nothing is held yet."""
         return self._opened(lambda: self._join(own_id))
 
     def end(self, code: int | None, reason: str) -> None:
@@ -165,8 +164,7 @@ class FolderLock:
                     self.goes_on = False
                     return None
             # A launcher of node 0 that is started once more: those of the other nodes end now, or the run goes on.
-            ours = claim is not None and not claim.ended and claim.job == self.mine.job
-            self.goes_on = ours and self.mine.nnodes > 1
+            self.goes_on = bool(claim and not claim.ended and claim.job == self.mine.job and self.mine.nnodes > 1)
             patience = 2 * ENDING_SECONDS if self.goes_on else ENDING_SECONDS if claim and claim.ended else 0.0
             if time.monotonic() >= begun + patience:
                 return self._in_use(claim)
@@ -177,18 +175,20 @@ class FolderLock:
 
     def _check(self) -> str | None:
         with self._look() as (free, claim):
-            mine = self.mine.nnodes, self.mine.master_port
-            fits = claim is not None and (claim.nnodes, claim.master_port) == mine
+            fits = claim and (claim.nnodes, claim.master_port) == (self.mine.nnodes, self.mine.master_port)
         return None if free or fits else self._in_use(claim)
 
     def _join(self, own_id: str) -> str | None:
         with self._look() as (free, claim):
             joined = claim if claim and not claim.ended and claim.job == self.mine.job else None
+            self._found_free = joined is None
             self.run_id = joined.run_id if joined else own_id
         return None if free or joined else self._in_use(claim)
 
     def _share(self, run_id: str) -> str | None:
         with self._look() as (free, claim):
+            if self._found_free and claim and not claim.ended and claim.job == self.mine.job:
+                run_id = claim.run_id  # another launcher, which joins the run, too, has claimed it since
             if claim and claim.run_id == run_id:
                 self.held, self.run_id = True, run_id
             elif free:
@@ -412,7 +412,7 @@ class LogFolder:
         if self._lock is not None and not self._lock.held:
             return False
         if self._workers_file is not None:
-            self._workers_file.put(run_id, workers)
+            self._workers_file.put(self._lock.run_id if self._lock else run_id, workers)
         return True
 
     def keep_secret(self, secret: str) -> None:

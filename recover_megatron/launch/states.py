@@ -75,22 +75,23 @@ def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> in
     return next((code for code in codes if code not in (0, *NO_FAULT)), EXIT_NO_REPLICA)
 
 
-def exit_code_after(outcomes: Sequence[ExitOutcome]) -> int:
+def exit_code_after(outcomes: Sequence[ExitOutcome], *, only_node: bool = True) -> int:
     """The exit code of a launcher whose run was finished; ``outcomes``: of its workers that had left the run in order.
 
-    The first row that fits decides:
+    ``only_node``: the run has no other launcher, whose workers may have ended well.  The first row that fits decides:
 
     ===================================================  ==========================================================
     after the training                                   exit code
     ===================================================  ==========================================================
     any failed with a code other than 10 to 13           that code (the earliest such): a fault of the script's end
-    all were killed by signals, or failed                that of the earliest, 128 + S; 1 for 10 to 13
+    the only node: all were killed by signals, or        that of the earliest, 128 + S; 1 for 10 to 13
+    failed
     else                                                 0: a signal to one of them is a death as in the training
     ===================================================  ==========================================================
     """
     in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
     faults = [outcome.code for outcome in in_order if outcome.exit_code not in (None, OK, *NO_FAULT)]
-    if not faults and all(outcome.code for outcome in in_order):
+    if not faults and only_node and all(outcome.code for outcome in in_order):
         faults = [LAUNCH_FAILED if outcome.code in NO_FAULT else outcome.code for outcome in in_order]
     return faults[0] if faults else OK
 

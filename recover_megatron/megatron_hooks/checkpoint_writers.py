@@ -16,6 +16,7 @@ is made anew.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import threading
@@ -119,10 +120,12 @@ def without_lost_sockets() -> None:
         f"no longer there: {', '.join(lost)}. Somebody has cleaned TMPDIR; what listened on them is made anew for the "
         "next checkpoint. Have the cleaner leave pymp-* alone"
     )
-    os.makedirs(get_temp_dir(), mode=0o700, exist_ok=True)
+    os.makedirs(folder := get_temp_dir(), mode=0o700, exist_ok=True)
+    if os.stat(folder).st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "made by another user after a cleaner had removed it", folder)
     if sharer._address in lost:
-        with open(sharer._address, "wb"):  # which Python removes at its end
-            pass
+        # Python removes it at its end.
+        os.close(os.open(sharer._address, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
         # Its thread keeps the old listener, for good: it cannot be reached to be ended.
         sharer._listener = sharer._address = sharer._thread = None
     if of_keeper in lost:

@@ -209,7 +209,7 @@ def stop_profiler(device: torch.device) -> None:
             torch.autograd.profiler._run_on_profiler_stop()
         if device.type == "cuda":
             torch.cuda.cudart().cudaProfilerStop()
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         log.warning(f"the profiler cannot be stopped: {in_short(error)}")
 
 

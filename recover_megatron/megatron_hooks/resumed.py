@@ -28,6 +28,8 @@ SHORT = 0.80
 
 _loaded: Any = None
 """The arguments in the checkpoint that this worker has loaded; None: it has loaded none."""
+MOST_READ = 1 << 22
+"""Entries of an index of documents: in a longer one the largest number is not looked for."""
 
 
 def install() -> None:
@@ -77,8 +79,10 @@ def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
     tokens, epochs, apart = _epochs(dataset, dataset.num_samples)
     if dataset.sample_index is not None:  # which it is with --dataloader-defer-npy-index-mmap, until it is read
         samples = (epochs * tokens - dataset.config.add_extra_token_to_sequence) // dataset.config.sequence_length
-        here = samples, epochs * len(dataset.indices), int(dataset.indices.max())
-        read = dataset.sample_index.shape[0] - 1, len(dataset.document_index), int(dataset.document_index.max())
+        documents = dataset.document_index[:MOST_READ]  # it may be on a slow disk, and all other workers wait
+        whole = len(documents) == len(dataset.document_index)
+        here = samples, epochs * len(dataset.indices), int(dataset.indices.max()) if whole else -1
+        read = dataset.sample_index.shape[0] - 1, len(dataset.document_index), int(documents.max()) if whole else -1
         if here != read:
             found.append(
                 f"the index of samples in the cache is not one of {path}: it has {read[0]} samples in {read[1]} "

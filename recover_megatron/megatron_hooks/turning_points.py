@@ -119,6 +119,7 @@ class TurningPoints(Hooks):
             flops_per_sample=self._training.loop.services.operations(1),
             tokens_per_sample=args.seq_length,
             argv=sys.argv[1:],
+            bits=16 if any(getattr(args, name, None) for name in ("bf16", "fp16", "fp8", "fp4")) else 32,
             versions={
                 "recover_megatron": __version__,
                 "megatron": megatron.core.__version__,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.run_log.events import Event, read_run_events
+from recover_megatron.run_log.events import EVENTS_FILE, Event, read_run_events
 from recover_megatron.run_log.steps import (
     STEPS_FILE,
     StepRecord,
@@ -67,7 +67,8 @@ class RecordedRun:
         if not self.steps:
             return [not_shown(1, None)] if self.after_spoiled else found
         first, last = self.steps[0], self.steps[-1]
-        if missing := lost_before(first, self.events[0]):
+        has_events = (self.folder / EVENTS_FILE).exists()  # else steps.jsonl alone was copied
+        if has_events and (missing := lost_before(first, self.events[0])):
             found.insert(0, not_shown(first.iteration - missing, first.iteration - 1))
         elif first.iteration > 1 and 0 in self.after_spoiled.values():  # those of a launch before
             found.insert(0, not_shown(1, first.iteration - 1))
@@ -92,9 +93,12 @@ def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
     Where no event tells of a start it was at iteration 1, for all that is known.
     """
     starts = [event for event in workers if event["event"] == "start"]
+    expected = first.iteration - first.skipped
+    if any(event.get("iteration") == expected for event in starts):  # whatever their hosts' clocks say
+        return 0
     starts = [event for event in starts if event["time"] <= (first.time or math.inf)] or starts[:1]
     begun = starts[-1].get("iteration", 1) if starts else 1
-    return max(0, first.iteration - first.skipped - int(begun))
+    return max(0, expected - int(begun))
 
 
 def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:

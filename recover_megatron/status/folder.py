@@ -172,6 +172,8 @@ def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
     return launches
 
 
+REPEATED = ("lead", "plan")
+"""Events that a coordinator writes again into a file that was emptied or made anew."""
 RECENT = 20
 """Iterations over which the pace is taken."""
 Record = Mapping[str, Any]
@@ -195,6 +197,8 @@ class History:
         self._folder = folder
         self._steps, self._events = Lines(folder / STEPS_FILE), Lines(folder / EVENTS_FILE)
         self._coordinators: dict[Path, Lines] = {}
+        self._last_of: dict[tuple[Path, str], Record] = {}
+        """The last event of each kind in a coordinator's file."""
         self.start: Record | None = None
         """The event of the training's beginning."""
         self._forget_steps()
@@ -239,7 +243,10 @@ class History:
             self._take_step(step)
         for path in self._folder.glob(COORDINATOR_FILES):
             for event in self._coordinators.setdefault(path, Lines(path)).new()[1]:
-                self._note(event, path)
+                what = str(event.get("event"))
+                if what not in REPEATED or self._last_of.get((path, what)) != event:
+                    self._note(event, path)
+                self._last_of[path, what] = event
 
     def _take_event(self, event: Record) -> None:
         if event == self.start:

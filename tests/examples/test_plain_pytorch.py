@@ -166,7 +166,11 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path, example: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        (".square().mean()", ".abs().mean()", "runs another program than worker 0: train.py has another content"),
+        (
+            ".square().mean()",
+            ".abs().mean()",
+            "runs another program than worker 0: script train.py has another content",
+        ),
         ("microbatches=16", "microbatches=32", "the run's: microbatches 32 (the run: 16)"),
     ],
     ids=["another loss", "more microbatches"],

@@ -91,6 +91,30 @@ def test_megatrons_handler_that_waits_for_all_workers_ends_its_own_by_the_signal
     assert "in a handler of SIGTERM" in said
 
 
+def test_a_handler_that_meets_its_worker_in_a_print_ends_it_by_the_signal_all_the_same() -> None:
+    def does() -> None:
+        sys.stdout = SimpleNamespace(flush=lambda: 1 / 0)  # type: ignore[assignment]
+        handles(raise_from_c)()
+
+    assert worker(Mode.STEP, does)[0] == -signal.SIGTERM
+
+
+def test_a_program_may_train_in_a_thread_of_its_own() -> None:
+    def does() -> None:
+        thread = threading.Thread(target=begins)
+        thread.start()
+        thread.join()
+        assert ended == [True]
+
+    def begins() -> None:
+        out_of_turn._trainer = None
+        out_of_turn.begin()
+        ended.append(True)
+
+    ended: list[bool] = []
+    assert worker(Mode.STEP, does)[0] == RETURNED
+
+
 def first_gives_up(number: int, frame: Any) -> None:
     """As handlers do that let a second signal end the process at once."""
     signal.signal(number, signal.SIG_DFL)

@@ -124,7 +124,7 @@ class Marking(Parts):
         self.said: dict[str, bool] = {}
         self.epoch_groups.ring = lambda ring: self.said.update(ring=self.waits)
 
-    def mark(self, phase: str, *, waiting: bool = False) -> None:  # type: ignore[override]
+    def mark(self, phase: str, *, waiting: bool = False, allow: float = 0.0) -> None:  # type: ignore[override]
         self.waits = waiting
 
     def meet(self, number: int, **where: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from recover_megatron.launch import control_plane
-from recover_megatron.launch.conclusion import last_checkpoint
+from recover_megatron.launch.conclusion import Conclusion, last_checkpoint
 from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.hosted import HostedCandidate
 from recover_megatron.launch.loop import EventLoop
@@ -93,6 +94,21 @@ def test_the_exit_code_of_a_finished_run_is_that_of_the_scripts_end(ends: list[i
         for worker, end in enumerate(ends)
     ]
     assert exit_code_after(outcomes[::-1]) == code
+
+
+def test_a_signal_after_the_training_is_no_fault_of_a_node_beside_others() -> None:
+    """Such a node may have one worker: the others have finished the run, and nobody would come to another launch."""
+    killed, failed = ExitOutcome(0, None, 9, 1.0), ExitOutcome(0, 1, None, 1.0)
+    assert [exit_code_after([killed], only_node=only) for only in (True, False)] == [137, 0]
+    assert exit_code_after([failed], only_node=False) == 1
+
+
+@pytest.mark.parametrize(("worker", "code"), [(4, 0), (3, 2)])
+def test_a_worker_that_came_late_and_was_refused_is_no_fault_of_a_finished_run(worker: int, code: int) -> None:
+    outcomes = [ExitOutcome(0, 0, None, 1.0), ExitOutcome(worker, 2, None, 2.0)]
+    control = SimpleNamespace(agent=SimpleNamespace(left=frozenset({0, worker})))
+    conclusion = SimpleNamespace(_control=control, _plan=plan_of(), _table=SimpleNamespace(outcomes=outcomes))
+    assert Conclusion._code_after_training(conclusion) == code
 
 
 def test_a_coordinator_whose_log_cannot_be_written_says_so_and_goes_on(bench):
@@ -318,7 +334,8 @@ LISTENS = '{"event":"listening","address":"10.0.0.1:7","world":2}\n'
     ("log", "found"),
     [
         (LISTENS + '\0\0\n[]\n{"event":"stop","code":143,"reason":"told to"}\n', (143, "told to")),
-        (LISTENS + '{"event":"stop","code":0,"reason":"all have left"}\n' + LISTENS, (0, "all have left")),
+        (LISTENS + '{"event":"stop","code":0,"reason":"all have left"}\n', (0, "all have left")),
+        (LISTENS + '{"event":"stop","code":10,"reason":"of a launch before"}\n' + LISTENS, None),
         (LISTENS + '{"event":"commit","iteration":7}\n{"event":"stop","co', None),
         (LISTENS + '{"event":"stop","code":11,"reason":"the other side may go on"}\n', None),
         (LISTENS.replace(":7", ":8") + '{"event":"stop","code":0,"reason":"of an earlier run"}\n', None),
@@ -342,6 +359,7 @@ def test_a_run_is_over_where_no_process_listens_for_it_and_not_where_one_does_no
     with closed_port() as port, listen("127.0.0.1") as listener:
         joins = plan_of(joins=(("127.0.0.1", port), *[listener.getsockname()[:2]] * hung), joined_world_size=2)
         control = ControlPlane(joins, SECRET, loop, pytest.fail, SimpleNamespace(**dict.fromkeys(ORDERS)))
+        control._settings = dataclasses.replace(control._settings, heartbeat_interval=0.05, heartbeat_timeout=0.1)
         control.open(None)
         control.when_led(1.2 if hung else DEADLINE, lambda: waited.append(True))
         while not waited:

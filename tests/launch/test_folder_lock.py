@@ -346,6 +346,15 @@ def test_other_nodes_share_the_folder_of_checkpoints_and_a_launcher_that_joins_i
         die(held)
 
 
+def test_two_launchers_that_join_one_run_at_the_same_time_share_a_folder_of_their_own(tmp_path):
+    same = {"joins": (("a", 2),), "joined_world_size": 2}
+    ((one,), _), ((other,), _) = (command._lock_folders(saving(tmp_path, **same, run_id=name)) for name in "12")
+    assert [lock.share(name) for lock, name in ((one, "1"), (other, "2"))] == [None, None]
+    assert (other.held, other.run_id) == (True, "1"), "workers.json has the entries of both under one name"
+    for lock in (one, other):
+        die(lock)
+
+
 def test_a_launch_whose_folder_has_no_lock_goes_on_and_says_so(tmp_path, capsys):
     (tmp_path / "file").touch()
     (lock,), _ = command._lock_folders(saving(tmp_path / "file"))

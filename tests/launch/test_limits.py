@@ -60,6 +60,11 @@ def test_a_limit_of_files_at_which_gloo_has_ended_the_workers_is_refused() -> No
     assert "ulimit -n 130 is too low: a worker opens up to 283 files" in reason
 
 
+def test_of_more_workers_than_were_counted_no_higher_limit_is_known_to_be_too_low() -> None:
+    small, counted, large = (needs_of([], world, 8, {}, cpu=True).least_files for world in (8, 64, 512))
+    assert small < counted == large
+
+
 def test_of_what_was_never_counted_no_limit_is_known_to_be_too_low() -> None:
     needs = needs_of([], 8, 8, {}, cpu=False)
     assert (needs.least_files, needs.least_tasks) == (0, 0)

@@ -69,8 +69,8 @@ MONKEYPATCH = {
     "megatron.core.transformer.moe.router": "apply_biased_logits",
     "megatron.core.transformer.moe.router_trace.RouterTracer": "__init__",
     "megatron.training.checkpointing": (
-        "append_to_progress_log check_checkpoint_args get_checkpoint_name get_checkpoint_tracker_filename get_rng_state "
-        "schedule_async_save"
+        "append_to_progress_log check_checkpoint_args get_checkpoint_name get_checkpoint_tracker_filename "
+        "get_rng_state schedule_async_save"
     ),
     "megatron.training.datasets.fim_dataset.GPTFIMDataset": "_query_document_sample_shuffle_indices",
     "megatron.training.initialize": "_initialize_distributed",

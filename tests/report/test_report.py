@@ -149,6 +149,9 @@ def test_iterations_that_log_rotation_has_taken_are_not_shown(tmp_path: Path, su
     assert "goodput" in of(5, [(5, 104.0)], 0), "a run that goes on from a checkpoint of another folder"
     of(5, [(1, 50.0), (5, 104.0)], 0)  # the first launch committed nothing
     assert "NOT each shown: iterations 1 to 4 are not shown" in of(5, [], 1), "the start was rotated away, too"
+    of(5, [(1, 50.0), (5, 200.0)], 0)  # by a host whose clock is ahead
+    (tmp_path / "events.jsonl").unlink()
+    summary(tmp_path)  # steps.jsonl alone was copied
     of(5, [(1, 50.0), (5, 104.0)], 0)
     (tmp_path / "steps.jsonl").write_bytes(bytes(300) + b"\n" + (tmp_path / "steps.jsonl").read_bytes())
     assert "NOT each shown: iterations 1 to 4 are not shown" in summary(tmp_path, code=1)

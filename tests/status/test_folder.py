@@ -119,6 +119,7 @@ def test_after_a_log_rotation_the_folder_tells_of_its_run_as_before(tmp_path: Pa
         journal({"event": "plan", "epoch": term})
     events.append("start", iteration=1, train_iters=100, replicas=[0, 1])
     assert journal._file.flush(DEADLINE)
+    looks_on = history_of(tmp_path)
     for file in (path, tmp_path / EVENTS_FILE):
         if how == "emptied":
             os.truncate(file, 0)
@@ -134,6 +135,8 @@ def test_after_a_log_rotation_the_folder_tells_of_its_run_as_before(tmp_path: Pa
     journal.close()
     events.close()
     assert candidates(tmp_path) == LAUNCHED
+    looks_on.read()
+    assert {one["event"] for one in looks_on.news} == {"listening", "commit", "checkpoint"}, "no plan is told again"
     told = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(one["event"], one.get("term") or one.get("epoch")) for one in told] == [
         ("listening", None), ("lead", 2), ("plan", 2), ("commit", None)
