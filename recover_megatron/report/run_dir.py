@@ -54,7 +54,7 @@ class RecordedRun:
     spoiled: list[str] = field(default_factory=list)
     """Lines, as file:line, and files that cannot be read and were left out."""
     after_spoiled: dict[str, int] = field(default_factory=dict)
-    """Of each such line of steps.jsonl the last iteration before it."""
+    """Spoiled line of steps.jsonl -> the last iteration before it."""
 
     @property
     def rollbacks(self) -> list[Event]:
@@ -62,9 +62,12 @@ class RecordedRun:
         return [event for event in self.events[0] if event["event"] == "rolled back"]
 
     def audit(self, microbatches: int | None = None) -> list[str]:
-        """What is wrong or not shown, a sentence each; ``microbatches``: of each iteration, if it is known."""
+        """A sentence for each thing that is wrong or not shown; ``microbatches``: of each iteration, if it is known."""
         found = violations(self.steps, microbatches or self.settings.get("microbatches"))
+        begun, ended = last_launch(self.events[0])
         if not self.steps:
+            if begun <= ended:
+                return [not_shown(begun, ended)]
             return [not_shown(1, None)] if self.after_spoiled else found
         first, last = self.steps[0], self.steps[-1]
         has_events = (self.folder / EVENTS_FILE).exists()  # else steps.jsonl alone was copied
@@ -72,7 +75,9 @@ class RecordedRun:
             found.insert(0, not_shown(first.iteration - missing, first.iteration - 1))
         elif first.iteration > 1 and 0 in self.after_spoiled.values():  # those of a launch before
             found.insert(0, not_shown(1, first.iteration - 1))
-        if last.iteration in self.after_spoiled.values():
+        if (next_one := max(last.iteration + 1, begun)) <= ended:
+            found.append(not_shown(next_one, ended))
+        elif last.iteration in self.after_spoiled.values():
             found.append(not_shown(last.iteration + 1, None))
         return found
 
@@ -87,8 +92,19 @@ class RecordedRun:
         return None if self.corpus is None else float(self.corpus["unigram_entropy_nats"]["valid_under_train"])
 
 
+def last_launch(workers: Sequence[Event]) -> tuple[int, int]:
+    """First and last iteration of the last launch, by its ``start`` and ``end``; the last is 0 where no end is told."""
+    begun, ended = 1, 0
+    for event in workers:
+        if event["event"] == "start":
+            begun, ended = int(event.get("iteration", 1)), 0
+        elif event["event"] == "end":
+            ended = int(event.get("iteration", 0))
+    return begun, ended
+
+
 def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
-    """How many iterations its launch made before ``first``, the first line of steps.jsonl that is left (log rotation).
+    """Number of iterations that its launch made before ``first``, the first line left of steps.jsonl (log rotation).
 
     Where no event tells of a start it was at iteration 1, for all that is known.
     """
@@ -134,7 +150,7 @@ def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
 
 
 def _json[Content: (list[Any], dict[str, Any])](path: Path, kind: type[Content], spoiled: list[str]) -> Content | None:
-    """What is in the file; None: there is no file, or one that is ``spoiled``, which gets its name."""
+    """The content of the file; None: there is no file, or one that is ``spoiled``, which gets its name."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:

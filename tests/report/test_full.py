@@ -203,6 +203,9 @@ def test_how_far_a_loss_may_leave_the_reference_is_said_by_a_flag(tmp_path: Path
     assert main(argv) == 1, "the parameters of iteration 20 are the same"
     later = write_steps(tmp_path / "mine", drifting(steps(), {21: 3.2e-4}))
     assert main(argv) == 0
+    for bits, code in ((16, 0), (32, 1)):  # a recipe or a file may say it, and no flag
+        write_lines(later / "events.jsonl", [{**start, "argv": [], "bits": bits}])
+        assert main(argv) == code
     (later / "events.jsonl").unlink()
     assert main(argv) == 1
     for refused in ([*argv, "--tolerance", "1.5"], [argv[0], "--tolerance", "0.1"]):
@@ -479,7 +482,9 @@ def test_who_loads_the_page_while_it_is_written_anew_gets_a_whole_one(run: Path)
         (run / "steps.jsonl").write_text("".join((run / "steps.jsonl").read_text().splitlines(keepends=True)[:30]))
         report(run)
         assert "in each of 50 iterations" in opened.read()
-    assert "in each of 30 iterations" in (run / "report.html").read_text()
+    assert "iterations 31 to 50 are not shown" in (run / "report.html").read_text(), (
+        "the events tell of an end after 50"
+    )
     assert not list(run.glob(".*"))
 
 

@@ -157,6 +157,27 @@ def test_iterations_that_log_rotation_has_taken_are_not_shown(tmp_path: Path, su
     assert "NOT each shown: iterations 1 to 4 are not shown" in summary(tmp_path, code=1)
 
 
+def test_iterations_that_the_end_of_the_run_tells_of_and_no_line_are_not_shown(
+    tmp_path: Path, summary: Summary
+) -> None:
+    """The last lines of steps.jsonl were lost: by a full disk, or with the power of a host."""
+
+    def of(events: list[tuple[str, int]], code: int, lines: int = len(GOOD)) -> str:
+        told = [
+            {"event": event, "time": 100.0 + at, "iteration": n, "replicas": [0, 1], "worker": 0}
+            for at, (event, n) in enumerate(events)
+        ]
+        write_lines(tmp_path / "events.jsonl", told)
+        return summary(write_steps(tmp_path, GOOD[:lines]), code=code)
+
+    last = GOOD[-1].iteration
+    of([("start", 1), ("end", last)], 0)
+    assert f"iterations {last + 1} to {last + 3} are not shown" in of([("start", 1), ("end", last + 3)], 1)
+    assert f"iterations 1 to {last} are not shown" in of([("start", 1), ("end", last)], 1, lines=0)
+    of([("start", 1), ("end", last + 3), ("start", last + 1)], 0)  # a launch that still runs
+    of([("start", 1), ("end", last), ("start", last + 90), ("end", last + 89)], 0)  # nothing was left to train
+
+
 def test_the_summary_has_the_losses_beside_the_unigram_entropy(tmp_path: Path, summary: Summary) -> None:
     write_steps(tmp_path, [*GOOD, step(9, epoch=1, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]}, loss=None)])
     (tmp_path / "corpus.json").write_text(json.dumps({"unigram_entropy_nats": {"valid_under_train": 3.25}}))
