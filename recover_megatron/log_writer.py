@@ -316,7 +316,7 @@ class LogWriter(Aside):
             raise
 
     def _is_elsewhere(self, descriptor: int) -> bool:
-        """Whether the open file is no longer the one at its path: it was removed, or moved.
+        """Tell if the open file is no longer the one at its path, since it was removed or moved.
 
         After ``close`` a moved file still gets the lines that are left: the new file may be another writer's.
         """

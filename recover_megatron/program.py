@@ -37,10 +37,10 @@ LARGEST = 2 << 20
 MOST = 5000
 """Files that are described: all of them fit into one message of a peer store."""
 VERSION = str(vars(sys.modules["recover_megatron"])["__version__"])
-"""Of this package, as it was loaded."""
+"""The version of this package, as it was loaded."""
 PACKAGE = "package "
 FLAG = "code"
-"""What ``--recover-may-differ`` calls all this."""
+"""The name of the program for ``--recover-may-differ``."""
 
 
 def describe(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -100,7 +100,7 @@ def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _path(module: Any) -> str:
-    """Of its source; modules that import others when they are asked for an attribute are not asked for one."""
+    """Path of a module's source.  Its attributes are not asked for: some modules import others at that."""
     path = getattr(module, "__dict__", {}).get("__file__")
     return os.path.abspath(path) if isinstance(path, str) else ""
 

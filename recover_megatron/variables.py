@@ -39,7 +39,7 @@ ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
 WITHOUT_VARIABLE = "RECOVER_START_WITHOUT"
 """The nodes without which it is made again, the same."""
 FIRST_START_VARIABLE = "RECOVER_FIRST_START"
-"""Where the start was made again: when the launcher started its first worker, in seconds since the epoch."""
+"""Set where the start was made again: when the launcher started its first worker, in seconds since the epoch."""
 NCCL2_VARIABLE = "TORCH_DIST_USE_NCCL2"
 """torch's own: 0: its "nccl" is ProcessGroupNCCL; otherwise, from torch 2.15 on, ProcessGroupNCCL2."""
 

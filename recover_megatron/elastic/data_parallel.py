@@ -38,7 +38,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE
 log = get_logger(__name__)
 
 _AT_IMPORT = program.describe()
-"""Of what was loaded by then: until a model is built its files may be edited."""
+"""The program as it was loaded by then: its files may be edited before the model is built."""
 
 OPENING_SECONDS = 600.0
 """How long workers wait for each other at the beginning of an epoch: some may be between two steps."""
@@ -48,6 +48,11 @@ Microbatch = Callable[[int, int], torch.Tensor]
 
 It must be a function of the two numbers alone: whichever worker calls it, it feeds the same samples.
 """
+
+
+def _program() -> dict[str, str]:
+    """Describe the program of this process, with the text that each module had when this package was imported."""
+    return {**program.describe(), **_AT_IMPORT}
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class ElasticDataParallel:
         allow_seconds: float = 240.0,
         compare_code: bool = True,
     ) -> None:
-        code = {**program.describe(), **_AT_IMPORT} if compare_code else {}
+        code = _program() if compare_code else {}
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._known = set(map(id, parameters))
         _check(model, optimizer, parameters, microbatches, state or {})
@@ -235,7 +240,7 @@ class ElasticDataParallel:
             self._gradients.clear()
 
     def _some_differ(self) -> bool:
-        """Whether a worker is known to differ from the run: this epoch is not begun.
+        """Tell if a worker is known to differ from the run: then this epoch is not begun.
 
         Ends the process where that is this worker, and the run where it has a state: then both are of the launch.
         """

@@ -177,7 +177,10 @@ class Status:
 
     @classmethod
     def from_json(cls, told: Json) -> Status:
-        """What another version of this package has changed is passed over: its worker ends, not the one that reads."""
+        """Read a status, without fields that another version of this package has added.
+
+        A worker of another version is refused; it must not end the worker that reads its status.
+        """
         known = {field.name: told[field.name] for field in fields(cls) if field.name in told}
         return cls(**{**known, "ran": tuple(told.get("ran", ()))})
 
@@ -185,7 +188,7 @@ class Status:
     def settings(
         model: torch.nn.Module, microbatches: int, seed: int | None, state: Mapping[str, Stateful]
     ) -> dict[str, str]:
-        """What ``flags`` is a digest of: name -> text."""
+        """The settings whose digest is ``flags``: name -> text."""
         trained = {name: its for name, its in model.named_parameters() if its.requires_grad}
         parameters = {f"parameter {name}": f"{its.dtype} {list(its.shape)}" for name, its in trained.items()}
         others = {"microbatches": str(microbatches), "seed": str(seed), "state": ", ".join(sorted(state))}

@@ -32,20 +32,20 @@ log = get_logger(__name__)
 
 GIVEN, CODE = "flags", "code"
 ASKED_SECONDS = 5.0
-"""How long a worker waits for what another one was started with, and the others for its word."""
+"""Time limit for the answer of another worker, and for the word of a worker that differs."""
 MOST_ASKED = 3
 
 
 @dataclass(frozen=True)
 class Told:
-    """Of a worker's status, as it arrived, what is compared."""
+    """The compared parts of a worker's status, as it arrived."""
 
     given: str = ""
     code: str = ""
     placed: bool = False
-    """Whether the worker has a part in the training."""
+    """The worker has a part in the training."""
     holds: bool = False
-    """Whether it has a state."""
+    """The worker has a state of the training."""
     peer_store: str = ""
 
     @classmethod
@@ -83,7 +83,7 @@ def odd_ones(told: Mapping[int, Told], what: str = "given") -> OddOnes:
 
 
 class OwnDescription:
-    """What this worker was started with, on its peer store; what is empty is not compared."""
+    """This worker's flags and program, published on its peer store; an empty one is not compared."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class OwnDescription:
             peer_store.put(CODE, json.dumps(code))
 
     def different(self, me: int, told: Mapping[int, Told], odd: OddOnes) -> str:
-        """What keeps this worker out of the run, in words; empty: nothing.  ``odd``: the ``odd_ones`` of ``told``."""
+        """Say why this worker has no part in the run; empty: it has one.  ``odd``: the ``odd_ones`` of ``told``."""
         if me in odd.workers:
             theirs = self._ask(told[odd.model].peer_store, GIVEN)
             found = script_flags.listed(script_flags.differences(self._given, theirs or self._given))

@@ -108,9 +108,10 @@ def _forget_dead_manager() -> None:
 
 
 def without_lost_sockets() -> None:
-    """Have made anew, while no checkpoint is under way, what listens on a socket whose file somebody has removed.
+    """Make anew what listens on a socket whose file a cleaner of TMPDIR has removed, while no checkpoint is under way.
 
-    A cleaner of TMPDIR does.  Python does not notice: a process of each worker would end as it connects.
+    Python does not notice: a process of each worker would end as it connects.  Where that is not possible a line says
+    so, and the checkpoint tells what it lacks.
     """
     sharer, keeper = resource_sharer._resource_sharer, manager()  # type: ignore[attr-defined]
     of_keeper = None if keeper is None else filesystem_async._results_queue._manager.address
@@ -120,12 +121,17 @@ def without_lost_sockets() -> None:
         f"no longer there: {', '.join(lost)}. Somebody has cleaned TMPDIR; what listened on them is made anew for the "
         "next checkpoint. Have the cleaner leave pymp-* alone"
     )
-    os.makedirs(folder := get_temp_dir(), mode=0o700, exist_ok=True)
-    if os.stat(folder).st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "made by another user after a cleaner had removed it", folder)
+    try:
+        os.makedirs(folder := get_temp_dir(), mode=0o700, exist_ok=True)
+        if os.stat(folder).st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "another user has made it since", folder)
+        if sharer._address in lost:
+            # Python removes it at its end.
+            os.close(os.open(sharer._address, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+    except OSError as error:
+        log.warning(f"nothing can be made anew in TMPDIR ({error})")
+        return
     if sharer._address in lost:
-        # Python removes it at its end.
-        os.close(os.open(sharer._address, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
         # Its thread keeps the old listener, for good: it cannot be reached to be ended.
         sharer._listener = sharer._address = sharer._thread = None
     if of_keeper in lost:

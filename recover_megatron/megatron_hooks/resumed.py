@@ -74,7 +74,7 @@ def look(dataset: Any) -> None:
 
 
 def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
-    """What to say of a ``GPTDataset``.  ``now``, ``then``: Megatron's arguments, and those of a checkpoint, if any."""
+    """Warnings about a ``GPTDataset``.  ``now``, ``then``: Megatron's arguments, and those of a checkpoint, if any."""
     found, path = [], dataset.dataset_path
     tokens, epochs, apart = _epochs(dataset, dataset.num_samples)
     if dataset.sample_index is not None:  # which it is with --dataloader-defer-npy-index-mmap, until it is read
@@ -104,7 +104,7 @@ def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
 
 
 def _asked(args: Any) -> int:
-    """How many samples a training with these arguments asks for; 0: not known."""
+    """Number of samples that a training with these arguments asks for; 0: not known."""
     if samples := getattr(args, "train_samples", None):
         return int(samples)
     return (getattr(args, "train_iters", None) or 0) * (getattr(args, "global_batch_size", None) or 0)

@@ -59,7 +59,7 @@ class WorkerProgress:
     """When that number last changed."""
     waiting_since: float | None = None
     waits: bool = False
-    """Whether the last mark says that it waits; of a mark since the last plan and the last commit."""
+    """The last mark since the last plan and the last commit says that the worker waits."""
     allow: float = 0.0
     heard: float | None = None
     """When anything was last heard of it; None: not known."""
@@ -140,7 +140,7 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
 
 
 def apart(group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashable]) -> Workers:
-    """Of workers that all wait for each other: those that wait in something else than most of the replicas do.
+    """The workers, where all wait for each other, that wait in another operation than most of the replicas do.
 
     Positions may wait in different operations, but each does so in all replicas. Of two kinds that are equally frequent
     a step's own is the usual one, and not yet having reported it. Nobody where more than half of the replicas differ.

@@ -184,7 +184,7 @@ class Lost:
 
     reason: str
     refused: bool = False
-    """Whether the host has answered that no process listens there."""
+    """The host has answered that no process listens there."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
 
 
 def _is_rough(events: Sequence[Event]) -> bool:
-    """Whether the model computes in 16 bits or fewer, by the ``start`` of the run: in older versions by its flags."""
+    """Tell if the model computes in 16 bits or fewer, by the ``start`` of the run: in older versions by its flags."""
     start = next((event for event in events if event["event"] == "start"), {})
     flags = [str(word).startswith(("--bf16", "--fp16", "--fp8", "--fp4")) for word in start.get("argv") or ()]
     return bool(start.get("bits", 16 if any(flags) else 32) < 32)

@@ -18,7 +18,7 @@ _LAST = 10
 """The training loss of one iteration is noisy: the summary gives the mean over so many."""
 
 _CHANGES = 8
-"""Of the number of replicas, and of spoiled lines, as many are told one by one."""
+"""Changes of the number of replicas, and spoiled lines: so many are named one by one."""
 
 
 def summary(run: RecordedRun, violations: Sequence[str], spent: Sequence[Account] = ()) -> str:
@@ -128,7 +128,7 @@ def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
 
 
 def failed(violations: Sequence[str]) -> list[str]:
-    """Those that are wrong, and not only not shown."""
+    """The sentences on what is wrong, without those on what is only not shown."""
     return [text for text in violations if NOT_SHOWN not in text]
 
 

@@ -56,10 +56,10 @@ class StepRecord:
     time: float | None = None
     """Unix seconds when it was over, by its writer's clock; None in files of older versions."""
     micro_batch_size: int | None = None
-    """That of the launch which made it; None in files of older versions."""
+    """The launch that made the step had this micro batch size; None in files of older versions."""
 
     def to_json(self) -> str:
-        """One line, without its line end.  The microbatches come last: ``Lines.new`` can leave them out."""
+        """The step as a line, without its line end.  The microbatches come last: ``Lines.new`` can leave them out."""
         fields = asdict(self)
         if not self.skipped:
             del fields["skipped"]

@@ -218,7 +218,7 @@ class History:
 
     def _forget_events(self) -> None:
         self.recovered: list[tuple[float, Sequence[int]]] = []
-        """Of each loss of replicas that was survived: when it was read (monotonic), and which workers were lost."""
+        """Losses of replicas that were survived: when each was read (monotonic), and which workers were lost."""
         self.rerun = 0
         self.phases: list[tuple[str, float]] = []
         """(phase, seconds) of every recovery."""

@@ -68,7 +68,7 @@ class RunCollector(Collector):
             self._recovered.append(cause)
 
     def _cause(self, at: float, lost: Sequence[int]) -> str | None:
-        """Of a recovery from the loss of these workers, read ``at`` (monotonic); None: it may be known later."""
+        """The cause of a recovery from a loss of these workers, read ``at`` (monotonic); None: not known yet."""
         if found := {self._causes[worker] for worker in lost if worker in self._causes}:
             return min(found, key=CAUSES.index)
         if self._status is not None and set(self._status.aside) & set(lost):

@@ -13,6 +13,7 @@ import torch
 
 from recover_megatron import ElasticDataParallel
 from recover_megatron.collectives.ledger import Span
+from recover_megatron.elastic import data_parallel
 from recover_megatron.elastic.state import Gradients, Standing, State, Status, shares, standing
 from recover_megatron.errors import UserError
 from recover_megatron.instep.comparison import OwnDescription
@@ -286,6 +287,13 @@ def test_a_newcomer_that_differs_ends_with_2_and_the_others_do_not_begin_with_it
     assert gave_up == []
     del joined[3]
     assert not workers[0]._some_differ()
+
+
+def test_a_module_is_described_as_it_was_when_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the model is built, minutes later perhaps, somebody may edit the shared files."""
+    monkeypatch.setattr(data_parallel, "_AT_IMPORT", {"net.py": "as it was imported"})
+    monkeypatch.setattr(data_parallel.program, "describe", lambda: {"net.py": "edited since", "late.py": "1"})
+    assert data_parallel._program() == {"net.py": "as it was imported", "late.py": "1"}
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_a_handler_that_meets_its_worker_in_a_print_ends_it_by_the_signal_all_th
 
 def test_a_program_may_train_in_a_thread_of_its_own() -> None:
     def does() -> None:
+        signal.signal(signal.SIGUSR1, raise_from_c)  # which can be set in the main thread alone
         thread = threading.Thread(target=begins)
         thread.start()
         thread.join()

@@ -12,7 +12,7 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.gradients import EXTRAS, Tail
-from recover_megatron.instep.step import Outcome, Step
+from recover_megatron.instep.step import REGROUP_SECONDS, Outcome, Step
 
 NUMBER, TOTAL = 7, 4
 
@@ -122,20 +122,24 @@ class Marking(Parts):
         super().__init__(revoked={1})
         self.waits = False
         self.said: dict[str, bool] = {}
-        self.epoch_groups.ring = lambda ring: self.said.update(ring=self.waits)
+        self.allow, self.allowed = 0.0, dict[str, float]()
+        self.epoch_groups.ring = lambda ring: self.say("ring")
 
     def mark(self, phase: str, *, waiting: bool = False, allow: float = 0.0) -> None:  # type: ignore[override]
-        self.waits = waiting
+        self.waits, self.allow = waiting, allow
 
     def meet(self, number: int, **where: Any) -> None:
         super().meet(number, **where)
         self.waits = False  # with a new plan the coordinator takes nobody for one that waits before it says so
 
     def pull(self, *args: object) -> None:  # type: ignore[override]
-        self.said["pull"] = self.waits
+        self.say("pull")
 
     def compute(self, ids: list[int], *, again: bool) -> None:
-        self.said["again" if again else "first"] = self.waits
+        self.say("again" if again else "first")
+
+    def say(self, what: str) -> None:
+        self.said[what], self.allowed[what] = self.waits, self.allow
 
 
 def test_a_worker_says_that_it_waits_while_it_opens_rings_and_pulls_and_not_while_it_computes() -> None:
@@ -143,6 +147,8 @@ def test_a_worker_says_that_it_waits_while_it_opens_rings_and_pulls_and_not_whil
     parts = Marking()
     step(parts)
     assert parts.said == {"first": False, "ring": True, "pull": True, "again": False}
+    # All workers wait in these, with nothing to tell: without it a healthy recovery would count as stuck.
+    assert parts.allowed == {"first": 0.0, "ring": REGROUP_SECONDS, "pull": REGROUP_SECONDS, "again": 0.0}
 
 
 def test_what_the_plan_says_is_committed_is_not_made_again() -> None:

@@ -349,17 +349,18 @@ def test_the_end_of_a_run_is_what_one_of_its_own_coordinators_has_logged(
     assert control_plane.recorded_end(tmp_path, [("10.0.0.2", 7), ("10.0.0.1", 7)]) == found
 
 
-@pytest.mark.parametrize("hung", [False, True])
+@pytest.mark.parametrize(("hung", "timeout"), [(False, 0.1), (False, 0.2), (True, 0.1)])
 def test_a_run_is_over_where_no_process_listens_for_it_and_not_where_one_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, hung: bool
+    monkeypatch: pytest.MonkeyPatch, hung: bool, timeout: float
 ) -> None:
+    """And not before the workers of the run give up a coordinator that is started again."""
     monkeypatch.setattr(control_plane, "NOBODY_SECONDS", 0.5)
     monkeypatch.setattr(control_plane, "LOOK_SECONDS", 0.02)
     loop, waited = EventLoop(), list[bool]()
     with closed_port() as port, listen("127.0.0.1") as listener:
         joins = plan_of(joins=(("127.0.0.1", port), *[listener.getsockname()[:2]] * hung), joined_world_size=2)
         control = ControlPlane(joins, SECRET, loop, pytest.fail, SimpleNamespace(**dict.fromkeys(ORDERS)))
-        control._settings = dataclasses.replace(control._settings, heartbeat_interval=0.05, heartbeat_timeout=0.1)
+        control._settings = dataclasses.replace(control._settings, heartbeat_interval=0.05, heartbeat_timeout=timeout)
         control.open(None)
         control.when_led(1.2 if hung else DEADLINE, lambda: waited.append(True))
         while not waited:
@@ -368,7 +369,9 @@ def test_a_run_is_over_where_no_process_listens_for_it_and_not_where_one_does_no
             assert (control.found_ended, control.agent.refused_seconds) == (None, 0.0)
         else:
             code, reason = control.found_ended
-            assert (code, reason.startswith("no process has listened at the coordinators' addresses")) == (10, True)
+            waited = max(0.5, 4 * timeout)
+            told = f"no process has listened at the coordinators' addresses for {waited:g} s"
+            assert (code, reason.startswith(told)) == (10, True), reason
         control.close()
     loop.close()
 

@@ -481,6 +481,26 @@ def test_what_listens_on_sockets_that_somebody_has_removed_is_made_anew(
     again._manager.shutdown()
 
 
+@pytest.mark.parametrize("by", ["another user", "a full disk"])
+def test_a_folder_that_cannot_be_had_again_ends_nothing_and_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    """Another user of the host may make the removed folder before us: what lies there is not to be followed."""
+    sharer = resource_sharer._ResourceSharer()
+    sharer._address = str(tmp_path / "listener")
+    monkeypatch.setattr(resource_sharer, "_resource_sharer", sharer)
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    monkeypatch.setattr(checkpoint_writers, "get_temp_dir", lambda: str(tmp_path))
+    if by == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    else:
+        monkeypatch.setattr(os, "makedirs", lambda *_, **__: os.mkdir("/dev/null/full"))
+    checkpoint_writers.without_lost_sockets()
+    assert list(tmp_path.iterdir()) == []
+    assert sharer._address == str(tmp_path / "listener")
+    assert "nothing can be made anew in TMPDIR" in caplog.records[-1].getMessage()
+
+
 @pytest.mark.parametrize("length", [107, 108])
 def test_a_tmpdir_in_which_a_manager_cannot_listen_is_refused_at_the_start_and_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: int
