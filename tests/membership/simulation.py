@@ -153,6 +153,7 @@ class World:
         self.drained: set[str] = set()  # nodes of which somebody was told that they may be switched off
         self.busy: set[int] = set()  # workers whose main thread computes, without a mark
         self.waits: dict[int, str] = {}  # workers that wait for the others in this, join epochs, and report nothing
+        self._reported_in: dict[int, int] = {}  # by worker: in which epoch it has reported its iteration last
         self._waits_said: dict[int, tuple[int, str]] = {}  # in which epoch they have said so last
         self.dead: set[str] = set()
         self.unreported: list[int] = []  # deaths that the launcher has not seen yet
@@ -451,7 +452,9 @@ class World:
             self._member_effects(name, [*member.idle(), *member.leave()])
         elif number in self.spares or member.idle_in == member.plan.epoch or member.plan.epoch in self.vacant:
             self._member_effects(name, member.idle(member.plan.epoch in self.vacant))
-        elif member.done <= member.committed:
+        elif member.done <= member.committed or self._reported_in.get(number) != member.plan.epoch:
+            # In each epoch anew, as a step is that meets the others again before it is committed.
+            self._reported_in[number] = member.plan.epoch
             member.mark(member.committed + 1, "compute", None, False, 0.0)
             self._member_effects(name, member.report_done(member.committed + 1))
 

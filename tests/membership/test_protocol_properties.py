@@ -175,6 +175,8 @@ def every_wait_ends(world: World) -> None:
     world.run_fairly(2 * SETTINGS.start_timeout)
     world.ask_for_places()
     world.run_fairly(10 * SETTINGS.heartbeat_timeout)
+    if world.waits:  # two kinds of waits are ended one after the other, or the run is, after as many epochs as it may
+        world.run_fairly((2 * 2 + SETTINGS.max_stuck_epochs + 1) * 2 * SETTINGS.hang_timeout)
     before = {w: world.worker(w).committed for w in world.node_of}
     world.run_fairly(10 * SETTINGS.heartbeat_timeout)
     for w in world.node_of:
