@@ -80,7 +80,7 @@ class ExceptionReport:
 
 
 _NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?\b(?:nan|inf)\b|[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
-_NAME_WITH_A_NUMBER = re.compile(r"\w*#[\w#]*|\btmp\w{6,}")
+_NAME_WITH_A_NUMBER = re.compile(r"(?<!\w)\w*#[\w#]*|\btmp\w{6,}")  # a match begins at a word: linear time
 _OUTAGE = re.compile(
     r"(?:Connection\w*|BrokenPipe|Timeout)Error\b|OSError: .*\[Errno (?:5|107|110|112|113|116|121)\]", re.DOTALL
 )
