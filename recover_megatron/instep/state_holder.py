@@ -146,6 +146,8 @@ class Offer:
         self.layout = layout_of(tensors[:shared], self.chunk)
         self.chunks = chunks_of([part.numel() for part in self._parts], shared, self.chunk)[0]
         self.stands = True
+        self._lock = threading.Lock()
+        self._connections = 0
         self._over = threading.Event()
         self._error: str | None = None
 
@@ -155,16 +157,27 @@ class Offer:
             raise IndexError(number)
         return [self._parts[tensor][start:stop] for tensor, start, stop in self.chunks[number]]
 
+    def connected(self) -> None:
+        """Count one more connection by which a receiver fetches this; a receiver may have several."""
+        with self._lock:
+            self._connections += 1
+
     def was_taken(self) -> None:
-        """Somebody has all of it."""
+        """Note that a receiver has all of it."""
         self._error = None
         self._over.set()
 
-    def failed(self, error: Exception) -> None:
-        """Somebody who was getting it is gone."""
-        if not self._over.is_set():
-            self._error = str(error)  # not its frames, which keep connections and memory alive
-            self._over.set()
+    def disconnected(self, error: Exception) -> None:
+        """Note that a connection ended before the receiver had said over it that it has all.
+
+        The receiver counts as gone when its last connection has ended: it closes a connection that it opened to be
+        quicker where all has come before the first answer on it.
+        """
+        with self._lock:
+            self._connections -= 1
+            if not self._connections and not self._over.is_set():
+                self._error = str(error)  # not its frames, which keep connections and memory alive
+                self._over.set()
 
     def wait(self, patience: Callable[[], None]) -> None:
         """Until the only one who is to have it has it; ``PeerLost`` if it is gone.  ``patience``: raises to give up."""
@@ -225,12 +238,13 @@ class Offers:
         with sock, suppress(OSError):  # whoever hangs up before anything is offered
             watch(sock)
             offer = self._await(key, sock)
+            offer.connected()
             try:
                 with beside(offer.gpu, offer.made, within()):
                     serve(sock, SocketTransport(sock), offer, self._pairs)
             except (OSError, PeerLost, IndexError) as error:  # whatever it is costs this connection, no more
                 log.info(f"a state is not given any further over one connection: {error}")
-                offer.failed(error)
+                offer.disconnected(error)
 
     def _await(self, key: str, sock: socket.socket) -> Offer:
         while True:

@@ -187,6 +187,23 @@ def test_a_state_arrives_as_it_is_held(tree: Any, shared: int) -> None:
     holder.given.wait(lambda: None)  # the holder has been told
 
 
+def test_a_receiver_is_gone_when_its_last_connection_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver closes a connection that it does not need, and says over another one that it has all."""
+    holder, ended = Holder(state_of(1, 2)), threading.Semaphore(0)
+    noted = holder.given.disconnected
+    monkeypatch.setattr(holder.given, "disconnected", lambda error: (noted(error), ended.release()))
+    first, second = (state_receiver._Link(holder.source(), lambda: None, lambda sock: None) for _ in range(2))
+    second.close()
+    assert ended.acquire(timeout=DEADLINE)
+    first.ask(state_holder.DONE)
+    holder.given.wait(lambda: None)
+    first.close()
+    another = Holder(state_of(1, 2))
+    state_receiver._Link(another.source(), lambda: None, lambda sock: None).close()
+    with pytest.raises(PeerLost, match="who was getting it is gone"):
+        another.given.wait(lambda: None)
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_it_is_received_into_the_memory_that_is_named() -> None:
     holder, mine = Holder(state_of(2, 3)), state_of(1, 3)
