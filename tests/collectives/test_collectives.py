@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -420,3 +422,21 @@ def test_a_revocation_ends_the_opening_of_a_group(store: Any, open_it: Any) -> N
     epoch.revoke("worker 2 died")
     thread.join(DEADLINE)
     assert [str(error) for error in ends] == ["epoch 1 was revoked: worker 2 died"]
+
+
+@ways
+def test_a_group_whose_epoch_is_over_gives_its_memory_back_without_the_garbage_collector(way: dict) -> None:
+    """Training loops switch the collector off, and each epoch opens new groups."""
+    done = threading.Barrier(2)
+
+    def work(group: Any) -> list[weakref.ref[Any]]:
+        group.all_reduce(Bucket(torch.ones(10))).wait(DEADLINE)
+        done.wait(DEADLINE)
+        group.abort("the epoch is over")
+        return [weakref.ref(group), weakref.ref(group._executor)]
+
+    gc.disable()
+    try:
+        assert [kept() for its in together(2, work, **way) for kept in its] == [None] * 4
+    finally:
+        gc.enable()

@@ -197,6 +197,7 @@ class ProgressThread:
             self.cancel_token.cancel(f"{type(fault).__name__}: {fault}")
             error = fault
         self._fail(error)
+        del error  # its traceback holds this frame: that cycle would keep the executors' memory
 
     def _next(self) -> bool:
         """Give what was handed in to the executor whose turn it is; waits while there is nothing; False: closed."""
