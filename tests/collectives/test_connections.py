@@ -17,13 +17,17 @@ from typing import Any
 import pytest
 import torch
 
+from recover_megatron.collectives import group_factory
+from recover_megatron.collectives.device import Order
 from recover_megatron.collectives.epoch import EpochRevoked, Known, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.peers import unreached
-from recover_megatron.collectives.transport import handshake
+from recover_megatron.collectives.transport import handshake, interface
 from recover_megatron.collectives.transport.handshake import MAC, NONCE, Handshake, SharedMemory, machine
+from recover_megatron.collectives.transport.interface import Scratch
+from recover_megatron.collectives.transport.tcp import TcpTransport
 from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch, together
 from tests.harness.waiting import eventually
 
@@ -250,3 +254,33 @@ def test_a_neighbour_that_hangs_up_is_named_and_the_road_is_not_blamed(pool: Thr
     hanging_up.result(DEADLINE)
     assert lost is not None
     assert (lost.peer, lost.road) == (0, False)
+
+
+def test_a_bucket_on_a_gpu_is_sent_from_copies_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection reads a tensor by its address, as host memory.  A CPU tensor stands for the one on the GPU."""
+    given: list[int] = []
+
+    class Noted(TcpTransport):
+        def send(self, tensor: torch.Tensor, tag: int) -> Any:
+            given.append(tensor.data_ptr())
+            return super().send(tensor, tag)
+
+    monkeypatch.setattr(group_factory, "TcpTransport", Noted)
+    monkeypatch.setattr(group_factory, "on_device", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(interface, "DeviceStream", lambda *_: Order())
+    monkeypatch.setattr(interface, "Scratch", lambda *_, **__: Scratch(torch.device("cpu")))
+    store, flats = Dictionary(), [torch.ones(1000) for _ in range(2)]
+
+    def member(rank: int) -> None:
+        epoch = PlainEpoch(1, [0, 1], rank)
+        gpu = torch.device("cuda", rank)
+        with contextlib.closing(
+            open_group(epoch, store, name="column", secret=SECRET, timeout=DEADLINE, device=gpu)
+        ) as group:
+            group.all_reduce(Bucket(flats[rank])).wait(DEADLINE)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(member, range(2)))
+    assert [flat.tolist() for flat in flats] == [[2.0] * 1000] * 2
+    assert given
+    assert not any(flat.data_ptr() <= at < flat.data_ptr() + flat.nbytes for at in given for flat in flats)

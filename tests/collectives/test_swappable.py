@@ -1,9 +1,11 @@
-"""What a group whose inside can change puts between a caller and the inner group."""
+"""What a group whose inside can change puts between a caller and the inner group; gloo groups that are made anew."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.epoch import CancelToken, PeerLost
+from recover_megatron.collectives.gloo import groups
+from recover_megatron.collectives.gloo.groups import GlooGroups
 from recover_megatron.collectives.gloo.swappable_group import COLLECTIVES, AbortableWork, AbortableWorks, SwappableGroup
 from recover_megatron.instep.process_group import EpochGroup
+from tests.harness.waiting import DEADLINE, eventually
 
 
 @pytest.fixture
@@ -85,3 +90,32 @@ def test_an_operation_of_a_broken_replica_is_left_though_its_mate_says_nothing(
 
 def test_all_that_may_be_carried_another_way_is_carried_out_over_replicas() -> None:
     assert all(name in vars(EpochGroup) for name in COLLECTIVES)
+
+
+# ---- gloo groups that are made anew
+
+
+def test_a_member_that_is_lost_while_gloo_groups_open_is_told_as_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death closes the connections after gloo has made them, and before this worker looks for them."""
+    find, store = groups._connections, dist.HashStore()
+
+    def shut(listeners: set[groups.Address]) -> list[socket.socket]:
+        found = find(listeners)
+        for sock in found:
+            with sock, suppress(OSError):  # the other member was faster
+                sock.shutdown(socket.SHUT_RDWR)
+        return found
+
+    def closed(listeners: set[groups.Address]) -> list[socket.socket]:
+        eventually(lambda: not shut(listeners))
+        return []
+
+    monkeypatch.setattr(groups, "_connections", closed)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [
+            pool.submit(GlooGroups, me, {"all": [0, 1]}, store, CancelToken(1), ring="r", timeout=DEADLINE)
+            for me in range(2)
+        ]
+        for end in ends:
+            with pytest.raises(PeerLost):
+                end.result(DEADLINE)

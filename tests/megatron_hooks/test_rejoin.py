@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -340,3 +341,27 @@ def test_a_worker_that_comes_in_late_gets_no_profiler_of_other_iterations(
     monkeypatch.setattr(rejoin, "_take_place", lambda decision: None)
     rejoin.come_back()
     assert vars(args) == {"rank": 1, **flags, **left}
+
+
+def test_a_newcomer_begins_to_open_its_rings_before_it_waits_for_mates_or_for_a_state() -> None:
+    """All others need it for their rings before they compute, and its state may be on its way for minutes."""
+    did: list[str] = []
+
+    def does(what: str) -> Any:
+        return lambda *_: did.append(what) or 0
+
+    parts: Any = SimpleNamespace(
+        open_rings=does("rings"), places=SimpleNamespace(fetch_state=does("state")), state=SimpleNamespace()
+    )
+    groups: Any = SimpleNamespace(traffic=SimpleNamespace(), regroup=does("mates"))
+    recovery: Any = SimpleNamespace(
+        assignment=SimpleNamespace(me=2, position=0, replica=1),
+        comm_config=None,
+        hooks=SimpleNamespace(planned=does("planned")),
+        orphan=SimpleNamespace(come_back=does("place")),
+        planner=SimpleNamespace(log=lambda *_: None),
+        progress=SimpleNamespace(mark=lambda *_, **__: None, inject=lambda *_: None),
+    )
+    guard: Any = SimpleNamespace(reset=lambda: None)
+    Rejoin(recovery, groups, parts, Mock(), Mock(), guard)._take_place(BESIDE)
+    assert did.index("rings") < min(did.index("mates"), did.index("state"))

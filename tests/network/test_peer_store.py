@@ -22,7 +22,7 @@ from recover_megatron.collectives.peers import Fetcher, PeerStoreClient
 from recover_megatron.network import connection
 from recover_megatron.network import peer_store as store_module
 from recover_megatron.network.connection import Challenge
-from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer
+from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer, open_stream
 from tests.harness.patience import patient
 from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
@@ -367,6 +367,13 @@ def test_an_announcement_over_the_limit_is_not_waited_for() -> None:
     big.source = lambda what: bytes(MOST_BYTES + 1)
     with pytest.raises(PeerLost, match="the limit is"):
         fetched(big.address, (0,))
+
+
+def test_neither_end_of_a_connection_holds_a_small_message_back(peer_store: PeerStoreServer) -> None:
+    """With Nagle's algorithm the second part of an answer waits up to 40 ms for an acknowledgement of the first."""
+    client = open_stream(peer_store.address, Challenge(SECRET), "kind/name")
+    with client, peer_store.streams.take("kind/name", for_long) as server:
+        assert all(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in (client, server))
 
 
 def test_a_process_that_is_stopped_is_waited_for_only_as_long_as_patience_lasts() -> None:

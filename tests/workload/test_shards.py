@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -188,3 +192,40 @@ def test_without_shadows_any_loss_is_one_of_state_and_with_one_two_neighbours_ar
     assert lost(layout_of(places, places, 1), frozenset([0, 3])) == [1]
     assert lost(layout_of(places, places, 1), frozenset([0, 2])) == []
     assert lost(layout_of(places, places, 2), frozenset([0, 3])) == []
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """The lines of Python that ``work`` runs: its cost, the same on every machine."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+ASKED: dict[str, Callable[[Layout, Layout, int], object]] = {
+    "chunks": lambda _, new, numel: chunks(new, new.ring, frozenset(new.ring), numel),
+    "owned": lambda _, new, numel: owned(new, [(0, numel)], numel),
+    "hops": lambda _, new, __: hops(new, new.ring, frozenset(new.ring)),
+    "moves": lambda old, new, numel: moves(old, new, frozenset(new.ring), numel),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_the_cost_of_a_layout_grows_with_the_workers_and_not_with_their_square(ask: Any) -> None:
+    """Every epoch asks for them for each size of bucket, also where a column has a thousand workers."""
+    costs = []
+    for size in (50, 200):
+        old, left = layout_of(range(size), range(size), 1), range(1, size)
+        new = layout_of([None, *left], left, 1)
+        costs.append(lines_run(lambda old=old, new=new, size=size: ask(old, new, 1000 * size)))
+    assert costs[1] < 8 * costs[0], "four times as many workers, whose square is 16 times as large"

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ from tests.doubles.nccl import streams
 from tests.doubles.nccl.model import TensorParallel
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
+from tests.harness.waiting import eventually
 
 STUCK = patient(5)
 """Seconds after which nothing comes any more."""
@@ -78,7 +80,10 @@ class Looks:
     def await_one(self, worker: Worker, *, at_compute: bool) -> None:
         """Return when the worker's sums wait for what computes, or for what they have launched themselves."""
         with self.changed:
-            assert self.changed.wait_for(lambda: (worker.compute.device, at_compute) in self._seen, STUCK)
+            assert self.changed.wait_for(lambda: self.seen(worker, at_compute=at_compute), STUCK)
+
+    def seen(self, worker: Worker, *, at_compute: bool) -> bool:
+        return (worker.compute.device, at_compute) in self._seen
 
     def forget(self) -> None:
         self._seen.clear()
@@ -150,6 +155,26 @@ def test_a_host_that_runs_ahead_of_its_device_holds_up_no_sum(workers: list[Work
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(train, workers))
+
+
+@pytest.mark.parametrize("connections", [8])
+def test_a_sum_waits_for_the_gradients_that_the_device_still_computes(workers: list[Worker], looks: Looks) -> None:
+    """A sum that does not wait for the stream that computes reads what was in the bucket before."""
+    buckets = [Bucket(torch.full((100,), torch.nan)) for _ in workers]
+
+    def compute(worker: Worker, bucket: Bucket) -> None:
+        worker.gate.wait()
+        bucket.flat.fill_(worker.number)
+
+    for worker, bucket in zip(workers, buckets, strict=True):
+        worker.compute.submit(partial(compute, worker, bucket))
+    handles = [worker.group.all_reduce(bucket) for worker, bucket in zip(workers, buckets, strict=True)]
+    eventually(lambda: all(looks.seen(worker, at_compute=True) for worker in workers) or handles[0].done())
+    for worker in workers:
+        worker.gate.set()
+    for worker, bucket, handle in zip(workers, buckets, handles, strict=True):
+        handle.wait(STUCK)
+        assert bucket.flat.tolist() == [float(sum(worker.group.members))] * 100
 
 
 @pytest.mark.parametrize("connections", [1])
