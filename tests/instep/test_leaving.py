@@ -173,6 +173,24 @@ def test_a_main_thread_that_goes_on_is_waited_for(where: str) -> None:
     assert ended.reasons == []
 
 
+def test_a_worker_that_cannot_leave_its_groups_says_where_its_main_thread_is(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(model_parallel_groups.os, "_exit", codes.append)
+
+    def operation_that_no_mate_answers() -> None:
+        ending = threading.Thread(target=model_parallel_groups.end_process, args=["a test ends it"])
+        ending.start()
+        ending.join()
+
+    operation_that_no_mate_answers()
+    said = capfd.readouterr().err
+    assert "in operation_that_no_mate_answers" in said, "the stack of the main thread, not of the one that ends it"
+    assert "cannot leave the groups of its broken replica within 10 s (a test ends it)" in said
+    assert codes == [EXIT_OWN_FAULT]
+
+
 STUCK = """
 import threading
 import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from script import play, table
 from simulation import SETTINGS, World
 
 from recover_megatron.membership.ending import ExceptionReport, ExceptionReports, alike, true_cause
-from recover_megatron.membership.events import Heard, Notify, Outbox, Say, Tick
+from recover_megatron.membership.events import Heard, Lost, Notify, Outbox, Say, Tick
+from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.leadership import can_tell
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.node_agent import NodeAgentClient
@@ -171,6 +173,30 @@ def test_a_revoke_tells_who_is_dead_and_who_has_left_before_anybody_is_notified(
     world._member_effects = watch  # type: ignore[method-assign]
     world.run_fairly(2.0)
     assert seen == [{1}]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 1},
+        {"type": "fenced", "reason": "it was silent"},
+        None,
+    ],
+    ids=["the run has ended", "it was put out", "no coordinator is found"],
+)
+def test_a_member_that_is_out_asks_to_be_woken_no_more(end: dict[str, Any] | None) -> None:
+    """Its thread may have something to send yet, and would run all the time until that is sent."""
+    world = started(2)
+    member = world.worker(0)
+    assert member.deadline < math.inf
+    if end is None:
+        member.handle(Lost("its host is gone"), world.now)
+        while member.stage is not Stage.OUT:
+            member.handle(Tick(), member.deadline)
+    else:
+        member.handle(Heard(end), world.now)
+    assert member.stage is Stage.OUT
+    assert member.deadline == math.inf
 
 
 def test_a_member_that_has_slept_for_longer_than_it_may_be_silent_is_not_in_touch() -> None:

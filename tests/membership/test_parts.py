@@ -302,8 +302,9 @@ class ByHand:
     def plan(self, epoch: int) -> dict[str, Any]:
         return {"type": "plan", "epoch": epoch, **self._common}
 
-    def stop(self, epoch: int) -> None:
+    def stop(self, epoch: int) -> ByHand:
         self.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": epoch})
+        return self
 
 
 @contextlib.contextmanager
@@ -366,6 +367,27 @@ def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_r
         coordinator.stop(1)
         with pytest.raises(CoordinatorLost):
             session.join({})
+
+
+def test_a_worker_hears_what_its_coordinator_says_before_connect_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's thread hears of the end of the run, and ends, before the thread that has started it goes on."""
+    start, ended, heard = threading.Thread.start, list[bool](), list[int]()
+
+    def start_and_join(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "recover-session":
+            thread.join(DEADLINE)
+            ended.append(not thread.is_alive())
+
+    secret = Secret(b"x" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        coordinator, led = beside(lambda: ByHand(listener, secret, [[0, 0]]).stop(1))
+        monkeypatch.setattr(threading.Thread, "start", start_and_join)
+        Session.connect([listener.getsockname()[:2]], 0, secret, on_revoke=lambda epoch, _: heard.append(epoch))
+        coordinator.join(DEADLINE)
+        led[0].sock.close()
+    assert ended == [True]
+    assert heard == [0], "its part in the run is over"
 
 
 def test_a_worker_says_that_it_has_heard_when_its_callbacks_have_returned_and_is_told_when_all_have() -> None:

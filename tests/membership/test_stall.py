@@ -10,8 +10,10 @@ import pytest
 from cluster import QUICK, Cluster, cluster
 from script import Script, play, table
 from simulation import SETTINGS as SHORT
+from simulation import World
 
 from recover_megatron.membership.detect import SAY_SECONDS, Answer, Stall, many_share
+from recover_megatron.membership.records import Settings
 
 SETTINGS = replace(SHORT, stall_timeout=100.0)
 FOUR = {0: 0, 1: 1, 2: 2, 3: 3}
@@ -26,6 +28,19 @@ def test_more_than_half_of_the_replicas_and_more_than_one_share_a_stall() -> Non
     assert many_share([0, 2], PAIRS)
     assert not many_share([0], {0: 0})
     assert not many_share([7, 8, 9], FOUR), "spares are no replicas"
+
+
+def test_a_worker_that_indexes_its_data_set_for_most_of_an_hour_is_waited_for_at_the_start() -> None:
+    """By the settings that hold where none are given; all others have come to the first rendezvous, and wait."""
+    world = World(4, candidates=1, settings=replace(Settings(), heartbeat_interval=50.0, heartbeat_timeout=250.0))
+    world.busy = {3}
+    world.run_fairly(3500.0, step=50.0)
+    assert world.order == []
+    world.busy.clear()
+    world.run_fairly(100.0, step=50.0)
+    assert world.order == [1]
+    assert world.newest == {0, 1, 2, 3}
+    assert world.logged("fault", "stop") == []
 
 
 def consider(
