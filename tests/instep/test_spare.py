@@ -17,6 +17,7 @@ from recover_megatron.instep.faults import OtherPosition, RunOver
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.hooks import FIRST_SECONDS, ProgressReports
 from recover_megatron.instep.orphan import Orphan
+from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.spare import (
     BUILD_SECONDS,
     MOST,
@@ -190,6 +191,27 @@ def test_who_builds_a_model_may_take_longer_than_who_leaves_the_training() -> No
     assert isinstance(spare.arrive(), RunOver)
 
 
+def test_an_epoch_does_not_wait_for_the_main_thread_of_a_spare_that_builds_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("recover_megatron.instep.spare.GRACE_SECONDS", 100 * DEADLINE)
+    session, joined = Epochs(), queue.Queue[JoinStatus]()
+    asked = Decision(5, {0: (0, 1)}, (4,), at=7, rebuild={4: 1})
+    planner = planner_of()
+    planner.meet = lambda status, reason: (joined.put(status), (asked, None))[1]
+    spare = Spare(planner, session, 4, JoinStatus(None, position=0))  # type: ignore[arg-type]
+    arriving: queue.Queue[Any] = queue.Queue()
+    threading.Thread(target=lambda: arriving.put(spare.arrive(version=6)), daemon=True).start()
+    spare.start()
+    assert isinstance(arriving.get(timeout=DEADLINE), OtherPosition)
+    assert joined.get(timeout=DEADLINE).ready
+    session.ends.put(True)  # another worker dies while the model is built, which takes as long as the test
+    again = joined.get(timeout=DEADLINE)
+    assert (again.building, again.ready) == (True, False)
+    session.ends.put(None)
+    assert isinstance(spare.arrive(), RunOver)
+
+
 def wait_until(spare: Spare, done: Callable[[], bool]) -> None:
     """Until its thread, or its main one, has come so far."""
     with spare._changed:
@@ -225,6 +247,34 @@ def test_a_death_before_the_first_plan_ends_who_waits_for_it_with_a_code_that_is
         orphan.revoked(1, "worker 1 died")
     session.plan = object()
     orphan.revoked(2, "worker 1 died")  # this worker's main thread is about to take up the first plan
+
+
+def test_a_worker_that_has_finished_is_no_orphan_when_its_mate_leaves_before_it() -> None:
+    """It would end all communication of its replica, and wait for another place, in a run that is over."""
+    did: list[str] = []
+    groups: Any = SimpleNamespace(end=lambda reason: None, close=lambda: did.append("close"))
+    mine: Any = SimpleNamespace(
+        me=0, lock=threading.RLock(), lost_mates=[1], epoch_groups=groups, present=lambda: (groups, True)
+    )
+    session: Any = SimpleNamespace(epoch=5, revoked=False, plan=object(), opened_members={0})
+    others: Any = SimpleNamespace(why="", opened=lambda epoch, workers: None)
+    orphan = Orphan(session, HOOKS, others, mine, others, others, others, at_launch=True)
+    orphan.leave = lambda note: did.append(note)  # type: ignore[method-assign]
+
+    def leave() -> None:
+        """The news of the mate comes before this worker has left, too."""
+        session.revoked = True
+        orphan.revoked(6, "worker 1 has left")
+        did.append("leave")
+
+    session.leave = leave
+    sections = SimpleNamespace(run=lambda kind, work: did.append(kind))
+    recovery: Any = SimpleNamespace(sections=sections, orphan=orphan, assignment=mine, session=session)
+    Recovery.finish(recovery)
+    assert did == ["end", "close", "leave"]
+    orphan.finished = False
+    orphan.revoked(6, "worker 1 has left")
+    assert did[3:] == ["worker 1 of its replica is gone"], "as before the end of the training"
 
 
 class Told:

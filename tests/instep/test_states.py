@@ -242,6 +242,28 @@ def test_a_state_that_is_offered_late_is_waited_for() -> None:
         assert same(fetching.result(DEADLINE)[0], STATE)
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_the_receiver_says_that_it_makes_progress_while_chunks_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times the holder does not go on before the receiver has said so once more."""
+    monkeypatch.setattr(state_holder, "LOOK_SECONDS", 0.001)
+    holder, gate, said = Holder(state_of(1, 4)), threading.Lock(), threading.Semaphore(0)
+    asked, heard = list[int](), list[bool]()
+    original = holder.given.parts
+
+    def parts(number: int) -> list[torch.Tensor]:
+        with gate:
+            asked.append(number)
+            if len(asked) in (30, 60, 90):
+                heard.append(said.acquire(timeout=DEADLINE))
+            while len(asked) in (30, 60) and said.acquire(blocking=False):
+                pass  # the rest arrives from now on
+        return list(original(number))
+
+    holder.given.parts = parts  # type: ignore[method-assign]
+    assert same(fetch([holder.source()], progress=said.release)[0], state_of(1, 4))
+    assert heard == [True] * 3
+
+
 # ---- deaths
 
 

@@ -17,11 +17,12 @@ import torch
 from megatron.core import parallel_state
 
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, JoinStatus, Rules
-from recover_megatron.instep.faults import RunOver
+from recover_megatron.instep.faults import Orphaned, RunOver
 from recover_megatron.instep.grid import Slot, launch_grid
+from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.snapshots import Taking
 from recover_megatron.instep.spare import MOST, PAUSE_SECONDS
@@ -34,6 +35,7 @@ from recover_megatron.megatron_hooks.layout import no_way_back
 from recover_megatron.megatron_hooks.loops.bridge_arguments import BridgeArguments
 from recover_megatron.megatron_hooks.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.rejoin import Rejoin, stop_profiler
+from recover_megatron.megatron_hooks.state_exchange import StateExchange
 from recover_megatron.megatron_hooks.training import TrainingHooks
 from recover_megatron.megatron_hooks.training_parts import StepGuard
 
@@ -365,3 +367,55 @@ def test_a_newcomer_begins_to_open_its_rings_before_it_waits_for_mates_or_for_a_
     guard: Any = SimpleNamespace(reset=lambda: None)
     Rejoin(recovery, groups, parts, Mock(), Mock(), guard)._take_place(BESIDE)
     assert did.index("rings") < min(did.index("mates"), did.index("state"))
+
+
+# ---- a state that a worker takes over at a boundary
+
+
+def mended(fetch: Any) -> tuple[StateExchange, list[str], list[Any]]:
+    """Of worker 2, whose state differs from that of worker 0; why it leaves its place; its marks, and what it loads."""
+    decision = Decision(5, {0: (0, 1), 1: (2, 3)}, (), at=7, version=6, mended=(2,), holders={2: (0,)})
+    grid = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)
+    left: list[str] = []
+    noted: list[Any] = []
+    told: Any = SimpleNamespace(mark=lambda iteration, phase, microbatch, waits, allow: noted.append((phase, waits)))
+    hooks: Any = SimpleNamespace(iteration=lambda: 7)
+    recovery: Any = SimpleNamespace(
+        progress=ProgressReports(told, hooks),
+        assignment=SimpleNamespace(me=2, decision=decision, grid=grid, epoch_groups=SimpleNamespace(fetch=fetch)),
+        orphan=SimpleNamespace(leave=left.append),
+    )
+    state: Any = SimpleNamespace(room=lambda version: None, load=noted.append)
+    return StateExchange(recovery, state), left, noted
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PeerLost("worker 0 is gone"), EpochRevoked(5), TimeoutError("nobody came")],
+    ids=["no holder is left", "the epoch ends", "no holder comes"],
+)
+def test_a_worker_whose_state_differs_and_gets_no_other_gives_up_its_place(error: Exception) -> None:
+    """It would compute the next step with a state that is not that of its column."""
+
+    def fetch(*unused: Any, **named: Any) -> None:
+        raise error
+
+    exchange, left, noted = mended(fetch)
+    with pytest.raises(Orphaned, match="is not to be computed with"):
+        exchange.at_boundary()
+    assert noted == []
+    (why,) = left
+    assert why.startswith("its state differs from that of its column")
+
+
+def test_a_worker_that_receives_a_state_makes_progress_as_long_as_it_comes() -> None:
+    """However large the state is, the worker does not count as hung."""
+
+    def fetch(*unused: Any, progress: Any, **named: Any) -> tuple[str, int]:
+        progress()
+        progress()
+        return "the state", 1 << 40
+
+    exchange, left, noted = mended(fetch)
+    exchange.at_boundary()
+    assert (noted, left) == ([("state", False), ("state", False), "the state"], [])

@@ -148,6 +148,21 @@ def test_a_newcomer_steps_by_the_schedule_and_the_groups_that_the_others_have_fr
     assert other.train(5) == alone
 
 
+def test_a_worker_that_takes_a_place_saves_the_arguments_in_checkpoints_that_the_others_save(make: Any) -> None:
+    """A checkpoint has Megatron's arguments as its writer has them, with the iteration at which the run began."""
+    other, newcomer = make(loaded=True), make(loaded=False)
+    make.act_as(other)
+    other.train(3)
+    other.args.consumed_train_samples += 3 * BATCH
+    other.state.begin()
+    given = sent(other.state.tree())
+    make.act_as(newcomer)
+    newcomer.state.load(given)
+    assert newcomer.args.iteration == 7, "there it enters train()"
+    newcomer.state.begin()
+    assert vars(newcomer.args) == vars(other.args)
+
+
 @dataclass
 class Clock:
     """The clock of a host, which is ``ahead`` of another's, and Megatron's start time in a process there."""
