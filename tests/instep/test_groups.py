@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from recover_megatron.instep import epoch_groups
 from recover_megatron.instep.epoch_groups import OPENER, CommunicationConfig, EpochGroups
 from recover_megatron.instep.faults import UnknownOperation
 from recover_megatron.instep.grid import Slot, launch_grid
+from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.process_group import EpochGroup, register_new
 from recover_megatron.instep.rendezvous import Kept
 from recover_megatron.instep.traffic import Caller, Mode, Staged, Traffic
@@ -189,6 +191,31 @@ def test_a_mean_over_replicas_of_what_belongs_to_a_microbatch_is_each_ones_own(
     traffic.mode, traffic._averages = mode, is_averaged
     losses = average_losses_across_data_parallel_group([torch.tensor(7.0), torch.tensor(0.5)], group=group)
     assert losses.tolist() == [7.0, 0.5]
+
+
+def test_a_worker_is_marked_as_waiting_while_it_is_in_an_operation_of_a_section(
+    traffic: Traffic, group: EpochGroup
+) -> None:
+    """A worker that hangs meanwhile is found by the hang timeout, not later, by the time limit of the operation."""
+    marks: list[tuple[str, bool]] = []
+    session: Any = SimpleNamespace(mark=lambda iteration, phase, microbatch, waits, allow: marks.append((phase, waits)))
+    hooks: Any = SimpleNamespace(iteration=lambda: 3, inject=lambda phase, iteration: None)
+    recovery: Any = traffic.recovery
+    recovery.progress = ProgressReports(session, hooks)
+    recovery.sections = SimpleNamespace(kept=SimpleNamespace(keep=lambda spoiled: None))
+    meanwhile: list[tuple[str, bool]] = []
+
+    def control(label: str, members: Any) -> Any:
+        """Opens the group, which waits for the other workers, too."""
+        meanwhile.append(marks[-1])
+        return SimpleNamespace(call=lambda operation: meanwhile.append(marks[-1]))
+
+    recovery.assignment.epoch_groups = SimpleNamespace(control=control, lost_ends_it=nullcontext)
+    recovery.progress.mark("checkpoint")
+    with traffic.during(Mode.SECTION):
+        dist.all_reduce(ones(), group=group)
+    assert meanwhile == [("data_parallel operation", True)] * 2
+    assert marks[-1] == ("checkpoint", False), "it goes on with what it did"
 
 
 def test_a_group_that_was_registered_can_be_destroyed_and_leaves_nothing() -> None:

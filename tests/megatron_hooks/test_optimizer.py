@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -16,11 +17,17 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
+from recover_megatron.megatron_hooks import monkeypatch as seams
 from recover_megatron.megatron_hooks.fsdp.state import _gradient_where_it_is_read
-from recover_megatron.megatron_hooks.optimizer import precision
+from recover_megatron.megatron_hooks.optimizer import precision, sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, differing_units
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
-from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import LossScales, ShardedOptimizer, UnitSums
+from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import (
+    LossScales,
+    ShardedOptimizer,
+    UnitSums,
+    groups_with_parameters,
+)
 from recover_megatron.megatron_hooks.state import _load_optimizer, _optimizer_tree
 from tests.harness.waiting import DEADLINE
 
@@ -316,6 +323,31 @@ def test_shadows_that_differ_are_those_of_one_optimizer_one_column_and_one_unit(
     assert differing_units(rows) == []
     assert differing_units([*rows, [*dense, 3, 13]]) == [3]
     assert differing_units([]) == []
+
+
+def test_the_parameters_of_a_model_are_given_back_with_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that builds the model of another position has no room for both."""
+    wrapped: list[Any] = []
+    monkeypatch.setattr(seams, "wrap", lambda seam, wrapper: wrapped.append(wrapper))
+    monkeypatch.setattr(precision, "install", lambda: None)
+    monkeypatch.setattr(precision, "check", lambda config: None)
+    sharded_optimizer.install()
+
+    class Optimizer:
+        config = None
+
+    def init(self: Any, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    Optimizer.__init__ = wrapped[0](init)  # type: ignore[method-assign]
+    parameter = torch.zeros(1)
+    groups = [{"params": []}, {"params": [parameter]}]
+    one = Optimizer(SimpleNamespace(param_groups=groups))  # type: ignore[call-arg]
+    groups[1]["params"] = [torch.zeros(1)]  # Megatron puts shards into their place
+    assert groups_with_parameters(one) == groups[1:]
+    kept = weakref.ref(parameter)
+    del parameter, one
+    assert kept() is None
 
 
 def test_while_the_norm_of_all_parameters_is_computed_nobody_is_said_to_write_a_checkpoint() -> None:
