@@ -193,19 +193,21 @@ def drain(node: str, look: Callable[[str | None], RunStatus], patience: float, s
     The coordinator that was asked may be lost before the run's members know of it; the next one shows nothing of the
     node then, and is asked again.  Ctrl-C ends the looking and takes nothing back.
 
-    ``look``: the run as it is now, after asking for a node to be drained if one is given.  Raises ``NoAnswer`` when
-    nobody answers for ``patience`` seconds, and what else ``look`` raises.
+    ``look``: the run as it is now, after asking for a node to be drained if one is given.  Raises ``NoAnswer`` or
+    ``AuthenticationError`` when nobody answers for ``patience`` seconds, or the first one asked refuses the secret, and
+    what else ``look`` raises.
     """
-    told, silent_since, known = "", None, False
+    told, silent_since, known, answered = "", None, False, False
     while True:
         try:
             status = look(None if known else node)
-        except NoAnswer:
+        except (NoAnswer, AuthenticationError) as error:  # once answered, our secret is right
             silent_since = silent_since or time.monotonic()
-            if time.monotonic() - silent_since > patience:
+            refused = isinstance(error, AuthenticationError) and not answered
+            if refused or time.monotonic() - silent_since > patience:
                 raise
         else:
-            silent_since = None
+            silent_since, answered = None, True
             if status.code is not None:
                 say(f"the run has ended ({status.reason}): nothing of it runs on {node}")
                 return DrainExit.DRAINED

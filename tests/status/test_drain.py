@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from recover_megatron.membership.client import NoAnswer
+from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.status import __main__ as command
 from recover_megatron.status.__main__ import DrainExit, drain, main
 from recover_megatron.status.model import RunStatus, read
@@ -26,9 +27,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """Answers with one view after the other; None: nobody answers."""
+    """Answers with one view after the other; None: nobody answers; an error is raised."""
 
-    def __init__(self, *answers: list[dict[str, object]] | dict[str, object] | None) -> None:
+    def __init__(self, *answers: list[dict[str, object]] | dict[str, object] | Exception | None) -> None:
         self._answers: Iterator[object] = iter(answers)
         self.asked: list[str | None] = []
 
@@ -37,6 +38,8 @@ class Run:
         answer = next(self._answers)
         if answer is None:
             raise NoAnswer("it has just died")
+        if isinstance(answer, Exception):
+            raise answer
         return read(answer if isinstance(answer, dict) else {**VIEW, "drains": answer}, "h:1")
 
 
@@ -79,6 +82,14 @@ def test_the_next_coordinator_is_asked_again_if_it_knows_nothing_of_it() -> None
     run = Run([ASKED], None, [], [ASKED], [DRAINED])
     assert drained(run)[1] == DrainExit.DRAINED
     assert run.asked == ["b", None, None, "b", None]
+
+
+def test_a_coordinator_that_goes_away_while_the_secret_is_proved_to_it_does_not_end_the_command() -> None:
+    """The closed connection looks like a refused secret; before the first answer it is taken for that."""
+    refused = AuthenticationError("h:1 refuses the secret")
+    assert drained(Run([ASKED], refused, [], [ASKED], [DRAINED]))[1] == DrainExit.DRAINED
+    with pytest.raises(AuthenticationError):
+        drained(Run(refused, [ASKED]))
 
 
 def test_when_nobody_answers_any_more_it_says_so() -> None:
