@@ -35,6 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Event
 
 from recover_megatron import __version__
 
@@ -42,6 +43,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutations/mutations.toml")
 PRODUCT = "recover_megatron"
 _running: set[subprocess.Popen[bytes]] = set()
+_stopped = Event()
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -176,10 +178,14 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float) -> tuple[int | No
         _running.add(process)
         code: int | None = None
         try:
-            code = process.wait(limit)
+            if not _stopped.is_set():  # else it was started when the others were ended
+                code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            end(process)
-        _running.discard(process)
+            pass
+        finally:
+            if process.poll() is None:
+                end(process)
+            _running.discard(process)
         file.seek(0)
         return code, file.read()
 
@@ -243,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     say(verdict.output)
                 verdicts.append(verdict)
         except KeyboardInterrupt:
+            _stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):
                 end(process)

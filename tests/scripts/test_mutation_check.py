@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
 import mutation_check
 import pytest
 from mutation_check import LIST, REPOSITORY, Mutation, problems, read
+
+from tests.harness.processes import alive, python
 
 MUTATIONS = read(REPOSITORY / LIST)
 FAIR = """
@@ -103,3 +107,28 @@ def test_an_entry_that_does_not_fit_the_tree_is_named(
     told = capsys.readouterr().err
     assert told.startswith("mutation fair: ")
     assert said in told
+
+
+IN_PLACE_OF_PYTEST = """
+import os, signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+with open({told!r}, "w") as file:
+    file.write(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGTERM)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--no-baseline"]], ids=["without a mutation", "with one"])
+def test_a_check_that_is_stopped_ends_the_tests_that_it_runs(project: Path, options: list[str]) -> None:
+    told = project / "pid"
+    (project / "pytest.py").write_text(IN_PLACE_OF_PYTEST.format(told=str(told)))
+    done = python(REPOSITORY / "scripts" / "mutation_check.py", "--root", project, "--timeout", 60, *options)
+    tests = int(told.read_text())
+    try:
+        assert done.returncode == -signal.SIGINT, done.stderr
+        assert not alive(tests)
+    finally:
+        if alive(tests):
+            os.kill(tests, signal.SIGKILL)
