@@ -115,6 +115,40 @@ def test_after_a_death_the_lost_microbatches_alone_are_run_and_all_is_summed_and
     assert set(outcome.seconds) == {"rendezvous", "regroup", "pull", "rerun", "reduce", "agree"}
 
 
+class Clocked(Parts):
+    """Parts whose calls take time by a clock of their own, each another number of seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(revoked={1})
+        self.now = 0.0
+
+    def meet(self, number: int, **where: Any) -> None:
+        super().meet(number, **where)
+        self.now += 1
+
+    def pull(self, *args: object) -> None:  # type: ignore[override]
+        self.now += 2
+
+    def compute(self, ids: list[int], *, again: bool) -> None:
+        self.now += 4 if again else 100
+
+    def reduce(self, *args: Any) -> None:  # type: ignore[override]
+        self.now += 8 if self._sums else 200  # the first one waits for the others, until it is revoked
+        super().reduce(*args)
+
+    def agree(self, number: int) -> None:
+        self.now += 16
+
+
+def test_what_a_worker_waited_before_it_heard_of_the_death_is_not_counted_as_recovery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = Clocked()
+    monkeypatch.setattr("recover_megatron.instep.step.time", SimpleNamespace(perf_counter=lambda: parts.now))
+    took = {"rendezvous": 1, "regroup": 0, "pull": 2, "rerun": 4, "reduce": 8, "agree": 16}
+    assert step(parts).seconds == took
+
+
 class Marking(Parts):
     """Has, of each call, whether the last mark said that this worker waits for others."""
 

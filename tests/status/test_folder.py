@@ -300,7 +300,7 @@ def test_the_pace_the_way_to_go_and_the_goodput_come_from_the_files(tmp_path: Pa
 
 def test_time_with_fewer_replicas_and_time_to_recover_are_no_goodput(tmp_path: Path) -> None:
     start(tmp_path)
-    steps(tmp_path, 1, 10)
+    steps(tmp_path, 1, 10, replicas=8)  # more than at the launch: no more than whole, or they would hide the loss
     steps(tmp_path, 11, 20, replicas=2)
     event(tmp_path, "plan", BEGUN + 5, lost_replicas=[2, 3], lost_workers=[2, 3])
     event(tmp_path, "recovery", BEGUN + 6, reran={"0": [1, 2], "1": [3]}, seconds={"rendezvous": 0.5})

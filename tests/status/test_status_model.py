@@ -15,11 +15,13 @@ from rich.console import Console
 from simulation import World, over_the_wire
 
 from recover_megatron.membership.client import NoAnswer
+from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.membership.wire import TO_MEMBER, Secret
 from recover_megatron.status.headline import Headline, Level, headline, span
 from recover_megatron.status.model import Gone, RunStatus, read
-from recover_megatron.status.screen import render
+from recover_megatron.status.screen import follow, render
 from recover_megatron.status.source import Watch
+from tests.harness.waiting import DEADLINE
 
 
 def row(worker: int, **fields: Any) -> dict[str, Any]:
@@ -280,3 +282,32 @@ def test_a_stall_comes_first_with_who_is_where_and_for_how_long_it_is_waited() -
     assert "however long it takes" in text(replace(status, stall=replace(status.stall, left=None)))
     held = [replace(worker, phase="checkpoint") for worker in status.unplaced]
     assert "(an hour for a checkpoint)" in text(replace(status, unplaced=held))
+
+
+class Answers:
+    """The source of a live view, which gives one answer after the other and raises those that are errors."""
+
+    def __init__(self, *answers: RunStatus | Exception) -> None:
+        self._answers = iter(answers)
+
+    def look(self, drain: str | None = None) -> RunStatus:
+        answer = next(self._answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def test_a_live_view_goes_on_when_a_coordinator_goes_away_while_the_secret_is_proved_to_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The closed connection looks like a refused secret; only a view that has shown nothing yet ends with that."""
+    refused: Any = AuthenticationError("a:1 refuses the secret")
+    over = read({"type": "stop", "code": 0, "reason": "all have left", "epoch": 3}, "a:1")
+    follow(Answers(seen(), refused, over), interval=0.0, patience=DEADLINE)  # type: ignore[arg-type]
+    shown = capsys.readouterr().out
+    assert shown.index("no coordinator answers for 0 s: a:1 refuses the secret") < shown.index("all have left")
+    with pytest.raises(AuthenticationError):
+        follow(Answers(refused), interval=0.0, patience=DEADLINE)  # type: ignore[arg-type]
