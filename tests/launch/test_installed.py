@@ -1,5 +1,6 @@
 """From an installed wheel, outside of the checkout: recover-run finds the training script that comes with it."""
 
+import shlex
 import shutil
 import stat
 import subprocess
@@ -169,3 +170,13 @@ def test_the_torch_of_nvidias_containers_is_accepted(version: str) -> None:
     assert accepted.contains(Version(version))
     assert not accepted.contains(Version("2.16.0"))
     assert not accepted.contains(Version("2.9.0a0+nv25.09"), prereleases=True)
+
+
+def test_the_commands_for_gpus_leave_what_is_installed_alone_and_bring_the_bindings_of_nccl() -> None:
+    """Without ``-c`` pip would replace a container's torch or Megatron that is not of a version we support."""
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (bindings,) = [line for line in extras["gpu"] if line.startswith("nccl4py")]
+    block = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("**On GPUs**")[2].split("```\n")[1]
+    kept, install, _ = (shlex.split(line, comments=True) for line in block.splitlines())
+    assert kept == ["pip", "list", "--format=freeze", ">", "installed.txt"]
+    assert install == ["pip", "install", "-c", "installed.txt", ".", bindings]

@@ -224,22 +224,49 @@ def test_outside_of_a_job_there_are_no_places() -> None:
         places_of({})
 
 
-def test_a_pod_takes_the_command_by_which_it_joins_from_no_launcher_that_was_left_out(tmp_path: Path) -> None:
-    plan, commands, logs = plan_of(nnodes=2, nproc_per_node=1), tmp_path / "bin", tmp_path / "run"
+def pod(folder: Path, *answers: str) -> subprocess.CompletedProcess[str]:
+    """Run the pod of node 1 beside a folder that tells of a run; ``answers``: those of recover-status, in order."""
+    commands, logs = folder / "bin", folder / "run"
     commands.mkdir()
-    logs.mkdir()
-    for name, what in (
-        ("recover-run", 'echo "$@"'),
-        ("recover-status", '[ "$2" = --check ] && echo HEALTHY || echo c:8'),
-    ):
+    for name, what in {
+        "recover-run": 'echo "$@"',
+        "recover-status": '[ "$2" = --check ] || exec echo c:8\nhead -n 1 "$1/answers"; sed -i 1d "$1/answers"',
+        "sleep": "",
+    }.items():
         (commands / name).write_text(f"#!/bin/sh\n{what}\n")
         (commands / name).chmod(0o755)
-    (logs / "launcher-0.log").write_text(f"recover-run: {messages.how_to_join(plan, 'c:7')}\n")
-    (logs / "launcher-1.log").write_text(f"recover-run: {messages.goes_on_without(plan, 'lost', '$(a b)')}\n")
+    (logs / "answers").write_text("".join(f"{answer}\n" for answer in answers))
     values = {"JOB_COMPLETION_INDEX": "1", "POD_IP": "c", "PODS": "2", "WORKERS": "1", "MASTER": "a", **SECRET}
     environment = {"RUN_DIR": str(logs), "PATH": f"{commands}:{os.environ['PATH']}", **values}
-    pod = REPOSITORY / "examples" / "kubernetes" / "pod.sh"
-    joined = subprocess.run(["bash", pod, "train.py"], env=environment, capture_output=True, text=True, timeout=60)
-    address = f"--master-addr {plan.master_addr} --master-port {plan.master_port}"
+    script = REPOSITORY / "examples" / "kubernetes" / "pod.sh"
+    return subprocess.run(["bash", script, "train.py"], env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def joinable(tmp_path: Path) -> LaunchPlan:
+    """A launch whose node 0 has said in the folder how the run is joined."""
+    plan = plan_of(nnodes=2, nproc_per_node=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "launcher-0.log").write_text(f"recover-run: {messages.how_to_join(plan, 'c:7')}\n")
+    return plan
+
+
+def test_a_pod_takes_the_command_by_which_it_joins_from_no_launcher_that_was_left_out(
+    tmp_path: Path, joinable: LaunchPlan
+) -> None:
+    logs = tmp_path / "run"
+    (logs / "launcher-1.log").write_text(f"recover-run: {messages.goes_on_without(joinable, 'lost', '$(a b)')}\n")
+    joined = pod(tmp_path, "HEALTHY")
+    address = f"--master-addr {joinable.master_addr} --master-port {joinable.master_port}"
     its = f"--join --recover-coordinator c:8 --world-size 2 {address} --nproc-per-node 1 --log-dir {logs} train.py"
     assert joined.stdout == its + "\n", joined.stderr
+
+
+@pytest.mark.parametrize(
+    ("answers", "first"), [(["UNKNOWN: no coordinator answers", "", "HEALTHY 2/2"], "--join"), (["ENDED"], "--nnodes")]
+)
+def test_a_pod_launches_the_run_anew_only_where_it_knows_that_the_last_one_is_over(
+    tmp_path: Path, joinable: LaunchPlan, answers: list[str], first: str
+) -> None:
+    """An answer that does not tell the state of the run does not mean that the run has ended."""
+    assert pod(tmp_path, *answers).stdout.split()[0] == first

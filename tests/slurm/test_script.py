@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -144,6 +145,18 @@ def test_a_launcher_gets_the_cores_that_the_job_has_on_its_node(
     assert script.call("main", SLURM_JOB_NODELIST="n[1-6]", **given).returncode == 0
     words = (script.folder / "srun.words").read_text().splitlines()
     assert [word for word in words[: words.index("bash")] if word.startswith("--cpus-per-task")] == flags
+
+
+@pytest.mark.parametrize("name", sorted(WORKERS_FLAG))
+@pytest.mark.parametrize(("try_", "asked"), [("$$", 1), ("$ended", 0)], ids=["that runs", "that has ended"])
+def test_workers_are_asked_for_a_checkpoint_as_long_as_their_try_runs(
+    script: Script, name: str, try_: str, asked: int
+) -> None:
+    """If the requests went on, the workers of the job's next try would get them."""
+    (function,) = re.findall(r"^checkpoint\(\) \{$.*?^\}$", (SCRIPTS / name).read_text(), re.MULTILINE | re.DOTALL)
+    once = f"sleep() {{ exit; }}\ntrue & ended=$!\nwait $ended\nworkers={try_}"
+    script.call(f"{once}\n{function}\ncheckpoint {try_}")
+    assert script.calls == ["scancel --signal=USR1 7"] * asked
 
 
 SRUN = r"""#!/usr/bin/env bash
