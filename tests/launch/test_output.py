@@ -13,6 +13,7 @@ from recover_megatron.launch import messages
 from recover_megatron.launch.output import MOST_PENDING, Sink, Voice
 from recover_megatron.launch.reaper import MISSED, StandIn, beat
 from recover_megatron.launch.states import WorkerProcess, WorkerState
+from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE, eventually
 
 from .conftest import recover_run
@@ -121,6 +122,46 @@ def test_undecodable_bytes_pass(bench):
     launch = bench.run("--log-dir", "logs", script)
     assert launch.bytes_out == b"[0] \xff\xfe\x00 \xc3\n[0] no newline \xe9\n"
     assert (bench.folder / "logs/worker-0.log").read_bytes() == b"\xff\xfe\x00 \xc3\nno newline \xe9"
+
+
+NOTES_AN_ORDER = """
+    import os, pathlib, time
+
+    read, replace, spawn = os.read, os.replace, os.posix_spawn
+
+    def note(what):
+        with open("order", "a") as order:
+            print(what, file=order)
+
+    def read_and_noted(descriptor, size):
+        data = read(descriptor, size)
+        if b"UP" in data:
+            note("output")
+        return data
+
+    def replaced_and_noted(old, new):
+        if pathlib.Path(new).name == "workers.json" and '"running"' in pathlib.Path(old).read_text():
+            note("named")
+        replace(old, new)
+
+    def spawned(path, command, environment, **options):
+        pid = spawn(path, command, environment, **options)
+        while "RECOVER_WORKER_ID" in environment and not os.path.exists("printed"):
+            time.sleep(0.01)
+        return pid
+
+    os.read, os.replace, os.posix_spawn = read_and_noted, replaced_and_noted, spawned
+    """
+
+
+@pytest.mark.slow
+def test_a_worker_is_named_in_workers_json_before_the_launcher_reads_what_it_has_printed(bench):
+    """Here the worker has printed before the launcher goes on after its start."""
+    bench.script(NOTES_AN_ORDER, "sitecustomize.py")
+    script = bench.script("print('UP', flush=True); open('printed', 'w').close()")
+    bench.run("--log-dir", "logs", script, environment={"PYTHONPATH": f"{bench.folder}:{REPOSITORY}"})
+    order = (bench.folder / "order").read_text().split()
+    assert order.index("named") < order.index("output")
 
 
 def test_the_last_words_of_a_killed_worker_are_shown(bench):

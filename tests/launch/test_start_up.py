@@ -5,22 +5,31 @@ all nodes, and says why.
 import os
 import signal
 import socket
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 from recover_megatron.launch import processes, successors
-from recover_megatron.launch.conclusion import StartUp
+from recover_megatron.launch.conclusion import Conclusion, StartUp
+from recover_megatron.launch.control_plane import ControlPlane
+from recover_megatron.launch.hosted import HostedCandidate
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.peers import Line
-from recover_megatron.launch.plan import hosting, launch_environment
-from recover_megatron.launch.processes import START_AGAIN
+from recover_megatron.launch.plan import hosting, launch_environment, listen
+from recover_megatron.launch.processes import START_AGAIN, spawn
 from recover_megatron.launch.states import ExitOutcome, run_exit_code, start_exit_code
+from recover_megatron.launch.supervisor import Supervisor
+from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost
 from recover_megatron.variables import ATTEMPT_VARIABLE, WITHOUT_VARIABLE
+from tests.harness import REPOSITORY
+from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE, eventually
 
-from .conftest import Bench, Launch, plan_of
+from .conftest import UNTIL_TOLD, Bench, Launch, plan_of
 
 ENDLESS = """
     import os, sys, time
@@ -336,3 +345,74 @@ def test_the_next_start_knows_its_number_and_whom_it_is_made_without(monkeypatch
         monkeypatch.setattr(processes.os, "environ", told[-1])
         assert (processes.take_attempt(), processes.take_left_out()) == (attempt, (3, 1))
         assert not {ATTEMPT_VARIABLE, WITHOUT_VARIABLE} & processes.os.environ.keys()
+
+
+INTERRUPTED = """
+    import os, signal, sys
+
+    class Interrupts:
+        def find_spec(self, name, path=None, target=None):
+            if name == "recover_megatron.launch.command":  # from here on most of a second is spent on imports
+                os.kill(os.getpid(), signal.SIGINT)
+
+    sys.meta_path.insert(0, Interrupts())
+    from recover_megatron.launch.__main__ import main
+    main(["script.py"])
+    """
+
+
+def test_ctrl_c_while_recover_run_itself_is_starting_ends_it_without_a_traceback() -> None:
+    ended = python("-c", textwrap.dedent(INTERRUPTED))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+REFUSES_WORKER_1 = """
+    import errno, os
+
+    spawn = os.posix_spawn
+
+    def refused(path, command, environment, **options):
+        if environment.get("RECOVER_WORKER_ID") == "1":
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # as by ulimit -u
+        return spawn(path, command, environment, **options)
+
+    os.posix_spawn = refused
+    """
+
+
+def test_a_worker_that_cannot_be_started_ends_the_launch_which_names_it_and_the_reason(bench: Bench) -> None:
+    bench.script(REFUSES_WORKER_1, "sitecustomize.py")
+    path = {"PYTHONPATH": f"{bench.folder}:{REPOSITORY}"}
+    launch = bench.run("--nproc-per-node", 2, bench.script(UNTIL_TOLD), environment=path, ends=1)
+    assert "worker 1 cannot be started: [Errno 11] Resource temporarily unavailable" in launch.err
+    assert "Traceback" not in launch.err
+
+
+def test_a_launcher_asks_its_coordinators_for_the_verdict_before_it_ends_them() -> None:
+    """The last worker may have told them just now what decides how the run has ended."""
+    launcher = MagicMock(_code=None)
+    launcher._subreaper.kill_all.return_value = []
+    code = Supervisor._close(launcher)
+    done = [call[0] for call in launcher.mock_calls]
+    assert code is launcher._conclusion.exit_code.return_value
+    launcher._conclusion.exit_code.assert_called_once_with(None, launcher._conclusion.verdict.return_value)
+    assert done.index("_conclusion.verdict") < done.index("_control.end_candidates") < done.index("_subreaper.kill_all")
+
+
+def test_a_launcher_lets_its_coordinator_write_how_the_run_has_ended_before_it_ends_it(tmp_path: Path) -> None:
+    """The coordinator, here a shell, has told the launcher already."""
+    loop, listener, log = EventLoop(), listen("127.0.0.1"), tmp_path / "log"
+    over, address = CoordinatorLost("no live worker is left", EXIT_NO_REPLICA, told=True), listener.getsockname()[:2]
+    wait = lambda seconds: None  # noqa: E731
+    agent = SimpleNamespace(out=over, led=True, epoch=1, turned_to=address, catch_up=wait, wait_out=wait)
+    start = lambda _: spawn(["/bin/sh", "-c", f"echo stop >{log}"], os.environ, 1, 2)  # noqa: E731
+    control = ControlPlane(plan_of(), {}, loop, pytest.fail, SimpleNamespace())
+    control.agent = agent
+    candidate = HostedCandidate(loop, SimpleNamespace(number=0, start=start), listener, agent, pytest.fail)
+    control._candidates[address] = candidate
+    verdict = Conclusion.verdict(SimpleNamespace(_control=control, _table=SimpleNamespace(all=[])))
+    assert (verdict, log.exists()) == (EXIT_NO_REPLICA, True)
+    coordinator = candidate._process.pid
+    control.end_candidates()
+    os.waitpid(coordinator, 0)
+    loop.close()
