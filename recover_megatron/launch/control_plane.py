@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from recover_megatron.arguments import times_from_argv
+from recover_megatron.launch import messages
 from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate, Shared
 from recover_megatron.launch.leasing import lease_is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
@@ -68,16 +69,18 @@ STOPPING_SECONDS = 1.0
 LAST_WORD_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
 NOBODY_SECONDS = 10.0
-"""A run has ended whose candidates are refused by all their hosts for so long, and for longer than its workers wait."""
+"""A run that had a coordinator has ended when the hosts of all candidates have refused connections for so long, and for
+longer than its workers wait."""
 LOOK_SECONDS = 1.0
 
 
-def recorded_end(folder: Path, coordinators: Sequence[Address]) -> tuple[int, str] | None:
-    """Exit code and reason of the run's end, as one of ``coordinators`` has logged it in ``folder``; None: none has.
+def recorded(folder: Path, coordinators: Sequence[Address]) -> tuple[bool, tuple[int, str] | None]:
+    """Whether one of ``coordinators`` has ever listened, as the logs in ``folder`` tell; exit code and reason of the
+    run's end, as one of them has logged it there (None: none has).
 
     A coordinator without a majority has logged the end of one side of a partition: the other side may go on.
     """
-    addresses = {join_addresses([address]) for address in coordinators}
+    addresses, listened = {join_addresses([address]) for address in coordinators}, False
     for path in folder.glob("events-*.jsonl"):
         ours, end = False, None
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -85,11 +88,12 @@ def recorded_end(folder: Path, coordinators: Sequence[Address]) -> tuple[int, st
                 record = json.loads(line)
                 if record["event"] == "listening":  # a launch after an end that the file tells, too
                     ours, end = record["address"] in addresses, None
+                    listened |= ours
                 elif record["event"] == "stop" and ours and record["code"] != EXIT_LOST_MAJORITY:
                     end = int(record["code"]), str(record["reason"])
         if end is not None:
-            return end
-    return None
+            return True, end
+    return listened, None
 
 
 def has_secret(environ: Mapping[str, str]) -> bool:
@@ -307,12 +311,14 @@ class ControlPlane:
         self._after(partial(self._wait_led, time.monotonic() + seconds), callback)
 
     def _wait_led(self, until: float) -> None:
-        agent, folder = self.agent, self._plan.log_dir
+        agent, folder, say = self.agent, self._plan.log_dir, self._loop.from_thread(self._say)
         patience = max(NOBODY_SECONDS, self._settings.lost_timeout)  # the workers wait so long for a coordinator
+        listened = told = False
         while not agent.wait_led(min(LOOK_SECONDS, until - time.monotonic())) and agent.out is None:
             with suppress(OSError):  # then the folder tells nothing
-                self.found_ended = recorded_end(folder, self._plan.joins) if folder else None
-            if self.found_ended is None and agent.refused_seconds >= patience:
+                listened, self.found_ended = recorded(folder, self._plan.joins) if folder else (False, None)
+            refused, begun = agent.refused_seconds, listened or agent.attached
+            if self.found_ended is None and begun and refused >= patience:
                 nobody = f"no process has listened at the coordinators' addresses for {patience:g} s; if it goes on "
                 self.found_ended = (
                     EXIT_NO_REPLICA,
@@ -320,6 +326,9 @@ class ControlPlane:
                 )
             if self.found_ended or time.monotonic() >= until:
                 return
+            if refused and not begun and not told:
+                told = True
+                say(messages.no_coordinator_yet(self._plan))
 
     def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call ``callback`` when all is known that the coordinator knows now, in ``seconds`` at most; or at once."""

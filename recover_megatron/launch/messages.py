@@ -154,6 +154,13 @@ def _join_command(plan: LaunchPlan, coordinators: str) -> str:
     )
 
 
+def no_coordinator_yet(plan: LaunchPlan) -> str:
+    return (
+        f"no process listens at {join_addresses(plan.joins)}, and nothing tells of a run there that has begun: waiting "
+        f"{plan.rendezvous_timeout:g} s at most (--rendezvous-timeout) for its first coordinator"
+    )
+
+
 def no_run_to_join(code: int, reason: str) -> str:
     again = "; to start the run again from its last checkpoint give the command without --join" if code else ""
     return f"the run that this launcher was to join has ended ({reason}): exit code {code}{again}"

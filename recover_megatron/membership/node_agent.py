@@ -41,6 +41,8 @@ class NodeAgentClient(Follower):
         """The workers whose end was reported, and how they ended."""
         self._stopping = 0
         self._own: tuple[str, int] | None = None  # the candidate here, if it was added after the launch
+        self.attached = False
+        """Whether a candidate has ever proved that it is one of this run."""
         self._unanswered = 0  # beats
         self._unanswered_dial: int | None = None
         self._refused: dict[int, float] = {}  # by candidate: since when
@@ -77,7 +79,7 @@ class NodeAgentClient(Follower):
                 self._tried(self._unanswered_dial, None)
             self._unanswered_dial = self.candidate
         if isinstance(event, Connected):
-            self._unanswered = 0
+            self.attached, self._unanswered = True, 0
             self._say(self.beat)
             if self._own is not None:
                 self._say({"type": "candidate", "address": list(self._own)})
@@ -243,6 +245,11 @@ class NodeAgent:
             return self.led
 
     @property
+    def attached(self) -> bool:
+        """Whether a candidate of the run was ever reached, whether it leads or not."""
+        return self._core.attached
+
+    @property
     def refused_seconds(self) -> float:
         """For how long the hosts of all candidates have answered that no process listens there; 0: not all do."""
         with self._client.condition:
@@ -321,7 +328,7 @@ class NoAgent:
     epoch = 0
     refused_seconds = 0.0
     planned = condemned = taken = left = Workers()
-    led = had_all = False
+    led = attached = had_all = False
 
     def missing(self, world: int) -> Workers:
         """No rendezvous is open."""

@@ -9,6 +9,9 @@ import os
 import re
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +22,10 @@ from recover_megatron.launch.conclusion import Conclusion, last_checkpoint
 from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.hosted import HostedCandidate
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import listen
+from recover_megatron.launch.plan import Address, listen
 from recover_megatron.launch.processes import spawn
 from recover_megatron.launch.states import ExitOutcome, exit_code_after
+from recover_megatron.membership.events import Connected, Lost
 from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, Settings
 from recover_megatron.membership.wire import Secret
@@ -346,34 +350,64 @@ def test_the_end_of_a_run_is_what_one_of_its_own_coordinators_has_logged(
 ) -> None:
     (tmp_path / "events-0.jsonl").write_text(LISTENS.replace("10.0.0.1", "10.0.0.2"))
     (tmp_path / "events-1.jsonl").write_text(log)
-    assert control_plane.recorded_end(tmp_path, [("10.0.0.2", 7), ("10.0.0.1", 7)]) == found
+    assert control_plane.recorded(tmp_path, [("10.0.0.2", 7), ("10.0.0.1", 7)]) == (True, found)
+    assert control_plane.recorded(tmp_path, [("10.0.0.3", 7)]) == (False, None), "it has not begun"
+
+
+@contextmanager
+def joiner(folder: Path, addresses: Sequence[Address], timeout: float, say: Callable[[str], None]) -> Iterator:
+    """What a launcher has of the run that it joins; its workers would give up a coordinator after 4 ``timeout``."""
+    loop, plan = EventLoop(), plan_of(joins=addresses, joined_world_size=2, log_dir=folder)
+    control = ControlPlane(plan, SECRET, loop, say, SimpleNamespace(**dict.fromkeys(ORDERS)))
+    control._settings = dataclasses.replace(
+        control._settings, heartbeat_interval=timeout / 2, heartbeat_timeout=timeout
+    )
+    control.open(None)
+    yield control
+    control.close()
+    loop.close()
 
 
 @pytest.mark.parametrize(("hung", "timeout"), [(False, 0.1), (False, 0.2), (True, 0.1)])
 def test_a_run_is_over_where_no_process_listens_for_it_and_not_where_one_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch, hung: bool, timeout: float
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hung: bool, timeout: float
 ) -> None:
     """And not before the workers of the run give up a coordinator that is started again."""
     monkeypatch.setattr(control_plane, "NOBODY_SECONDS", 0.5)
     monkeypatch.setattr(control_plane, "LOOK_SECONDS", 0.02)
-    loop, waited = EventLoop(), list[bool]()
+    waited = list[bool]()
     with closed_port() as port, listen("127.0.0.1") as listener:
-        joins = plan_of(joins=(("127.0.0.1", port), *[listener.getsockname()[:2]] * hung), joined_world_size=2)
-        control = ControlPlane(joins, SECRET, loop, pytest.fail, SimpleNamespace(**dict.fromkeys(ORDERS)))
-        control._settings = dataclasses.replace(control._settings, heartbeat_interval=0.05, heartbeat_timeout=timeout)
-        control.open(None)
-        control.when_led(1.2 if hung else DEADLINE, lambda: waited.append(True))
+        (tmp_path / "events-0.jsonl").write_text(LISTENS.replace("10.0.0.1:7", f"127.0.0.1:{port}"))
+        addresses = ("127.0.0.1", port), *[listener.getsockname()[:2]] * hung
+        with joiner(tmp_path, addresses, timeout, pytest.fail) as control:
+            control.when_led(1.2 if hung else DEADLINE, lambda: waited.append(True))
+            while not waited:
+                control._loop.run_once()
+            if hung:
+                assert (control.found_ended, control.agent.refused_seconds) == (None, 0.0)
+            else:
+                code, reason = control.found_ended
+                told = f"no process has listened at the coordinators' addresses for {max(0.5, 4 * timeout):g} s"
+                assert (code, reason.startswith(told)) == (10, True), reason
+
+
+def test_a_joiner_waits_for_the_first_coordinator_of_a_run_that_has_not_begun(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(control_plane, "NOBODY_SECONDS", 0.1)
+    monkeypatch.setattr(control_plane, "LOOK_SECONDS", 0.02)
+    said, waited = list[str](), list[bool]()
+    with closed_port() as port, joiner(tmp_path, [("127.0.0.1", port)], 0.02, said.append) as control:
+        control.when_led(DEADLINE, lambda: waited.append(True))
+        while control.agent.refused_seconds < 0.4:
+            control._loop.call_later(0.02, lambda: None)
+            control._loop.run_once()
+        assert (len(said), control.found_ended, waited) == (1, None, [])
+        assert said[0].startswith(f"no process listens at 127.0.0.1:{port}, and nothing tells of a run there")
+        with control.agent._client.condition:
+            for event in (Connected(), Lost("one was there, and is not any more")):
+                control.agent._core.handle(event, time.monotonic())
         while not waited:
-            loop.run_once()
-        if hung:
-            assert (control.found_ended, control.agent.refused_seconds) == (None, 0.0)
-        else:
-            code, reason = control.found_ended
-            waited = max(0.5, 4 * timeout)
-            told = f"no process has listened at the coordinators' addresses for {waited:g} s"
-            assert (code, reason.startswith(told)) == (10, True), reason
-        control.close()
-    loop.close()
+            control._loop.run_once()
+        assert control.found_ended[0] == 10
 
 
 def test_a_launcher_that_comes_to_a_run_that_has_ended_ends_as_it_did_and_leaves_the_folder_to_others(bench) -> None:
