@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from multiprocessing import connection
 from typing import Any
 
@@ -29,6 +30,7 @@ from recover_megatron.instep.faults import Disagreement
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, resumed
 from recover_megatron.megatron_hooks.microbatches import ByNumber, InOrder, InTurn, Order, Shuffled
+from recover_megatron.network.system import share_by_lasting_socket
 
 SAMPLE = "recover_sample"
 """The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""
@@ -91,7 +93,7 @@ class Source:
             pin_memory=loader.pin_memory,
             collate_fn=loader.collate_fn,
             persistent_workers=loader.persistent_workers,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=partial(_begin, loader.worker_init_fn),
             prefetch_factor=loader.prefetch_factor,
         )
         self._batches: Iterator[Batch] | None = None
@@ -252,6 +254,13 @@ class Microbatches:
     def __next__(self) -> Batch:
         with self._fetching():
             return self._source.get(next(self._ids))
+
+
+def _begin(also: Callable[[int], None] | None, number: int) -> None:
+    """Begin a process that reads ahead; ``also``: what the loader's own settings want done there."""
+    share_by_lasting_socket()
+    if also is not None:
+        also(number)
 
 
 def _source_of(iterator: Any) -> Source | None:

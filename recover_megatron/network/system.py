@@ -133,6 +133,31 @@ def keep_sockets(environ: Mapping[str, str]) -> None:
             config["tempdir"] = folder
 
 
+def share_by_lasting_socket() -> None:
+    """Have this process, which has shared nothing yet, hand over descriptors by a socket whose file is gone at once.
+
+    A data loader hands over each tensor so.  Its parent reaches the socket by a descriptor of the file, under /proc, so
+    no cleaner of TMPDIR cuts it off.  Where /proc does not allow that, Python's own way is left.
+    """
+    from multiprocessing.connection import Listener
+    from multiprocessing.resource_sharer import _resource_sharer as sharer  # type: ignore[attr-defined]
+
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix="pymp-") as folder:
+        os.stat(f"/proc/{os.getppid()}/fd/0")  # which is allowed where the parent is allowed the same of this process
+        within = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        file = f"/proc/self/fd/{within}/listener"  # short, whatever TMPDIR is: a socket's path has 107 bytes
+        listener = Listener(file, authkey=multiprocessing.process.current_process().authkey, backlog=128)
+        address = f"/proc/{os.getpid()}/fd/{os.open(file, os.O_PATH | os.O_CLOEXEC)}"
+        listener._listener._unlink()  # type: ignore[attr-defined]
+        os.close(within)
+        with socket.socket(socket.AF_UNIX) as tried:
+            tried.connect(address)
+        listener._listener.accept().close()  # type: ignore[attr-defined]
+        sharer._listener, sharer._address = listener, address
+        sharer._thread = threading.Thread(target=sharer._serve, daemon=True)
+        sharer._thread.start()
+
+
 def remove_sockets(launch_id: str, pid: int | None = None) -> None:
     """Remove the folder that process ``pid`` of a launch has left (None: that all of its processes have left)."""
     for folder in Path(tempfile.gettempdir()).glob(f"pymp-{glob.escape(launch_id)}-{'*' if pid is None else pid}"):

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,6 +169,22 @@ def test_a_killed_one_is_told_to_who_reads_and_not_to_what_else_the_main_thread_
     with pytest.raises(LoaderKilled, match="was killed by signal 9"):
         reads.get(1)
     end(reads)
+
+
+def test_a_cleaner_of_tmpdir_changes_no_batch_that_a_loader_reads(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
+    read: dict[bool, list[list[int]]] = {False: [], True: []}
+    for cleaned, batches in read.items():
+        loader = torch.utils.data.DataLoader(TaggedDataset(Samples(0)), batch_size=1, num_workers=2)
+        reads = Source(loader, 1, 0, InOrder(DEADLY, 1))
+        reads.begin(0, range(DEADLY), DEADLY)
+        for j in range(DEADLY):
+            batches.append(reads.get(j)["text"].tolist())
+            for folder in tmp_path.iterdir() if cleaned else ():
+                shutil.rmtree(folder)
+        end(reads)
+    assert read[True] == read[False] == [[[sample]] for sample in range(DEADLY)]
 
 
 @pytest.mark.parametrize(
