@@ -186,14 +186,16 @@ def _tell_others(
 
 
 def _check_folders(options: arguments.Options) -> list[str]:
-    """The reasons against --save, into which node 0 writes every checkpoint; and, where nothing is started that would
-    take them, against folders that another run uses."""
+    """The reasons against --save, into which node 0 writes checkpoints, and with --recover any node may have to; and,
+    where nothing is started that would take them, against folders that another run uses."""
     folders = _named_folders(saves_checkpoints(str(options.script), options.script_args), options.script_args)
     reasons: list[str | None] = []
     known = is_known(str(options.script), options.script_args)
-    writes, tried = known and options.node_rank == 0 and not options.join, not options.check
+    first, tried = options.node_rank == 0 and not options.join, not options.check
+    writes = known and (first or options.fault_tolerant)
     if writes and (folder := folders.get("--save")) and (why := readers.why_not_written(folder, tried=tried)):
-        reasons.append(f"--save {folder} cannot be written ({why}): no checkpoint could be saved there")
+        where = f"({why}) on host {socket.gethostname()}"
+        reasons.append(f"--save {folder} cannot be written {where}: no checkpoint could be saved there")
     if options.check:
         for option, place in {"--log-dir": options.log_dir, **folders}.items():
             lock = FolderLock(place, NOBODY, lambda text: None, option, needed=False) if place else None

@@ -87,7 +87,7 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
         (["./pretrain_gpt_recover.py"], "the installed one is run by its bare name, pretrain_gpt_recover.py"),
         (
             ["-m", "pretrain_gpt_recover", "--save", "S", "--save-interval", "1"],
-            "is no folder): no checkpoint could be",
+            f"is no folder) on host {socket.gethostname()}: no checkpoint could be",
         ),
         (["--log-dir", "S/logs", "S"], "cannot be written"),
         (["--master-addr", "no-such-host.invalid", "S"], "is not known"),

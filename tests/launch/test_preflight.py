@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -214,6 +215,18 @@ def test_the_folder_of_checkpoints_is_tried_before_anything_is_started(tmp_path:
         reasons = command._check_folders(options)
         assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * len(words)
     assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("node", ["--node-rank 1 --nnodes 2 --master-addr h", "--join --recover-coordinator h:1"])
+def test_every_node_of_a_run_that_recovers_tries_the_folder_of_checkpoints_and_names_itself(node: str) -> None:
+    """Each may have to write when others are lost."""
+    join = ["--world-size", "8", "--master-addr", "h", "--master-port", "1"] * node.startswith("--join")
+    options, problems = arguments.parse([*node.split(), *join, TRAINING, *GOOD, "--save", "/proc/none"])
+    (reason,) = command._check_folders(options)
+    assert problems == []
+    assert f"--save /proc/none cannot be written (No such file or directory) on host {socket.gethostname()}" in reason
+    options.script_args.remove("--recover")
+    assert command._check_folders(options) == []
 
 
 def test_a_script_that_imports_megatrons_pretrain_is_known_by_that_whatever_its_name(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -713,6 +714,27 @@ def test_every_batch_of_a_schedule_that_comes_must_divide(
     reasons = flag_checks._layout(scheduled(batches, **others))
     assert len(reasons) == len(words), reasons
     assert all(word in reason for word, reason in zip(words, reasons, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("recover", "form", "rank", "local", "tried"),
+    [
+        (True, "torch", "8", "0", True),
+        (True, "torch_dist", "9", "1", False),
+        (False, "torch_dist", "8", "0", True),
+        (False, "torch", "8", "0", False),
+        (False, "torch", "0", "0", True),
+    ],
+)
+def test_one_worker_of_each_host_that_may_write_tries_the_folder_of_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, recover: bool, form: str, rank: str, local: str, tried: bool
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    args = argparse.Namespace(save="/proc/none", ckpt_format=form)
+    reasons = flag_checks._folders(args, RecoverConfig(enabled=recover))
+    told = f"--save /proc/none: No such file or directory on host {socket.gethostname()}; choose"
+    assert [reason.startswith(told) for reason in reasons] == [True] * tried
 
 
 def test_of_a_run_that_resumes_the_batches_before_it_are_left_alone(tmp_path: Path) -> None:

@@ -331,16 +331,17 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 
 def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Folders that cannot be made or written, found before the first iteration: of what is logged, by one worker of
-    each host, which spares a shared file system; of checkpoints, by the first worker.  And a TMPDIR in
+    """Folders that cannot be made or written, found before the first iteration: by one worker of each host, which
+    spares a shared file system; of checkpoints where only the first worker writes by that one.  And a TMPDIR in
     which the writers of a checkpoint cannot work, by all."""
-    logs = config.enabled and os.environ.get("LOCAL_RANK", "0") == "0"
-    wanted = {"--recover-log-dir": config.log_dir if logs else None}
+    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    wanted = {"--recover-log-dir": config.log_dir if config.enabled and first_here else None}
     writes = getattr(args, "save", None) and getattr(args, "ckpt_format", None) != "torch"
-    if os.environ.get("RANK", "0") == "0":  # other hosts need not have it: one worker may write all
+    each_host = config.enabled or (writes and getattr(args, "ckpt_fully_parallel_save", True))
+    if os.environ.get("RANK", "0") == "0" or (first_here and each_host):
         wanted |= {f"--{its.replace('_', '-')}": getattr(args, its, None) for its in SAVES}
     return [
-        f"{flag} {folder}: {why}; choose a folder that can be written"
+        f"{flag} {folder}: {why} on host {socket.gethostname()}; choose a folder that every host can write"
         for flag, folder in wanted.items()
         if folder and "://" not in str(folder) and (why := why_not_used(Path(folder)))
     ] + (_sockets() if writes else [])
