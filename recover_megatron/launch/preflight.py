@@ -47,7 +47,7 @@ NUMBERS = (
     *(LAYERS, HEADS, HIDDEN, SEQUENCE, POSITIONS, EXPERTS),
 )
 OTHER_NUMBERS = {
-    BATCH: r"rampup|batch-size-schedule|decrease-batch|weight-shards|gtp|perform-rl",
+    BATCH: r"batch-size-schedule|decrease-batch|weight-shards|gtp|perform-rl",
     LAYERS: r"pipeline-(?!model-parallel-size)|hybrid|stage|heterogeneous|coder|checkpoint-args",
     HEADS: r"heterogeneous|coder|checkpoint-args",
     HIDDEN: r"heterogeneous|coder|checkpoint-args|kv-channels",

@@ -716,6 +716,14 @@ def test_every_batch_of_a_schedule_that_comes_must_divide(
     assert all(word in reason for word, reason in zip(words, reasons, strict=True))
 
 
+def test_a_batch_that_does_not_divide_is_refused_though_it_is_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--rampup-batch-size is only parsed: Megatron takes the global batch from the first iteration on."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    args = parsed(True, *"--micro-batch-size 2 --global-batch-size 8 --rampup-batch-size 6 6 48".split())
+    (reason,) = flag_checks._layout(args)
+    assert reason.startswith("global batch size 8 is not a multiple of micro batch size 2 x 3 data-parallel ranks")
+
+
 @pytest.mark.parametrize(
     ("recover", "form", "rank", "local", "tried"),
     [

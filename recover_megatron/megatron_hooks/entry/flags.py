@@ -219,7 +219,7 @@ def _batch(args: argparse.Namespace, ranks: int) -> list[str]:
 
     Of a run that resumes with a schedule only train() knows which are still to come.
     """
-    return [] if getattr(args, "rampup_batch_size", None) else misfits(args, ranks, batches_to_come(args))
+    return misfits(args, ranks, batches_to_come(args))
 
 
 def _data(args: argparse.Namespace, may_have_data: bool) -> list[str]:
