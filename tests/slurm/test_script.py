@@ -133,6 +133,17 @@ def test_the_runs_code_is_that_of_who_lived_to_its_end(script: Script, ends: dic
             {"SLURM_CPUS_PER_TASK": "64", "SRUN": "--cpus-per-task=32"},
             ["--cpus-per-task=64", "--cpus-per-task=32"],  # the last one counts
         ),
+        # srun counts cores, of two threads each, where one of them is used
+        ({"SLURM_HINT": "nomultithread", "SLURM_JOB_CPUS_PER_NODE": "256(x2),128"}, ["--cpus-per-task=64"]),
+        ({"SLURM_THREADS_PER_CORE": "1", "SLURM_JOB_CPUS_PER_NODE": "256(x2)"}, ["--cpus-per-task=128"]),
+        ({"SLURM_THREADS_PER_CORE": "2", "SLURM_JOB_CPUS_PER_NODE": "256(x2)"}, ["--cpus-per-task=256"]),
+        (
+            {"SLURM_HINT": "nomultithread", "SLURM_CPUS_PER_TASK": "64", "SLURM_JOB_CPUS_PER_NODE": "128(x2)"},
+            ["--cpus-per-task=64"],  # it was cores that were asked for
+        ),
+        ({"SLURM_CPUS_PER_TASK": "64", "SRUN": "--hint=nomultithread -v"}, ["--cpus-per-task=32"]),
+        ({"SLURM_JOB_CPUS_PER_NODE": "64", "SRUN": "--threads-per-core=1"}, ["--cpus-per-task=32"]),
+        ({"SLURM_HINT": "nomultithread", "SLURM_JOB_CPUS_PER_NODE": "8", "CPUS": ""}, ["--cpus-per-task=8"]),
     ],
 )
 def test_a_launcher_gets_the_cores_that_the_job_has_on_its_node(
@@ -141,7 +152,9 @@ def test_a_launcher_gets_the_cores_that_the_job_has_on_its_node(
     (script.folder / "srun").write_text(
         f'#!/bin/sh\nprintf "%s\\n" "$@" >{script.folder}/srun.words\necho 0 >{script.run}/ends/0-0\n'
     )
-    (script.folder / "srun").chmod(0o755)
+    (script.folder / "sinfo").write_text('#!/bin/sh\necho "${CPUS-256 2 64}"\necho "${CPUS-256 2 64}"\n')
+    for command in ("srun", "sinfo"):
+        (script.folder / command).chmod(0o755)
     assert script.call("main", SLURM_JOB_NODELIST="n[1-6]", **given).returncode == 0
     words = (script.folder / "srun.words").read_text().splitlines()
     assert [word for word in words[: words.index("bash")] if word.startswith("--cpus-per-task")] == flags
