@@ -5,7 +5,7 @@
 #   pod.sh [OPTIONS OF recover-run] SCRIPT [ITS ARGUMENTS]
 #
 # From the environment: JOB_COMPLETION_INDEX (this pod's place), POD_IP, PODS, WORKERS (of each pod), MASTER (the name of
-# pod 0), RUN_DIR (on storage that all pods share), RECOVER_SECRET.
+# pod 0), RUN_DIR (on storage that all pods share), RECOVER_SECRET; JOB_UID, that of the Job, where it is known.
 set -euo pipefail
 : "${JOB_COMPLETION_INDEX:?}" "${POD_IP:?}" "${PODS:?}" "${WORKERS:?}" "${MASTER:?}" "${RUN_DIR:?}" "${RECOVER_SECRET:?}"
 PORT=${PORT:-29500}
@@ -36,12 +36,33 @@ how_to_join() {
     done
 }
 
+# Whether this pod is made again though its Job has finished the training: to another launch no other pod would come.
+finished() {
+    local events last
+    if [[ ! ${JOB_UID:-} || $PODS == 1 || $(cat "$mine" 2>/dev/null) != "$JOB_UID" ]]; then return 1; fi
+    while read -r events; do
+        last=$(grep -E '"event": ?"(listening|stop)"' "$events" | tail -n 1)
+        if [[ $last == *'"stop"'* && $last =~ \"code\":\ ?0[,}] ]]; then return 0; fi
+    done < <(find "$RUN_DIR" -maxdepth 1 -name 'events-*.jsonl' -newer "$mine")
+    return 1
+}
+
 mkdir -p "$RUN_DIR"
 said=$RUN_DIR/launcher-$JOB_COMPLETION_INDEX.log
+mine=$RUN_DIR/job-$JOB_COMPLETION_INDEX # the Job whose pod was here last, since it came first
+if finished; then
+    if grep -qs 'what the script does after it has failed' "$said"; then
+        say "the training is finished, but the script has failed after it in this pod: $RUN_DIR/worker-*.log tell why"
+        exit 1
+    fi
+    say 'the training is finished: nothing is left to do'
+    exit 0
+fi
+if [[ ${JOB_UID:-} && $(cat "$mine" 2>/dev/null) != "$JOB_UID" ]]; then printf %s "$JOB_UID" >"$mine"; fi
 read -ra join <<<"$(how_to_join)"
 if ((${#join[@]})); then
     say 'the run goes on: this pod joins it'
-    exec "${join[@]}" --nproc-per-node "$WORKERS" --log-dir "$RUN_DIR" "$@"
+    exec "${join[@]}" --nproc-per-node "$WORKERS" --log-dir "$RUN_DIR" "$@" > >(tee -a -- "$said") 2>&1
 fi
 rm -f -- "$said"
 exec recover-run --nnodes "$PODS" --node-rank "$JOB_COMPLETION_INDEX" --master-addr "$MASTER" --master-port "$PORT" \

@@ -224,10 +224,11 @@ def test_outside_of_a_job_there_are_no_places() -> None:
         places_of({})
 
 
-def pod(folder: Path, *answers: str) -> subprocess.CompletedProcess[str]:
+def pod(folder: Path, *answers: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run the pod of node 1 beside a folder that tells of a run; ``answers``: those of recover-status, in order."""
     commands, logs = folder / "bin", folder / "run"
-    commands.mkdir()
+    commands.mkdir(exist_ok=True)
+    logs.mkdir(exist_ok=True)
     for name, what in {
         "recover-run": 'echo "$@"',
         "recover-status": '[ "$2" = --check ] || exec echo c:8\nhead -n 1 "$1/answers"; sed -i 1d "$1/answers"',
@@ -237,7 +238,7 @@ def pod(folder: Path, *answers: str) -> subprocess.CompletedProcess[str]:
         (commands / name).chmod(0o755)
     (logs / "answers").write_text("".join(f"{answer}\n" for answer in answers))
     values = {"JOB_COMPLETION_INDEX": "1", "POD_IP": "c", "PODS": "2", "WORKERS": "1", "MASTER": "a", **SECRET}
-    environment = {"RUN_DIR": str(logs), "PATH": f"{commands}:{os.environ['PATH']}", **values}
+    environment = {"RUN_DIR": str(logs), "PATH": f"{commands}:{os.environ['PATH']}", **values, **more}
     script = REPOSITORY / "examples" / "kubernetes" / "pod.sh"
     return subprocess.run(["bash", script, "train.py"], env=environment, capture_output=True, text=True, timeout=60)
 
@@ -270,3 +271,27 @@ def test_a_pod_launches_the_run_anew_only_where_it_knows_that_the_last_one_is_ov
 ) -> None:
     """An answer that does not tell the state of the run does not mean that the run has ended."""
     assert pod(tmp_path, *answers).stdout.split()[0] == first
+
+
+def test_a_pod_that_is_made_again_after_the_training_ends_instead_of_waiting_for_the_others(tmp_path: Path) -> None:
+    """Their places in the Job are done.  Another Job goes on from the checkpoints in the folder."""
+    logs, listens = tmp_path / "run", '{"event":"listening","address":"a:1"}\n'
+    events, said = logs / "events-0.jsonl", logs / "launcher-1.log"
+
+    def launches(job: str, code: int = 0) -> bool:
+        done = pod(tmp_path, "HEALTHY", JOB_UID=job)
+        assert done.returncode == code, done.stderr
+        return done.stdout.startswith("--nnodes 2 --node-rank 1 ")
+
+    def ends_with(code: int) -> None:
+        events.write_text(f'{listens}{{"time":1.5,"event":"stop","code":{code},"reason":"as it is"}}\n')
+
+    assert launches("first")
+    ends_with(10)
+    assert launches("first"), "it goes on from the last checkpoint"
+    ends_with(0)
+    assert not launches("first")
+    said.write_text("the training was finished; what the script does after it has failed: the logs of the workers tell")
+    assert not launches("first", code=1)
+    assert launches("second")
+    assert launches("second"), "that was the end of another Job's run"
