@@ -53,7 +53,9 @@ wait "$pytest" || status=$?
 while kill -0 "$pytest" 2>/dev/null; do # a signal ended `wait`, not pytest
     wait "$pytest" || status=$?
 done
-if kill -KILL -- "-$pytest" 2>/dev/null; then printf '== ended processes that the tests had left\n' >&2; fi
+left=$(ps -ww -eo pgid=,stat=,pid=,args= | awk -v group="$pytest" '$1 == group && $2 !~ /^Z/ { $1 = $2 = ""; print }' || true)
+kill -KILL -- "-$pytest" 2>/dev/null || true
+if [[ -n $left ]]; then printf '== ended processes that the tests had left:\n%s\n' "$left" >&2; fi
 
 if ((${#failed[@]})); then
     printf '== lint failed (see above):%s\n' "$(printf ' [%s]' "${failed[@]}")" >&2

@@ -180,6 +180,7 @@ case "$2" in
                 trap 'echo "interrupted" >>"$here/calls"; exit 2' INT
                 echo started
                 while :; do sleep 600 & wait $!; done ;;
+            leave) sleep 599 >"$here/alive" & echo "3 passed in 0.01s" ;;
             *) echo "3 passed in 0.01s"; exit "$(cat "$here/pytest")" ;;
         esac ;;
 esac
@@ -256,6 +257,15 @@ def test_a_stopped_run_lets_pytest_clean_up_and_leaves_no_process(bin_folder: Pa
         assert process.returncode != 0
         assert "interrupted" in (bin_folder / "calls").read_text()
         assert alive.read() == b""  # ends only when nobody holds the pipe any more
+
+
+def test_processes_that_the_tests_have_left_are_ended_and_named(bin_folder: Path) -> None:
+    (bin_folder / "pytest").write_text("leave")
+    code, out, err = ended(bin_folder)  # returns when nobody holds its pipes any more
+    assert (code, out.splitlines()[-1]) == (0, "3 passed in 0.01s")
+    assert re.search(r"\n== ended processes that the tests had left:\n +\d+ sleep 599\n", err)
+    (bin_folder / "pytest").write_text("0")
+    assert "left" not in ended(bin_folder)[2]
 
 
 def test_pre_commits_hooks_are_what_ci_checks() -> None:
