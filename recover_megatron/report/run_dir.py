@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,17 +104,28 @@ def last_launch(workers: Sequence[Event]) -> tuple[int, int]:
 
 
 def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
-    """Number of iterations that its launch made before ``first``, the first line left of steps.jsonl (log rotation).
+    """Number of iterations made before ``first``, the first line left of steps.jsonl (log rotation).
 
-    Where no event tells of a start it was at iteration 1, for all that is known.
+    They were made by its launch, or by an earlier one, whose lines a launch that goes on after them keeps.  Where no
+    event tells of a start it was at iteration 1, for all that is known.
     """
     starts = [event for event in workers if event["event"] == "start"]
     expected = first.iteration - first.skipped
-    if any(event.get("iteration") == expected for event in starts):  # whatever their hosts' clocks say
-        return 0
-    starts = [event for event in starts if event["time"] <= (first.time or math.inf)] or starts[:1]
-    begun = starts[-1].get("iteration", 1) if starts else 1
-    return max(0, expected - int(begun))
+    begun = [start for start, made in _made(workers) if start <= made < expected]
+    if not any(event.get("iteration") == expected for event in starts):  # whatever their hosts' clocks say
+        starts = [event for event in starts if event["time"] <= (first.time or math.inf)] or starts[:1]
+        begun.append(int(starts[-1].get("iteration", 1)) if starts else 1)
+    return expected - min([expected, *begun])
+
+
+def _made(workers: Sequence[Event]) -> Iterator[tuple[int, int]]:
+    """For each ``checkpoint`` and ``end`` the first iteration of its launch, and the last one that was made by then."""
+    begun = None
+    for event in workers:
+        if event["event"] == "start":
+            begun = int(event.get("iteration", 1))
+        elif event["event"] in ("checkpoint", "end") and begun is not None:
+            yield begun, int(event["saved"] if "saved" in event else event.get("iteration", 0))
 
 
 def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:

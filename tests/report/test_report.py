@@ -157,6 +157,31 @@ def test_iterations_that_log_rotation_has_taken_are_not_shown(tmp_path: Path, su
     assert "NOT each shown: iterations 1 to 4 are not shown" in summary(tmp_path, code=1)
 
 
+@pytest.mark.parametrize("told", ["end", "checkpoint"])
+def test_iterations_of_an_earlier_launch_that_log_rotation_has_taken_are_not_shown(
+    tmp_path: Path, summary: Summary, told: str
+) -> None:
+    """Both files were rotated after it; or the earlier launch has made nothing, which is no reason for an alarm."""
+
+    def of(first: int, events: list[tuple[str, int]], code: int) -> str:
+        common = {"replicas": [0, 1], "worker": 0}
+        lines = [
+            {"event": event, "time": 100.0 + at, "iteration": n, "saved": n, **common}
+            for at, (event, n) in enumerate(events)
+        ]
+        write_lines(tmp_path / "events.jsonl", lines)
+        timed = [dataclasses.replace(one, time=200.0 + one.iteration) for one in GOOD]
+        return summary(write_steps(tmp_path, timed[first - 1 :]), code=code)
+
+    both = [("start", 1), (told, 4), ("start", 5)]
+    assert "NOT each shown: iterations 1 to 4 are not shown" in of(5, both, 1)
+    assert "iterations 1 to 6 are not shown" in of(7, both, 1)
+    of(1, both, 0)
+    of(5, [("start", 1), ("start", 5)], 0)
+    of(5, [("start", 5), (told, 4), ("start", 5)], 0)  # nothing was left to train
+    of(5, [("start", 5), (told, 8)], 0)
+
+
 def test_iterations_that_the_end_of_the_run_tells_of_and_no_line_are_not_shown(
     tmp_path: Path, summary: Summary
 ) -> None:
