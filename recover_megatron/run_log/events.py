@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from recover_megatron.log_writer import LogWriter
+from recover_megatron.log_writer import LogWriter, open_to_append
 
 EVENTS_FILE = "events.jsonl"
 CHAOS_FILE = "chaos.jsonl"
 COORDINATOR_FILES = "events-*.jsonl"
+_START = b'{"event":"start",'
 
 Event = dict[str, Any]
 
@@ -32,7 +33,7 @@ class EventsFile:
 
     def __init__(self, path: Path) -> None:
         """``path`` is opened to add to it, and its folder made, with the first event."""
-        self._file = LogWriter(path)
+        self._file = LogWriter(path, opening=self._open)
 
     def append(self, event: str, **fields: Any) -> None:
         """Add one line with the time of now.  It is on the disk then, if the disk is well.
@@ -51,6 +52,18 @@ class EventsFile:
         """No more events; what is left is written as long as the disk takes it."""
         self._file.flush()
         self._file.close()
+
+    def _open(self, path: Path) -> int:
+        """Called in the writer's thread.
+
+        A writer that follows a lost one keeps the last ``start`` in the file: after a log rotation nobody else has it.
+        """
+        descriptor = open_to_append(path)
+        if not self._file.head:
+            with open(path, "rb") as file:
+                starts = [line for line in file if line.startswith(_START) and line_object(line)]
+            self._file.head = self._file.head or b"".join(starts[-1:])
+        return descriptor
 
 
 def line_object(line: bytes) -> dict[str, Any] | None:

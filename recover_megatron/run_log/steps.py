@@ -213,7 +213,7 @@ def samples_per_microbatch(steps: Sequence[StepRecord]) -> int | None:
             continue
         consumed = step.consumed_samples - before.consumed_samples
         counted = sum(len(ids) for ids in step.microbatches.values())
-        if step.iteration == before.iteration + 1 and counted and consumed % counted == 0:
+        if step.iteration == before.iteration + 1 and counted and consumed % counted == 0 < consumed:
             sizes[consumed // counted] += 1
     return sizes.most_common(1)[0][0] if sizes else None
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -296,6 +294,8 @@ def test_of_lines_that_do_not_tell_the_micro_batch_size_most_show_it() -> None:
     assert violations([*old[:2], step(3, microbatches=FOUR), *new]) == [
         "iteration 3: microbatches [4, 5, 6, 7] were not counted"
     ]
+    still = [dataclasses.replace(one, consumed_samples=16) for one in old]
+    assert violations(still)[-1] == "iteration 3: 0 samples cannot be those of the microbatches counted"
 
 
 def test_new_lines_are_read_once_and_never_by_half(tmp_path: Path) -> None:
@@ -328,6 +328,25 @@ def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert before - 1 <= plan["time"] <= end["time"] <= time.time() + 1
 
 
+def test_a_rotation_after_the_death_of_the_writer_that_told_the_start_leaves_the_start_of_the_run(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events.jsonl"
+    for launch in (1, 41):
+        told = EventsFile(path)
+        told.append("start", iteration=launch, worker=0)
+        told.close()
+    follows = EventsFile(path)
+    follows.append("plan", iteration=50, worker=3)
+    assert follows._file.flush(DEADLINE)
+    assert [event["event"] for event in read_events(path)] == ["start", "start", "plan"]
+    path.rename(tmp_path / "events.jsonl.1")
+    follows.append("checkpoint", saved=60, worker=3)
+    follows.close()
+    start, checkpoint = read_events(path)
+    assert (start["event"], start["iteration"], checkpoint["event"]) == ("start", 41, "checkpoint")
+
+
 def write_events(path: Path, worker: int) -> None:
     file = EventsFile(path)
     for _ in range(100_000):  # until it is killed; an end, in case the test was
@@ -336,16 +355,17 @@ def write_events(path: Path, worker: int) -> None:
 
 def test_lines_of_many_writers_do_not_mix_and_a_kill_costs_its_writers_last_line_at_most(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    context = multiprocessing.get_context("spawn")  # pytest may run other threads
-    writers = [context.Process(target=write_events, args=(path, n)) for n in range(4)]
-    for writer in writers:
-        writer.start()
+    code = (
+        "import sys; from tests.run_log import test_steps as t; t.write_events(t.Path(sys.argv[1]), int(sys.argv[2]))"
+    )
+    # No process of multiprocessing's: its resource tracker would end only after pytest.
+    writers = [subprocess.Popen([sys.executable, "-c", code, path, str(n)], cwd=REPOSITORY) for n in range(4)]
     deadline = time.monotonic() + DEADLINE
     while len({event["worker"] for event in read_events(path)}) < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
     for writer in writers:
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
+        writer.kill()
+        writer.wait()
     spoiled: list[str] = []
     assert {event["worker"] for event in read_events(path, spoiled)} == set(range(4))
     assert len(spoiled) <= len(writers), "a kill may cut a write that crosses pages; the next line ends it"
