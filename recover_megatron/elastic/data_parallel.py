@@ -197,6 +197,7 @@ class ElasticDataParallel:
             self._session.epoch != epochs and epochs > 0,
             time.perf_counter() - began,
         )  # fmt: skip
+        self._session.show_loss(self.completed, loss)
         self._session.mark(self.completed, "between steps", allow=self._session.settings.stall_timeout)
         return result
 

@@ -70,6 +70,8 @@ class WorkerProgress:
     """Replica, position, quota, as it says itself."""
     goes_back: bool = False
     """Whether a state that nobody holds could be had from elsewhere, for all that it knows."""
+    loss: list[Any] | None = None
+    """The last finished step, and its loss (None: it is not a finite number), as a worker of the library tells them."""
 
     def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
         """Take in a checked message ``heartbeat``.
@@ -78,7 +80,7 @@ class WorkerProgress:
         """
         self.iteration, self.phase = message["iteration"], message["phase"]
         self.microbatch, self.place = message.get("microbatch"), message.get("place")
-        self.goes_back = message.get("goes_back", False)
+        self.goes_back, self.loss = message.get("goes_back", False), message.get("loss")
         if message["count"] == self.count:
             return
         self.count, self.marked, self.allow = message["count"], now, message["allow"]

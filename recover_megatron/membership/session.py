@@ -5,6 +5,7 @@ Every wait ends: with its result, with ``EpochRevoked``, with ``Fenced``, or wit
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -181,6 +182,10 @@ class Session:
         ``goes_back``: the run could go back to a checkpoint or a snapshot, should nobody who lives have its state.
         """
         self._core.place, self._core.goes_back = place, goes_back
+
+    def show_loss(self, step: int, loss: float) -> None:
+        """Tell with the next marks that ``step`` is finished, and its loss: for people and metrics."""
+        self._core.loss = [step, loss if math.isfinite(loss) else None]
 
     def join(self, status: Json, reason: str = "") -> Plan:
         """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.

@@ -213,6 +213,8 @@ class Observing:
             row["microbatch"] = progress.microbatch
         if progress.place is not None:
             row["place"] = list(progress.place)
+        if progress.loss is not None:
+            row["loss"] = list(progress.loss)
         return {
             **row,
             "iteration": progress.iteration,

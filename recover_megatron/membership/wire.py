@@ -26,7 +26,7 @@ from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 __all__ = ["WireError"]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 MAX_HANDSHAKE = 4 << 10
 """Bytes of one message before the other side has proved that it knows the secret."""
@@ -73,6 +73,13 @@ def _runs(value: Any) -> bool:
 
 def _address(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and _text(256)(value[0]) and _integer(1, 65535)(value[1])
+
+
+def _loss(value: Any) -> bool:
+    """A step, and its loss; null: it is not finite."""
+    if type(value) is not list or len(value) != 2 or not _ITERATION(value[0]):
+        return False
+    return value[1] is None or (type(value[1]) is float and math.isfinite(value[1]))
 
 
 def _hex(length: int) -> Check:
@@ -141,6 +148,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "microbatch": (_ITERATION, False),
         "place": (_list(_integer(0, (1 << 31) - 1), 3, 3), False),
         "goes_back": (_FLAG, False),
+        "loss": (_loss, False),
         "waiting": (_FLAG, True),
         "allow": (_SECONDS, True),
     },

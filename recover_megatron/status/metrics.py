@@ -119,7 +119,9 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
     if training is not None or (status.epoch and status.iteration):
         iteration = status.iteration if training is None else training.iteration
         rows.append(("recover_iteration", "Last committed iteration, or the one under way.", iteration))
-    if training is not None:
+    if training is None:
+        rows.append(("recover_loss", "Loss of the last iteration.", status.loss))
+    else:
         rows += [
             ("recover_train_iterations", "Iterations that the training shall have.", training.train_iters),
             ("recover_loss", "Loss of the last iteration.", training.loss),

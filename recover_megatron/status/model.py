@@ -177,6 +177,8 @@ class RunStatus:
     opened: int = 0
     iteration: int = 0
     """The newest that a worker with a place tells of."""
+    loss: float | None = None
+    """Of the last step that workers of the library tell of; NaN where it is not finite."""
     committed: int = 0
     """The last decision (steps, evaluations and checkpoints are counted together)."""
     commit_age: float | None = None
@@ -312,6 +314,7 @@ def read(answer: Raw, address: str) -> RunStatus:
         address=address,
         **{name: answer[name] for name in ("state", "term", "epoch", "opened", "committed", "world", "live", "hidden")},
         iteration=max((live[n].iteration for n in placed or live), default=0),
+        loss=_loss([row["loss"] for row in rows if "loss" in row]),
         commit_age=answer.get("commit_age"),
         workers_of_launch=answer["launched"],
         replicas_of_launch=_replicas_of_launch(answer),
@@ -409,6 +412,14 @@ def _recovery(row: Raw) -> RecoveryStatus:
 
 def _drain(row: Raw) -> DrainStatus:
     return DrainStatus(**{**row, "workers": _workers(row), "names": [row["node"], *row["names"]]})
+
+
+def _loss(told: Sequence[tuple[int, float | None]]) -> float | None:
+    """Of the newest of these steps: all workers that have finished it tell the same."""
+    if not told:
+        return None
+    _, loss = max(told, key=lambda its: its[0])
+    return math.nan if loss is None else loss
 
 
 def _workers(row: Raw) -> list[int]:

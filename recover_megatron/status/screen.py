@@ -101,6 +101,8 @@ def _headline(status: RunStatus, complaint: str) -> Panel:
     second.append_text(Text.assemble(("   spares ", "dim"), str(len(status.spares))))
     if status.restarts is not None:
         second.append_text(Text.assemble(("   restarts ", "dim"), str(status.restarts)))
+    if status.loss is not None and status.training is None:
+        second.append_text(Text.assemble(("   loss ", "dim"), f"{status.loss:.4f}"))
     second.append(f"   last step {span(status.commit_age)} ago" if status.commit_age is not None else "")
     return _panel(status, first, second, *rows[1:], *([Text(complaint, "bold red")] if complaint else []))
 

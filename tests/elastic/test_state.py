@@ -234,6 +234,29 @@ def test_the_coordinator_is_told_of_an_exception_that_ends_the_worker_wherever_i
     assert len(shown) == 2, "it is printed as always"
 
 
+def test_the_coordinator_is_told_the_loss_of_each_finished_step() -> None:
+    striking, told = Striking(), []
+    it = elastic(striking, striking.optimizer)
+    it._optimizer, it._known, it._before_update = striking.optimizer, {id(striking.weight)}, None
+    it.completed, it._holds, it._summed = 0, True, frozenset({1})
+    it._column = column = SimpleNamespace(me=1, members=[1], over=False, committed=0)  # type: ignore[assignment]
+    it._exchange = SimpleNamespace(withdraw=lambda: None)  # type: ignore[assignment]
+    it._session = SimpleNamespace(  # type: ignore[assignment]
+        epoch=1, settings=SimpleNamespace(stall_timeout=1.0), mark=lambda *_, **__: None,
+        show_loss=lambda *what: told.append(what),
+    )  # fmt: skip
+
+    def finish(microbatch: Callable[[int, int], torch.Tensor]) -> None:
+        for j in range(2):
+            it._gradients.count(j, it._gradient(microbatch, it.completed + 1, j))
+        column.committed += 1
+
+    it._finish = finish  # type: ignore[method-assign]
+    losses = [it.step(lambda step, j: striking.plain() * step).loss for _ in range(2)]
+    assert told == list(enumerate(losses, 1))
+    assert losses[0] == 3.0
+
+
 def status(completed: int = 0, holds: bool = True, digest: str = "", ran: tuple[int, ...] = ()) -> Status:
     return Status(completed, holds, digest, ran, "host:1")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import socket
 from typing import Any
 
@@ -17,6 +18,7 @@ from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import Close, Closed, Exit, Received, Send, Settle, State
 from recover_megatron.membership.roster import Fate
 from recover_megatron.membership.server import CoordinatorServer
+from recover_megatron.membership.session import Session
 from recover_megatron.membership.view import LAST, MAX_OBSERVERS, MAX_ROWS, History, statuses_of
 from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, Secret, encode, parse
 
@@ -156,6 +158,18 @@ def test_views_do_not_pile_up_for_an_observer_that_does_not_read() -> None:
         assert connection.queued > before  # how the run ended is told
         assert silent.fileno() >= 0
     server.close()
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(2.5, 2.5), (math.nan, None), (math.inf, None)])
+def test_the_loss_that_a_worker_tells_is_shown_until_it_tells_another(loss: float, shown: float | None) -> None:
+    world, coordinator = steady()
+    member, session = world.worker(1), object.__new__(Session)
+    session._core = member
+    session.show_loss(7, loss)
+    for phase in ("forward", "all-reduce"):
+        member.mark(8, phase, None, False, 0.0)
+        world.run_fairly(2 * SETTINGS.heartbeat_interval)
+        assert [row.get("loss") for row in picture(coordinator, world.now)["workers"]] == [None, [7, shown], None]
 
 
 def test_the_cause_told_first_stays_the_cause() -> None:

@@ -82,6 +82,10 @@ def test_a_stream_gives_the_same_however_it_is_cut(iterations: list[int], tail: 
         b'{"type":"done","epoch":1,"iteration":1,"more":1}',
         b'{"type":"done","epoch":-1,"iteration":1}',
         b'{"type":["done"]}',
+        *(
+            b'{"type":"heartbeat","count":1,"iteration":8,"phase":"","waiting":false,"allow":0,"loss":' + loss + b"}"
+            for loss in (b"2.5", b"[7]", b"[7,1e999]", b"[7,true]", b"[7.0,2.5]", b"[7,2.5,1]")
+        ),
         b'"done"',
         b"\xff\xfe",
         b"",

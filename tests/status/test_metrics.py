@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -143,6 +144,21 @@ def test_a_run_of_the_library_has_the_numbers_that_alerts_ask_for(tmp_path: Path
     assert told(live=2, workers=[*workers[:2], dead]) == (7, 2, 3)
     assert told(live=2, workers=[*workers[:2], left]) == (7, 2, 2)
     assert told(epoch=0) == (None, 0, None)
+
+
+@pytest.mark.parametrize(("newest", "wanted", "shown"), [(2.25, 2.25, "loss 2.2500"), (None, math.nan, "loss nan")])
+def test_of_a_run_of_the_library_the_loss_is_that_of_the_newest_step_that_a_worker_tells(
+    tmp_path: Path, newest: float | None, wanted: float, shown: str
+) -> None:
+    losses = [[6, 2.5], [7, newest], None]
+    workers = [row(n, iteration=8, **({"loss": loss} if loss else {})) for n, loss in enumerate(losses)]
+    status = seen(replicas=[], replica_size=0, launched=3, world=3, live=3, workers=workers)
+    collector = RunCollector(History(tmp_path), RUN)
+    collector.put(status)
+    assert samples(collector)["recover_loss",] == pytest.approx(wanted, nan_ok=True)
+    assert shown in text(status)
+    collector.put(seen(workers=GRID))
+    assert ("recover_loss",) not in samples(collector), "a run without steps.jsonl that tells none"
 
 
 def test_node_exporter_may_read_the_textfile_whatever_the_umask(
