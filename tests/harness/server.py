@@ -25,6 +25,8 @@ from typing import Any
 from recover_megatron import errors
 from recover_megatron.launch.processes import kill_found, process_table
 from recover_megatron.launch.states import describe_end
+from recover_megatron.network.system import keep_sockets, remove_sockets
+from recover_megatron.variables import LAUNCH_ID_VARIABLE
 from tests.harness.patience import patient
 from tests.harness.processes import end_with, ends_within
 from tests.harness.recording import record_losses, record_training, write_before_kills
@@ -76,6 +78,7 @@ class _Worker:
 def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None:
     _die_with_parent(parent)
     os.setsid()
+    keep_sockets({LAUNCH_ID_VARIABLE: _sockets_of(parent)})
     _enter(request, who.rank)
     log = os.open(f"{request['log_dir']}/worker-{who.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
@@ -151,9 +154,15 @@ def _flush_tensorboard() -> None:
         writer.flush()
 
 
+def _sockets_of(run: int) -> str:
+    """What the folders of multiprocessing's sockets are called that the workers of a run make; ``run``: its process."""
+    return f"forkserver-{run}"
+
+
 def _kill_left_behind(worker: int) -> None:
     """Kill loader workers, and the checkpoint writer's helper; what tracks their semaphores ends by itself."""
     kill_found(lambda: [process for process in process_table().values() if process.session == worker and process.alive])
+    remove_sockets(_sockets_of(os.getpid()), worker)
 
 
 Ended = Callable[[_Worker, int], int | None]

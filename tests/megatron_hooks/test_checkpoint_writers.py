@@ -337,7 +337,9 @@ def test_who_cannot_write_its_part_ends_where_others_can_else_all(
             assert isinstance(raised.value, EpochRevoked)
 
 
-def test_a_manager_that_is_gone_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_that_is_gone_is_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # The killed manager leaves its folder of sockets.
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", str(tmp_path))
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
     wrapped = checkpoint_writers._results_queue(filesystem_async.get_write_results_queue)
     first = wrapped("fork")
