@@ -138,6 +138,7 @@ def test_a_reaper_that_cannot_be_replaced_is_tried_again_and_ends_nothing(monkey
 def test_a_reaper_starts_where_python_finds_its_library_by_a_variable_and_has_no_secret(monkeypatch, tmp_path):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     monkeypatch.setenv("RECOVER_SECRET", "not for the reaper")
+    monkeypatch.delenv("TMPDIR", raising=False)
     loop = EventLoop()
     reaper = Reaper(loop, "a launch of this test", print)
     # The kernel shows none until the new program is loaded.
