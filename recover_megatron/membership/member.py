@@ -39,8 +39,8 @@ class Member(Follower):
         """Replica, position and quota, which marks tell along."""
         self.goes_back = False
         """They tell also that a state that is lost could be had from a checkpoint, or a snapshot."""
-        self.loss: list[int | float | None] | None = None
-        """And the last finished step, with its loss: see ``WorkerProgress.loss``."""
+        self.loss: tuple[int, float] | None = None
+        """And the last finished step, with its loss."""
         self.mark(0, "", None, False, 0.0)
         self.noted = False
         """Whether a coordinator has heard the exception report."""
@@ -77,7 +77,7 @@ class Member(Follower):
         if self.goes_back:
             beat["goes_back"] = True
         if self.loss is not None:
-            beat["loss"] = self.loss
+            beat["loss"] = [self.loss[0], self.loss[1] if math.isfinite(self.loss[1]) else None]
         self.beat = beat
 
     def join(self, status: Json, reason: str) -> list[MemberEffect]:

@@ -5,7 +5,6 @@ Every wait ends: with its result, with ``EpochRevoked``, with ``Fenced``, or wit
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import socket
@@ -185,7 +184,7 @@ class Session:
 
     def show_loss(self, step: int, loss: float) -> None:
         """Tell with the next marks that ``step`` is finished, and its loss: for people and metrics."""
-        self._core.loss = [step, loss if math.isfinite(loss) else None]
+        self._core.loss = step, loss
 
     def join(self, status: Json, reason: str = "") -> Plan:
         """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.

@@ -213,7 +213,8 @@ class Bench:
         """Run a line of sh, with recover-run as ``$RUN``.  Returns the exit code."""
         run = f"{sys.executable} -m recover_megatron.launch"
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "RUN": run}
-        return subprocess.run(["sh", "-c", command], cwd=self.folder, env=environment, timeout=DEADLINE).returncode
+        how = {"cwd": self.folder, "env": environment, "timeout": DEADLINE, "start_new_session": True}
+        return subprocess.run(["sh", "-c", command], **how).returncode
 
     def workers(self, folder: str = "logs", count: int = 1) -> list[dict]:
         """What workers.json says, once ``count`` workers in it have a pid: it may come after what they print."""
