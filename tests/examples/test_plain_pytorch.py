@@ -169,9 +169,9 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path, example: str) -> None:
         (
             ".square().mean()",
             ".abs().mean()",
-            "runs another program than worker 0: script train.py has another content",
+            "runs another program than worker [02]: script train.py has another content",
         ),
-        ("microbatches=16", "microbatches=32", "the run's: microbatches 32 (the run: 16)"),
+        ("microbatches=16", "microbatches=32", r"the run's: microbatches 32 \(the run: 16\)"),
     ],
     ids=["another loss", "more microbatches"],
 )
@@ -196,7 +196,7 @@ def test_a_worker_in_place_of_a_lost_one_that_reads_an_edited_script_is_refused_
     go.touch()
     said = finish(run)
     (refusal,) = re.findall("worker 3 ends, and the run goes on without it: it (.*)", said)
-    assert why in refusal
+    assert re.search(why, refusal)
     wanted, _ = alone(STEPS)
     for survivor in (0, 2):
         assert list(losses(tmp_path, survivor).values()) == pytest.approx(wanted, rel=1e-9)
