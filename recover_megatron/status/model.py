@@ -250,7 +250,11 @@ class RunStatus:
         return [drain.node for drain in self.drains if drain.state in ("asked", "moving")]
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "replicas_running": len(self.grid), "between": self.between, **asdict(self)}
+        told = {"schema": SCHEMA, "replicas_running": len(self.grid), "between": self.between, **asdict(self)}
+        for its in (told, told["training"] or {}):
+            if not math.isfinite(its.get("loss") or 0.0):
+                its["loss"] = None  # JSON has no NaN
+        return told
 
     def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
         """With what the log folder tells; ``processes``: by worker id, of workers.json.

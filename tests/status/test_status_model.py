@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from recover_megatron.membership.client import NoAnswer
 from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.membership.wire import TO_MEMBER, Secret
 from recover_megatron.status.headline import Headline, Level, headline, span
-from recover_megatron.status.model import Gone, RunStatus, read
+from recover_megatron.status.model import Gone, RunStatus, Training, read
 from recover_megatron.status.screen import follow, render
 from recover_megatron.status.source import Watch
 from tests.harness.waiting import DEADLINE
@@ -125,6 +126,16 @@ def test_a_plan_that_tells_no_replicas_shows_the_workers() -> None:
     assert (status.grid, status.spares, [worker.worker for worker in status.unplaced]) == ([], [], [0, 1])
     assert status.replicas_of_launch is None
     assert status.iteration == 4
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
+    trained = Training(7, 10, math.nan, *[None] * 8, 0, 0)  # type: ignore[arg-type]
+    status = replace(seen(workers=[row(0, iteration=8, loss=[7, None])]), training=trained)
+    told = status.to_json()
+    json.dumps(told, allow_nan=False)
+    assert (told["loss"], told["training"]["loss"], told["training"]["iteration"]) == (None, None, 7)
+    finite = replace(status, loss=2.5, training=replace(trained, loss=3.5)).to_json()
+    assert (finite["loss"], finite["training"]["loss"]) == (2.5, 3.5)
 
 
 def test_an_open_rendezvous_names_whom_it_waits_for() -> None:
