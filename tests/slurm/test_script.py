@@ -143,6 +143,7 @@ def test_the_runs_code_is_that_of_who_lived_to_its_end(script: Script, ends: dic
         ),
         ({"SLURM_CPUS_PER_TASK": "64", "SRUN": "--hint=nomultithread -v"}, ["--cpus-per-task=32"]),
         ({"SLURM_JOB_CPUS_PER_NODE": "64", "SRUN": "--threads-per-core=1"}, ["--cpus-per-task=32"]),
+        ({"SLURM_CPUS_PER_TASK": "1", "SRUN": "--hint=nomultithread"}, ["--cpus-per-task=1"]),
         ({"SLURM_HINT": "nomultithread", "SLURM_JOB_CPUS_PER_NODE": "8", "CPUS": ""}, ["--cpus-per-task=8"]),
     ],
 )
