@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,12 +58,13 @@ class EventsFile:
         """Called in the writer's thread.
 
         A writer that follows a lost one keeps the last ``start`` in the file: after a log rotation nobody else has it.
+        Where the file cannot be read (no descriptor is left, it was moved), the event is written all the same.
         """
         descriptor = open_to_append(path)
         if not self._file.head:
-            with open(path, "rb") as file:
+            with suppress(OSError), open(path, "rb") as file:
                 starts = [line for line in file if line.startswith(_START) and line_object(line)]
-            self._file.head = self._file.head or b"".join(starts[-1:])
+                self._file.head = self._file.head or b"".join(starts[-1:])
         return descriptor
 
 

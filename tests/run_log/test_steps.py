@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
-from recover_megatron.run_log import steps
+from recover_megatron.run_log import events, steps
 from recover_megatron.run_log.events import EventsFile, Lines, read_events, read_run_events
 from recover_megatron.run_log.steps import StepRecord, StepsFile, audit_problem, not_shown, read_steps, violations
 from tests.harness import REPOSITORY
@@ -345,6 +346,22 @@ def test_a_rotation_after_the_death_of_the_writer_that_told_the_start_leaves_the
     follows.close()
     start, checkpoint = read_events(path)
     assert (start["event"], start["iteration"], checkpoint["event"]) == ("start", 41, "checkpoint")
+
+
+def test_an_event_is_written_where_the_events_before_it_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without a free descriptor may open the file, and then not a second time."""
+
+    def refuse(*_: object) -> IO[bytes]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(events, "open", refuse, raising=False)
+    file = EventsFile(tmp_path / "events.jsonl")
+    file.append("plan", worker=3)
+    file.close()
+    monkeypatch.undo()
+    assert [event["event"] for event in read_events(tmp_path / "events.jsonl")] == ["plan"]
 
 
 def write_events(path: Path, worker: int) -> None:
