@@ -26,7 +26,8 @@ how_to_join() {
                 # Of the pods that the line names none may be left; those that joined tell of themselves in the folder.
                 coordinators=$(recover-status "$RUN_DIR" --coordinators) || return 0
                 # A launcher that was left out says the command, too, as it was when it was left out.
-                grep -h 'join from other hosts: recover-run --join ' "$RUN_DIR"/launcher-*.log | tail -n 1 |
+                # Not grep, which shows no line of a file that has a NUL byte, as a host that crashed may leave one.
+                sed -n '/join from other hosts: recover-run --join /p' "$RUN_DIR"/launcher-*.log | tail -n 1 |
                     sed "s/.*: recover-run/recover-run/; s/--recover-coordinator [^ ]*/--recover-coordinator $coordinators/"
                 return
                 ;;
@@ -41,7 +42,7 @@ finished() {
     local events last
     if [[ ! ${JOB_UID:-} || $PODS == 1 || $(cat "$mine" 2>/dev/null) != "$JOB_UID" ]]; then return 1; fi
     while read -r events; do
-        last=$(grep -E '"event": ?"(listening|stop)"' "$events" | tail -n 1)
+        last=$(sed -nE '/"event": ?"(listening|stop)"/p' "$events" | tail -n 1)
         if [[ $last == *'"stop"'* && $last =~ \"code\":\ ?0[,}] ]]; then return 0; fi
     done < <(find "$RUN_DIR" -maxdepth 1 -name 'events-*.jsonl' -newer "$mine")
     return 1

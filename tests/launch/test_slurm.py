@@ -245,10 +245,10 @@ def pod(folder: Path, *answers: str, **more: str) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def joinable(tmp_path: Path) -> LaunchPlan:
-    """A launch whose node 0 has said in the folder how the run is joined."""
+    """A launch whose node 0 has said in the folder how the run is joined; a host's crash has left a NUL byte there."""
     plan = plan_of(nnodes=2, nproc_per_node=1)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "launcher-0.log").write_text(f"recover-run: {messages.how_to_join(plan, 'c:7')}\n")
+    (tmp_path / "run" / "launcher-0.log").write_text(f"recover-run: {messages.how_to_join(plan, 'c:7')}\n\0")
     return plan
 
 
@@ -275,7 +275,7 @@ def test_a_pod_launches_the_run_anew_only_where_it_knows_that_the_last_one_is_ov
 
 def test_a_pod_that_is_made_again_after_the_training_ends_instead_of_waiting_for_the_others(tmp_path: Path) -> None:
     """Their places in the Job are done.  Another Job goes on from the checkpoints in the folder."""
-    logs, listens = tmp_path / "run", '{"event":"listening","address":"a:1"}\n'
+    logs, listens = tmp_path / "run", '\0\n{"event":"listening","address":"a:1"}\n'
     events, said = logs / "events-0.jsonl", logs / "launcher-1.log"
 
     def launches(job: str, code: int = 0) -> bool:
