@@ -170,8 +170,8 @@ class Offer:
     def disconnected(self, error: Exception) -> None:
         """Note that a connection ended before the receiver had said over it that it has all.
 
-        The receiver counts as gone when its last connection has ended: it closes a connection that it opened to be
-        quicker where all has come before the first answer on it.
+        The receiver counts as gone when its last connection has ended: once it has everything, it closes those of its
+        connections that have not been answered yet.
         """
         with self._lock:
             self._connections -= 1

@@ -178,7 +178,7 @@ class RunStatus:
     iteration: int = 0
     """The newest that a worker with a place tells of."""
     loss: float | None = None
-    """Of the last step that workers of the library tell of; NaN where it is not finite."""
+    """The loss of the last step that workers of the library tell of; NaN where it is not finite."""
     committed: int = 0
     """The last decision (steps, evaluations and checkpoints are counted together)."""
     commit_age: float | None = None
@@ -419,7 +419,7 @@ def _drain(row: Raw) -> DrainStatus:
 
 
 def _loss(told: Sequence[tuple[int, float | None]]) -> float | None:
-    """Of the newest of these steps: all workers that have finished it tell the same."""
+    """The loss of the newest of these steps: all workers that have finished it tell the same."""
     if not told:
         return None
     _, loss = max(told, key=lambda its: its[0])

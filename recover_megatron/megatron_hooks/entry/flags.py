@@ -331,9 +331,11 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 
 def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Folders that cannot be made or written, found before the first iteration: by one worker of each host, which
-    spares a shared file system; of checkpoints where only the first worker writes by that one.  And a TMPDIR in
-    which the writers of a checkpoint cannot work, by all."""
+    """Name the folders that cannot be made or written, before the first iteration.
+
+    One worker of each host tries them, which spares a shared file system; those of checkpoints the first worker alone
+    where no other worker writes any.  Each worker tries its TMPDIR, in which the writers of a checkpoint must work.
+    """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     wanted = {"--recover-log-dir": config.log_dir if config.enabled and first_here else None}
     writes = getattr(args, "save", None) and getattr(args, "ckpt_format", None) != "torch"
