@@ -110,8 +110,10 @@ class FolderSource:
                 status = self._watch.look(drain)
             except OtherVersion:
                 raise
-            except NoAnswer as error:
+            except (NoAnswer, AuthenticationError) as error:  # a coordinator that ends meanwhile looks like a refusal
                 status = ending(self._folder)
+                if status is None and isinstance(error, AuthenticationError):
+                    raise
                 if status is None:
                     raise NoAnswer(f"{error}; {last_written(self._folder)}") from error
             if status.code is not None:

@@ -8,12 +8,13 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from recover_megatron.launch import log_folder
 from recover_megatron.launch.log_folder import Claim
-from recover_megatron.membership.records import FIRST_JOINED
+from recover_megatron.membership.records import FIRST_JOINED, AuthenticationError
 from recover_megatron.membership.server import Journal
 from recover_megatron.report.history import history
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile, read_run_events
@@ -183,6 +184,22 @@ def test_the_clock_of_who_looks_changes_nothing_of_what_is_shown(
     assert training is not None
     assert training.goodput == pytest.approx(20 / 25)
     assert training.checkpoint_age == pytest.approx(10)
+
+
+def test_a_coordinator_that_ends_while_the_secret_is_proved_to_it_does_not_hide_the_end_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The closed connection looks like a refused secret; where the run goes on it is told as one."""
+    log(tmp_path, 0, listening(LAUNCHED, BEGUN))
+    monkeypatch.setenv("RECOVER_SECRET", "one that is long enough")
+    source = FolderSource(tmp_path, None)
+    refused = Mock(side_effect=AuthenticationError(f"{LAUNCHED} refuses the secret"))
+    monkeypatch.setattr(Watch, "look", refused)
+    with pytest.raises(AuthenticationError):
+        source.look()
+    log(tmp_path, 0, {**STOP, "time": BEGUN + 1})
+    status = source.look()
+    assert (status.code, status.reason, refused.call_count) == (0, STOP["reason"], 2)
 
 
 def claimed(folder: Path, **fields: object) -> None:
