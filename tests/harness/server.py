@@ -155,7 +155,7 @@ def _flush_tensorboard() -> None:
 
 
 def _sockets_of(run: int) -> str:
-    """What the folders of multiprocessing's sockets are called that the workers of a run make; ``run``: its process."""
+    """The name in the folders of sockets that the workers of a run make; ``run``: the process that started them."""
     return f"forkserver-{run}"
 
 

@@ -356,16 +356,18 @@ def test_the_end_of_a_run_is_what_one_of_its_own_coordinators_has_logged(
 
 @contextmanager
 def joiner(folder: Path, addresses: Sequence[Address], timeout: float, say: Callable[[str], None]) -> Iterator:
-    """What a launcher has of the run that it joins; its workers would give up a coordinator after 4 ``timeout``."""
+    """The control plane of a launcher that joins a run whose workers give up a coordinator after 4 ``timeout``."""
     loop, plan = EventLoop(), plan_of(joins=addresses, joined_world_size=2, log_dir=folder)
     control = ControlPlane(plan, SECRET, loop, say, SimpleNamespace(**dict.fromkeys(ORDERS)))
     control._settings = dataclasses.replace(
         control._settings, heartbeat_interval=timeout / 2, heartbeat_timeout=timeout
     )
     control.open(None)
-    yield control
-    control.close()
-    loop.close()
+    try:
+        yield control
+    finally:
+        control.close()
+        loop.close()
 
 
 @pytest.mark.parametrize(("hung", "timeout"), [(False, 0.1), (False, 0.2), (True, 0.1)])
@@ -397,7 +399,7 @@ def test_a_joiner_waits_for_the_first_coordinator_of_a_run_that_has_not_begun(mo
     said, waited = list[str](), list[bool]()
     with closed_port() as port, joiner(tmp_path, [("127.0.0.1", port)], 0.02, said.append) as control:
         control.when_led(DEADLINE, lambda: waited.append(True))
-        while control.agent.refused_seconds < 0.4:
+        while not said or control.agent.refused_seconds < 0.4:
             control._loop.call_later(0.02, lambda: None)
             control._loop.run_once()
         assert (len(said), control.found_ended, waited) == (1, None, [])

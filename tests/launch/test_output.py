@@ -126,6 +126,9 @@ def test_undecodable_bytes_pass(bench):
 
 NOTES_AN_ORDER = """
     import os, pathlib, time
+    from recover_megatron import log_writer
+
+    log_writer.PATIENCE_SECONDS = 60.0  # a launcher does not wait longer for workers.json where the disk is slow
 
     read, replace, spawn = os.read, os.replace, os.posix_spawn
 

@@ -725,21 +725,22 @@ def test_a_batch_that_does_not_divide_is_refused_though_it_is_to_grow(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("recover", "form", "rank", "local", "tried"),
+    ("recover", "given", "rank", "local", "tried"),
     [
-        (True, "torch", "8", "0", True),
-        (True, "torch_dist", "9", "1", False),
-        (False, "torch_dist", "8", "0", True),
-        (False, "torch", "8", "0", False),
-        (False, "torch", "0", "0", True),
+        (True, {"ckpt_format": "torch"}, "8", "0", True),
+        (True, {"ckpt_format": "torch_dist"}, "9", "1", False),
+        (False, {"ckpt_format": "torch_dist"}, "8", "0", True),
+        (False, {"ckpt_format": "torch_dist", "ckpt_fully_parallel_save": False}, "8", "0", False),
+        (False, {"ckpt_format": "torch"}, "8", "0", False),
+        (False, {"ckpt_format": "torch"}, "0", "0", True),
     ],
 )
 def test_one_worker_of_each_host_that_may_write_tries_the_folder_of_checkpoints(
-    monkeypatch: pytest.MonkeyPatch, recover: bool, form: str, rank: str, local: str, tried: bool
+    monkeypatch: pytest.MonkeyPatch, recover: bool, given: dict[str, Any], rank: str, local: str, tried: bool
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("LOCAL_RANK", local)
-    args = argparse.Namespace(save="/proc/none", ckpt_format=form)
+    args = argparse.Namespace(save="/proc/none", **given)
     reasons = flag_checks._folders(args, RecoverConfig(enabled=recover))
     told = f"--save /proc/none: No such file or directory on host {socket.gethostname()}; choose"
     assert [reason.startswith(told) for reason in reasons] == [True] * tried

@@ -373,7 +373,8 @@ def test_a_newcomer_begins_to_open_its_rings_before_it_waits_for_mates_or_for_a_
 
 
 def mended(fetch: Any) -> tuple[StateExchange, list[str], list[Any]]:
-    """Of worker 2, whose state differs from that of worker 0; why it leaves its place; its marks, and what it loads."""
+    """The exchange of worker 2, whose state differs from that of worker 0; a list of the reasons for which the worker
+    leaves its place; a list of its marks and of the states that it loads."""
     decision = Decision(5, {0: (0, 1), 1: (2, 3)}, (), at=7, version=6, mended=(2,), holders={2: (0,)})
     grid = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)
     left: list[str] = []
