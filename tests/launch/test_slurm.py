@@ -292,7 +292,13 @@ def test_a_pod_that_is_made_again_after_the_training_ends_instead_of_waiting_for
     assert launches("first"), "it goes on from the last checkpoint"
     ends_with(0)
     assert not launches("first")
+    alone = pod(tmp_path, JOB_UID="first", PODS="1").stdout
+    assert alone.startswith("--nnodes 1 "), "it need not wait for others"
     said.write_text("the training was finished; what the script does after it has failed: the logs of the workers tell")
     assert not launches("first", code=1)
     assert launches("second")
     assert launches("second"), "that was the end of another Job's run"
+    ends_with(0)
+    with events.open("a") as log:
+        log.write(listens)
+    assert launches("second"), "the run of this Job has begun after that end"

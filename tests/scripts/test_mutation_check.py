@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import mutation_check
@@ -12,6 +13,7 @@ import pytest
 from mutation_check import LIST, REPOSITORY, Mutation, problems, read
 
 from tests.harness.processes import alive, python
+from tests.harness.waiting import DEADLINE
 
 MUTATIONS = read(REPOSITORY / LIST)
 FAIR = """
@@ -132,3 +134,15 @@ def test_a_check_that_is_stopped_ends_the_tests_that_it_runs(project: Path, opti
     finally:
         if alive(tests):
             os.kill(tests, signal.SIGKILL)
+
+
+def test_tests_that_are_started_while_a_stopped_check_ends_the_others_are_ended(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "pytest.py").write_text("")
+    stopped = threading.Event()
+    monkeypatch.setattr(mutation_check, "_stopped", stopped)
+    assert mutation_check.pytest([], project, DEADLINE) == (0, "")
+    stopped.set()
+    assert mutation_check.pytest([], project, DEADLINE)[0] is None, "nobody waits for its end any more"
+    assert not mutation_check._running
