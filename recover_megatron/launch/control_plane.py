@@ -75,8 +75,8 @@ LOOK_SECONDS = 1.0
 
 
 def recorded(folder: Path, coordinators: Sequence[Address]) -> tuple[bool, tuple[int, str] | None]:
-    """Tell whether one of ``coordinators`` has ever listened, by the logs in ``folder``; and the exit code and reason
-    of the run's end, as one of them has logged it there (None: none has).
+    """Return whether one of ``coordinators`` has ever listened, as the logs in ``folder`` tell; and exit code and
+    reason of the run's end, as one of them has logged it there (None: none has).
 
     A coordinator without a majority has logged the end of one side of a partition: the other side may go on.
     """

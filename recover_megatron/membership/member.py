@@ -40,7 +40,7 @@ class Member(Follower):
         self.goes_back = False
         """They tell also that a state that is lost could be had from a checkpoint, or a snapshot."""
         self.loss: tuple[int, float] | None = None
-        """And the last finished step, with its loss."""
+        """The last finished step with its loss, which marks tell along."""
         self.mark(0, "", None, False, 0.0)
         self.noted = False
         """Whether a coordinator has heard the exception report."""

@@ -42,7 +42,7 @@ class NodeAgentClient(Follower):
         self._stopping = 0
         self._own: tuple[str, int] | None = None  # the candidate here, if it was added after the launch
         self.attached = False
-        """Whether a candidate has ever proved that it is one of this run."""
+        """True once a candidate has proved that it is one of this run."""
         self._unanswered = 0  # beats
         self._unanswered_dial: int | None = None
         self._refused: dict[int, float] = {}  # by candidate: since when
@@ -246,7 +246,7 @@ class NodeAgent:
 
     @property
     def attached(self) -> bool:
-        """Whether a candidate of the run was ever reached, whether it leads or not."""
+        """True once a candidate of the run was reached, whether it leads or not."""
         return self._core.attached
 
     @property

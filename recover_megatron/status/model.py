@@ -419,7 +419,7 @@ def _drain(row: Raw) -> DrainStatus:
 
 
 def _loss(told: Sequence[tuple[int, float | None]]) -> float | None:
-    """The loss of the newest of these steps: all workers that have finished it tell the same."""
+    """Return the loss of the newest of these steps: all workers that have finished it tell the same."""
     if not told:
         return None
     _, loss = max(told, key=lambda its: its[0])

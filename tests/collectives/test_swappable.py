@@ -1,4 +1,4 @@
-"""What a group whose inside can change puts between a caller and the inner group; gloo groups that are made anew."""
+"""The layer between a caller and the inner group of a group whose inside can change; gloo groups made anew."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_a_death_before_the_first_plan_ends_who_waits_for_it_with_a_code_that_is
 
 
 def test_a_worker_that_has_finished_is_no_orphan_when_its_mate_leaves_before_it() -> None:
-    """It would end all communication of its replica, and wait for another place, in a run that is over."""
+    """Else it would end all communication of its replica, and wait for another place, in a run that is over."""
     did: list[str] = []
     groups: Any = SimpleNamespace(end=lambda reason: None, close=lambda: did.append("close"))
     mine: Any = SimpleNamespace(

@@ -396,7 +396,7 @@ def mended(fetch: Any) -> tuple[StateExchange, list[str], list[Any]]:
     ids=["no holder is left", "the epoch ends", "no holder comes"],
 )
 def test_a_worker_whose_state_differs_and_gets_no_other_gives_up_its_place(error: Exception) -> None:
-    """It would compute the next step with a state that is not that of its column."""
+    """Else it would compute the next step with a state that is not that of its column."""
 
     def fetch(*unused: Any, **named: Any) -> None:
         raise error
