@@ -5,7 +5,7 @@
 #   pod.sh [OPTIONS OF recover-run] SCRIPT [ITS ARGUMENTS]
 #
 # From the environment: JOB_COMPLETION_INDEX (this pod's place), POD_IP, PODS, WORKERS (of each pod), MASTER (the name of
-# pod 0), RUN_DIR (on storage that all pods share), RECOVER_SECRET; JOB_UID, that of the Job, where it is known.
+# pod 0), RUN_DIR (on storage that all pods share), RECOVER_SECRET; JOB_UID (the uid of the Job; may be left out).
 set -euo pipefail
 : "${JOB_COMPLETION_INDEX:?}" "${POD_IP:?}" "${PODS:?}" "${WORKERS:?}" "${MASTER:?}" "${RUN_DIR:?}" "${RECOVER_SECRET:?}"
 PORT=${PORT:-29500}
@@ -37,7 +37,7 @@ how_to_join() {
     done
 }
 
-# Whether this pod is made again though its Job has finished the training: to another launch no other pod would come.
+# Succeeds where this pod was made again after its Job had finished the training: no other pod would come to a launch.
 finished() {
     local events last
     if [[ ! ${JOB_UID:-} || $PODS == 1 || $(cat "$mine" 2>/dev/null) != "$JOB_UID" ]]; then return 1; fi
@@ -50,7 +50,7 @@ finished() {
 
 mkdir -p "$RUN_DIR"
 said=$RUN_DIR/launcher-$JOB_COMPLETION_INDEX.log
-mine=$RUN_DIR/job-$JOB_COMPLETION_INDEX # the Job whose pod was here last, since it came first
+mine=$RUN_DIR/job-$JOB_COMPLETION_INDEX # names the Job of the last pod here; as old as the first pod of that Job here
 if finished; then
     if grep -qs 'what the script does after it has failed' "$said"; then
         say "the training is finished, but the script has failed after it in this pod: $RUN_DIR/worker-*.log tell why"

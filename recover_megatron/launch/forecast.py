@@ -35,9 +35,9 @@ SHADOWS = "--recover-shadow-shards 2"
 FOLDERS, FORMAT, LAST_RESORT = ("--save", "--load"), "--ckpt-format", "--recover-last-resort"
 NO_SAVE = "no --save"
 MOST_NAMED = 4
-COUNTED = 64
-"""Workers: of larger runs no limit of open files was tried."""
 """So many domains, or rows of nodes, are named in one line of a table."""
+COUNTED = 64
+"""Number of workers up to which the limit of open files was tried; a larger run is asked for no more than these."""
 
 
 @dataclass(frozen=True)

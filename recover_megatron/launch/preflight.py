@@ -291,8 +291,10 @@ def _tokenizer(given: dict[str, list[str]]) -> list[str]:
 
 
 GPUS = "/dev/nvidia[0-9]*"
-"""A container may have others than number 0."""
-"""Only where this is may processes use GPUs, whatever the driver tells (in a container without them)."""
+"""Processes may use GPUs only where such a file is, whatever the driver tells (in a container without them).
+
+A container may have GPUs without number 0.
+"""
 
 
 def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping[str, str]) -> list[str]:

@@ -55,7 +55,7 @@ class EventsFile:
         self._file.close()
 
     def _open(self, path: Path) -> int:
-        """Called in the writer's thread.
+        """Open the file to append to it; called in the writer's thread.
 
         A writer that follows a lost one keeps the last ``start`` in the file: after a log rotation nobody else has it.
         Where the file cannot be read (no descriptor is left, it was moved), the event is written all the same.

@@ -1,12 +1,15 @@
-"""README.md and docs/: what they name exists, links lead somewhere, lines are short, numbers are those of functions."""
+"""README.md and docs/: what they name exists, links lead somewhere, lines are short, numbers are those of functions.
+Docstrings: each stands under the one name that it describes."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -252,3 +255,29 @@ def test_the_gain_of_the_smallest_unit_is_by_the_formula(ranks: int, experts: in
     (row,) = [line for line in PAGE.splitlines() if f"(I {ranks}, h {experts}, R {replicas})" in line]
     assert row.endswith(f": {told}")
     assert float(told.split()[0]) == pytest.approx(100 * lost, abs=0.5 if "." not in told else 0.06)
+
+
+def is_string(statement: ast.AST) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+def strays(source: str) -> list[int]:
+    """Lines of strings that describe nothing: between such a string and its name another one has been written."""
+    bodies = [getattr(node, "body", None) for node in ast.walk(ast.parse(source))]
+    return [
+        after.lineno
+        for body in bodies
+        if isinstance(body, list)
+        for before, after in pairwise(body)
+        if is_string(after) and not isinstance(before, ast.Assign | ast.AnnAssign | ast.TypeAlias)
+    ]
+
+
+def test_a_docstring_stands_under_the_name_that_it_describes() -> None:
+    assert strays('FIRST = 1\nSECOND = 2\n"""Of the second."""\n"""Of the first."""\n') == [4]
+    sources = [*(ROOT / "recover_megatron").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    assert {path.name: found for path in sources if (found := strays(path.read_text(encoding="utf-8")))} == {}
