@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -26,14 +25,16 @@ import torch
 from recover_megatron import program
 from recover_megatron.collectives.column import LOOPBACK, Column
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
-from recover_megatron.elastic.state import Exchange, Gradients, Standing, State, Stateful, Status, shares, standing
-from recover_megatron.errors import EXIT_USAGE, UserError, refuse, traceback_wanted
+from recover_megatron.elastic.checks import check, strange_parameters
+from recover_megatron.elastic.gradients import Gradients
+from recover_megatron.elastic.state import Exchange, Standing, State, Stateful, Status, shares, standing
+from recover_megatron.errors import EXIT_USAGE
 from recover_megatron.instep.comparison import OwnDescription, Told, odd_ones
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_STATE_LOST, CoordinatorLost, Fenced
 from recover_megatron.membership.session import is_newcomer
 from recover_megatron.membership.wire import find_secret
-from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE
+from recover_megatron.variables import HOST_VARIABLE
 
 log = get_logger(__name__)
 
@@ -114,7 +115,7 @@ class ElasticDataParallel:
         code = _program() if compare_code else {}
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._known = set(map(id, parameters))
-        _check(model, optimizer, parameters, microbatches, state or {})
+        check(model, optimizer, parameters, microbatches, state or {})
         self.microbatches = microbatches
         self.completed = 0
         """The last step that is finished."""
@@ -165,7 +166,7 @@ class ElasticDataParallel:
         run ends, with the exit code in ``code``; 0: the others had finished it.
         """
         began, epochs = time.perf_counter(), self._session.epoch
-        if more := _strange(self._optimizer, self._known):
+        if more := strange_parameters(self._optimizer, self._known):
             error = RuntimeError(
                 f"the optimizer has {more} parameter(s) now whose gradients are not summed: what is trained must be in "
                 "the model, and not frozen, when it is given to ElasticDataParallel"
@@ -363,58 +364,6 @@ class ElasticDataParallel:
 
     def _mark(self, phase: str, j: int | None = None, *, waiting: bool = False, allow: float = 0.0) -> None:
         self._session.mark(self.completed + 1, phase, j, waiting, allow)
-
-
-def _strange(optimizer: torch.optim.Optimizer, known: set[int]) -> int:
-    """How many parameters it trains that are not among ``known``."""
-    parameters = (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
-    return sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
-
-
-def _check(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[torch.Tensor],
-    microbatches: int,
-    state: Mapping[str, Stateful],
-) -> None:
-    """Refuse with all reasons against training this: under recover-run by exit code 2, else by UserError."""
-    reasons = []
-    if COORDINATOR_VARIABLE not in os.environ:
-        reasons.append("this process has no coordinator: start it with recover-run --elastic SCRIPT (one worker, too)")
-    if microbatches < 1:
-        reasons.append(f"microbatches is {microbatches}: a step has at least one")
-    if not parameters:
-        reasons.append("the model has no parameter that is trained")
-    if strange := sorted({str(parameter.dtype) for parameter in parameters if not parameter.is_floating_point()}):
-        reasons.append(f"parameters of {', '.join(strange)} are trained: gradients must be floating-point")
-    if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
-        reasons.append(f"the parameters are on several devices ({', '.join(sorted(devices))}): put them on one")
-    if any(parameter.is_meta for parameter in parameters):
-        reasons.append("parameters are on the device meta, without memory: to_empty() and initialize them before")
-    if more := _strange(optimizer, set(map(id, parameters))):
-        reasons.append(
-            f"the optimizer has {more} parameter(s) that the model does not have: nobody would sum their gradients; "
-            "put all that is trained in one module"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        reasons.append(
-            f"{type(optimizer).__name__} wants a closure, which computes the gradients again and again in one step: "
-            "each step has its sum once here; take an optimizer whose step() goes without"
-        )
-    running = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
-    if running:
-        reasons.append(
-            f"{', '.join(running[:5])}: running statistics change with each forward pass, on each worker by itself: "
-            "take another norm, or track_running_stats=False"
-        )
-    if taken := sorted({"model", "optimizer"} & set(state)):
-        reasons.append(f"state: the names {', '.join(taken)} are taken")
-    if reasons and COORDINATOR_VARIABLE in os.environ and not traceback_wanted():
-        refuse(os.path.basename(sys.argv[0]), reasons)
-    if reasons:
-        raise UserError(*reasons)
 
 
 def run(elastic: ElasticDataParallel, microbatch: Microbatch, steps: int) -> Iterator[StepResult]:

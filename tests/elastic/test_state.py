@@ -14,7 +14,8 @@ import torch
 from recover_megatron import ElasticDataParallel
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.elastic import data_parallel
-from recover_megatron.elastic.state import Gradients, Standing, State, Status, shares, standing
+from recover_megatron.elastic.gradients import Gradients
+from recover_megatron.elastic.state import Standing, State, Status, shares, standing
 from recover_megatron.errors import UserError
 from recover_megatron.instep.comparison import OwnDescription
 from recover_megatron.instep.faults import Disagreement

@@ -1,0 +1,66 @@
+"""What a model and an optimizer must be so that all workers can train them alike: checked before the first step."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from recover_megatron.elastic.state import Stateful
+from recover_megatron.errors import UserError, refuse, traceback_wanted
+from recover_megatron.variables import COORDINATOR_VARIABLE
+
+
+def strange_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> int:
+    """How many parameters it trains that are not among ``known``."""
+    parameters = (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
+    return sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
+
+
+def check(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor],
+    microbatches: int,
+    state: Mapping[str, Stateful],
+) -> None:
+    """Refuse with all reasons against training this: under recover-run by exit code 2, else by UserError."""
+    reasons = []
+    if COORDINATOR_VARIABLE not in os.environ:
+        reasons.append("this process has no coordinator: start it with recover-run --elastic SCRIPT (one worker, too)")
+    if microbatches < 1:
+        reasons.append(f"microbatches is {microbatches}: a step has at least one")
+    if not parameters:
+        reasons.append("the model has no parameter that is trained")
+    if strange := sorted({str(parameter.dtype) for parameter in parameters if not parameter.is_floating_point()}):
+        reasons.append(f"parameters of {', '.join(strange)} are trained: gradients must be floating-point")
+    if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
+        reasons.append(f"the parameters are on several devices ({', '.join(sorted(devices))}): put them on one")
+    if any(parameter.is_meta for parameter in parameters):
+        reasons.append("parameters are on the device meta, without memory: to_empty() and initialize them before")
+    if more := strange_parameters(optimizer, set(map(id, parameters))):
+        reasons.append(
+            f"the optimizer has {more} parameter(s) that the model does not have: nobody would sum their gradients; "
+            "put all that is trained in one module"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        reasons.append(
+            f"{type(optimizer).__name__} wants a closure, which computes the gradients again and again in one step: "
+            "each step has its sum once here; take an optimizer whose step() goes without"
+        )
+    running = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
+    if running:
+        reasons.append(
+            f"{', '.join(running[:5])}: running statistics change with each forward pass, on each worker by itself: "
+            "take another norm, or track_running_stats=False"
+        )
+    if taken := sorted({"model", "optimizer"} & set(state)):
+        reasons.append(f"state: the names {', '.join(taken)} are taken")
+    if reasons and COORDINATOR_VARIABLE in os.environ and not traceback_wanted():
+        refuse(os.path.basename(sys.argv[0]), reasons)
+    if reasons:
+        raise UserError(*reasons)
