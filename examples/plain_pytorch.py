@@ -7,6 +7,7 @@ worker that is started in place of a lost one gets parameters and optimizer's st
 """
 
 import argparse
+import os
 
 import torch
 
@@ -24,9 +25,24 @@ def microbatch(step: int, j: int) -> torch.Tensor:
     return (model(x) - x @ target).square().mean()
 
 
+def main(iterations: int, checkpoint: str | None) -> None:
+    elastic = ElasticDataParallel(model, optimizer, microbatches=16)
+    if checkpoint and os.path.exists(checkpoint):
+        elastic.load_state_dict(torch.load(checkpoint))
+
+    def save() -> None:
+        torch.save(elastic.state_dict(), f"{checkpoint}.new")
+        elastic.check()  # raises where this worker stood still, and was put out meanwhile
+        os.rename(f"{checkpoint}.new", str(checkpoint))
+
+    for done in run(elastic, microbatch, iterations):
+        print(f"iteration {done.step} loss {done.loss!r}", flush=True)
+        if checkpoint and (done.step % 50 == 0 or done.step == iterations):
+            elastic.lead(save)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=200)
-    iterations = parser.parse_args().iterations
-    for done in run(ElasticDataParallel(model, optimizer, microbatches=16), microbatch, iterations):
-        print(f"iteration {done.step} loss {done.loss!r}", flush=True)
+    parser.add_argument("--checkpoint", metavar="FILE", help="go on from it, and write it every 50 steps")
+    main(**vars(parser.parse_args()))

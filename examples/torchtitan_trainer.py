@@ -76,7 +76,7 @@ class ElasticTrainer(Trainer):
         )
         elastic.completed = self.data.read = self.step  # what the checkpoint had
         save = self.checkpointer.save
-        self.checkpointer.save = lambda *of, **how: elastic.leads and save(*of, **how)
+        self.checkpointer.save = lambda *of, **how: elastic.lead(lambda: save(*of, **how), "checkpoint")
         return run(elastic, self._microbatch, self.config.training.steps)
 
     def _microbatch(self, step: int, j: int) -> torch.Tensor:

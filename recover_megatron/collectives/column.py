@@ -130,6 +130,8 @@ class Column:
         self._failed = False
         self._lost: PeerLost | None = None
         """What this worker's connections failed with in the last epoch."""
+        self._reason = ""
+        """Why this worker asks for a new epoch though nothing has failed."""
         self._last: Json = None
         self._tries = 0
 
@@ -182,7 +184,7 @@ class Column:
         Raises as ``Session.join`` does, ``CoordinatorLost``, too, where the run does not get any further: two live
         workers cannot talk to each other.
         """
-        reason = self._complain()
+        reason, self._reason = self._complain() or self._reason, ""
         self._close()
         if self._tries:
             time.sleep(min(_PAUSE * 2**self._tries, _LONGEST_PAUSE))  # whatever it is, it may pass
@@ -213,6 +215,10 @@ class Column:
     def fail(self, lost: PeerLost) -> None:
         """A connection of the caller's to a member broke (``lost.peer``: the worker): a new epoch must be joined."""
         self._failed, self._lost = True, lost
+
+    def renew(self, reason: str) -> None:
+        """A new epoch must be joined, for ``reason``, though nothing has failed: it brings new statuses and buckets."""
+        self._failed, self._reason = True, reason
 
     def opened(self, buckets: Sequence[Bucket]) -> bool:
         """Whether ``group`` can be used: False where a new epoch must be joined first.  Raises nothing of the run's."""

@@ -4,19 +4,22 @@
                 ^                                                    |
                 '---- somebody died, or came: all join again --------'     what is finished stays, what is lost is run
 
+    lead(f)   the worker that leads calls f; the next sum needs that worker, so f is done when a step after it is
+              finished.  If the worker dies before, the worker that leads then calls f as soon as it has joined.
+    leave()   JOIN, with ``leaving``, until the worker that leads has nothing left to do and all have the state
+
 The words are those of docs/ring.md: an epoch is a membership of the run, a bucket the memory of the gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -25,13 +28,28 @@ import torch
 from recover_megatron import program
 from recover_megatron.collectives.column import LOOPBACK, Column
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.group import Group
 from recover_megatron.elastic.checks import check, strange_parameters
+from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
-from recover_megatron.elastic.state import Exchange, Standing, State, Stateful, Status, shares, standing
+from recover_megatron.elastic.leading import Leading, settled
+from recover_megatron.elastic.passes import Passes
+from recover_megatron.elastic.state import (
+    Exchange,
+    Standing,
+    State,
+    Stateful,
+    Status,
+    covered_otherwise,
+    shares,
+    standing,
+)
+from recover_megatron.elastic.steps import Microbatch, StepResult
+from recover_megatron.elastic.verification import compare
 from recover_megatron.errors import EXIT_USAGE
 from recover_megatron.instep.comparison import OwnDescription, Told, odd_ones
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.records import EXIT_FENCED, EXIT_STATE_LOST, CoordinatorLost, Fenced
+from recover_megatron.membership.records import EXIT_STATE_LOST, CoordinatorLost
 from recover_megatron.membership.session import is_newcomer
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import HOST_VARIABLE
@@ -44,34 +62,10 @@ _AT_IMPORT = program.describe()
 OPENING_SECONDS = 600.0
 """How long workers wait for each other at the beginning of an epoch: some may be between two steps."""
 
-Microbatch = Callable[[int, int], torch.Tensor]
-"""``microbatch(step, j)``: the loss of microbatch ``j`` (from 0) of ``step`` (from 1), a scalar with a gradient.
-
-It must be a function of the two numbers alone: whichever worker calls it, it feeds the same samples.
-"""
-
 
 def _program() -> dict[str, str]:
     """Describe the program of this process, with the text that each module had when this package was imported."""
     return {**program.describe(), **_AT_IMPORT}
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """A step that is finished: on all workers, or on none."""
-
-    step: int
-    """Its number, from 1."""
-    loss: float
-    """The mean over all microbatches of the step: the same on all workers."""
-    ran: tuple[int, ...]
-    """The microbatches that this worker ran."""
-    workers: tuple[int, ...]
-    """The ids of the workers that finished it, ascending."""
-    recovered: bool
-    """Whether workers were lost, or came, while this worker was in it."""
-    seconds: float
-    """From its begin on this worker to the end of the optimizer's step."""
 
 
 class ElasticDataParallel:
@@ -83,8 +77,12 @@ class ElasticDataParallel:
     ``state``: what else changes from step to step (a scheduler): it is sent to workers that come, and saved.
     ``before_update``: called when the gradients of the step are summed, before the optimizer's step, on all workers
     with the same gradients: to clip them.  ``backward``: what is called with each loss, divided by ``microbatches``
-    (accelerate: ``accelerator.backward``).  ``seed``: torch's random numbers are seeded before each microbatch by it,
-    the step and the microbatch, so that dropout is the same whoever runs it; None: they are left alone.
+    (accelerate: ``accelerator.backward``).  ``seed``: the default generators of Python, NumPy and torch are set by it
+    and the step before each microbatch (and by the microbatch's number, so that dropout is the same whichever worker
+    runs it) and before the update, so that all workers draw the same there and in the loop; None: they are left alone.
+    ``verify_interval``: every so many steps the workers compare digests of their states, before the next sum.  A worker
+    whose state is not that of most takes theirs over; where no state is that of most the run ends with exit code 12.
+    0: never.
     ``allow_seconds``: so long beyond the hang timeout (60 s) may a microbatch take before its worker counts as hung.
     ``compare_code``: whether a worker is refused whose script, or a module of it, is not that of the run (`program`).
 
@@ -109,26 +107,29 @@ class ElasticDataParallel:
         before_update: Callable[[], Any] | None = None,
         backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
         seed: int | None = 0,
+        verify_interval: int = 100,
         allow_seconds: float = 240.0,
         compare_code: bool = True,
     ) -> None:
         code = _program() if compare_code else {}
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._known = set(map(id, parameters))
+        self._known = set(map(id, model.parameters()))
         check(model, optimizer, parameters, microbatches, state or {})
         self.microbatches = microbatches
         self.completed = 0
         """The last step that is finished."""
         self._optimizer = optimizer
-        self._before_update, self._backward = before_update, backward
-        self._seed, self._allow = seed, allow_seconds
+        self._before_update = before_update
+        self._allow, self._verify_interval = allow_seconds, verify_interval
         self._state = State({"model": model, "optimizer": optimizer, **(state or {})})
-        self._gradients = Gradients(parameters, microbatches)
+        self._gradients = Gradients(list(model.parameters()), microbatches)
+        self._generators = Generators(seed, parameters[0].device)
+        self._passes = Passes(self._gradients, self._state, self._generators, backward, microbatches)
         self._column = Column.from_environment(device=parameters[0].device, timeout=OPENING_SECONDS)
         self._session = self._column.session
         secret = find_secret(os.environ).key("elastic state")
         self._exchange = Exchange(os.environ.get(HOST_VARIABLE, LOOPBACK), secret)
-        settings = Status.settings(model, microbatches, seed, state or {})
+        settings = Status.settings(model, microbatches, seed, verify_interval, state or {})
         self._own = OwnDescription(
             settings, code, self._exchange.store, secret, called="settings", lets_in="compare_code=False"
         )
@@ -137,7 +138,9 @@ class ElasticDataParallel:
         """Whether a step of this run has changed the state, or it was taken from another worker."""
         self._standing: Standing | None = None
         self._statuses: dict[int, Status] = {}
-        self._ran: list[int] = []
+        self._told = Status()
+        """What this worker joined with last."""
+        self._leading = Leading()
         self._summed: frozenset[int] = frozenset()
         """The workers that made the last sum with this one."""
         self._uncaught = sys.excepthook
@@ -167,14 +170,14 @@ class ElasticDataParallel:
         """
         began, epochs = time.perf_counter(), self._session.epoch
         if more := strange_parameters(self._optimizer, self._known):
-            error = RuntimeError(
+            raise self._begins_with(
                 f"the optimizer has {more} parameter(s) now whose gradients are not summed: what is trained must be in "
-                "the model, and not frozen, when it is given to ElasticDataParallel"
+                "the model when it is given to ElasticDataParallel"
             )
-            self._report("begin", None, error)
-            raise error
+        if self._gradients.grow():
+            self._column.renew(f"more parameters are trained from step {self.completed + 1} on")
         self._gradients.clear()
-        self._ran = []
+        self._passes.ran = []
         while not self._holds or self._column.committed <= self.completed:
             with contextlib.suppress(EpochRevoked):  # somebody died, or came: join those that are there
                 if self._column.over:
@@ -182,8 +185,11 @@ class ElasticDataParallel:
                 else:
                     self._finish(microbatch)
         self._exchange.withdraw()
+        self._leading.forget()
         self._mark("update")
         loss = self._gradients.loss()
+        self._gradients.leave_out_unused()
+        self._generators.for_update(self.completed + 1)
         try:
             if self._before_update is not None:
                 self._before_update()
@@ -194,7 +200,8 @@ class ElasticDataParallel:
         self.completed += 1
         self._changed = True
         result = StepResult(
-            self.completed, loss, tuple(self._ran), tuple(worker for worker in self.workers if worker in self._summed),
+            self.completed, loss, tuple(self._passes.ran),
+            tuple(worker for worker in self.workers if worker in self._summed),
             self._session.epoch != epochs and epochs > 0,
             time.perf_counter() - began,
         )  # fmt: skip
@@ -202,8 +209,61 @@ class ElasticDataParallel:
         self._session.mark(self.completed, "between steps", allow=self._session.settings.stall_timeout)
         return result
 
+    def begin(self) -> int:
+        """Join the run, and take the state of the worker that has completed most steps; returns ``completed``.
+
+        ``run`` and the first ``step`` do it.  A loop of your own that asks for ``completed`` calls it before.  Raises
+        ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
+        """
+        while not self._holds or not self._column.members:
+            with contextlib.suppress(EpochRevoked):
+                if self._column.over:
+                    self._join()
+                else:
+                    self._enter()
+        return self.completed
+
+    def lead(self, function: Callable[[], Any], name: str = "") -> None:
+        """Have one worker call ``function`` for all, between two steps: to write a checkpoint, a log, an evaluation.
+
+        All workers call ``lead``, with the same function, at the same place in the loop; the worker that leads calls
+        the function at once, the others go on, and wait at their next sum, or in ``leave``.  If that worker dies before
+        it is known to have finished, the worker that leads then calls the function, with the state after the same step:
+        it may have been called before, in part or whole.  So it must not depend on what the loop changes later, and not
+        train.  ``name``: for logs; default: the function's.  Raises what the function raises, on the worker that calls
+        it.
+        """
+        self._leading.add(function, name)
+        if self.leads:
+            self._do()
+        self._generators.after_lead(self.completed, self._leading.calls)
+
+    def check(self) -> None:
+        """Return if this worker has a part in the run; call it before what a worker that was stopped must not do.
+
+        A function of ``lead`` calls it before it renames a checkpoint: a worker that stood still for a minute does not
+        know yet that it was put out and that another one has written a newer checkpoint.  Raises ``Fenced`` and
+        ``CoordinatorLost``.
+        """
+        self._session.be_in_touch(in_epoch=False)
+
     def leave(self) -> None:
-        """The training is finished for this worker: the others do not wait for it any more.  ``run`` does it."""
+        """The training is finished for this worker: the others do not wait for it any more.  ``run`` does it.
+
+        Returns when what ``lead`` was asked for is done, by whichever worker, and no worker needs this one's state.
+        Raises ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
+        """
+        while self._leading.unsettled:
+            with contextlib.suppress(EpochRevoked):
+                self._join(leaving=True)
+                if self._column.over or self._standing is None:
+                    continue
+                if settled(self._statuses, self._standing, self.completed):
+                    break
+                if not all(status.holds for status in self._statuses.values()):
+                    self._put()
+                self._mark("leave", waiting=True)
+                self._session.wait_revoked()
         self._column.leave()
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,13 +280,16 @@ class ElasticDataParallel:
 
     # ---- one step
 
-    def _join(self) -> None:
+    def _join(self, *, leaving: bool = False) -> None:
         """Join the next epoch, and find out which of its workers have the state."""
         self._mark("rendezvous", waiting=True)
         digest = "" if self._changed or not self._holds else self._state.digest()
         own, address = self._own, self._exchange.address
-        status = Status(self.completed, self._holds, digest, tuple(self._ran), address, own.given, own.code)
-        self._column.join(status.to_json())
+        self._told = Status(
+            self.completed, self._holds, digest, tuple(self._passes.ran), address, own.given, own.code,
+            self._gradients.covered, self._leading.todo, leaving,
+        )  # fmt: skip
+        self._column.join(self._told.to_json())
         if self._some_differ():
             self._session.wait_revoked()  # those end, or all do
             return
@@ -239,7 +302,31 @@ class ElasticDataParallel:
             log.info(f"worker {self.worker} began with another state than worker {lead}, and takes that one")
             self._holds = False
         if not self._holds:
+            self._passes.ran = []
+            holders = [self._statuses[worker] for worker in self._standing.holders]
+            # What was covered before the last step may be less.
+            told = [its for its in holders if its.completed == self._standing.completed]
+            self._gradients.cover((told or holders)[0].covered)
             self._gradients.clear()
+        if odd := covered_otherwise(self._statuses, self._standing):
+            raise self._begins_with(
+                f"worker {odd} trains other parameters than worker {self._standing.holders[0]} from step "
+                f"{self._standing.completed + 1} on: a layer must be unfrozen on all workers after the same step"
+            )
+        if len(self._standing.holders) < len(self._statuses):
+            self._leading.unsettled = True
+        names, lead = self._leading.names, self._standing.holders[0]
+        if names and lead == self.worker and self.completed == self._standing.completed:
+            self._do()
+            self._column.renew(f"worker {self.worker} has done {names} in place of a worker that is lost")
+
+    def _do(self) -> None:
+        """Call what this worker, which leads, is to do for all."""
+        allow = self._session.settings.stall_timeout
+        self._leading.call(
+            lambda name: self._session.mark(self.completed, name, allow=allow),
+            lambda name, error: self._report(name, None, error),
+        )
 
     def _some_differ(self) -> bool:
         """Tell if a worker is known to differ from the run: then this epoch is not begun.
@@ -268,18 +355,17 @@ class ElasticDataParallel:
 
     def _finish(self, microbatch: Microbatch) -> None:
         """This epoch's part of the step.  Raises EpochRevoked; returns, too, where the next epoch must be joined."""
-        at = self._standing
-        assert at is not None, "joined"
-        self._mark("rendezvous", waiting=True)
-        if self._holds and self.completed == at.completed and len(at.holders) < len(self._statuses):
-            self._exchange.put(self._session.epoch, self.completed, self._state)
-        # What is summed anywhere is final: here, too, from now on.
-        group = self._column.group(self._gradients.buckets)
-        if not self._holds and not self._fetch(at):
+        group, at = self._enter(), self._standing
+        if group is None or at is None:
             return
         step = self.completed + 1
         share = shares(self._statuses, at, self._column.members, step, self.microbatches)
-        if not self._run(microbatch, step, share.get(self.worker, [])):
+        done = self._passes.run(
+            microbatch, step, share.get(self.worker, []), over=lambda: self._column.over,
+            begin=lambda j: self._mark("forward", j, allow=self._allow),
+            failed=lambda j, error: self._report("forward", j, error),
+        )  # fmt: skip
+        if not done or not self._verified(group):
             return
         self._mark("all-reduce", waiting=True)
         for handle in [group.all_reduce(bucket) for bucket in self._gradients.buckets]:
@@ -288,73 +374,84 @@ class ElasticDataParallel:
         self._mark("agree", waiting=True)
         self._column.agree(step)
 
+    def _enter(self) -> Group | None:
+        """Open the epoch's group, and have the state; None: a new epoch must be joined.  Raises EpochRevoked."""
+        at = self._standing
+        assert at is not None, "joined"
+        self._mark("rendezvous", waiting=True)
+        if self.completed == at.completed and self.worker in at.holders and len(at.holders) < len(self._statuses):
+            self._put()
+        leaving = [worker for worker, status in self._statuses.items() if status.leaving]
+        # What is summed anywhere is final: here, too, from now on.  Those that leave take no part in a sum.
+        group = None if leaving else self._column.group(self._gradients.buckets)
+        if not self._holds and not self._fetch(at):
+            return None
+        if leaving:
+            if replace(self._told, completed=self.completed, holds=self._holds, todo=self._leading.todo) != self._told:
+                self._column.renew(f"workers {leaving} leave, and worker {self.worker} has gone on")
+            else:
+                self._session.wait_revoked()
+        return group
+
+    def _put(self) -> None:
+        self._exchange.put(self._session.epoch, self.completed, self._gradients.trained, self._state)
+
+    def _verified(self, group: Group) -> bool:
+        """Compare the workers' states where it is time to; False: they differ, and a new epoch must be joined.
+
+        Ends the run where no state is that of most workers.
+        """
+        if not self._verify_interval or not self.completed or self.completed % self._verify_interval:
+            return True
+        self._mark("verify", allow=self._allow)
+        digests = self._state.digests()
+        self._mark("verify", waiting=True)
+        verdict = compare(group.exchange, self._column.column, digests)
+        if verdict is None:
+            return True
+        if not verdict.most:
+            self._session.give_up(EXIT_STATE_LOST, verdict.text(self.completed))
+            raise CoordinatorLost(verdict.text(self.completed), EXIT_STATE_LOST)
+        log.info(verdict.text(self.completed))
+        if self.worker in verdict.odd:
+            self._holds = False
+            self._column.renew(verdict.text(self.completed))
+        else:  # not to end the exchange of a worker that does not know yet that it is the odd one
+            self._session.wait_revoked()
+        return False
+
     def _fetch(self, at: Standing) -> bool:
         """Take the state from its holders; False: none of them could be reached, and a new epoch must be joined."""
         self._mark("state", allow=self._allow)
         holders = {worker: self._statuses[worker].address for worker in at.holders}
         try:
             with self._gradients.away():
-                self.completed = self._exchange.fetch(
+                self.completed, trained = self._exchange.fetch(
                     self._session.epoch, holders, self._state,
                     stay=self._session.check, progress=lambda: self._mark("state", allow=self._allow),
                 )  # fmt: skip
+                self._gradients.train(trained)
         except PeerLost as lost:
             self._column.fail(lost)
             return False
-        self._holds = self._changed = True
+        # As those who gave it: a worker whose state no step has changed yet tells its digest.
+        self._holds, self._changed = True, not self._statuses[at.holders[0]].digest
         log.info(f"worker {self.worker} has the state after step {self.completed}, from worker {at.holders[0]}")
         return True
 
-    def _run(self, microbatch: Microbatch, step: int, share: list[int]) -> bool:
-        """Add the gradients of these microbatches; False: the epoch has ended meanwhile."""
-        with self._gradients.kept():
-            for j in share:
-                if self._column.over:
-                    return False
-                self._mark("forward", j, allow=self._allow)
-                if self._seed is not None:
-                    mixed = hashlib.blake2b(f"{self._seed} {step} {j}".encode(), digest_size=8).digest()
-                    torch.manual_seed(int.from_bytes(mixed) >> 1)  # 63 bits
-                try:
-                    self._gradients.count(j, self._gradient(microbatch, step, j))
-                except Exception as error:
-                    self._report("forward", j, error)
-                    raise
-                self._ran.append(j)
-        return True
-
-    def _gradient(self, microbatch: Microbatch, step: int, j: int) -> torch.Tensor:
-        """Add that of one microbatch; its part of the step's loss.  Raises where it did not add that alone."""
-        before, kept = self._gradients.changes(), self._state.versions()
-        told = microbatch(step, j)
-        if not isinstance(told, torch.Tensor) or told.numel() != 1:
-            what = f"a tensor of shape {list(told.shape)}" if isinstance(told, torch.Tensor) else f"{told!r:.100}"
-            raise TypeError(f"microbatch({step}, {j}) returned {what}: it must return its loss, a tensor of one number")
-        loss, forward = told / self.microbatches, self._gradients.changes()
-        self._backward(loss)
-        after = self._gradients.changes()
-        if before[0] != after[0]:
-            raise RuntimeError(
-                f"microbatch({step}, {j}) has changed parameters: leave the optimizer's step() to the library"
-            )
-        if changed := [name for name, version in self._state.versions().items() if version != kept.get(name)]:
-            raise RuntimeError(
-                f"microbatch({step}, {j}) has changed the model's {', '.join(changed[:5])}, on this worker alone: a "
-                "model whose state changes in its forward pass is not trained so"
-            )
-        if before[1] != forward[1] and forward[1] != after[1]:
-            raise RuntimeError(
-                f"microbatch({step}, {j}) has changed gradients beside backward: leave zero_grad() and backward() out"
-            )
-        return loss
-
     def _report(self, phase: str, j: int | None, error: Exception) -> None:
         """Tell the coordinator why this worker ends: a fault of the work ends the run, before it has ended all."""
-        tried = [] if j is None else [*self._ran, j]
+        tried = [] if j is None else [*self._passes.ran, j]
         self._session.report_exception(
             self.completed + 1, j, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)),
             self.worker, phase=phase, tried=tried,
         )  # fmt: skip
+
+    def _begins_with(self, why: str) -> RuntimeError:
+        """Tell the coordinator of an error with which a step begins; the error."""
+        error = RuntimeError(why)
+        self._report("begin", None, error)
+        return error
 
     def _ended_by(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Of an exception that ends the process, wherever it was raised, the coordinator is told, if it is not yet."""
@@ -364,27 +461,3 @@ class ElasticDataParallel:
 
     def _mark(self, phase: str, j: int | None = None, *, waiting: bool = False, allow: float = 0.0) -> None:
         self._session.mark(self.completed + 1, phase, j, waiting, allow)
-
-
-def run(elastic: ElasticDataParallel, microbatch: Microbatch, steps: int) -> Iterator[StepResult]:
-    """Train until step ``steps`` is finished, and yield each step when it is finished and applied here.
-
-    What stands in the body of the ``for`` loop is done by every worker between two steps (a scheduler's step, a line in
-    a log, an evaluation); what only one is to do is for the worker whose ``elastic.leads`` is True.  A worker that
-    comes into the running job gets the state of the others and begins with the step in which they are: it yields no
-    step from before.
-
-    After the last step the worker leaves the run.  A script that breaks off calls ``elastic.leave()``.  A worker that
-    has no part in the run any more ends here, with the exit code that says so (SystemExit): 13, it was put out; 0, the
-    others had finished; else the run's.
-    """
-    try:
-        while elastic.completed < steps:
-            yield elastic.step(microbatch)
-    except Fenced as error:
-        log.info(f"worker {elastic.worker} was put out of the run, which goes on without it: {error}")
-        sys.exit(EXIT_FENCED)
-    except CoordinatorLost as error:
-        log.info(f"the run ends for worker {elastic.worker}: {error}")
-        sys.exit(error.code)
-    elastic.leave()

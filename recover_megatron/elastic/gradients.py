@@ -12,12 +12,32 @@ from recover_megatron.instep.faults import Disagreement
 
 
 class Gradients:
-    """The memory of the gradients of ``parameters``, all on one device, as buckets: one for each of their types.
+    """The memory of the gradients of a model, on one device, as buckets: one for each type of its parameters.
 
-    One more, "counted", has what a step counts: its loss, and how often each of its microbatches was added.
+    A parameter is covered, which means that it has a part of a bucket, from the first step on that begins with it
+    trained (``requires_grad``); those that are never trained cost no memory.  One more bucket, "counted", has what a
+    step counts: its loss, how often each microbatch was added, and how many microbatches gave each covered parameter a
+    gradient.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], microbatches: int) -> None:
+        """``parameters``: all of the model, trained or not, in the order that is the same on all workers."""
+        self._all, self._microbatches = list(parameters), microbatches
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._used: set[int] = set()
+        """Covered parameters, by number, that the present microbatch has given a gradient."""
+        self._uses: list[float] = []
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._cover([at for at, parameter in enumerate(self._all) if parameter.requires_grad])
+
+    def _cover(self, numbers: Sequence[int]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, _ in self._grads:
+            parameter.grad = None
+        self._covered = frozenset(numbers)
+        self._others = [parameter for at, parameter in enumerate(self._all) if at not in self._covered]
+        parameters = [self._all[at] for at in sorted(numbers)]
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters:
             by_type.setdefault(parameter.dtype, []).append(parameter)
@@ -25,12 +45,60 @@ class Gradients:
         self._grads = [(parameter, parameter.grad) for parameter in parameters]
         self._memory = [bucket.flat for bucket in buckets]
         wide = torch.float64 if torch.float64 in by_type else torch.float32
-        self._counted = Bucket(torch.zeros(1 + microbatches, dtype=wide, device=parameters[0].device))
+        size = 1 + self._microbatches + len(parameters)
+        self._counted = Bucket(torch.zeros(size, dtype=wide, device=parameters[0].device))
         self.buckets = [*buckets, self._counted]
+        self._hooks = [self._hook(parameter, at) for at, parameter in enumerate(parameters)]
+
+    def _hook(self, parameter: torch.Tensor, at: int) -> torch.utils.hooks.RemovableHandle:
+        """Notice when a backward pass gives ``parameter`` a gradient."""
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # else torch takes no hook; a frozen parameter's is not called
+        handle = parameter.register_post_accumulate_grad_hook(lambda _: self._used.add(at))
+        parameter.requires_grad_(trained)
+        return handle
+
+    @property
+    def covered(self) -> str:
+        """The numbers of the covered parameters, as bits of a hexadecimal number."""
+        return f"{sum(1 << at for at in self._covered):x}"
+
+    def cover(self, covered: str) -> bool:
+        """Cover what another worker covers (``covered``), and nothing else; whether that is a change.
+
+        Raises ValueError where that is no parameter of this model.
+        """
+        bits = int(covered, 16)
+        numbers = [at for at in range(bits.bit_length()) if bits >> at & 1]
+        if not numbers or numbers[-1] >= len(self._all):
+            raise ValueError(f"the covered parameters {covered!r} are not those of a model with {len(self._all)}")
+        if self._covered == set(numbers):
+            return False
+        self._cover(numbers)
+        return True
+
+    def grow(self) -> bool:
+        """Cover the parameters that are trained and were not; whether there are any.  All gradients are zero then."""
+        if not any(parameter.requires_grad for parameter in self._others):
+            return False
+        trained = {at for at, parameter in enumerate(self._all) if parameter.requires_grad}
+        self._cover(sorted(self._covered | trained))
+        return True
+
+    @property
+    def trained(self) -> list[bool]:
+        """Which of the model's parameters are trained now."""
+        return [parameter.requires_grad for parameter in self._all]
+
+    def train(self, trained: Sequence[bool]) -> None:
+        """Freeze and unfreeze the model's parameters as they are on another worker (``trained``)."""
+        for parameter, its in zip(self._all, trained, strict=True):
+            parameter.requires_grad_(its)
 
     def clear(self) -> None:
         """The next step: all zero, nothing summed; the parameters' ``grad`` is this memory, whatever it was since."""
         self._put_in()
+        self._used.clear()
         for bucket in self.buckets:
             bucket.clear()
 
@@ -78,10 +146,27 @@ class Gradients:
         counted = self._counted.flat
         counted[0] += loss.detach().to(counted.dtype).reshape(())
         counted[1 + j] += 1
+        uses = counted[1 + self._microbatches :]
+        if len(self._used) == len(self._grads):
+            uses += 1
+        else:
+            uses[sorted(self._used)] += 1
+        self._used.clear()
 
     def loss(self) -> float:
         """Of the step that was summed.  Raises Disagreement unless each microbatch is in it exactly once."""
-        loss, *times = self._counted.flat.tolist()
+        loss, *counts = self._counted.flat.tolist()
+        times, self._uses = counts[: self._microbatches], counts[self._microbatches :]
         if any(count != 1 for count in times):
             raise Disagreement(f"the sum has the microbatches of the step {[int(count) for count in times]} times")
         return float(loss)
+
+    def leave_out_unused(self) -> None:
+        """Take the gradient of zero from the parameters that no microbatch of the step has used, on any worker.
+
+        So optimizers leave these parameters alone, as in a loop of one process: frozen layers, branches not taken.
+        After ``loss``; until ``clear``.
+        """
+        for (parameter, grad), used in zip(self._grads, self._uses, strict=True):
+            if not used and grad is not None and not grad.any():  # the loop may have written it without autograd
+                parameter.grad = None

@@ -17,8 +17,9 @@ which all have joined: the plan of the epoch has them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -69,8 +70,22 @@ class State:
         if reasons:
             raise UserError(*reasons)
         text, tensors = flatten(tree)
-        known = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        return f"{digest([known, *tensors]):x}"
+        return f"{digest([_as_tensor(text), *tensors]):x}"
+
+    def digests(self) -> dict[str, int]:
+        """Name -> digest of each tensor, and of what else each part has; equal where two states are, bit for bit.
+
+        The order in which a part's dictionaries have their keys does not count: it may be that of a load.
+        """
+        found: dict[str, int] = {}
+        for part, tree in self.tree().items():
+            leaves = sorted(_leaves(tree, part), key=itemgetter(0))
+            tensors = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
+            about = {name: f"{its.dtype} {list(its.shape)}" for name, its in tensors.items()}
+            text = "\n".join([part, *(f"{name} {about.get(name, value)!r}" for name, value in leaves)])
+            found |= {f"{part} (no tensor)": digest([_as_tensor(text)])}
+            found |= {name: digest([tensor]) for name, tensor in tensors.items()}
+        return found
 
     def versions(self) -> dict[str, int]:
         """Name -> a number that is another after each change in place, of what of the model's state is not trained."""
@@ -90,6 +105,19 @@ class State:
             return mine.detach() if mine is not None and fits else new_memory(path, shape, dtype)
 
         return place
+
+
+def _as_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What a tree has that is no container, each with the path to it, with dots."""
+    if isinstance(tree, (dict, list, tuple)):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(item, f"{name}.{key}")
+    else:
+        yield name, tree
 
 
 def _cannot_be_sent(tree: Any) -> str:
@@ -114,9 +142,12 @@ class Exchange:
         """Where others fetch what is offered."""
         return self.store.address
 
-    def put(self, epoch: int, completed: int, state: State) -> None:
-        """Let the others of ``epoch`` have the state, which has ``completed`` steps, until ``withdraw``."""
-        tree = {"completed": completed, "state": state.tree()}
+    def put(self, epoch: int, completed: int, trained: Sequence[bool], state: State) -> None:
+        """Let the others of ``epoch`` have the state, which has ``completed`` steps, until ``withdraw``.
+
+        ``trained``: which of the model's parameters are.
+        """
+        tree = {"completed": completed, "trained": list(trained), "state": state.tree()}
         self._offer = self._offers.put(str(epoch), Offer(tree, shared=len(flatten(tree)[1])))
 
     def withdraw(self) -> None:
@@ -132,8 +163,8 @@ class Exchange:
         state: State,
         stay: Callable[[], None],
         progress: Callable[[], None],
-    ) -> int:
-        """Take the state from ``holders`` (worker -> address); the steps that it has.
+    ) -> tuple[int, list[bool]]:
+        """Take the state from ``holders`` (worker -> address); the steps that it has, and which parameters are trained.
 
         ``stay``: called meanwhile; raises to end it.  Raises that, ``PeerLost`` where no holder can give it, and
         ``Disagreement``.
@@ -148,7 +179,7 @@ class Exchange:
         tree, _ = receiver.fetch(lambda tree: len(flatten(tree)[1]))
         with torch.no_grad():
             state.load(tree["state"])
-        return int(tree["completed"])
+        return int(tree["completed"]), list(tree["trained"])
 
 
 @dataclass(frozen=True)
@@ -168,6 +199,12 @@ class Status:
     flags: str = ""
     code: str = ""
     """Digests of what it was given and of its program, which must be the run's (`instep.comparison`)."""
+    covered: str = ""
+    """The parameters that have a part of its buckets (`Gradients.covered`)."""
+    todo: int = 0
+    """How many calls it would have to make for all if it led: those of `lead` since step ``completed``."""
+    leaving: bool = False
+    """Whether it has no further step: it waits until nothing is left for it to do, and leaves."""
 
     def to_json(self) -> Json:
         return asdict(self)
@@ -183,12 +220,13 @@ class Status:
 
     @staticmethod
     def settings(
-        model: torch.nn.Module, microbatches: int, seed: int | None, state: Mapping[str, Stateful]
+        model: torch.nn.Module, microbatches: int, seed: int | None, verify_interval: int, state: Mapping[str, Stateful]
     ) -> dict[str, str]:
         """The settings whose digest is ``flags``: name -> text."""
         trained = {name: its for name, its in model.named_parameters() if its.requires_grad}
         parameters = {f"parameter {name}": f"{its.dtype} {list(its.shape)}" for name, its in trained.items()}
-        others = {"microbatches": str(microbatches), "seed": str(seed), "state": ", ".join(sorted(state))}
+        others = {"microbatches": str(microbatches), "seed": str(seed), "verify_interval": str(verify_interval)}
+        others["state"] = ", ".join(sorted(state))
         order = hashlib.blake2b("\n".join(trained).encode(), digest_size=8).hexdigest()
         return {"recover_megatron": program.VERSION, "the order of the parameters": order, **others, **parameters}
 
@@ -222,6 +260,15 @@ def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
     newest = {worker: status for worker, status in now.items() if status.completed == completed}
     lead = next(iter(newest.values()))
     return Standing(completed, tuple(worker for worker, status in newest.items() if status.digest == lead.digest))
+
+
+def covered_otherwise(statuses: Mapping[int, Status], at: Standing) -> int | None:
+    """The first of those that hold the state which covers other parameters than the lowest; None: none does.
+
+    Those that joined before the last step was finished do not count: they may not have unfrozen a layer yet.
+    """
+    told = {worker: statuses[worker].covered for worker in at.holders if statuses[worker].completed == at.completed}
+    return next((worker for worker, covered in told.items() if covered != next(iter(told.values()))), None)
 
 
 def shares(

@@ -14,7 +14,10 @@ import torch
 from recover_megatron import ElasticDataParallel
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.elastic import data_parallel
+from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
+from recover_megatron.elastic.leading import Leading
+from recover_megatron.elastic.passes import Passes
 from recover_megatron.elastic.state import Standing, State, Status, shares, standing
 from recover_megatron.errors import UserError
 from recover_megatron.instep.comparison import OwnDescription
@@ -31,7 +34,7 @@ def model() -> torch.nn.Module:
 def test_each_type_has_a_bucket_and_the_loss_a_wide_one() -> None:
     gradients = Gradients(list(model().parameters()), 5)
     assert [(bucket.flat.dtype, bucket.flat.numel()) for bucket in gradients.buckets] == [
-        (torch.float32, 16), (torch.bfloat16, 5), (torch.float32, 6)
+        (torch.float32, 16), (torch.bfloat16, 5), (torch.float32, 10)
     ]  # fmt: skip
 
 
@@ -136,8 +139,9 @@ def test_a_part_that_cannot_be_sent_is_named() -> None:
 def elastic(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ElasticDataParallel:
     """One without a run, that can add gradients."""
     it = object.__new__(ElasticDataParallel)
-    it.microbatches, it._backward = 2, torch.Tensor.backward
+    it.microbatches, it._leading, it._generators = 2, Leading(), Generators(0, torch.device("cpu"))
     it._gradients, it._state = Gradients(list(model.parameters()), 2), State({"model": model, "optimizer": optimizer})
+    it._passes = Passes(it._gradients, it._state, it._generators, torch.Tensor.backward, 2)
     return it
 
 
@@ -189,7 +193,7 @@ def test_a_microbatch_gives_its_part_of_the_loss_and_of_the_gradient(name: str) 
     striking = Striking()
     it = elastic(striking, striking.optimizer)
     for j in range(2):
-        it._gradients.count(j, it._gradient(lambda step, j: getattr(striking, name)(), 1, j))
+        it._gradients.count(j, it._passes.gradient(lambda step, j: getattr(striking, name)(), 1, j))
     assert it._gradients.loss() == 3.0
     assert striking.weight.grad is not None
     assert striking.weight.grad.tolist() == [1.0, 1.0, 1.0]
@@ -210,14 +214,14 @@ def test_what_a_microbatch_must_not_do_is_told(name: str, error: str) -> None:
     striking = Striking()
     it = elastic(striking, striking.optimizer)
     with pytest.raises((TypeError, RuntimeError), match=rf"microbatch\(1, 0\) {error}"):
-        it._gradient(lambda step, j: getattr(striking, name)(), 1, 0)
+        it._passes.gradient(lambda step, j: getattr(striking, name)(), 1, 0)
 
 
 def test_a_microbatch_may_go_back_by_itself_where_nobody_else_does() -> None:
     striking = Striking()
     it = elastic(striking, striking.optimizer)
-    it._backward = lambda loss: None
-    it._gradient(lambda step, j: striking.goes_back().detach(), 1, 0)
+    it._passes._backward = lambda loss: None
+    it._passes.gradient(lambda step, j: striking.goes_back().detach(), 1, 0)
 
 
 def test_the_coordinator_is_told_of_an_exception_that_ends_the_worker_wherever_it_was_raised() -> None:
@@ -249,7 +253,7 @@ def test_the_coordinator_is_told_the_loss_of_each_finished_step() -> None:
 
     def finish(microbatch: Callable[[int, int], torch.Tensor]) -> None:
         for j in range(2):
-            it._gradients.count(j, it._gradient(microbatch, it.completed + 1, j))
+            it._gradients.count(j, it._passes.gradient(microbatch, it.completed + 1, j))
         column.committed += 1
 
     it._finish = finish  # type: ignore[method-assign]
@@ -294,7 +298,7 @@ def test_a_newcomer_that_differs_ends_with_2_and_the_others_do_not_begin_with_it
     for me, given in ((0, plain), (3, {**plain, **change})):
         it = workers[me] = object.__new__(ElasticDataParallel)
         store = PeerStoreServer("127.0.0.1", b"x" * 32)
-        settings = Status.settings(given["model"], given["microbatches"], given["seed"], given["state"])
+        settings = Status.settings(given["model"], given["microbatches"], given["seed"], 100, given["state"])
         it._own = OwnDescription(settings, given["code"], store, b"x" * 32, called="settings")
         it._holds = me == 0
         it._column = SimpleNamespace(me=me, statuses=joined)  # type: ignore[assignment]

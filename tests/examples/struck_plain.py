@@ -42,7 +42,7 @@ class Strikes:
         strike_in_sums(self.at)
         fetch, update = Exchange.fetch, example.optimizer.step
 
-        def fetched(*given: Any, **named: Any) -> int:
+        def fetched(*given: Any, **named: Any) -> Any:
             self.at("state")
             return fetch(*given, **named)
 

@@ -1,0 +1,66 @@
+"""What one worker does for all between two steps: it is done again by the next worker that leads if the first one dies.
+
+lead(f) on all      the worker that leads calls f at once; the others keep it
+a step finished     its sum needed that worker, which has been through f: all forget it
+that worker died    the others join; the one that leads now calls what it has kept
+leave               all join, with ``leaving``, until `settled`: nobody takes anything along that another one needs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from recover_megatron.elastic.state import Standing, Status
+
+
+class Leading:
+    """The calls of ``lead`` since the last step, on this worker."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, Callable[[], Any]]] = []
+        self.calls = 0
+        """How many there were since the last step."""
+        self.unsettled = False
+        """Whether another worker may still need something of this one, or this one of another, before it leaves."""
+
+    @property
+    def todo(self) -> int:
+        """How many of them this worker would have to make if it led."""
+        return len(self._kept)
+
+    @property
+    def names(self) -> str:
+        """Their names, for people."""
+        return ", ".join(name for name, _ in self._kept)
+
+    def add(self, function: Callable[[], Any], name: str) -> None:
+        """Keep ``function``, which some worker is to call; ``name``: default is the function's."""
+        self._kept.append((name or getattr(function, "__name__", "lead"), function))
+        self.calls, self.unsettled = self.calls + 1, True
+
+    def call(self, begin: Callable[[str], None], failed: Callable[[str, Exception], None]) -> None:
+        """Call what is kept, in order; each is kept until it returns.  Raises what it raises, after ``failed``."""
+        while self._kept:
+            name, function = self._kept[0]
+            begin(name)
+            try:
+                function()
+            except Exception as error:
+                failed(name, error)
+                raise
+            self._kept.pop(0)
+
+    def forget(self) -> None:
+        """A step is finished: all that was asked for before is done, and all workers have the state."""
+        self._kept.clear()
+        self.calls, self.unsettled = 0, False
+
+
+def settled(statuses: Mapping[int, Status], at: Standing, completed: int) -> bool:
+    """Whether a worker that has completed ``completed`` steps, its last, may leave: ``statuses`` are all workers'.
+
+    The worker that leads has been through the loop after that step and has nothing left to do, and all have a state.
+    """
+    lead = statuses[at.holders[0]]
+    return lead.completed >= completed and not lead.todo and all(status.holds for status in statuses.values())

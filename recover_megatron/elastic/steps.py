@@ -1,0 +1,68 @@
+"""The steps of a training: the function that a step calls, what a finished step gives, and ``run``: all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from recover_megatron.logger import get_logger
+from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, Fenced
+
+if TYPE_CHECKING:
+    from recover_megatron.elastic.data_parallel import ElasticDataParallel
+
+log = get_logger(__name__)
+
+Microbatch = Callable[[int, int], torch.Tensor]
+"""``microbatch(step, j)``: the loss of microbatch ``j`` (from 0) of ``step`` (from 1), a scalar with a gradient.
+
+It must be a function of the two numbers alone: whichever worker calls it, it feeds the same samples.
+"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step that is finished: on all workers, or on none."""
+
+    step: int
+    """Its number, from 1."""
+    loss: float
+    """The mean over all microbatches of the step: the same on all workers."""
+    ran: tuple[int, ...]
+    """The microbatches that this worker ran."""
+    workers: tuple[int, ...]
+    """The ids of the workers that finished it, ascending."""
+    recovered: bool
+    """Whether workers were lost, or came, while this worker was in it."""
+    seconds: float
+    """From its begin on this worker to the end of the optimizer's step."""
+
+
+def run(elastic: ElasticDataParallel, microbatch: Microbatch, steps: int) -> Iterator[StepResult]:
+    """Train until step ``steps`` is finished, and yield each step when it is finished and applied here.
+
+    What stands in the body of the ``for`` loop is done by every worker between two steps (a scheduler's step, a line in
+    a log); what one worker is to do for all (a checkpoint, an evaluation) is for ``elastic.lead``.  A worker that comes
+    into the running job gets the state of the others and begins with the step in which they are: it yields no step from
+    before.  Where a worker has completed all ``steps`` at the start there is nothing to train: all get its state.
+
+    After the last step the worker leaves the run.  A script that breaks off calls ``elastic.leave()``.  A worker that
+    has no part in the run any more ends here, with the exit code that says so (SystemExit): 13, it was put out; 0, the
+    others had finished; else the run's.
+    """
+    try:
+        if elastic.begin() >= steps:
+            log.info(f"worker {elastic.worker}: all {steps} steps were completed before; nothing is left to train")
+        while elastic.completed < steps:
+            yield elastic.step(microbatch)
+        elastic.leave()
+    except Fenced as error:
+        log.info(f"worker {elastic.worker} was put out of the run, which goes on without it: {error}")
+        sys.exit(EXIT_FENCED)
+    except CoordinatorLost as error:
+        log.info(f"the run ends for worker {elastic.worker}: {error}")
+        sys.exit(error.code)
