@@ -34,6 +34,7 @@ from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.leading import Leading, settled
 from recover_megatron.elastic.passes import Passes
+from recover_megatron.elastic.restoring import NotRestored
 from recover_megatron.elastic.state import (
     Exchange,
     Standing,
@@ -89,7 +90,7 @@ class ElasticDataParallel:
     Workers need not begin with equal parameters: of those that have completed most steps the lowest gives its state to
     all others.  A process that comes into the running job gets the state of those that train; it is refused, exit code
     2, where it differs from the run in its program, ``microbatches``, ``seed``, the parameters that it trains, the
-    names in ``state``, or the version of this package.
+    names in ``state``, or the version of this package, or where a ``load_state_dict`` does not restore the state.
 
     Raises ``UserError`` where ``recover-run`` did not start this process.  Of a model or an optimizer that cannot be
     trained so it tells all reasons, and ends the process with exit code 2: parameters on several devices, or on none
@@ -271,11 +272,11 @@ class ElasticDataParallel:
         return {"completed": self.completed, "state": self._state.tree()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; before the first step.  Only one worker needs to have it."""
+        """Go on from a checkpoint, which stays as it is; before the first step.  Only one worker needs to have it."""
         if self._column.members:
             raise RuntimeError("load_state_dict is for before the first step: the other workers would not know of it")
         with self._gradients.away():
-            self._state.load(state_dict["state"])
+            self._state.load(state_dict["state"], copied=True)
         self.completed = int(state_dict["completed"])
 
     # ---- one step
@@ -404,9 +405,9 @@ class ElasticDataParallel:
         if not self._verify_interval or not self.completed or self.completed % self._verify_interval:
             return True
         self._mark("verify", allow=self._allow)
-        digests = self._state.digests()
+        own = self._state.described()
         self._mark("verify", waiting=True)
-        verdict = compare(group.exchange, self._column.column, digests)
+        verdict = compare(group.exchange, self._column.column, own)
         if verdict is None:
             return True
         if not verdict.most:
@@ -433,6 +434,13 @@ class ElasticDataParallel:
                 self._gradients.train(trained)
         except PeerLost as lost:
             self._column.fail(lost)
+            return False
+        except NotRestored as error:
+            if is_newcomer() or self._column.begins_after:
+                log.info(f"worker {self.worker} ends, and the run goes on without it: {error}")
+                sys.exit(EXIT_USAGE)
+            self._session.give_up(EXIT_USAGE, f"worker {self.worker}: {error}")
+            self._session.wait_revoked()
             return False
         # As those who gave it: a worker whose state no step has changed yet tells its digest.
         self._holds, self._changed = True, not self._statuses[at.holders[0]].digest

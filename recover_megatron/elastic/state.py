@@ -16,16 +16,18 @@ which all have joined: the plan of the epoch has them.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
 
 from recover_megatron import program
 from recover_megatron.collectives.state_transport import digest
+from recover_megatron.elastic.restoring import NotRestored, as_sent, contents, difference, is_container
 from recover_megatron.errors import UserError
 from recover_megatron.instep.state_holder import KIND, Offer, Offers, Path, flatten, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Source
@@ -56,12 +58,18 @@ class State:
         """The state as it is now: tensors are those in use, not copies."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def load(self, tree: Mapping[str, Any]) -> None:
-        """Take up a tree.  Raises ValueError where it is that of other parts, and what the parts raise."""
+    def load(self, tree: Mapping[str, Any], *, copied: bool = False) -> None:
+        """Take up a tree.  Raises ValueError where it is that of other parts, and what the parts raise.
+
+        ``copied``: the tree stays as it is; without that, optimizers go on with its tensors.
+        """
         if set(tree) != set(self._parts):
             raise ValueError(f"the state has the parts {sorted(tree)}, this worker has {sorted(self._parts)}")
+        # From a checkpoint in other types the optimizer's state is cast, as the parameters are.
+        same_types = _types(tree["model"]) == _types(self._parts["model"].state_dict())
         for name, part in self._parts.items():
-            part.load_state_dict(tree[name])
+            with as_sent(part) if same_types else contextlib.nullcontext():
+                part.load_state_dict(copy.deepcopy(tree[name]) if copied else tree[name])
 
     def digest(self) -> str:
         """Equal where two states are, bit for bit.  Raises UserError for what cannot be sent to other workers."""
@@ -70,22 +78,16 @@ class State:
         if reasons:
             raise UserError(*reasons)
         text, tensors = flatten(tree)
-        return f"{digest([_as_tensor(text), *tensors]):x}"
+        known = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return f"{digest([known, *tensors]):x}"
 
-    def digests(self) -> dict[str, int]:
-        """Name -> digest of each tensor, and of what else each part has; equal where two states are, bit for bit.
+    def described(self) -> dict[str, str]:
+        """Name -> type and digest of each value of the state, as text; equal where two states are, bit for bit.
 
         The order in which a part's dictionaries have their keys does not count: it may be that of a load.
         """
-        found: dict[str, int] = {}
-        for part, tree in self.tree().items():
-            leaves = sorted(_leaves(tree, part), key=itemgetter(0))
-            tensors = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
-            about = {name: f"{its.dtype} {list(its.shape)}" for name, its in tensors.items()}
-            text = "\n".join([part, *(f"{name} {about.get(name, value)!r}" for name, value in leaves)])
-            found |= {f"{part} (no tensor)": digest([_as_tensor(text)])}
-            found |= {name: digest([tensor]) for name, tensor in tensors.items()}
-        return found
+        found = {".".join(map(str, path)): its for path, its in contents(self.tree()).items() if not is_container(its)}
+        return {name: f"{text} {number}" for name, (text, number) in sorted(found.items())}
 
     def versions(self) -> dict[str, int]:
         """Name -> a number that is another after each change in place, of what of the model's state is not trained."""
@@ -107,17 +109,8 @@ class State:
         return place
 
 
-def _as_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What a tree has that is no container, each with the path to it, with dots."""
-    if isinstance(tree, (dict, list, tuple)):
-        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaves(item, f"{name}.{key}")
-    else:
-        yield name, tree
+def _types(saved: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in saved.items() if torch.is_tensor(value)}
 
 
 def _cannot_be_sent(tree: Any) -> str:
@@ -166,8 +159,8 @@ class Exchange:
     ) -> tuple[int, list[bool]]:
         """Take the state from ``holders`` (worker -> address); the steps that it has, and which parameters are trained.
 
-        ``stay``: called meanwhile; raises to end it.  Raises that, ``PeerLost`` where no holder can give it, and
-        ``Disagreement``.
+        ``stay``: called meanwhile; raises to end it.  Raises that, ``PeerLost`` where no holder can give it,
+        ``Disagreement``, and ``NotRestored`` where the state that was loaded is not the one that was sent.
         """
         name = f"{KIND}/{epoch}"
 
@@ -177,8 +170,14 @@ class Exchange:
         sources = [source(worker, address) for worker, address in sorted(holders.items())]
         receiver = Receiver(sources, state.place(), stay=stay, awaited=stay, progress=progress)
         tree, _ = receiver.fetch(lambda tree: len(flatten(tree)[1]))
+        sent = contents(tree["state"])
         with torch.no_grad():
             state.load(tree["state"])
+        if differs := difference(sent, contents(state.tree())):
+            raise NotRestored(
+                "load_state_dict() has made another state of the one that the other workers have (it must restore all "
+                f"that state_dict() returns): {differs}"
+            )
         return int(tree["completed"]), list(tree["trained"])
 
 

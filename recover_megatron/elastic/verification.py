@@ -44,20 +44,20 @@ class Verdict:
         )
 
 
-def compare(exchange: Exchange, workers: Sequence[int], digests: Mapping[str, int]) -> Verdict | None:
-    """Compare this worker's ``digests`` (name -> digest) with those of ``workers``, by rank; None: all are equal.
+def compare(exchange: Exchange, workers: Sequence[int], own: Mapping[str, str]) -> Verdict | None:
+    """Compare this worker's state (name -> digest) with those of ``workers``, by rank; None: all are equal.
 
     All workers must call it in the same order among their other collectives.  All get the same verdict, but for the
     names: a worker names no tensor that it does not have.  Raises as ``exchange`` does.
     """
-    whole = _number("".join(f"{name}={digest};" for name, digest in digests.items()))
+    whole = _number("".join(f"{name}={digest};" for name, digest in own.items()))
     told = [row[0] for row in exchange([whole])]
     (most, count), *_ = Counter(told).most_common()
     if count == len(told):
         return None
-    rows = exchange([number for name, digest in digests.items() for number in (_number(name), digest)])
+    rows = exchange([number for name, digest in own.items() for number in (_number(name), _number(digest))])
     others = [dict(zip(row[::2], row[1::2], strict=True)) for row in rows]
-    named = {_number(name): name for name in digests}
+    named = {_number(name): name for name in own}
     numbers = dict.fromkeys(number for row in others for number in row)
     different = [number for number in numbers if len({row.get(number) for row in others}) > 1]
     names = [named.get(number, "what this worker does not have") for number in different]

@@ -79,7 +79,7 @@ def compared(*states: State) -> list[Verdict | None]:
             barrier.wait()
             return everyone
 
-        return compare(exchange, range(10, 10 + len(states)), states[rank].digests())
+        return compare(exchange, range(10, 10 + len(states)), states[rank].described())
 
     with ThreadPoolExecutor(len(states)) as pool:
         return list(pool.map(worker, range(len(states))))
@@ -113,8 +113,8 @@ def test_states_with_other_tensors_and_numbers_are_compared_too() -> None:
     del optimizer.state[optimizer.param_groups[0]["params"][1]]
     optimizer.param_groups[0]["lr"] = 0.2
     first, _, last = compared(rest, rest, lacks)
-    assert first == Verdict((12,), (10, 11), "optimizer (no tensor), optimizer.state.1.momentum_buffer")
-    assert last == Verdict((12,), (10, 11), "optimizer (no tensor), what this worker does not have")
+    assert first == Verdict((12,), (10, 11), "optimizer.param_groups.0.lr, optimizer.state.1.momentum_buffer")
+    assert last == Verdict((12,), (10, 11), "optimizer.param_groups.0.lr, what this worker does not have")
 
 
 def test_the_order_of_keys_and_the_form_of_a_sequence_do_not_count_but_types_and_shapes_do() -> None:
@@ -127,17 +127,19 @@ def test_the_order_of_keys_and_the_form_of_a_sequence_do_not_count_but_types_and
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-    def digests(**its: Any) -> dict[str, int]:
-        return State({"model": torch.nn.Module(), "data": Part(its)}).digests()
+    def described(**its: Any) -> dict[str, str]:
+        return State({"model": torch.nn.Module(), "data": Part(its)}).described()
 
-    one = digests(a=1, b=[2.0, torch.zeros(2, 3)], c={"x": "y", "z": None})
-    assert one == digests(c={"z": None, "x": "y"}, b=(2.0, torch.zeros(2, 3)), a=1)
-    for other in (
-        digests(a=1, b=[2.0, torch.zeros(3, 2)], c={"x": "y", "z": None}),
-        digests(a=1, b=[2.0, torch.zeros(2, 3, dtype=torch.int32)], c={"x": "y", "z": None}),
-        digests(a=True, b=[2.0, torch.zeros(2, 3)], c={"x": "y", "z": None}),
-    ):
-        assert [name for name in one if one[name] != other[name]] == ["data (no tensor)"]
+    assert described() == {}, "a part without anything"
+    one = described(a=1, b=[2.0, torch.zeros(2, 3)], c={"x": "y", "z": None})
+    assert one == described(c={"z": None, "x": "y"}, b=(2.0, torch.zeros(2, 3)), a=1)
+    for name, other in {
+        "data.b.1": described(a=1, b=[2.0, torch.zeros(3, 2)], c={"x": "y", "z": None}),
+        "data.b.0": described(a=1, b=[2.5, torch.zeros(2, 3)], c={"x": "y", "z": None}),
+        "data.a": described(a=True, b=[2.0, torch.zeros(2, 3)], c={"x": "y", "z": None}),
+        "data.c.x": described(a=1, b=[2.0, torch.zeros(2, 3)], c={"x": "z", "z": None}),
+    }.items():
+        assert [each for each in one if one[each] != other[each]] == [name]
 
 
 def call(leading: Leading, log: list[str]) -> None:
