@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import bench_host_cost
+from benchmarks import bench_elastic, bench_host_cost
 from recover_megatron.collectives.group import Memo
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
@@ -59,3 +60,42 @@ def test_a_result_is_made_once_and_all_are_forgotten_when_they_weigh_too_much() 
     assert len(memo) == 1
     assert memo.get("longer", lambda: make("longer")) == "longer"
     assert memo.get("longer", lambda: make("again")) == "longer"
+
+
+class Side:
+    """A side of bench_elastic.py that notes its steps."""
+
+    def __init__(self, name: str, did: list[tuple[str, bool, int]]) -> None:
+        self.model = torch.nn.Dropout()
+        self._name, self._did = name, did
+
+    def step(self, step: int) -> float:
+        self._did.append((self._name, self.model.training, step))
+        return 1.0
+
+
+def test_both_sides_do_the_same_steps_in_turns_and_the_first_turn_has_no_dropout() -> None:
+    did: list[tuple[str, bool, int]] = []
+    case = bench_elastic.Case("small", 1, 1, block=2)
+    found = list(bench_elastic.blocks(case, 3, {side: Side(side, did) for side in bench_elastic.SIDES}))
+    turns = [("elastic", False, 1), ("reference", False, 1), ("reference", True, 3), ("elastic", True, 3)]
+    turns += [("elastic", True, 5), ("reference", True, 5)]
+    assert did == [(side, drops, step) for side, drops, first in turns for step in (first, first + 1)]
+    assert [block["side"] for block in found] == [side for side, _, _ in turns]
+    assert all(len(block["seconds"]) == 2 for block in found)
+
+
+@pytest.mark.slow
+def test_a_step_of_the_library_is_measured_beside_one_of_torch(tmp_path: Path) -> None:
+    told = tmp_path / "steps.json"
+    little = ["--cases", "small-8", "small-1-alone", "--blocks", 3, "--block", 2, "--json", told]
+    done = python("benchmarks/bench_elastic.py", *little, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(told.read_text())
+    assert set(found) == {"small-8", "small-1-alone"}
+    for case in found.values():
+        assert case["state"] > 0
+        for side in bench_elastic.SIDES:
+            assert [len(block) for block in case[side]["seconds"]] == [2, 2, 2]
+            assert all(seconds > 0 for block in case[side]["seconds"] for seconds in block)
+    assert sum(line.startswith("| small-") for line in done.stdout.splitlines()) == 2
