@@ -15,9 +15,9 @@ class Gradients:
     """The memory of the gradients of a model, on one device, as buckets: one for each type of its parameters.
 
     A parameter is covered, which means that it has a part of a bucket, from the first step on that begins with it
-    trained (``requires_grad``); those that are never trained cost no memory.  One more bucket, "counted", has what a
-    step counts: its loss, how often each microbatch was added, and how many microbatches gave each covered parameter a
-    gradient.
+    trained (``requires_grad``); those that are never trained cost no memory.  Behind the gradients in the bucket of the
+    widest type (float32 or float64; else in a bucket of its own) is what a step counts: its loss, how often each
+    microbatch was added, and how many microbatches gave each covered parameter a gradient.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], microbatches: int) -> None:
@@ -41,13 +41,16 @@ class Gradients:
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters:
             by_type.setdefault(parameter.dtype, []).append(parameter)
-        buckets = [Bucket.of_gradients(group) for group in by_type.values()]
-        self._grads = [(parameter, parameter.grad) for parameter in parameters]
-        self._memory = [bucket.flat for bucket in buckets]
         wide = torch.float64 if torch.float64 in by_type else torch.float32
         size = 1 + self._microbatches + len(parameters)
-        self._counted = Bucket(torch.zeros(size, dtype=wide, device=parameters[0].device))
-        self.buckets = [*buckets, self._counted]
+        extras = {dtype: size if dtype is wide else 0 for dtype in by_type}
+        self.buckets = [Bucket.of_gradients(group, extra=extras[dtype]) for dtype, group in by_type.items()]
+        self._grads = [(parameter, parameter.grad) for parameter in parameters]
+        self._memory = [bucket.flat for bucket in self.buckets]
+        if wide not in by_type:
+            self.buckets.append(Bucket(torch.zeros(size, dtype=wide, device=parameters[0].device)))
+        of_counts = self.buckets[list(by_type).index(wide) if wide in by_type else -1]
+        self._counted = of_counts.flat[-size:]
         self._hooks = [self._hook(parameter, at) for at, parameter in enumerate(parameters)]
 
     def _hook(self, parameter: torch.Tensor, at: int) -> torch.utils.hooks.RemovableHandle:
@@ -143,7 +146,7 @@ class Gradients:
                 "a parameter's grad is another tensor than before the microbatch: leave zero_grad() out (a step begins "
                 "with gradients of zero), and sparse gradients"
             )
-        counted = self._counted.flat
+        counted = self._counted
         counted[0] += loss.detach().to(counted.dtype).reshape(())
         counted[1 + j] += 1
         uses = counted[1 + self._microbatches :]
@@ -155,7 +158,7 @@ class Gradients:
 
     def loss(self) -> float:
         """Of the step that was summed.  Raises Disagreement unless each microbatch is in it exactly once."""
-        loss, *counts = self._counted.flat.tolist()
+        loss, *counts = self._counted.tolist()
         times, self._uses = counts[: self._microbatches], counts[self._microbatches :]
         if any(count != 1 for count in times):
             raise Disagreement(f"the sum has the microbatches of the step {[int(count) for count in times]} times")

@@ -21,6 +21,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -277,9 +278,17 @@ def shares(
 
     In the epoch's first step only holders have a part: the others are getting the state.
     """
-    first = step == at.completed + 1
-    workers = at.holders if first else tuple(sorted(members))
-    had = {w: statuses[w].ran if first and statuses[w].completed == at.completed else () for w in workers}
+    if step != at.completed + 1:
+        return _everybodys(tuple(sorted(members)), microbatches)
+    workers = at.holders
+    had = {w: statuses[w].ran if statuses[w].completed == at.completed else () for w in workers}
     lost = sorted(set(range(microbatches)).difference(*had.values()))
     dealt = reassign(lost, 1, workers, load={worker: len(ran) for worker, ran in had.items()})
+    return {worker: dealt[worker][0] for worker in workers}
+
+
+@lru_cache(maxsize=1)
+def _everybodys(workers: tuple[int, ...], microbatches: int) -> dict[int, list[int]]:
+    """The same in each step of an epoch but the first: with many workers it takes a part of a millisecond."""
+    dealt = reassign(list(range(microbatches)), 1, workers, load=dict.fromkeys(workers, 0))
     return {worker: dealt[worker][0] for worker in workers}

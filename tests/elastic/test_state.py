@@ -31,10 +31,14 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1).to(torch.bfloat16))
 
 
-def test_each_type_has_a_bucket_and_the_loss_a_wide_one() -> None:
+def test_each_type_has_a_bucket_and_the_loss_is_in_a_wide_one() -> None:
+    narrow = Gradients(list(model().bfloat16().parameters()), 5)
+    assert [(bucket.flat.dtype, bucket.flat.numel()) for bucket in narrow.buckets] == [
+        (torch.bfloat16, 16 + 5), (torch.float32, 1 + 5 + 4)
+    ]  # fmt: skip
     gradients = Gradients(list(model().parameters()), 5)
     assert [(bucket.flat.dtype, bucket.flat.numel()) for bucket in gradients.buckets] == [
-        (torch.float32, 16), (torch.bfloat16, 5), (torch.float32, 10)
+        (torch.float32, 16 + 1 + 5 + 4), (torch.bfloat16, 5)
     ]  # fmt: skip
 
 
@@ -60,7 +64,7 @@ def test_a_gradient_that_was_taken_away_is_told_and_is_back_in_the_next_step() -
     gradients.clear()
     parameter.sum().backward()
     gradients.count(0, torch.tensor(1.0))
-    assert gradients.buckets[0].flat.tolist() == [1, 1]
+    assert gradients.buckets[0].flat.tolist() == [1, 1, 1, 1, 1]
 
 
 def test_what_is_summed_stays_in_all_buckets() -> None:
@@ -71,7 +75,7 @@ def test_what_is_summed_stays_in_all_buckets() -> None:
     with gradients.kept():
         for bucket in gradients.buckets:
             bucket.flat += 1
-    assert [bucket.flat[:3].tolist() for bucket in gradients.buckets] == [[1, 1, 2]] * 3
+    assert [bucket.flat[:3].tolist() for bucket in gradients.buckets] == [[1, 1, 2]] * 2
 
 
 def test_states_are_equal_where_their_digests_are() -> None:
