@@ -123,10 +123,11 @@ def all_of_us(yes: bool) -> bool:
 
 
 def main(shards: int, iterations: int) -> None:
-    store, worker, _ = next(dist.rendezvous("env://"))
-    mine = dist.PrefixStore(f"shard group {worker // shards}", store)
-    dist.init_process_group("gloo", store=mine, rank=worker % shards, world_size=shards)
-    column = Column.from_environment(shards=shards)
+    column = Column.from_environment(shards=shards)  # first: it refuses workers that are no whole shard groups
+    group = column.shard_group
+    store, _, _ = next(dist.rendezvous("env://"))
+    mine = dist.PrefixStore(f"shard group {group.number}", store)
+    dist.init_process_group("gloo", store=mine, rank=group.shard, world_size=shards)
     try:
         Trainer(column).train(iterations)
     except RuntimeError:  # gloo's: a mate does not answer any more

@@ -32,9 +32,10 @@ join, or go on, together: ``opened`` is what they ask each other for.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -43,11 +44,12 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group, open_ring_listener
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.transport.handshake import RingListener
+from recover_megatron.errors import refuse
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_LOST_MAJORITY, CoordinatorLost, Json, Plan
-from recover_megatron.membership.session import Session, connect, worker_id
+from recover_megatron.membership.session import Session, connect, is_newcomer, worker_id
 from recover_megatron.membership.wire import find_secret
-from recover_megatron.variables import HOST_VARIABLE
+from recover_megatron.variables import HOST_VARIABLE, REPLACED_VARIABLE
 
 log = get_logger(__name__)
 
@@ -59,6 +61,22 @@ def whole_shard_groups(workers: Collection[int], shards: int) -> list[int]:
     """The numbers of the shard groups of which all workers are among ``workers``, ascending."""
     there = Counter(worker // shards for worker in set(workers))
     return sorted(number for number, count in there.items() if count == shards)
+
+
+def why_no_shard_groups(shards: int, environ: Mapping[str, str]) -> str:
+    """Return why the workers of this launch cannot be shard groups of ``shards``; empty: they can."""
+    workers = int(environ.get("WORLD_SIZE", shards))
+    if shards > 1 and workers % shards:
+        return (
+            f"{workers} workers cannot hold whole shard groups of {shards}: start a multiple of that (recover-run "
+            "--nproc-per-node, --nnodes) or change the number of shards"
+        )
+    if shards > 1 and (is_newcomer(environ) or REPLACED_VARIABLE in environ):
+        return (
+            f"in a run with shard groups of {shards} workers none can be started in place of a lost one, and none can "
+            "join: leave out --max-restarts, --recover-spares and --join"
+        )
+    return ""
 
 
 class ShardGroup:
@@ -137,7 +155,13 @@ class Column:
 
     @classmethod
     def from_environment(cls, *, shards: int = 1, device: torch.device | None = None, timeout: float = 60.0) -> Column:
-        """That of a worker of recover-run; starts its session.  Raises as ``membership.session.connect`` does."""
+        """That of a worker of recover-run; starts its session.  Raises as ``membership.session.connect`` does.
+
+        Where the workers cannot be shard groups the process ends with exit code 2 and a line.  So call it before
+        ``init_process_group``: a shard group that is not complete would wait there for its missing workers.
+        """
+        if why := why_no_shard_groups(shards, os.environ):
+            refuse(os.path.basename(sys.argv[0]), [why])
         key, host = find_secret(os.environ).key("column"), os.environ.get(HOST_VARIABLE, LOOPBACK)
         return cls(connect(), worker_id(), key, shards=shards, host=host, device=device, timeout=timeout)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from examples import hsdp_pytorch
 from recover_megatron.collectives import column as column_module
 from recover_megatron.collectives.column import Column, ShardGroup, whole_shard_groups
 from recover_megatron.collectives.epoch import EpochRevoked
@@ -259,6 +260,35 @@ def test_a_worker_ends_when_a_mate_is_lost_and_only_then(
     assert ended == [EXIT_FENCED] * ends
     group.end_if_broken()
     assert ended == [EXIT_FENCED] * 2 * ends
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"WORLD_SIZE": "3"}, "3 workers cannot hold whole shard groups of 2: start a multiple of that"),
+        ({"WORLD_SIZE": "4", "RECOVER_REPLACED": "1"}, "none can be started in place of a lost one"),
+        ({"WORLD_SIZE": "4", "RECOVER_JOIN": "1"}, "none can join: leave out --max-restarts"),
+    ],
+    ids=["no multiple", "a launch with newcomers", "a newcomer"],
+)
+def test_workers_that_cannot_be_shard_groups_are_refused_before_they_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environ: dict[str, str], words: str
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", **environ}.items():
+        monkeypatch.setenv(name, value)
+    for place, name in ((column_module, "connect"), (dist, "rendezvous"), (dist, "init_process_group")):
+        monkeypatch.setattr(place, name, lambda *given, **named: pytest.fail("it would wait"))
+    with pytest.raises(SystemExit) as end:
+        hsdp_pytorch.main(shards=2, iterations=1)
+    said = capsys.readouterr().err
+    assert (end.value.code, len(said.splitlines())) == (2, 1)
+    assert words in said
+
+
+def test_whole_shard_groups_and_newcomers_that_are_one_each_are_not_refused() -> None:
+    newcomer = {"WORLD_SIZE": "3", "RECOVER_REPLACED": "1", "RECOVER_JOIN": "1"}
+    assert column_module.why_no_shard_groups(1, newcomer) == ""
+    assert column_module.why_no_shard_groups(3, {"WORLD_SIZE": "3"}) == ""
 
 
 def test_each_shard_is_summed_over_the_whole_shard_groups(control: Cluster) -> None:
