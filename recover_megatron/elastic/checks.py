@@ -8,10 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from recover_megatron.elastic.state import Stateful
 from recover_megatron.errors import UserError, refuse, traceback_wanted
-from recover_megatron.variables import COORDINATOR_VARIABLE
+from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
 
 
 def strange_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> int:
@@ -60,6 +61,12 @@ def check(
         )
     if taken := sorted({"model", "optimizer"} & set(state)):
         reasons.append(f"state: the names {', '.join(taken)} are taken")
+    if REPLACED_VARIABLE in os.environ and dist.is_initialized() and dist.get_world_size() > 1:
+        reasons.append(
+            f"there is a process group of {dist.get_world_size()} workers, and a worker that is started in place of a "
+            "lost one cannot take part in it: leave init_process_group() out, make a group of one process "
+            "(docs/library.md), or leave --max-restarts out"
+        )
     if reasons and COORDINATOR_VARIABLE in os.environ and not traceback_wanted():
         refuse(os.path.basename(sys.argv[0]), reasons)
     if reasons:

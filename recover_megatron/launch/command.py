@@ -320,6 +320,7 @@ def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: i
         host=socket.gethostname(),
         command=options.command(),
         fault_tolerant=options.fault_tolerant,
+        elastic=options.elastic,
         script_args=tuple(options.script_args),
         control_plane=options.nnodes == 1 or has_secret(os.environ),
         max_restarts=options.max_restarts,

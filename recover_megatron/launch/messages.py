@@ -134,6 +134,21 @@ def late(worker: WorkerProcess) -> str:
     return f"the run is over before worker {worker.worker_id} was in it: killing it"
 
 
+NO_PROCESS_GROUP = (
+    "a worker that was not launched with the run cannot take part in torch.distributed.init_process_group() with the "
+    "others: leave that call out of a script of the library, or make a group of one process (docs/library.md)"
+)
+
+
+def not_joined(worker: WorkerProcess, waited: float) -> str:
+    """Describe a newcomer that runs and has never had a place in the run."""
+    place = f" in place of worker {worker.replaces}" if worker.replaces is not None else ""
+    return (
+        f"worker {worker.worker_id} on {worker.host} was started{place} and has not joined the run for {waited:g} s; "
+        f"the run goes on without it. If it waits for a process group: {NO_PROCESS_GROUP}; {_log(worker)}"
+    )
+
+
 def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
     return f"more workers may join from other hosts: {_join_command(plan, coordinators)}"
 

@@ -87,6 +87,8 @@ class LaunchPlan:
     command: tuple[str, ...]
     """The interpreter, the script (or ``-m``, module) and its arguments."""
     fault_tolerant: bool
+    elastic: bool = False
+    """True where the script trains with the library: its newcomers must not have the ``MASTER_ADDR`` of Megatron's."""
     script_args: tuple[str, ...] = ()
     """The script's own arguments: the last of ``command``."""
     control_plane: bool = True
@@ -425,7 +427,11 @@ class WorkerEnvironment:
             for line in self._overruled:
                 self._say(line)
             self._network = self._choose_interface()
-        return {**self._shared, **self._added, **worker_variables(self._plan, worker, run_id), **self._network}
+        own = worker_variables(self._plan, worker, run_id)
+        found = {**self._shared, **self._added, **own, **self._network}
+        if self._plan.elastic and JOIN_VARIABLE in own:  # init_process_group() is to fail, not to wait for ever
+            del found["MASTER_ADDR"], found["MASTER_PORT"]
+        return found
 
     def _choose_interface(self) -> dict[str, str]:
         """The variables that have the workers talk over the interface by which this host and the others reach."""

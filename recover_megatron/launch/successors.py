@@ -43,6 +43,7 @@ from recover_megatron.membership.records import EXIT_FENCED, JOINED_FROM, MAX_WO
 
 WAIT_SECONDS, LONGEST_WAIT_SECONDS = 30.0, 600.0
 """How long the next replacement waits after two in a row have failed alike, and at most."""
+JOIN_SECONDS = 60.0
 
 
 def launched(plan: LaunchPlan) -> list[WorkerProcess]:
@@ -220,9 +221,13 @@ class Successors:
 
 @dataclass(eq=False)
 class LateNewcomers:
-    """Kills newcomers that no plan has had when the run is over: nobody tells them so, and they would wait for ever."""
+    """Kills newcomers that no plan has had when the run is over: nobody tells them so, and they would wait for ever.
+
+    While the run goes on it says which newcomer of the library has not come JOIN_SECONDS after its start.
+    """
 
     _plan: LaunchPlan
+    _loop: EventLoop
     _table: WorkerTable
     _control: ControlPlane
     _say: Callable[[str], None]
@@ -238,8 +243,19 @@ class LateNewcomers:
         """Whether the end of ``worker`` is no news."""
         return worker.worker_id in self._killed
 
+    def started(self, worker: WorkerProcess) -> None:
+        """``worker`` has been started, perhaps too late."""
+        self.look()
+        if self._plan.elastic and worker.worker_id >= self._plan.world_size:
+            self._loop.call_later(JOIN_SECONDS, partial(self._look_for, worker))
+
+    def _look_for(self, worker: WorkerProcess) -> None:
+        if worker.state is WorkerState.RUNNING and worker.worker_id not in self._control.agent.planned:
+            self._say(messages.not_joined(worker, JOIN_SECONDS))
+            self._table.note(worker.worker_id, f"it had not joined the run {JOIN_SECONDS:g} s after its start")
+
     def look(self) -> None:
-        """A worker has been started, perhaps too late."""
+        """Kill those that are too late, if the run is over."""
         if not self._run_is_over:
             return
         for worker in self._table.running:

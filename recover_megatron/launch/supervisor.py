@@ -75,7 +75,7 @@ class Supervisor:
         self._successors = Successors(plan, self._loop, self._table, say, self._start_tested, self._left_out)
         self._control = ControlPlane(plan, inherited, self._loop, say, self)
         self._exporter = ExporterProcess(plan, inherited, self._loop, say)
-        self._late = LateNewcomers(plan, self._table, self._control, say)
+        self._late = LateNewcomers(plan, self._loop, self._table, self._control, say)
         self._start_up = StartUp(
             self._loop, plan, self._table, self._control, say, self.go_on_without, self.fail_launch
         )
@@ -202,7 +202,7 @@ class Supervisor:
         self._environment.add(self._control.variables)  # the candidates that are known now
         pid = self._table.start(worker, self._environment.of(worker, self._peers.run_id))
         self._control.agent.spawned(worker.worker_id, pid)
-        self._late.look()
+        self._late.started(worker)
 
     # --- a worker's end ---
 
@@ -232,6 +232,8 @@ class Supervisor:
             tests, going_on = bool(self._plan.device_test), None if ending else len(others) - condemned
             said = messages.worker_ended(worker, going_on, left_behind, successor, condemned, tests_device=tests)
             self._console.say(said)
+        if self._plan.elastic and "MASTER_ADDR" in self._table.last_words.get(worker.worker_id, ""):
+            self._console.say(messages.NO_PROCESS_GROUP)
         if successor is not None:
             self._successors.start(successor, self._environment.of(successor, self._peers.run_id))
         elif not others:

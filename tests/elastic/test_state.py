@@ -13,7 +13,7 @@ import torch
 
 from recover_megatron import ElasticDataParallel
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.elastic import data_parallel
+from recover_megatron.elastic import checks, data_parallel
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.leading import Leading
@@ -407,6 +407,21 @@ def test_a_worker_refuses_what_it_cannot_train_without_a_traceback(
     with pytest.raises(SystemExit, match="2"):
         ElasticDataParallel(model, optimizer(model), microbatches=1)
     assert f"error: {reason}" in capsys.readouterr().err
+
+
+def test_a_process_group_in_which_no_later_worker_can_take_part_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RECOVER_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("RECOVER_REPLACED", "1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(SystemExit, match="2"):
+        ElasticDataParallel(module, torch.optim.SGD(module.parameters()), microbatches=1)
+    assert "error: there is a process group of 2 workers" in capsys.readouterr().err
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    checks.check(module, torch.optim.SGD(module.parameters()), [*module.parameters()], 1, {})
 
 
 def test_the_package_has_three_names_and_imports_torch_for_them_alone() -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from recover_megatron.arguments import parse_addresses
-from recover_megatron.launch import arguments, command, control_plane, plan
+from recover_megatron.launch import arguments, command, control_plane, plan, successors
 from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import interface_of, interfaces, loopback, variables_for
@@ -22,6 +22,7 @@ from tests.hosts.conftest import can_have_hosts
 from tests.hosts.hosts import Hosts
 
 from .conftest import SECRET, Bench, plan_of
+from .test_newcomers import ended
 from .test_store import ALL_REDUCE
 
 SHOW = "import json, os, sys; print('ENV', json.dumps(dict(os.environ)))"
@@ -61,6 +62,38 @@ def test_workers_get_torchruns_variables_and_ours(bench):
         assert f":{variables['MASTER_PORT']}," in launch.err
         assert variables["TORCHELASTIC_RUN_ID"]
     assert found["0"]["RECOVER_LAUNCH_ID"] == found["1"]["RECOVER_LAUNCH_ID"]
+
+
+def test_a_newcomer_of_the_library_finds_no_store_in_which_it_would_wait_for_ever():
+    def store_of(worker: object, **fields: object) -> list[str]:
+        environment = plan.WorkerEnvironment(plan_of(max_restarts=1, **fields), {"MASTER_ADDR": "mine"}, print)
+        return [name for name in environment.of(worker, "r") if name.startswith("MASTER_")]
+
+    launched = successors.launched(plan_of())[0]
+    newcomer = successors.Replacements(plan_of(max_restarts=1)).of(ended(launched, -9), 0)
+    both = ["MASTER_ADDR", "MASTER_PORT"]
+    assert (store_of(newcomer, elastic=True), store_of(launched, elastic=True), store_of(newcomer)) == ([], both, both)
+
+
+def test_the_console_says_why_a_newcomer_of_the_library_cannot_make_a_process_group(bench):
+    script = bench.script(
+        """
+        import os, time
+        from recover_megatron.membership.session import connect
+
+        os.environ["MASTER_ADDR"]  # as torch asks for it
+        session = connect()
+        session.join({})
+        print("JOINED", flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        """
+    )
+    launch = bench.up(2, "--elastic", "--max-restarts", 1, script, says="JOINED")
+    bench.kill(1, count=2)
+    launch.wait_for("cannot take part in torch.distributed.init_process_group()")
+    bench.go()
+    launch.wait()
 
 
 @pytest.mark.slow

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 from recover_megatron.launch import successors
-from recover_megatron.launch.states import WorkerProcess
-from recover_megatron.launch.successors import Successors
+from recover_megatron.launch.states import WorkerProcess, WorkerState
+from recover_megatron.launch.successors import JOIN_SECONDS, LateNewcomers, Successors
 from tests.launch.conftest import plan_of
 from tests.launch.test_newcomers import ended
 
@@ -116,3 +117,27 @@ def test_a_replacement_that_waits_does_not_keep_a_launch_whose_run_is_over():
     assert played.ends == ["left"]
     played.due[0][1]()
     assert played.started == [4, 5], "not any more"
+
+
+def test_the_console_and_the_note_say_which_newcomer_of_the_library_does_not_come():
+    plan, due, said, notes = plan_of(elastic=True, max_restarts=3), [], [], {}
+    control = SimpleNamespace(agent=SimpleNamespace(planned={0, 1, 2, 3, 5}))
+    loop = SimpleNamespace(call_later=lambda *call: due.append(call))
+    late = LateNewcomers(plan, loop, SimpleNamespace(note=notes.__setitem__), control, said.append)
+    launched, replacements = successors.launched(plan), successors.Replacements(plan)
+    workers = [replacements.of(ended(worker, -9), 0) for worker in launched[:3]]
+    for worker in [launched[3], *workers]:
+        worker.state = WorkerState.RUNNING
+        late.started(worker)
+    ended(workers[2], 1)
+    assert [seconds for seconds, _ in due] == [JOIN_SECONDS] * 3, "the launch's own workers are not newcomers"
+    for _, look in due:
+        look()
+    assert [*notes] == [4], "5 has joined, 6 has ended"
+    (line,) = said
+    assert line.startswith(
+        "worker 4 on h was started in place of worker 0 and has not joined the run for 60 s; the run"
+    )
+    assert "torch.distributed.init_process_group()" in line
+    LateNewcomers(plan_of(max_restarts=3), loop, None, control, said.append).started(workers[0])
+    assert len(due) == 3, "Megatron's take longer, and say what they do"
