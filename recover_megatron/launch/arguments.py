@@ -62,7 +62,7 @@ _TORCHRUN_HINTS = {
     "--shutdown-timeout": "use --grace-seconds",
     "--role": "leave it out",
     "--event-log-handler": "leave it out",
-    "--no-python": "give a script of Python, or a module with -m",
+    "--numa-binding": "have numactl start the script: --no-python numactl --cpunodebind=N python SCRIPT",
     "--run-path": "give the script itself",
 }
 
@@ -204,6 +204,11 @@ class Options:
         docs="[below](#what-is-checked-before-anything-is-started)",
     )
     module: bool = option(False, "SCRIPT is the name of a module, as with python -m", short="-m")
+    no_python: bool = option(
+        False, "SCRIPT is a program, which is executed as it is", docs="[below](#programs-that-start-the-script)"
+    )
+    wrapper: tuple[str, ...] = ()
+    """With ``no_python``: the words before the Python script that SCRIPT starts; empty: no word is known for one."""
     device_test_command: tuple[str, ...] = ()
     """The words of ``device_test``."""
     coordinators: tuple[tuple[str, int], ...] = ()
@@ -218,9 +223,12 @@ class Options:
         return self.elastic or "--recover" in self.script_args
 
     def command(self) -> tuple[str, ...]:
+        if self.no_python and not self.wrapper:
+            return (str(self.script), *self.script_args)
         asked = not self.elastic and any(word.startswith("--recover") for word in self.script_args)
         runner = ["-m", RUNNER] if asked and takes_runner(str(self.script), self.module) else []
-        return (sys.executable, *runner, *(["-m"] if self.module else []), str(self.script), *self.script_args)
+        runner += ["-m"] if self.module else []
+        return (*(self.wrapper or [sys.executable]), *runner, str(self.script), *self.script_args)
 
 
 FLAGS = tuple(flags_of(Options))
@@ -278,6 +286,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
         options.master_port = DEFAULT_PORT_SEVERAL_NODES
     if rest:
         options.script, options.script_args = rest[0], list(rest[1:])
+        reasons += _take_program(options, rest) if options.no_python else []
     if options.node_rank >= options.nnodes and not failed & {"--node-rank", "--nnodes"}:
         reasons.append(
             f"--node-rank {options.node_rank} is not below --nnodes {options.nnodes}: nodes are numbered from 0 to "
@@ -349,6 +358,20 @@ def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) 
     return []
 
 
+def _take_program(options: Options, words: Sequence[str]) -> list[str]:
+    """Find the program, and the script that it starts, to which all checks then apply.  Returns the reasons against."""
+    if options.module:
+        return ["--no-python and -m: give one of them; behind --no-python write python -m MODULE"]
+    program = shutil.which(words[0]) or os.path.abspath(words[0])
+    if why := readers.why_not_executed(program):
+        return [f"--no-python {words[0]}: {why}"]
+    options.script = program
+    if (at := readers.script_behind_python(words)) is not None:
+        options.module, options.wrapper = words[at] == "-m", (program, *words[1:at])
+        options.script, *options.script_args = words[at + options.module :]
+    return []
+
+
 def _check_newcomers(options: Options) -> list[str]:
     """The reasons against starting workers while the run goes on; fills in the coordinators of the run to join."""
     reasons = []
@@ -405,7 +428,7 @@ def _check_device_test(options: Options) -> list[str]:
 def check_files(options: Options) -> list[str]:
     """The reasons against the script and the log folder, which is made if it is missing, but not by ``--check``."""
     reasons = []
-    if options.script is not None:
+    if options.script is not None and (options.wrapper or not options.no_python):
         reasons += check_module(options.script) if options.module else check_script(options.script)
     if options.log_dir is not None and (why := readers.why_not_written(options.log_dir, tried=not options.check)):
         reasons.append(f"--log-dir {options.log_dir} cannot be written ({why}): name a folder that you may write to")

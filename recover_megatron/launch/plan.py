@@ -55,7 +55,7 @@ TRAINING = "pretrain_gpt_recover"
 
 def is_megatrons(script: str) -> bool:
     """Whether a script, by its file or module, takes Megatron's flags: ours, one of a checkout, or one that says so."""
-    return Path(script).stem.startswith("pretrain_") or imports_pretrain(script)
+    return (Path(script).stem.startswith("pretrain_") and not script.endswith(".sh")) or imports_pretrain(script)
 
 
 def is_known(script: str, script_args: Sequence[str]) -> bool:
@@ -85,7 +85,7 @@ class LaunchPlan:
     run_id: str
     host: str
     command: tuple[str, ...]
-    """The interpreter, the script (or ``-m``, module) and its arguments."""
+    """The interpreter (with the programs before it), the script (or ``-m``, module) and its arguments."""
     fault_tolerant: bool
     elastic: bool = False
     """True where the script trains with the library: its newcomers must not have the ``MASTER_ADDR`` of Megatron's."""

@@ -21,8 +21,11 @@ import errno
 import importlib.machinery
 import importlib.util
 import os
+import re
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -156,10 +159,53 @@ def check_script(script: str) -> list[str]:
     if not path.exists():
         nearest = difflib.get_close_matches(path.name, _names_in(path.parent), n=1)
         hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+        if shutil.which(script):
+            hint = f"; to start the script by the program {script} write --no-python before it"
         if path.stem in INSTALLED.values():
             hint = f"; the installed one is run by its bare name, {path.stem}.py"
         return [f"script {script} does not exist (looked for {path.absolute()}){hint}"]
+    if _is_other_program(path):
+        return [f"script {script} is not written in Python: to execute it as it is write --no-python before it"]
     return [] if os.access(path, os.R_OK) else [f"script {script} cannot be read: check its permissions"]
+
+
+def _is_other_program(path: Path) -> bool:
+    """Tell a shell script or a binary, at which Python would end with a SyntaxError."""
+    try:
+        with path.open("rb") as file:
+            first = file.readline(256)
+            if re.match(rb"#!.*\b\w*sh\b", first):
+                ast.parse(file.read())  # a few are both
+            return first.startswith(b"\x7fELF")
+    except OSError:
+        return False
+    except (SyntaxError, ValueError):
+        return True
+
+
+def why_not_executed(program: str) -> str:
+    """Say why the kernel would not execute the file ``program``; empty: nothing speaks against it."""
+    if not os.path.isfile(program):
+        return "there is no such program, here or on the PATH"
+    if not os.access(program, os.X_OK):
+        return f"it may not be executed: chmod +x {program}"
+    with suppress(OSError), open(program, "rb") as file:  # that may be executed, and not read
+        first = file.readline(256)
+        interpreter = os.fsdecode(b"".join(first[2:].split()[:1]))
+        if first[:2] == b"#!" and not os.access(interpreter, os.X_OK):
+            return f"its interpreter {interpreter} is not there"
+        if first.isascii() and first[:2] != b"#!":
+            return "it is a text without an interpreter: let its first line be #!/bin/sh, or as it needs"
+    return ""
+
+
+def script_behind_python(words: Sequence[str]) -> int | None:
+    """Find the script that Python runs in a command, or the ``-m`` before a module: its place; None: nothing tells."""
+    at = next((at for at, word in enumerate(words, 1) if re.fullmatch(r"python[\d.]*", Path(word).name)), len(words))
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "-c", "-m"):
+        at += 2 if words[at] in ("-W", "-X") else 1
+    found = words[at : at + 2]
+    return at if found and found[0] not in ("-", "-c") and found != ["-m"] else None
 
 
 def check_module(module: str) -> list[str]:

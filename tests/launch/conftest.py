@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 import pytest
 
+from recover_megatron.launch import command
 from recover_megatron.launch.plan import LaunchPlan
 from tests.harness import REPOSITORY
 from tests.harness.processes import free_port, processes_with, python
@@ -247,6 +248,19 @@ def as_from_a_terminal() -> None:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with Bench(tmp_path) as bench:
         yield bench
+
+
+@pytest.fixture
+def refused_here(bench, monkeypatch, capsys):
+    """What is said of a command line that must be refused; run in this process, it fails if anything would start."""
+
+    def refused_here(*argv):
+        monkeypatch.chdir(bench.folder)
+        monkeypatch.setattr(command, "Supervisor", lambda *_: pytest.fail("it would be started"))
+        assert command.run([str(word) for word in argv]) == 2
+        return capsys.readouterr().err
+
+    return refused_here
 
 
 def plan_of(**fields: object) -> LaunchPlan:

@@ -10,19 +10,6 @@ from recover_megatron.launch import arguments, command, store
 from .conftest import UNTIL_TOLD
 
 
-@pytest.fixture
-def refused_here(bench, monkeypatch, capsys):
-    """What is said of a command line that must be refused; run in this process, it fails if anything would start."""
-
-    def refused_here(*argv):
-        monkeypatch.chdir(bench.folder)
-        monkeypatch.setattr(command, "Supervisor", lambda *_: pytest.fail("it would be started"))
-        assert command.run([str(word) for word in argv]) == 2
-        return capsys.readouterr().err
-
-    return refused_here
-
-
 def test_everything_after_script_belongs_to_the_script(bench):
     script = bench.script("import sys; print(sys.argv)")
     launch = bench.run(script, "--nproc-per-node", "9", "--join", "--help", "--unknown")
