@@ -10,9 +10,16 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from recover_megatron import program
 from recover_megatron.elastic.state import Stateful
-from recover_megatron.errors import UserError, refuse, traceback_wanted
+from recover_megatron.errors import EXIT_USAGE, UserError, refuse, traceback_wanted
+from recover_megatron.instep.comparison import OwnDescription, Told, odd_ones
+from recover_megatron.logger import get_logger
+from recover_megatron.membership.records import Json
+from recover_megatron.membership.session import Session
 from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
+
+log = get_logger(__name__)
 
 
 def strange_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> int:
@@ -71,3 +78,29 @@ def check(
         refuse(os.path.basename(sys.argv[0]), reasons)
     if reasons:
         raise UserError(*reasons)
+
+
+_AT_IMPORT = program.describe()
+"""The program as it was loaded by then: its files may be edited before the model is built."""
+
+
+def loaded_program() -> dict[str, str]:
+    """Describe the program of this process, with the text that each module had when this package was imported."""
+    return {**program.describe(), **_AT_IMPORT}
+
+
+def some_differ(own: OwnDescription, worker: int, holds: bool, statuses: Mapping[int, Json], session: Session) -> bool:
+    """Tell if a worker is known to differ from the run by what all have joined with: then the epoch is not begun.
+
+    Ends the process where that is this worker, and the run where it has a state (``holds``): then both are of the
+    launch.
+    """
+    told = {each: Told.of(status, "holds", "holds", "address") for each, status in statuses.items()}
+    odd = odd_ones(told)
+    different = own.different(worker, told, odd)
+    if different and not holds:
+        log.info(f"worker {worker} ends, and the run goes on without it: it {different}")
+        sys.exit(EXIT_USAGE)
+    if different:
+        session.give_up(EXIT_USAGE, f"worker {worker} {different}")
+    return bool(different or odd.workers)

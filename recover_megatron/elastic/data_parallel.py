@@ -1,4 +1,4 @@
-"""A model and an optimizer whose steps are finished when workers die in them, and ``run``: all steps of a training.
+"""A model and an optimizer whose steps are finished when workers die in them.
 
     step(s)   JOIN --plan--> GROUP --> (fetch the state) --> run my share --> sum --> agree --> optimizer's step
                 ^                                                    |
@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 
-from recover_megatron import program
 from recover_megatron.collectives.column import LOOPBACK, Column
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
-from recover_megatron.elastic.checks import check, strange_parameters
+from recover_megatron.elastic.checks import check, loaded_program, some_differ, strange_parameters
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.leading import Leading, settled
@@ -41,14 +40,14 @@ from recover_megatron.elastic.state import (
     State,
     Stateful,
     Status,
-    covered_otherwise,
+    odd_cover,
     shares,
     standing,
 )
 from recover_megatron.elastic.steps import Microbatch, StepResult
 from recover_megatron.elastic.verification import compare
 from recover_megatron.errors import EXIT_USAGE
-from recover_megatron.instep.comparison import OwnDescription, Told, odd_ones
+from recover_megatron.instep.comparison import OwnDescription
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_STATE_LOST, CoordinatorLost
 from recover_megatron.membership.session import is_newcomer
@@ -57,16 +56,8 @@ from recover_megatron.variables import HOST_VARIABLE
 
 log = get_logger(__name__)
 
-_AT_IMPORT = program.describe()
-"""The program as it was loaded by then: its files may be edited before the model is built."""
-
 OPENING_SECONDS = 600.0
 """How long workers wait for each other at the beginning of an epoch: some may be between two steps."""
-
-
-def _program() -> dict[str, str]:
-    """Describe the program of this process, with the text that each module had when this package was imported."""
-    return {**program.describe(), **_AT_IMPORT}
 
 
 class ElasticDataParallel:
@@ -112,7 +103,7 @@ class ElasticDataParallel:
         allow_seconds: float = 240.0,
         compare_code: bool = True,
     ) -> None:
-        code = _program() if compare_code else {}
+        code = loaded_program() if compare_code else {}
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._known = set(map(id, model.parameters()))
         check(model, optimizer, parameters, microbatches, state or {})
@@ -291,7 +282,7 @@ class ElasticDataParallel:
             self._gradients.covered, self._leading.todo, leaving,
         )  # fmt: skip
         self._column.join(self._told.to_json())
-        if self._some_differ():
+        if some_differ(self._own, self.worker, self._holds, self._column.statuses, self._session):
             self._session.wait_revoked()  # those end, or all do
             return
         self._statuses = {worker: Status.from_json(told) for worker, told in self._column.statuses.items()}
@@ -309,7 +300,7 @@ class ElasticDataParallel:
             told = [its for its in holders if its.completed == self._standing.completed]
             self._gradients.cover((told or holders)[0].covered)
             self._gradients.clear()
-        if odd := covered_otherwise(self._statuses, self._standing):
+        if odd := odd_cover(self._statuses, self._standing):
             raise self._begins_with(
                 f"worker {odd} trains other parameters than worker {self._standing.holders[0]} from step "
                 f"{self._standing.completed + 1} on: a layer must be unfrozen on all workers after the same step"
@@ -328,23 +319,6 @@ class ElasticDataParallel:
             lambda name: self._session.mark(self.completed, name, allow=allow),
             lambda name, error: self._report(name, None, error),
         )
-
-    def _some_differ(self) -> bool:
-        """Tell if a worker is known to differ from the run: then this epoch is not begun.
-
-        Ends the process where that is this worker, and the run where it has a state: then both are of the launch.
-        """
-        told = {
-            worker: Told.of(status, "holds", "holds", "address") for worker, status in self._column.statuses.items()
-        }
-        odd = odd_ones(told)
-        different = self._own.different(self.worker, told, odd)
-        if different and not self._holds:
-            log.info(f"worker {self.worker} ends, and the run goes on without it: it {different}")
-            sys.exit(EXIT_USAGE)
-        if different:
-            self._session.give_up(EXIT_USAGE, f"worker {self.worker} {different}")
-        return bool(different or odd.workers)
 
     def _nobody_holds(self) -> CoordinatorLost:
         """All that had the state have finished, or have died: the end of the run, for this worker or for all."""

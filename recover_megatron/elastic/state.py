@@ -262,7 +262,7 @@ def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
     return Standing(completed, tuple(worker for worker, status in newest.items() if status.digest == lead.digest))
 
 
-def covered_otherwise(statuses: Mapping[int, Status], at: Standing) -> int | None:
+def odd_cover(statuses: Mapping[int, Status], at: Standing) -> int | None:
     """The first of those that hold the state which covers other parameters than the lowest; None: none does.
 
     Those that joined before the last step was finished do not count: they may not have unfrozen a layer yet.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recover_megatron.elastic.gradients import Gradients
-from recover_megatron.elastic.state import Standing, Status, covered_otherwise
+from recover_megatron.elastic.state import Standing, Status, odd_cover
 
 
 def parameters(*trained: bool) -> list[torch.nn.Parameter]:
@@ -130,4 +130,4 @@ def test_a_worker_that_comes_covers_and_trains_what_the_others_do() -> None:
 def test_a_worker_that_alone_unfreezes_a_layer_is_named(told: dict[int, tuple[int, str]], odd: int | None) -> None:
     statuses = {worker: Status(its, worker != 4, covered=covered) for worker, (its, covered) in told.items()}
     holders = tuple(worker for worker in told if worker != 4)
-    assert covered_otherwise(statuses, Standing(7, holders)) == odd
+    assert odd_cover(statuses, Standing(7, holders)) == odd

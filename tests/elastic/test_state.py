@@ -4,6 +4,7 @@ what a microbatch must not do when it has done it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 
 from recover_megatron import ElasticDataParallel
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.elastic import checks, data_parallel
+from recover_megatron.elastic import checks
+from recover_megatron.elastic.checks import some_differ
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.leading import Leading
@@ -297,35 +299,32 @@ def test_a_newcomer_that_differs_ends_with_2_and_the_others_do_not_begin_with_it
 ) -> None:
     """A worker of the run, and the newcomer, each with what both have joined with."""
     plain = {"model": torch.nn.Linear(2, 1), "microbatches": 16, "seed": 0, "state": {}, "code": {"train.py": "1"}}
-    workers, joined, gave_up, lines = {}, {}, [], []
-    monkeypatch.setattr("recover_megatron.elastic.data_parallel.log", SimpleNamespace(info=lines.append))
+    differ, joined, gave_up, lines = {}, {}, [], []
+    session: Any = SimpleNamespace(give_up=lambda *what: gave_up.append(what))
+    monkeypatch.setattr("recover_megatron.elastic.checks.log", SimpleNamespace(info=lines.append))
     for me, given in ((0, plain), (3, {**plain, **change})):
-        it = workers[me] = object.__new__(ElasticDataParallel)
         store = PeerStoreServer("127.0.0.1", b"x" * 32)
         settings = Status.settings(given["model"], given["microbatches"], given["seed"], 100, given["state"])
-        it._own = OwnDescription(settings, given["code"], store, b"x" * 32, called="settings")
-        it._holds = me == 0
-        it._column = SimpleNamespace(me=me, statuses=joined)  # type: ignore[assignment]
-        it._session = SimpleNamespace(give_up=lambda *what: gave_up.append(what))  # type: ignore[assignment]
-        own = Status(5, it._holds, "", (), store.address, it._own.given, it._own.code)
-        joined[me] = own.to_json()
+        own = OwnDescription(settings, given["code"], store, b"x" * 32, called="settings")
+        joined[me] = Status(5, me == 0, "", (), store.address, own.given, own.code).to_json()
+        differ[me] = partial(some_differ, own, me, me == 0, joined, session)
     # The digest of a program may differ for good reasons: of that the newcomer alone finds out.
-    assert workers[0]._some_differ() == ("code" not in change)
+    assert differ[0]() == ("code" not in change)
     with pytest.raises(SystemExit) as ended:
-        workers[3]._some_differ()
+        differ[3]()
     assert ended.value.code == 2
     assert "worker 3 ends, and the run goes on without it" in lines[0]
     assert said in lines[0]
     assert gave_up == []
     del joined[3]
-    assert not workers[0]._some_differ()
+    assert not differ[0]()
 
 
 def test_a_module_is_described_as_it_was_when_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the model is built, minutes later perhaps, somebody may edit the shared files."""
-    monkeypatch.setattr(data_parallel, "_AT_IMPORT", {"net.py": "as it was imported"})
-    monkeypatch.setattr(data_parallel.program, "describe", lambda: {"net.py": "edited since", "late.py": "1"})
-    assert data_parallel._program() == {"net.py": "as it was imported", "late.py": "1"}
+    monkeypatch.setattr(checks, "_AT_IMPORT", {"net.py": "as it was imported"})
+    monkeypatch.setattr(checks.program, "describe", lambda: {"net.py": "edited since", "late.py": "1"})
+    assert checks.loaded_program() == {"net.py": "as it was imported", "late.py": "1"}
 
 
 @pytest.mark.parametrize(
