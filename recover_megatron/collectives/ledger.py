@@ -237,7 +237,9 @@ class Bucket:
         flat = torch.zeros(sum(s.numel() for s in shards) + extra, dtype=tensors[0].dtype, device=tensors[0].device)
         at = 0
         for parameter, shard in zip(tensors, shards, strict=True):
-            gradient = flat[at : at + shard.numel()].view_as(shard)
+            # In the parameter's order of memory (channels_last): fused optimizers go through both side by side.
+            order = torch.empty_like(shard, device="meta").stride()
+            gradient = flat[at : at + shard.numel()].as_strided(shard.shape, order)
             parameter.grad = _laid_out_as(parameter, gradient)
             at += shard.numel()
         return cls(flat)

@@ -186,6 +186,8 @@ class ElasticDataParallel:
             if self._before_update is not None:
                 self._before_update()
             self._optimizer.step()
+            if not self._changed:  # an optimizer has its state from now on
+                self._state.check()
         except Exception as error:
             self._report("update", None, error)
             raise

@@ -72,13 +72,17 @@ class State:
             with as_sent(part) if same_types else contextlib.nullcontext():
                 part.load_state_dict(copy.deepcopy(tree[name]) if copied else tree[name])
 
-    def digest(self) -> str:
-        """Equal where two states are, bit for bit.  Raises UserError for what cannot be sent to other workers."""
-        tree = self.tree()
-        reasons = [f"state of {name!r}: {why}" for name, its in tree.items() if (why := _cannot_be_sent(its))]
+    def check(self) -> None:
+        """Raise UserError where something of the state cannot be sent to other workers, with all reasons."""
+        found = self.tree().items()
+        reasons = [f"state of {name!r}: {why}" for name, its in found if (why := _cannot_be_sent(its))]
         if reasons:
             raise UserError(*reasons)
-        text, tensors = flatten(tree)
+
+    def digest(self) -> str:
+        """Equal where two states are, bit for bit.  Raises UserError as ``check`` does."""
+        self.check()
+        text, tensors = flatten(self.tree())
         known = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return f"{digest([known, *tensors]):x}"
 
@@ -224,7 +228,12 @@ class Status:
     ) -> dict[str, str]:
         """The settings whose digest is ``flags``: name -> text."""
         trained = {name: its for name, its in model.named_parameters() if its.requires_grad}
-        parameters = {f"parameter {name}": f"{its.dtype} {list(its.shape)}" for name, its in trained.items()}
+        orders = {
+            name: "" if its.is_contiguous() else f", strides {list(its.stride())}" for name, its in trained.items()
+        }
+        parameters = {
+            f"parameter {name}": f"{its.dtype} {list(its.shape)}{orders[name]}" for name, its in trained.items()
+        }
         others = {"microbatches": str(microbatches), "seed": str(seed), "verify_interval": str(verify_interval)}
         others["state"] = ", ".join(sorted(state))
         order = hashlib.blake2b("\n".join(trained).encode(), digest_size=8).hexdigest()

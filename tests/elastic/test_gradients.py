@@ -117,6 +117,25 @@ def test_a_worker_that_comes_covers_and_trains_what_the_others_do() -> None:
             mine.cover(wrong)
 
 
+def test_a_fused_optimizer_steps_with_the_gradient_of_each_element_whatever_the_order_in_memory() -> None:
+    def trained(*, fused: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        gradients = Gradients(list(model.parameters()), 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        for _ in range(3):
+            gradients.clear()
+            loss = model(torch.randn(1, 3, 4, 4)).square().sum()
+            loss.backward()
+            gradients.count(0, loss)
+            optimizer.step()
+        assert model.weight.grad is not None
+        assert model.weight.grad.stride() == model.weight.stride() != model.weight.contiguous().stride()
+        return model.weight.detach()
+
+    torch.testing.assert_close(trained(fused=True), trained(fused=False))
+
+
 @pytest.mark.parametrize(
     ("told", "odd"),
     [

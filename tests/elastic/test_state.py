@@ -245,16 +245,16 @@ def test_the_coordinator_is_told_of_an_exception_that_ends_the_worker_wherever_i
     assert len(shown) == 2, "it is printed as always"
 
 
-def test_the_coordinator_is_told_the_loss_of_each_finished_step() -> None:
-    striking, told = Striking(), []
+def stepping(striking: Striking, told: list[Any]) -> ElasticDataParallel:
+    """One that makes whole steps with itself alone; ``told``: what the coordinator is told of losses and errors."""
     it = elastic(striking, striking.optimizer)
     it._optimizer, it._known, it._before_update = striking.optimizer, {id(striking.weight)}, None
-    it.completed, it._holds, it._summed = 0, True, frozenset({1})
+    it.completed, it._holds, it._changed, it._summed = 0, True, False, frozenset({1})
     it._column = column = SimpleNamespace(me=1, members=[1], over=False, committed=0)  # type: ignore[assignment]
     it._exchange = SimpleNamespace(withdraw=lambda: None)  # type: ignore[assignment]
     it._session = SimpleNamespace(  # type: ignore[assignment]
         epoch=1, settings=SimpleNamespace(stall_timeout=1.0), mark=lambda *_, **__: None,
-        show_loss=lambda *what: told.append(what),
+        show_loss=lambda *what: told.append(what), report_exception=lambda *what, **_: told.append(what[2]),
     )  # fmt: skip
 
     def finish(microbatch: Callable[[int, int], torch.Tensor]) -> None:
@@ -263,9 +263,26 @@ def test_the_coordinator_is_told_the_loss_of_each_finished_step() -> None:
         column.committed += 1
 
     it._finish = finish  # type: ignore[method-assign]
+    return it
+
+
+def test_the_coordinator_is_told_the_loss_of_each_finished_step() -> None:
+    striking, told = Striking(), []
+    it = stepping(striking, told)
     losses = [it.step(lambda step, j: striking.plain() * step).loss for _ in range(2)]
     assert told == list(enumerate(losses, 1))
     assert losses[0] == 3.0
+
+
+def test_an_optimizer_whose_state_cannot_be_sent_is_found_when_it_has_one_and_not_by_a_death() -> None:
+    striking, told = Striking(), []
+    it = stepping(striking, told)
+    update = striking.optimizer.step
+    striking.optimizer.step = lambda: (update(), striking.optimizer.state[striking.weight].update(kind=b"1"))  # type: ignore
+    with pytest.raises(UserError, match="state of 'optimizer': a bytes cannot be sent"):
+        it.step(lambda step, j: striking.plain())
+    assert len(told) == 1
+    assert "a bytes cannot be sent" in told[0]
 
 
 def status(completed: int = 0, holds: bool = True, digest: str = "", ran: tuple[int, ...] = ()) -> Status:
