@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, Fenced
-
-if TYPE_CHECKING:
-    from recover_megatron.elastic.data_parallel import ElasticDataParallel
 
 log = get_logger(__name__)
 
@@ -42,7 +39,19 @@ class StepResult:
     """From its begin on this worker to the end of the optimizer's step."""
 
 
-def run(elastic: ElasticDataParallel, microbatch: Microbatch, steps: int) -> Iterator[StepResult]:
+class Elastic(Protocol):
+    """What ``run`` needs of an `ElasticDataParallel`."""
+
+    completed: int
+
+    @property
+    def worker(self) -> int: ...
+    def begin(self) -> int: ...
+    def step(self, microbatch: Microbatch) -> StepResult: ...
+    def leave(self) -> None: ...
+
+
+def run(elastic: Elastic, microbatch: Microbatch, steps: int) -> Iterator[StepResult]:
     """Train until step ``steps`` is finished, and yield each step when it is finished and applied here.
 
     What stands in the body of the ``for`` loop is done by every worker between two steps (a scheduler's step, a line in
