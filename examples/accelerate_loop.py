@@ -2,8 +2,9 @@
 
     recover-run --elastic --max-restarts 2 --nproc-per-node 4 examples/accelerate_loop.py
 
-What changes of such a loop: accelerate is to see one process (the workers find each other by recover-run), batches are
-asked for by their number, and ``zero_grad``, ``backward`` and ``optimizer.step`` are called by the library.
+Four places of such a loop change: accelerate is to see one process (the workers find each other by recover-run);
+batches are asked for by their number; ``zero_grad``, ``backward`` and ``optimizer.step`` are called by the library; and
+``Accelerator`` has ``gradient_accumulation_steps=1``, its default, since the library divides by the number of batches.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""What a model and an optimizer must be so that all workers can train them alike: checked before the first step."""
+"""Checks that all workers can train alike: of the model and the optimizer when a training begins, and of what the
+function ``backward=`` does in each step.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron import program
-from recover_megatron.elastic.state import Stateful
+from recover_megatron.elastic.state import Optimizers, Stateful
 from recover_megatron.errors import EXIT_USAGE, UserError, refuse, traceback_wanted
 from recover_megatron.instep.comparison import OwnDescription, Told, odd_ones
 from recover_megatron.logger import get_logger
@@ -21,24 +23,66 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
 
 log = get_logger(__name__)
 
+type Optimizer = torch.optim.Optimizer | Optimizers
 
-def strange_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> int:
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
+def strange_parameters(optimizer: Optimizer, known: set[int]) -> int:
     """How many parameters it trains that are not among ``known``."""
-    parameters = (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
-    return sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
+    return sum(parameter.requires_grad and id(parameter) not in known for parameter in _parameters(optimizer))
+
+
+def check_backward(arrived: Sequence[torch.Tensor], microbatch: str, *, value: bool) -> None:
+    """Raise RuntimeError unless ``backward=`` has added the gradient of a loss once, and as it is.
+
+    ``arrived``: the gradients that have arrived at the loss which ``backward=`` was given: one for each time that it
+    went back from there, and each is the factor of all gradients behind it.  ``value``: look at the factor, too, which
+    waits for the device.
+    """
+    if not arrived:
+        raise RuntimeError(
+            f"{microbatch}: backward= did not go back from the loss that it was given, so nothing was added: call "
+            "loss.backward() in it, or let the microbatch return loss.detach() where it goes back by itself"
+        )
+    if len(arrived) > 1:
+        raise RuntimeError(
+            f"{microbatch}: backward= has gone back {len(arrived)} times from the loss that it was given: each "
+            "microbatch is added once (what calls torch.autograd.grad on the loss belongs into the microbatch)"
+        )
+    if value and not 0.99 < (factor := float(arrived[0])) < 1.01:  # a bfloat16 may be off by 0.004
+        raise RuntimeError(
+            f"{microbatch}: backward= multiplies the gradient by {factor:g}, and the optimizer would step with that: "
+            "the library itself divides the loss by the number of microbatches, and there is no gradient scaling for "
+            "fp16.  With accelerate write Accelerator(gradient_accumulation_steps=1), and mixed_precision='bf16' in "
+            "place of 'fp16'; elsewhere leave the division, or the GradScaler, out of backward="
+        )
 
 
 def check(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     parameters: Sequence[torch.Tensor],
     microbatches: int,
     state: Mapping[str, Stateful],
+    *,
+    again: bool,
 ) -> None:
-    """Refuse with all reasons against training this: under recover-run by exit code 2, else by UserError."""
+    """Refuse with all reasons against training this: under recover-run by exit code 2, else by UserError.
+
+    ``again``: this process has trained, or trains, another model.
+    """
     reasons = []
     if COORDINATOR_VARIABLE not in os.environ:
         reasons.append("this process has no coordinator: start it with recover-run --elastic SCRIPT (one worker, too)")
+    if again:
+        reasons.append(
+            "this process has made an ElasticDataParallel before, and a process takes part in a run only once: give "
+            "several models to one, ElasticDataParallel([model_a, model_b], [optimizer_a, optimizer_b], ...); train "
+            "one after the other in two runs"
+        )
     if microbatches < 1:
         reasons.append(f"microbatches is {microbatches}: a step has at least one")
     if not parameters:
@@ -52,19 +96,25 @@ def check(
     if more := strange_parameters(optimizer, set(map(id, parameters))):
         reasons.append(
             f"the optimizer has {more} parameter(s) that the model does not have: nobody would sum their gradients; "
-            "put all that is trained in one module"
+            "put all that is trained in the model, or in the list of models"
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if twice := len(trained := _parameters(optimizer)) - len(set(map(id, trained))):
+        reasons.append(f"{twice} parameter(s) are in several of the optimizers: each of these would step them")
+    for each in optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]:
+        closure = inspect.signature(each.step).parameters.get("closure")
+        if closure is None or closure.default is not inspect.Parameter.empty:
+            continue
         reasons.append(
-            f"{type(optimizer).__name__} wants a closure, which computes the gradients again and again in one step: "
+            f"{type(each).__name__} wants a closure, which computes the gradients again and again in one step: "
             "each step has its sum once here; take an optimizer whose step() goes without"
         )
-    running = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
-    if running:
+    norms = [(name, its) for name, its in model.named_modules() if getattr(its, "track_running_stats", False)]
+    if counting := [name for name, its in norms if its.training]:
+        others = f" and {len(counting) - 5} more" if len(counting) > 5 else ""
         reasons.append(
-            f"{', '.join(running[:5])}: running statistics change with each forward pass, on each worker by itself: "
-            "take another norm, or track_running_stats=False"
+            f"{', '.join(counting[:5])}{others}: running statistics change with each forward pass in train mode, on "
+            "each worker by itself: take a norm without them (GroupNorm, LayerNorm); where the statistics are to stay "
+            "as they are, call .eval() on these layers, before this and after each model.train()"
         )
     if taken := sorted({"model", "optimizer"} & set(state)):
         reasons.append(f"state: the names {', '.join(taken)} are taken")

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -36,6 +36,7 @@ from recover_megatron.elastic.passes import Passes
 from recover_megatron.elastic.restoring import NotRestored
 from recover_megatron.elastic.state import (
     Exchange,
+    Optimizers,
     Standing,
     State,
     Stateful,
@@ -63,15 +64,19 @@ OPENING_SECONDS = 600.0
 class ElasticDataParallel:
     """Trains ``model`` with ``optimizer`` on all workers of the run, each of which holds the whole model.
 
+    Several models or optimizers (a GAN, actor and critic) are given as lists: all optimizers step, in their order, at
+    each step.  In the state the models are those of a ``torch.nn.ModuleList``, the optimizers' states by number.
+
     Each step sums the gradients of the same ``microbatches`` microbatches, each exactly once, whichever workers die and
     whenever: the parameters are those of a run without failures, but for the order of additions.
 
     ``state``: what else changes from step to step (a scheduler): it is sent to workers that come, and saved.
     ``before_update``: called when the gradients of the step are summed, before the optimizer's step, on all workers
     with the same gradients: to clip them.  ``backward``: what is called with each loss, divided by ``microbatches``
-    (accelerate: ``accelerator.backward``).  ``seed``: the default generators of Python, NumPy and torch are set by it
-    and the step before each microbatch (and by the microbatch's number, so that dropout is the same whichever worker
-    runs it) and before the update, so that all workers draw the same there and in the loop; None: they are left alone.
+    (accelerate: ``accelerator.backward``); it must not scale the gradient.  ``seed``: the default generators of
+    Python, NumPy and torch are set by it and the step before each microbatch (and by the microbatch's number, so
+    that dropout is the same whichever worker runs it) and before the update, so that all workers draw the same
+    there and in the loop; None: they are left alone.
     ``verify_interval``: every so many steps the workers compare digests of their states, before the next sum.  A worker
     whose state is not that of most takes theirs over; where no state is that of most the run ends with exit code 12.
     0: never.
@@ -81,18 +86,19 @@ class ElasticDataParallel:
     Workers need not begin with equal parameters: of those that have completed most steps the lowest gives its state to
     all others.  A process that comes into the running job gets the state of those that train; it is refused, exit code
     2, where it differs from the run in its program, ``microbatches``, ``seed``, the parameters that it trains, the
-    names in ``state``, or the version of this package, or where a ``load_state_dict`` does not restore the state.
+    names in ``state``, or this package's version, or where a ``load_state_dict`` does not restore the state.
 
-    Raises ``UserError`` where ``recover-run`` did not start this process.  Of a model or an optimizer that cannot be
-    trained so it tells all reasons, and ends the process with exit code 2: parameters on several devices, or on none
-    (meta); running statistics (BatchNorm), which a sum of gradients leaves out; an optimizer with parameters that are
-    not the model's, or one that wants a closure (LBFGS).
+    Raises ``UserError`` where ``recover-run`` did not start this process.  Where the model or the optimizer cannot be
+    trained so, or this process has made another one, it tells all reasons, and ends the process with exit code 2.
     """
+
+    _made = False
+    """Whether this process has made one."""
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         microbatches: int,
         state: Mapping[str, Stateful] | None = None,
@@ -104,24 +110,26 @@ class ElasticDataParallel:
         compare_code: bool = True,
     ) -> None:
         code = loaded_program() if compare_code else {}
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._known = set(map(id, model.parameters()))
-        check(model, optimizer, parameters, microbatches, state or {})
+        module: torch.nn.Module = torch.nn.ModuleList(model) if isinstance(model, Sequence) else model
+        self._optimizer: Any = Optimizers(optimizer) if isinstance(optimizer, Sequence) else optimizer
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._known = set(map(id, module.parameters()))
+        check(module, self._optimizer, parameters, microbatches, state or {}, again=ElasticDataParallel._made)
         self.microbatches = microbatches
         self.completed = 0
         """The last step that is finished."""
-        self._optimizer = optimizer
         self._before_update = before_update
         self._allow, self._verify_interval = allow_seconds, verify_interval
-        self._state = State({"model": model, "optimizer": optimizer, **(state or {})})
-        self._gradients = Gradients(list(model.parameters()), microbatches)
+        self._state = State({"model": module, "optimizer": self._optimizer, **(state or {})})
+        self._gradients = Gradients(list(module.parameters()), microbatches)
         self._generators = Generators(seed, parameters[0].device)
         self._passes = Passes(self._gradients, self._state, self._generators, backward, microbatches)
         self._column = Column.from_environment(device=parameters[0].device, timeout=OPENING_SECONDS)
         self._session = self._column.session
+        ElasticDataParallel._made = True
         secret = find_secret(os.environ).key("elastic state")
         self._exchange = Exchange(os.environ.get(HOST_VARIABLE, LOOPBACK), secret)
-        settings = Status.settings(model, microbatches, seed, verify_interval, state or {})
+        settings = Status.settings(module, microbatches, seed, verify_interval, state or {})
         self._own = OwnDescription(
             settings, code, self._exchange.store, secret, called="settings", lets_in="compare_code=False"
         )
@@ -196,8 +204,7 @@ class ElasticDataParallel:
         result = StepResult(
             self.completed, loss, tuple(self._passes.ran),
             tuple(worker for worker in self.workers if worker in self._summed),
-            self._session.epoch != epochs and epochs > 0,
-            time.perf_counter() - began,
+            self._session.epoch != epochs and epochs > 0, time.perf_counter() - began,
         )  # fmt: skip
         self._session.show_loss(self.completed, loss)
         self._session.mark(self.completed, "between steps", allow=self._session.settings.stall_timeout)
@@ -220,12 +227,10 @@ class ElasticDataParallel:
     def lead(self, function: Callable[[], Any], name: str = "") -> None:
         """Have one worker call ``function`` for all, between two steps: to write a checkpoint, a log, an evaluation.
 
-        All workers call ``lead``, with the same function, at the same place in the loop; the worker that leads calls
-        the function at once, the others go on, and wait at their next sum, or in ``leave``.  If that worker dies before
-        it is known to have finished, the worker that leads then calls the function, with the state after the same step:
-        it may have been called before, in part or whole.  So it must not depend on what the loop changes later, and not
-        train.  ``name``: for logs; default: the function's.  Raises what the function raises, on the worker that calls
-        it.
+        All workers call ``lead`` at the same place, with the same function.  The worker that leads calls the function
+        at once; the others go on, and wait at their next sum, or in ``leave``.  If that worker dies in it, the worker
+        that leads then calls the function, perhaps once more, with the state after the same step: it must not depend on
+        what the loop changes later, and not train.  ``name``: for logs.  Raises what the function raises.
         """
         self._leading.add(function, name)
         if self.leads:
@@ -235,9 +240,8 @@ class ElasticDataParallel:
     def check(self) -> None:
         """Return if this worker has a part in the run; call it before what a worker that was stopped must not do.
 
-        A function of ``lead`` calls it before it renames a checkpoint: a worker that stood still for a minute does not
-        know yet that it was put out and that another one has written a newer checkpoint.  Raises ``Fenced`` and
-        ``CoordinatorLost``.
+        A function of ``lead`` calls it before it renames a checkpoint: a worker that stood still does not know yet that
+        another one may have written a newer checkpoint.  Raises ``Fenced`` and ``CoordinatorLost``.
         """
         self._session.be_in_touch(in_epoch=False)
 
@@ -332,10 +336,9 @@ class ElasticDataParallel:
 
     def _finish(self, microbatch: Microbatch) -> None:
         """This epoch's part of the step.  Raises EpochRevoked; returns, too, where the next epoch must be joined."""
-        group, at = self._enter(), self._standing
+        group, at, step = self._enter(), self._standing, self.completed + 1
         if group is None or at is None:
             return
-        step = self.completed + 1
         share = shares(self._statuses, at, self._column.members, step, self.microbatches)
         done = self._passes.run(
             microbatch, step, share.get(self.worker, []), over=lambda: self._column.over,

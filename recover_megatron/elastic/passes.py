@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from recover_megatron.elastic.checks import check_backward
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.state import State
@@ -60,22 +61,29 @@ class Passes:
 
     def gradient(self, microbatch: Microbatch, step: int, j: int) -> torch.Tensor:
         """Add that of one microbatch; its part of the step's loss.  Raises where it did not add that alone."""
-        before, kept = self._gradients.changes(), self._state.versions()
+        before, untrained = self._gradients.changes(), self._state.untrained()
         told = microbatch(step, j)
         if not isinstance(told, torch.Tensor) or told.numel() != 1:
             what = f"a tensor of shape {list(told.shape)}" if isinstance(told, torch.Tensor) else f"{told!r:.100}"
             raise TypeError(f"microbatch({step}, {j}) returned {what}: it must return its loss, a tensor of one number")
         loss, forward = told / self._microbatches, self._gradients.changes()
+        arrived: list[torch.Tensor] = []
+        hooked = loss.requires_grad and self._backward is not torch.Tensor.backward
+        if hooked:
+            loss.register_hook(arrived.append)
         self._backward(loss)
+        if hooked:
+            check_backward(arrived, f"microbatch({step}, {j})", value=not self.ran)
         after = self._gradients.changes()
         if before[0] != after[0]:
             raise RuntimeError(
                 f"microbatch({step}, {j}) has changed parameters: leave the optimizer's step() to the library"
             )
-        if changed := [name for name, version in self._state.versions().items() if version != kept.get(name)]:
+        if changed := self._state.changed(untrained):
             raise RuntimeError(
                 f"microbatch({step}, {j}) has changed the model's {', '.join(changed[:5])}, on this worker alone: a "
-                "model whose state changes in its forward pass is not trained so"
+                "model whose state changes in its forward pass is not trained so; call .eval() on a norm with running "
+                "statistics (BatchNorm), again after each model.train(), or take GroupNorm or LayerNorm"
             )
         if before[1] != forward[1] and forward[1] != after[1]:
             raise RuntimeError(

@@ -46,6 +46,34 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+class Optimizers:
+    """Several optimizers as one: all step, in their order, at each step of the training; their state is by number."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all."""
+        return [group for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
+
+    def step(self) -> None:
+        """Each steps with the gradients of its own parameters."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"0": the first one's, "1": ...}``."""
+        return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ValueError where it is the state of one optimizer, or of another number of them."""
+        if (wanted := set(map(str, range(len(self.optimizers))))) != set(state_dict):
+            raise ValueError(f"the optimizers' state has {sorted(state_dict)}, this worker has {sorted(wanted)}")
+        for number, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(state_dict[str(number)])
+
+
 class State:
     """The parts whose state a run has, by name; "model", a module, is among them."""
 
@@ -53,7 +81,9 @@ class State:
         self._parts = dict(parts)
         model: Any = parts["model"]
         saved = model.state_dict()
-        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+        frozen = {name: its for name, its in model.named_parameters() if not its.requires_grad}
+        names = [name.rpartition(".") for name in {**dict(model.named_buffers()), **frozen} if name in saved]
+        self._untrained = [(path + dot + its, model.get_submodule(path), its) for path, dot, its in names]
 
     def tree(self) -> dict[str, Any]:
         """The state as it is now: tensors are those in use, not copies."""
@@ -94,10 +124,20 @@ class State:
         found = {".".join(map(str, path)): its for path, its in contents(self.tree()).items() if not is_container(its)}
         return {name: f"{text} {number}" for name, (text, number) in sorted(found.items())}
 
-    def versions(self) -> dict[str, int]:
-        """Name -> a number that is another after each change in place, of what of the model's state is not trained."""
+    def untrained(self) -> dict[str, tuple[torch.Tensor | None, int]]:
+        """What of the model's state is not trained, for ``changed``: the tensors, and how often each was changed."""
+        tensors = ((name, getattr(module, its, None)) for name, module, its in self._untrained)
         # A tensor of torch's inference mode has no such number, and only that mode changes it.
-        return {name: value._version for name, value in self._buffers.items() if not value.is_inference()}
+        return {name: (its, 0 if its is None or its.is_inference() else its._version) for name, its in tensors}
+
+    def changed(self, since: Mapping[str, tuple[torch.Tensor | None, int]]) -> list[str]:
+        """The names of those that have been changed in place, or replaced.
+
+        Torch does not count the changes of the running statistics of a BatchNorm, but those of
+        ``num_batches_tracked``, which is changed with them.
+        """
+        now = self.untrained()
+        return [name for name, (its, count) in since.items() if now[name][0] is not its or now[name][1] != count]
 
     def place(self) -> Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]:
         """Where the tensors of a tree that arrives are to be: the model's in its own memory.

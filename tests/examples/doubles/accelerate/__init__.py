@@ -27,11 +27,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 class Accelerator:
     """Of one process."""
 
-    def __init__(self, cpu: bool = False) -> None:
+    def __init__(self, cpu: bool = False, gradient_accumulation_steps: int = 1) -> None:
         assert cpu
         assert "LOCAL_RANK" not in os.environ, "accelerate would make a process group of all workers"
         self.device = torch.device("cpu")
-        self.gradient_accumulation_steps = 1
+        self.gradient_accumulation_steps = gradient_accumulation_steps
 
     def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         return model, AcceleratedOptimizer(optimizer)
