@@ -115,7 +115,7 @@ def names() -> dict[str, Any]:
     """What the example of the docs takes for granted."""
     torch.manual_seed(1)
     nets = {"generator": torch.nn.Linear(2, 3), "discriminator": torch.nn.Linear(3, 1)}
-    made = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets.values()]
+    made = [torch.optim.AdamW(net.parameters(), lr=0.1) for net in nets.values()]
     real = {"real": lambda step, j: noise(step, j)[:, [0, 1, 0]] + 1}
     more = {"optimizer_g": made[0], "optimizer_d": made[1], "softplus": softplus, "noise": noise}
     return {"torch": torch, "ElasticDataParallel": ElasticDataParallel, **nets, **real, **more}
