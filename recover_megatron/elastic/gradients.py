@@ -99,8 +99,13 @@ class Gradients:
             parameter.requires_grad_(its)
 
     def clear(self) -> None:
-        """The next step: all zero, nothing summed; the parameters' ``grad`` is this memory, whatever it was since."""
+        """The next step: all zero, nothing summed; the parameters' ``grad`` is this memory, whatever it was since.
+
+        Those that are not covered have none: the optimizer would step with what is left from before.
+        """
         self._put_in()
+        for parameter in self._others:
+            parameter.grad = None
         self._used.clear()
         for bucket in self.buckets:
             bucket.clear()
@@ -139,8 +144,13 @@ class Gradients:
     def count(self, j: int, loss: torch.Tensor) -> None:
         """Microbatch ``j`` has been added, with this part of the step's loss.
 
-        Raises RuntimeError where its gradients are elsewhere: somebody has replaced ``grad``.
+        Raises RuntimeError where gradients are outside of the buckets, which nobody would sum.
         """
+        if any(parameter.grad is not None for parameter in self._others):
+            raise RuntimeError(
+                "a microbatch has given a gradient to a parameter that was frozen when the step began: unfreeze it in "
+                "the loop's body, or before ElasticDataParallel is made; a microbatch may freeze it again"
+            )
         if any(parameter.grad is not grad for parameter, grad in self._grads):
             raise RuntimeError(
                 "a parameter's grad is another tensor than before the microbatch: leave zero_grad() out (a step begins "

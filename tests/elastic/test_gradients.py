@@ -97,6 +97,18 @@ def test_a_parameter_that_is_unfrozen_gets_memory_and_those_that_never_are_cost_
     assert not gradients.grow(), "what is frozen again keeps its memory"
 
 
+def test_a_gradient_of_a_parameter_that_was_frozen_when_the_step_began_is_refused() -> None:
+    model = parameters(True, False)
+    model[1].grad = torch.ones(2)
+    gradients = Gradients(model, 2)
+    gradients.clear()
+    assert model[1].grad is None, "one from before the training is not stepped with"
+    add(gradients, 0, model[0], model[1])
+    model[1].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="frozen when the step began"):
+        add(gradients, 1, model[0], model[1])
+
+
 def test_a_worker_that_comes_covers_and_trains_what_the_others_do() -> None:
     model, here = parameters(True, True, False), parameters(True, False, True)
     theirs, mine = Gradients(model, 1), Gradients(here, 1)
