@@ -251,7 +251,7 @@ class ElasticDataParallel:
         Returns when what ``lead`` was asked for is done, by whichever worker, and no worker needs this one's state.
         Raises ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
         """
-        while self._leading.unsettled:
+        while self._holds and self._leading.unsettled:  # a worker without the state has nothing to give
             with contextlib.suppress(EpochRevoked):
                 self._join(leaving=True)
                 if self._column.over or self._standing is None:

@@ -32,10 +32,13 @@ from recover_megatron.elastic.restoring import NotRestored, as_sent, contents, d
 from recover_megatron.errors import UserError
 from recover_megatron.instep.state_holder import KIND, Offer, Offers, Path, flatten, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Source
+from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import Json
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.workload import reassign
+
+log = get_logger(__name__)
 
 
 class Stateful(Protocol):
@@ -183,9 +186,13 @@ class Exchange:
     def put(self, epoch: int, completed: int, trained: Sequence[bool], state: State) -> None:
         """Let the others of ``epoch`` have the state, which has ``completed`` steps, until ``withdraw``.
 
-        ``trained``: which of the model's parameters are.
+        ``trained``: which of the model's parameters are.  Where a later step has put something into the state that
+        cannot be sent, the others are told why: this worker trains on.
         """
         tree = {"completed": completed, "trained": list(trained), "state": state.tree()}
+        if why := _cannot_be_sent(tree["state"]):
+            log.warning(f"workers that come cannot have the state after step {completed}, and end: {why}")
+            tree = {"why": why}
         self._offer = self._offers.put(str(epoch), Offer(tree, shared=len(flatten(tree)[1])))
 
     def withdraw(self) -> None:
@@ -205,7 +212,7 @@ class Exchange:
         """Take the state from ``holders`` (worker -> address); the steps that it has, and which parameters are trained.
 
         ``stay``: called meanwhile; raises to end it.  Raises that, ``PeerLost`` where no holder can give it,
-        ``Disagreement``, and ``NotRestored`` where the state that was loaded is not the one that was sent.
+        ``Disagreement``, and ``NotRestored`` where the state cannot be sent, or what was loaded is not what was sent.
         """
         name = f"{KIND}/{epoch}"
 
@@ -215,6 +222,8 @@ class Exchange:
         sources = [source(worker, address) for worker, address in sorted(holders.items())]
         receiver = Receiver(sources, state.place(), stay=stay, awaited=stay, progress=progress)
         tree, _ = receiver.fetch(lambda tree: len(flatten(tree)[1]))
+        if why := tree.get("why"):
+            raise NotRestored(f"the other workers cannot give their state: {why}")
         sent = contents(tree["state"])
         with torch.no_grad():
             state.load(tree["state"])

@@ -6,12 +6,14 @@ import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from recover_megatron.elastic.data_parallel import ElasticDataParallel
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.leading import Leading, settled
 from recover_megatron.elastic.state import Standing, State, Status
@@ -184,3 +186,14 @@ def test_nobody_leaves_before_what_one_does_for_all_is_done_and_all_have_the_sta
     statuses: dict[int, Status], may: bool
 ) -> None:
     assert settled(statuses, Standing(30, (1, 2)), 30) == may
+
+
+def test_a_worker_without_the_state_leaves_without_a_wait() -> None:
+    """It could not be given the state in ``leave``, so all would wait for each other for ever."""
+    it, left = object.__new__(ElasticDataParallel), []
+    it._leading, it._holds = Leading(), False
+    it._leading.add(lambda: None, "before the first step")
+    it._column = SimpleNamespace(leave=lambda: left.append(True))  # type: ignore[assignment]
+    it._join = lambda **_: pytest.fail("it has joined")  # type: ignore[method-assign]
+    it.leave()
+    assert left == [True]

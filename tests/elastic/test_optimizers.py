@@ -370,6 +370,17 @@ def test_a_part_that_does_not_restore_its_state_is_named_before_the_newcomer_tra
         assert str(refused.value).endswith(f": {said}")
 
 
+def test_a_worker_whose_state_cannot_be_sent_any_more_tells_those_that_come_and_trains_on() -> None:
+    parameters = new(torch.float32)
+    data = Part({"best": 1.0}, dict)
+    state = state_of(parameters, torch.optim.SGD(parameters), data=data)
+    one, other = (Exchange("127.0.0.1", b"x" * 32) for _ in range(2))
+    data.values["best"] = b"from a later step"
+    one.put(4, 7, [True, True], state)
+    with pytest.raises(NotRestored, match="cannot give their state: a bytes cannot be sent"):
+        other.fetch(4, {0: one.address}, state, stay=lambda: None, progress=lambda: None)
+
+
 @pytest.mark.parametrize("newcomer", [True, False])
 def test_a_newcomer_that_does_not_restore_the_state_ends_with_2_and_at_the_launch_the_run_does(
     newcomer: bool, monkeypatch: pytest.MonkeyPatch
