@@ -31,9 +31,10 @@ def main(iterations: int, checkpoint: str | None) -> None:
         elastic.load_state_dict(torch.load(checkpoint))
 
     def save() -> None:
-        torch.save(elastic.state_dict(), f"{checkpoint}.new")
+        new = f"{checkpoint}.{elastic.worker}"  # of its own: a worker that stood still may go on to write
+        torch.save(elastic.state_dict(), new)
         elastic.check()  # raises where this worker stood still, and was put out meanwhile
-        os.rename(f"{checkpoint}.new", str(checkpoint))
+        os.rename(new, str(checkpoint))
 
     for done in run(elastic, microbatch, iterations):
         print(f"iteration {done.step} loss {done.loss!r}", flush=True)

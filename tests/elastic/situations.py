@@ -92,9 +92,10 @@ def main(out: Path, strikes: str) -> None:
     def save() -> None:
         if f"{elastic.worker}@{elastic.completed}" in strikes.split(","):
             os.kill(os.getpid(), signal.SIGKILL)
-        torch.save(elastic.state_dict(), out / "new.pt")
+        new = out / f"new-{elastic.worker}.pt"
+        torch.save(elastic.state_dict(), new)
         elastic.check()
-        (out / "new.pt").rename(checkpoint)
+        new.rename(checkpoint)
 
     for done in run(elastic, loop.microbatch, STEPS):
         line = loop.between(done.step, done.loss, lambda: elastic.lead(save))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples import plain_pytorch as example
 from recover_megatron.elastic.data_parallel import ElasticDataParallel
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.leading import Leading, settled
@@ -197,3 +200,16 @@ def test_a_worker_without_the_state_leaves_without_a_wait() -> None:
     it._join = lambda **_: pytest.fail("it has joined")  # type: ignore[method-assign]
     it.leave()
     assert left == [True]
+
+
+def test_two_workers_that_save_never_write_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stood still, and goes on to write when another one has saved, would spoil that checkpoint."""
+    renamed: list[str] = []
+    monkeypatch.setattr(example, "run", lambda *_: [SimpleNamespace(step=50, loss=0.0)])
+    monkeypatch.setattr(example, "os", SimpleNamespace(path=os.path, rename=lambda new, _: renamed.append(new)))
+    for worker in (0, 1):
+        elastic = SimpleNamespace(worker=worker, state_dict=dict, check=lambda: None, lead=lambda save: save())
+        monkeypatch.setattr(example, "ElasticDataParallel", lambda *_, its=elastic, **__: its)
+        example.main(50, str(tmp_path / "checkpoint.pt"))
+    assert len(set(renamed)) == 2
+    assert sorted(map(str, tmp_path.iterdir())) == sorted(renamed)
