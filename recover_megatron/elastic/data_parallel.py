@@ -257,6 +257,8 @@ class ElasticDataParallel:
                 if self._column.over or self._standing is None:
                     continue
                 if settled(self._statuses, self._standing, self.completed):
+                    if not all(status.leaving for status in self._statuses.values()):  # they wait in this epoch
+                        self._session.ask(f"worker {self.worker} leaves before the others")
                     break
                 if not all(status.holds for status in self._statuses.values()):
                     self._put()

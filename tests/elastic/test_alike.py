@@ -202,6 +202,24 @@ def test_a_worker_without_the_state_leaves_without_a_wait() -> None:
     assert left == [True]
 
 
+@pytest.mark.parametrize("leaving", [True, False])
+def test_a_worker_that_leaves_before_others_lets_them_go_on_without_it(leaving: bool) -> None:
+    """They take no part in a sum with one that leaves, so nothing else would end the epoch in which they wait."""
+    it, said = object.__new__(ElasticDataParallel), []
+    it._leading, it._holds, it.completed = Leading(), True, 3
+    it._leading.add(lambda: None, "save")
+    it._leading.call(lambda _: None, lambda *_: None)
+    it._statuses, it._standing = (
+        {0: Status(3, True, leaving=True), 1: Status(3, True, leaving=leaving)},
+        Standing(3, (0, 1)),
+    )
+    it._column = SimpleNamespace(me=0, over=False, leave=lambda: said.append("left"))  # type: ignore[assignment]
+    it._session = SimpleNamespace(ask=said.append)  # type: ignore[assignment]
+    it._join = lambda **_: None  # type: ignore[method-assign]
+    it.leave()
+    assert said == [*["worker 0 leaves before the others"] * (not leaving), "left"]
+
+
 def test_two_workers_that_save_never_write_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that stood still, and goes on to write when another one has saved, would spoil that checkpoint."""
     renamed: list[str] = []
