@@ -318,6 +318,7 @@ class ElasticDataParallel:
         names, lead = self._leading.names, self._standing.holders[0]
         if names and lead == self.worker and self.completed == self._standing.completed:
             self._do()
+            self._generators.after_lead(self.completed, self._leading.calls)  # before the first step, too
             self._column.renew(f"worker {self.worker} has done {names} in place of a worker that is lost")
 
     def _do(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from examples import plain_pytorch as example
+from recover_megatron.elastic import data_parallel
 from recover_megatron.elastic.data_parallel import ElasticDataParallel
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.leading import Leading, settled
@@ -218,6 +219,27 @@ def test_a_worker_that_leaves_before_others_lets_them_go_on_without_it(leaving: 
     it._join = lambda **_: None  # type: ignore[method-assign]
     it.leave()
     assert said == [*["worker 0 leaves before the others"] * (not leaving), "left"]
+
+
+def test_workers_draw_the_same_after_what_one_did_for_all_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_parallel, "some_differ", lambda *_: False)
+    seen = []
+    for me in (0, 1):
+        it: Any = object.__new__(ElasticDataParallel)
+        it._leading, it._holds, it._changed, it.completed = Leading(), True, True, 0
+        it._generators = Generators(0, torch.device("cpu"))
+        it._own, it._exchange = SimpleNamespace(given="", code=""), SimpleNamespace(address="")
+        it._passes, it._gradients = SimpleNamespace(ran=[]), SimpleNamespace(covered="1")
+        it._session = SimpleNamespace(mark=lambda *_, **__: None, settings=SimpleNamespace(stall_timeout=1.0))
+        its = dict.fromkeys((0, 1), Status(0, True, covered="1").to_json())
+        quiet = {"join": lambda _: None, "renew": lambda _: None}
+        it._column = SimpleNamespace(me=me, members=[], statuses=its, begins_after=0, **quiet)
+        it.lead(drawn)
+        it._join()
+        seen.append(drawn())
+    assert seen[0] == seen[1]
 
 
 def test_two_workers_that_save_never_write_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
