@@ -9,7 +9,9 @@ passes           the forward and backward passes of a worker's microbatches
 generators       random numbers that do not depend on which worker draws them
 gradients        the gradients of a step, in memory that the workers sum
 leading          what one worker does for all
-state            the state of a run, given to workers that come; which worker runs which microbatch
+restoring        a state is loaded bit for bit, or what has changed it is named
+standing         what workers join with: whose state it is, which worker runs which microbatch
+state            the state of a run, given to workers that come
 verification     whether all workers have the same state
 
 docs/library.md has the promises, a worked example and torchft's names beside ours.

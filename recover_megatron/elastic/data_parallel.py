@@ -34,18 +34,9 @@ from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.leading import Leading, settled
 from recover_megatron.elastic.passes import Passes
 from recover_megatron.elastic.restoring import NotRestored
-from recover_megatron.elastic.state import (
-    Exchange,
-    Optimizers,
-    Standing,
-    State,
-    Stateful,
-    Status,
-    odd_cover,
-    shares,
-    standing,
-)
-from recover_megatron.elastic.steps import Microbatch, StepResult
+from recover_megatron.elastic.standing import Standing, Status, odd_cover, shares, standing
+from recover_megatron.elastic.state import Exchange, Optimizers, State, Stateful
+from recover_megatron.elastic.steps import Microbatch, StepResult, ends_in_order
 from recover_megatron.elastic.verification import compare
 from recover_megatron.errors import EXIT_USAGE
 from recover_megatron.instep.comparison import OwnDescription
@@ -230,11 +221,13 @@ class ElasticDataParallel:
         All workers call ``lead`` at the same place, with the same function.  The worker that leads calls the function
         at once; the others go on, and wait at their next sum, or in ``leave``.  If that worker dies in it, the worker
         that leads then calls the function, perhaps once more, with the state after the same step: it must not depend on
-        what the loop changes later, and not train.  ``name``: for logs.  Raises what the function raises.
+        what the loop changes later, and not train.  ``name``: for logs.  Raises what the function raises; ends the
+        process as ``run`` does where this worker has no part in the run any more (``check``).
         """
         self._leading.add(function, name)
         if self.leads:
-            self._do()
+            with ends_in_order(self.worker):  # in the loop's body: ``run`` would not see it
+                self._do()
         self._generators.after_lead(self.completed, self._leading.calls)
 
     def check(self) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recover_megatron.elastic.state import Standing, Status
+from recover_megatron.elastic.standing import Standing, Status
+from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 
 class Leading:
@@ -40,12 +41,14 @@ class Leading:
         self.calls, self.unsettled = self.calls + 1, True
 
     def call(self, begin: Callable[[str], None], failed: Callable[[str, Exception], None]) -> None:
-        """Call what is kept, in order; each is kept until it returns.  Raises what it raises, after ``failed``."""
+        """Call what is kept, in order; each is kept until it returns.  Raises what it raises."""
         while self._kept:
             name, function = self._kept[0]
             begin(name)
             try:
                 function()
+            except (CoordinatorLost, Fenced):  # this worker has no part in the run any more: no fault of the function
+                raise
             except Exception as error:
                 failed(name, error)
                 raise

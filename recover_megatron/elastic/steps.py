@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,15 +64,22 @@ def run(elastic: Elastic, microbatch: Microbatch, steps: int) -> Iterator[StepRe
     has no part in the run any more ends here, with the exit code that says so (SystemExit): 13, it was put out; 0, the
     others had finished; else the run's.
     """
-    try:
+    with ends_in_order(elastic.worker):
         if elastic.begin() >= steps:
             log.info(f"worker {elastic.worker}: all {steps} steps were completed before; nothing is left to train")
         while elastic.completed < steps:
             yield elastic.step(microbatch)
         elastic.leave()
+
+
+@contextmanager
+def ends_in_order(worker: int) -> Iterator[None]:
+    """End the process with the exit code that says why, where ``worker`` has no part in the run any more."""
+    try:
+        yield
     except Fenced as error:
-        log.info(f"worker {elastic.worker} was put out of the run, which goes on without it: {error}")
+        log.info(f"worker {worker} was put out of the run, which goes on without it: {error}")
         sys.exit(EXIT_FENCED)
     except CoordinatorLost as error:
-        log.info(f"the run ends for worker {elastic.worker}: {error}")
+        log.info(f"the run ends for worker {worker}: {error}")
         sys.exit(error.code)

@@ -20,8 +20,10 @@ from recover_megatron.elastic import data_parallel
 from recover_megatron.elastic.data_parallel import ElasticDataParallel
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.leading import Leading, settled
-from recover_megatron.elastic.state import Standing, State, Status
+from recover_megatron.elastic.standing import Standing, Status
+from recover_megatron.elastic.state import State
 from recover_megatron.elastic.verification import Verdict, compare
+from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 
 def drawn() -> tuple[float, float, float]:
@@ -173,6 +175,22 @@ def test_what_one_worker_does_for_all_is_kept_until_it_is_done_or_a_step_is_fini
     leading.add(save, "")
     leading.forget()
     assert (leading.todo, leading.calls, leading.unsettled) == (0, 0, False)
+
+
+@pytest.mark.parametrize(("error", "code"), [(Fenced("late"), 13), (CoordinatorLost("over", 12), 12)])
+def test_a_worker_that_learns_in_a_function_of_lead_that_it_was_put_out_ends_in_order_and_reports_no_fault(
+    error: Exception, code: int
+) -> None:
+    it: Any = object.__new__(ElasticDataParallel)
+    reported: list[Any] = []
+    it._column, it._leading, it.completed = SimpleNamespace(me=0, members=[0, 1]), Leading(), 5
+    it._session = SimpleNamespace(settings=SimpleNamespace(stall_timeout=1.0), mark=lambda *_, **__: None)
+    it._session.be_in_touch = lambda **_: (_ for _ in ()).throw(error)
+    it._report = lambda *what: reported.append(what)
+    with pytest.raises(SystemExit) as ended:
+        it.lead(it.check)
+    assert ended.value.code == code
+    assert reported == []
 
 
 @pytest.mark.parametrize(

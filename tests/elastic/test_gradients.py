@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recover_megatron.elastic.gradients import Gradients
-from recover_megatron.elastic.state import Standing, Status, odd_cover
+from recover_megatron.elastic.standing import Standing, Status, odd_cover
 
 
 def parameters(*trained: bool) -> list[torch.nn.Parameter]:

@@ -20,7 +20,8 @@ from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.leading import Leading
 from recover_megatron.elastic.passes import Passes
-from recover_megatron.elastic.state import Standing, State, Status, shares, standing
+from recover_megatron.elastic.standing import Standing, Status, shares, standing
+from recover_megatron.elastic.state import State
 from recover_megatron.errors import UserError
 from recover_megatron.instep.comparison import OwnDescription
 from recover_megatron.instep.faults import Disagreement
