@@ -149,7 +149,7 @@ class ElasticDataParallel:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the lowest of them: it writes checkpoints and logs.  False before the first step."""
+        """Whether this is the lowest of them, which calls what ``lead`` is given.  False before the first step."""
         return self.workers[:1] == [self.worker]
 
     def step(self, microbatch: Microbatch) -> StepResult:
@@ -250,9 +250,10 @@ class ElasticDataParallel:
                 if self._column.over or self._standing is None:
                     continue
                 if settled(self._statuses, self._standing, self.completed):
+                    self._leading.unsettled = False
                     if not all(status.leaving for status in self._statuses.values()):  # they wait in this epoch
                         self._session.ask(f"worker {self.worker} leaves before the others")
-                    break
+                    continue
                 if not all(status.holds for status in self._statuses.values()):
                     self._put()
                 self._mark("leave", waiting=True)
