@@ -1,0 +1,199 @@
+"""Who joins, waits, gives, acts for all, and leaves in an epoch of the library: one worker at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.elastic import data_parallel
+from recover_megatron.elastic.data_parallel import ElasticDataParallel
+from recover_megatron.elastic.leading import Leading
+from recover_megatron.elastic.standing import Standing, Status
+from recover_megatron.elastic.verification import Verdict
+from recover_megatron.membership.records import CoordinatorLost
+
+
+class Worker:
+    """A worker whose column, session and exchange write down what is asked of them, in ``said``."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, statuses: dict[int, Status], me: int = 0, begins_after: int = 3
+    ) -> None:
+        self.said: list[str] = []
+        self.it: Any = object.__new__(ElasticDataParallel)
+        mine = statuses[me]
+        it = self.it
+        it._leading, it._holds, it._changed, it.completed = Leading(), mine.holds, True, mine.completed
+        it._told, it._statuses, it._standing, it._verify_interval, it._allow = mine, {}, None, 2, 0.0
+        it._own, it._state = SimpleNamespace(given="", code=""), SimpleNamespace(described=dict)
+        it._generators = SimpleNamespace(after_lead=lambda *_: None)
+        it._passes = SimpleNamespace(ran=[1])
+        it._gradients = SimpleNamespace(
+            covered="1", buckets=[], trained=[True], clear=self._says("cleared"), cover=lambda its: None
+        )
+        it._exchange = SimpleNamespace(address="", put=self._says("put"))
+        it._session = SimpleNamespace(
+            mark=lambda *_, **__: None, settings=SimpleNamespace(stall_timeout=1.0), epoch=4, left=frozenset(),
+            ask=self._says("asked"), give_up=lambda code, _: self.said.append(f"gave up {code}"),
+            wait_revoked=self._says("waited"),
+        )  # fmt: skip
+        it._column = SimpleNamespace(
+            me=me, members=sorted(statuses), column=sorted(statuses), over=False, begins_after=begins_after,
+            statuses={worker: status.to_json() for worker, status in statuses.items()}, join=self._joins,
+            group=lambda _: self.said.append("group") or "group", renew=self._says("renewed"), leave=self._says("left"),
+        )  # fmt: skip
+        it._fetch = lambda _: self.said.append("fetched") or setattr(it, "_holds", True) or True
+        monkeypatch.setattr(data_parallel, "some_differ", lambda *_: False)
+
+    def _says(self, word: str) -> Callable[..., None]:
+        return lambda *_, **__: self.said.append(word)
+
+    def _joins(self, told: Any) -> None:
+        self.said.append("joined")
+        self.told = Status.from_json(told)
+
+
+DONE, AWAY = Status(3, True, covered="1"), Status(0, False, covered="1")
+GOES = Status(3, True, covered="1", leaving=True)
+
+
+@pytest.mark.parametrize(
+    ("me", "statuses", "calls"),
+    [
+        (0, {0: DONE, 1: DONE}, True),
+        (1, {0: DONE, 1: DONE}, False),
+        (1, {0: AWAY, 1: DONE}, True),
+        (0, {0: Status(2, True, covered="1"), 1: DONE}, False),
+    ],
+    ids=["the lowest", "another", "the lowest that has the state", "one that has to apply the step first"],
+)
+def test_after_a_death_the_lowest_that_has_the_state_does_what_is_left_to_do_and_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch, me: int, statuses: dict[int, Status], calls: bool
+) -> None:
+    worker = Worker(monkeypatch, statuses, me)
+    worker.it._leading.add(lambda: worker.said.append("saved"), "save")
+    worker.it._join()
+    assert worker.said == (["joined", "saved", "renewed"] if calls else ["joined"])
+    assert worker.told.todo == 1
+    assert worker.it._leading.unsettled, "it does not leave before it knows that this is done"
+
+
+def test_a_worker_that_takes_anothers_state_forgets_its_gradients_and_nobody_leaves_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker(monkeypatch, {0: Status(9, True, covered="1"), 1: DONE}, me=1, begins_after=0)
+    worker.it._join()
+    assert worker.said == ["joined", "cleared"]
+    assert (worker.it._holds, worker.it._passes.ran) == (False, [])
+    giver = Worker(monkeypatch, {0: Status(9, True, covered="1"), 1: DONE}, begins_after=0)
+    giver.it._join()
+    assert giver.it._leading.unsettled
+
+
+@pytest.mark.parametrize(
+    ("me", "statuses", "said"),
+    [
+        (0, {0: DONE, 1: DONE}, ["group"]),
+        (0, {0: DONE, 1: AWAY}, ["put", "group"]),
+        (1, {0: DONE, 1: AWAY}, ["group", "fetched"]),
+        (0, {0: DONE, 1: GOES}, ["waited"]),
+        (1, {0: GOES, 1: AWAY}, ["fetched", "renewed"]),
+    ],
+    ids=["all have the state", "one lacks it", "the one that lacks it", "one leaves", "the giver leaves"],
+)
+def test_who_gives_the_state_who_takes_it_and_who_waits(
+    monkeypatch: pytest.MonkeyPatch, me: int, statuses: dict[int, Status], said: list[str]
+) -> None:
+    """No group is opened with one that leaves: it takes no part in a sum.  Who has gone on since it joined says so."""
+    worker = Worker(monkeypatch, statuses, me)
+    worker.it._join()
+    worker.said.clear()
+    leaves = any(status.leaving for status in statuses.values())
+    assert worker.it._enter() == (None if leaves else "group")
+    assert worker.said == said
+
+
+def test_at_the_launch_a_worker_that_has_the_state_has_joined_once_and_others_until_they_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holder = Worker(monkeypatch, {0: DONE, 1: AWAY})
+    holder.it._column.members, holder.it._column.over = [], True
+    joins = holder.it._column.join
+    holder.it._column.join = lambda told: (joins(told), setattr(holder.it._column, "members", [0, 1]))
+    assert holder.it.begin() == 3
+    assert holder.said == ["joined"]
+    taker = Worker(monkeypatch, {0: DONE, 1: AWAY}, me=1)
+    taker.it._join()
+    fetch, tries = taker.it._fetch, iter([EpochRevoked(4, "a death")])
+
+    def fetched(at: Standing) -> bool:
+        for error in tries:
+            raise error
+        return bool(fetch(at))
+
+    taker.it._fetch = fetched
+    taker.it.begin()
+    assert taker.it._holds
+
+
+@pytest.mark.parametrize(
+    ("verdict", "me", "agree", "said"),
+    [
+        (None, 0, True, []),
+        (Verdict((1,), (0, 2), "w"), 0, False, ["waited"]),
+        (Verdict((1,), (0, 2), "w"), 1, False, ["renewed"]),
+    ],
+    ids=["equal", "another differs", "this one differs"],
+)
+def test_a_worker_whose_state_differs_asks_for_that_of_the_others_which_wait(
+    monkeypatch: pytest.MonkeyPatch, verdict: Verdict | None, me: int, agree: bool, said: list[str]
+) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(data_parallel, "compare", lambda *given: compared.append(given) or verdict)
+    worker = Worker(monkeypatch, dict.fromkeys(range(3), DONE), me)
+    worker.it.completed = 4
+    assert worker.it._verified(SimpleNamespace(exchange="exchange")) == agree
+    assert worker.said == said
+    assert worker.it._holds == ("renewed" not in said)
+    assert compared == [("exchange", [0, 1, 2], {})]
+    for completed, interval in ((0, 2), (3, 2), (4, 0)):
+        worker.it.completed, worker.it._verify_interval = completed, interval
+        assert worker.it._verified(SimpleNamespace(exchange="exchange"))
+    assert len(compared) == 1, "only after every second step, and never with 0"
+
+
+def test_where_no_state_is_that_of_most_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_parallel, "compare", lambda *_: Verdict((0, 1), (), "w"))
+    worker = Worker(monkeypatch, {0: DONE, 1: DONE})
+    worker.it.completed = 4
+    with pytest.raises(CoordinatorLost) as ended:
+        worker.it._verified(SimpleNamespace(exchange=None))
+    assert ended.value.code == 12
+    assert worker.said == ["gave up 12"]
+
+
+def test_a_worker_leaves_when_nothing_is_left_to_do_and_gives_its_state_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker(monkeypatch, {0: GOES, 1: GOES})
+    worker.it._leading.unsettled = True
+    then = iter([{0: GOES, 1: AWAY}, {0: GOES, 1: GOES}])
+    join = worker.it._column.join
+
+    def joins(told: Any) -> None:
+        join(told)
+        worker.it._column.statuses = {its: status.to_json() for its, status in next(then).items()}
+
+    worker.it._column.join = joins
+    worker.it.leave()
+    assert worker.said == ["joined", "put", "waited", "joined", "left"]
+    assert worker.told.leaving
+    worker.it.leave()
+    assert worker.said[5:] == ["left"], "a second time changes nothing"
+    quick = Worker(monkeypatch, {0: DONE, 1: DONE})
+    quick.it.leave()
+    assert quick.said == ["left"], "where one worker did nothing for all nobody waits"
