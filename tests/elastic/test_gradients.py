@@ -95,6 +95,21 @@ def test_a_parameter_that_is_unfrozen_gets_memory_and_those_that_never_are_cost_
     assert [its.grad is None for its in model] == [False, False, True]
     model[0].requires_grad_(False)
     assert not gradients.grow(), "what is frozen again keeps its memory"
+    model[2].requires_grad_(True)
+    assert gradients.grow()
+    assert sum(bucket.flat.numel() for bucket in gradients.buckets) == 6 + (1 + 1 + 3)
+
+
+def test_what_is_used_is_told_by_the_numbers_that_the_parameters_have_now() -> None:
+    model = parameters(False, True)
+    gradients = Gradients(model, 1)
+    model[0].requires_grad_(True)
+    assert gradients.grow()
+    gradients.clear()
+    add(gradients, 0, model[1])
+    gradients.loss()
+    gradients.leave_out_unused()
+    assert [its.grad is None for its in model] == [True, False]
 
 
 def test_a_gradient_of_a_parameter_that_was_frozen_when_the_step_began_is_refused() -> None:
@@ -115,6 +130,7 @@ def test_a_worker_that_comes_covers_and_trains_what_the_others_do() -> None:
     model[0].requires_grad_(False)
     assert mine.cover(theirs.covered)
     assert not mine.cover(theirs.covered)
+    assert [its.requires_grad for its in here] == [True, False, True], "what is covered may be frozen"
     mine.train(theirs.trained)
     assert [its.requires_grad for its in here] == [False, True, False]
     assert [its.grad is None for its in here] == [False, False, True]

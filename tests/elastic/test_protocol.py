@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.elastic import data_parallel
 from recover_megatron.elastic.data_parallel import ElasticDataParallel
 from recover_megatron.elastic.leading import Leading
+from recover_megatron.elastic.restoring import NotRestored
 from recover_megatron.elastic.standing import Standing, Status
 from recover_megatron.elastic.verification import Verdict
 from recover_megatron.membership.records import CoordinatorLost
+from tests.elastic.test_state import Striking, stepping
 
 
 class Worker:
@@ -164,6 +169,82 @@ def test_a_worker_whose_state_differs_asks_for_that_of_the_others_which_wait(
         worker.it.completed, worker.it._verify_interval = completed, interval
         assert worker.it._verified(SimpleNamespace(exchange="exchange"))
     assert len(compared) == 1, "only after every second step, and never with 0"
+
+
+@pytest.mark.parametrize(("agree", "sums"), [(True, ["sum", "agreed 4"]), (False, [])])
+def test_nothing_is_summed_before_the_states_are_compared(
+    monkeypatch: pytest.MonkeyPatch, agree: bool, sums: list[str]
+) -> None:
+    worker = Worker(monkeypatch, {0: DONE, 1: DONE})
+    group = SimpleNamespace(all_reduce=lambda _: SimpleNamespace(wait=lambda: worker.said.append("sum")))
+    worker.it._enter, worker.it._verified, worker.it._standing = lambda: group, lambda _: agree, Standing(3, (0, 1))
+    worker.it._statuses, worker.it.microbatches = {0: DONE, 1: DONE}, 4
+    worker.it._passes.run, worker.it._gradients.buckets = lambda *_, **__: True, ["bucket"]
+    worker.it._column.agree = lambda step: worker.said.append(f"agreed {step}")
+    worker.it._finish(lambda *_: None)
+    assert worker.said == sums
+
+
+@pytest.mark.parametrize(("digest", "changed"), [("ab", False), ("", True)], ids=["at the launch", "later"])
+def test_who_has_taken_a_state_is_as_those_who_gave_it(
+    monkeypatch: pytest.MonkeyPatch, digest: str, changed: bool
+) -> None:
+    """A worker whose state no step has changed yet tells its digest: another one would take it for another state."""
+    worker, trained = Worker(monkeypatch, {0: DONE, 1: AWAY}, me=1), []
+    del worker.it._fetch
+    worker.it._statuses = {0: Status(3, True, digest, address="host:1")}
+    worker.it._session.check = None
+    worker.it._exchange.fetch = lambda *_, **__: (3, [True, False])
+    worker.it._gradients.away, worker.it._gradients.train = nullcontext, trained.append
+    assert worker.it._fetch(Standing(3, (0,)))
+    assert (worker.it.completed, worker.it._holds, worker.it._changed) == (3, True, changed)
+    assert trained == [[True, False]], "what is frozen there is frozen here"
+
+
+def test_a_worker_of_the_launch_that_cannot_take_a_later_state_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(monkeypatch, {0: DONE, 1: AWAY}, me=1)
+    del worker.it._fetch
+    worker.it._statuses, worker.it._session.check = {0: DONE}, None
+    worker.it._gradients.away = nullcontext
+
+    def fetch(*_: Any, **__: Any) -> None:
+        raise NotRestored("lost")
+
+    worker.it._exchange.fetch = fetch
+    with pytest.raises(SystemExit, match="2"):
+        worker.it._fetch(Standing(3, (0,)))
+    assert worker.said == []
+
+
+def test_the_worker_that_leads_calls_what_one_does_for_all_and_the_others_keep_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for me, called in ((0, ["saved"]), (1, [])):
+        worker = Worker(monkeypatch, {0: DONE, 1: DONE}, me)
+        worker.it.lead(partial(worker.said.append, "saved"))
+        assert worker.said == called
+        assert worker.it._leading.todo == (not called)
+
+
+def test_a_finished_step_forgets_what_was_asked_before_and_sets_the_generators_alike() -> None:
+    drawn = []
+    for more in (0, 3):
+        striking = Striking()
+        it = stepping(striking, [])
+        it._leading.add(lambda: None, "save")
+        it.step(lambda step, j, more=more, its=striking: (torch.rand(more), its.plain())[1])  # type: ignore[misc]
+        assert (it._leading.todo, it._leading.unsettled) == (0, False)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_step_that_begins_with_more_parameters_that_are_trained_asks_for_another_epoch() -> None:
+    striking, renewed = Striking(), []
+    it = stepping(striking, [])
+    it._gradients.grow = lambda: True  # type: ignore[method-assign]
+    it._column.renew = renewed.append  # type: ignore[method-assign]
+    it.step(lambda step, j: striking.plain())
+    assert renewed == ["more parameters are trained from step 1 on"]
 
 
 def test_where_no_state_is_that_of_most_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
