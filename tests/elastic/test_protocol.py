@@ -278,3 +278,28 @@ def test_a_worker_leaves_when_nothing_is_left_to_do_and_gives_its_state_before(
     quick = Worker(monkeypatch, {0: DONE, 1: DONE})
     quick.it.leave()
     assert quick.said == ["left"], "where one worker did nothing for all nobody waits"
+
+
+def test_microbatches_are_run_until_the_epoch_is_over_each_with_its_own_random_numbers() -> None:
+    striking, begun, drawn = Striking(), [], []
+    it = stepping(striking, [])
+
+    def microbatch(step: int, j: int) -> torch.Tensor:
+        drawn.append(torch.rand(1).item())
+        return striking.plain()
+
+    for _ in range(2):
+        it._gradients.clear()
+        it._passes.ran = []
+        over = iter([False, True])
+        done = it._passes.run(
+            microbatch, 1, [1, 0], over=lambda its=over: next(its), begin=begun.append, failed=pytest.fail
+        )  # type: ignore
+        assert not done
+        assert (it._passes.ran, begun) == ([1], [1])
+        assert it._passes.run(microbatch, 1, [0], over=lambda: False, begin=begun.append, failed=pytest.fail)  # type: ignore
+        assert it._passes.ran == [1, 0]
+        assert it._gradients.loss() == 3.0
+        begun.clear()
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]
