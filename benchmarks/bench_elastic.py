@@ -1,4 +1,4 @@
-"""What a step of the library costs: ElasticDataParallel against torch's DistributedDataParallel, side by side.
+"""Measures what a step of the library costs: ElasticDataParallel against torch's DistributedDataParallel, side by side.
 
     python benchmarks/bench_elastic.py [--cases small-8 medium-1] [--json FILE]
 
@@ -58,7 +58,7 @@ NEVER = 10**9
 BATCHES = 64
 """Different microbatches."""
 MOST_DIFFERENCE = 1e-3
-"""Of the losses of both sides, relative, after the block without dropout."""
+"""The largest relative difference of both sides' losses after the block without dropout."""
 HIDDEN = 512
 
 
@@ -69,7 +69,7 @@ class Case:
     model: str
     workers: int
     microbatches: int
-    """Of a worker in a step."""
+    """The microbatches of one worker in a step."""
     block: int
     """Steps in a turn."""
     verify: int | None = None

@@ -155,7 +155,7 @@ class Column:
 
     @classmethod
     def from_environment(cls, *, shards: int = 1, device: torch.device | None = None, timeout: float = 60.0) -> Column:
-        """That of a worker of recover-run; starts its session.  Raises as ``membership.session.connect`` does.
+        """Make the column of a worker of recover-run, and start its session.  Raises as ``session.connect`` does.
 
         Where the workers cannot be shard groups the process ends with exit code 2 and a line.  So call it before
         ``init_process_group``: a shard group that is not complete would wait there for its missing workers.

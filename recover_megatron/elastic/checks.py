@@ -31,7 +31,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def strange_parameters(optimizer: Optimizer, known: set[int]) -> int:
-    """How many parameters it trains that are not among ``known``."""
+    """Count the parameters that ``optimizer`` trains and that are not among ``known``."""
     return sum(parameter.requires_grad and id(parameter) not in known for parameter in _parameters(optimizer))
 
 

@@ -84,7 +84,7 @@ class ElasticDataParallel:
     """
 
     _made = False
-    """Whether this process has made one."""
+    """True when this process has made one."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class ElasticDataParallel:
         self._standing: Standing | None = None
         self._statuses: dict[int, Status] = {}
         self._told = Status()
-        """What this worker joined with last."""
+        """The status with which this worker joined last."""
         self._leading = Leading()
         self._summed: frozenset[int] = frozenset()
         """The workers that made the last sum with this one."""
@@ -149,7 +149,7 @@ class ElasticDataParallel:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the lowest of them, which calls what ``lead`` is given.  False before the first step."""
+        """True for the lowest worker, which calls the functions given to ``lead``.  False before the first step."""
         return self.workers[:1] == [self.worker]
 
     def step(self, microbatch: Microbatch) -> StepResult:

@@ -90,7 +90,7 @@ class Gradients:
 
     @property
     def trained(self) -> list[bool]:
-        """Which of the model's parameters are trained now."""
+        """The model's parameters, in order: True for those that are trained now."""
         return [parameter.requires_grad for parameter in self._all]
 
     def train(self, trained: Sequence[bool]) -> None:
@@ -167,7 +167,7 @@ class Gradients:
         self._used.clear()
 
     def loss(self) -> float:
-        """Of the step that was summed.  Raises Disagreement unless each microbatch is in it exactly once."""
+        """Return the loss of the summed step.  Raises Disagreement unless each microbatch is in it exactly once."""
         loss, *counts = self._counted.tolist()
         times, self._uses = counts[: self._microbatches], counts[self._microbatches :]
         if any(count != 1 for count in times):

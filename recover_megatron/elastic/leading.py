@@ -1,4 +1,4 @@
-"""What one worker does for all between two steps: it is done again by the next worker that leads if the first one dies.
+"""Functions that one worker calls for all between two steps, and the next worker that leads if the first one dies.
 
 lead(f) on all      the worker that leads calls f at once; the others keep it
 a step finished     its sum needed that worker, which has been through f: all forget it
@@ -21,13 +21,13 @@ class Leading:
     def __init__(self) -> None:
         self._kept: list[tuple[str, Callable[[], Any]]] = []
         self.calls = 0
-        """How many there were since the last step."""
+        """The number of calls of ``lead`` since the last step."""
         self.unsettled = False
         """Whether another worker may still need something of this one, or this one of another, before it leaves."""
 
     @property
     def todo(self) -> int:
-        """How many of them this worker would have to make if it led."""
+        """The number of functions that this worker would have to call if it led."""
         return len(self._kept)
 
     @property
