@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+from collections import Counter
 
 import pytest
 
@@ -73,10 +74,12 @@ def test_lines_of_different_workers_are_never_mixed(bench):
         """
     )
     launch = bench.run("--nproc-per-node", 3, script)
-    lines = launch.out.splitlines()
-    assert len(lines) == 150
-    for line in lines:
-        assert re.fullmatch(r"\[(\d)\] \1{997}", line)
+    digits: Counter[str] = Counter()
+    for line in launch.out.splitlines():
+        match = re.fullmatch(r"\[(\d)\] \1{1,997}", line)  # shorter where a worker had no processor for half a second
+        assert match, line
+        digits[match[1]] += len(line) - len("[0] ")
+    assert digits == {rank: 50 * 997 for rank in "012"}
 
 
 @pytest.mark.slow
