@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from recover_megatron.launch.dying import WRITES_CORE, Ending
 from recover_megatron.launch.plan import LaunchPlan, join_addresses
-from recover_megatron.launch.states import WorkerProcess, WorkerState
+from recover_megatron.launch.states import WorkerProcess, WorkerState, signal_name
 from recover_megatron.membership.records import ranges
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
@@ -57,6 +58,23 @@ def worker_ended(
         tested = " when its device has passed a test" if tests_device else ""
         now += f"; worker {successor.worker_id} is started in its place{tested}"
     return f"{_who(worker)} {how} after {seconds(worker)}{swept}; {now}; {_log(worker)}"
+
+
+def writes_core(worker: WorkerProcess, end: Ending) -> tuple[str, str]:
+    """A worker whose core is being written: for people, and for workers.json."""
+    how = signal_name(-end.code) if end.code else "a fatal signal"
+    device = "its device is free when that is over"
+    return (
+        f"{_who(worker)} was killed by {how}, and the kernel writes its core: the run goes on without it; {device} "
+        f"(ulimit -c 0 before recover-run writes none); {_log(worker)}",
+        f"{WRITES_CORE} ({how}); {device}",
+    )
+
+
+def fenced(worker: WorkerProcess) -> tuple[str, str]:
+    """A worker whose process went on without the thread that tells of its end: for people, and for workers.json."""
+    why = "its process had executed another program, or its thread recover-death-notice had ended"
+    return f"{_who(worker)} is taken for dead and was killed: {why}; {_log(worker)}", f"killed: {why}"
 
 
 def failed_alike(number: int, words: str, successor: WorkerProcess | None, wait: float) -> str:

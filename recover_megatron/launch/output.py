@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recover_megatron.launch.loop import EventLoop, Timer
+from recover_megatron.launch.loop import Callback, EventLoop, Timer
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
+from recover_megatron.network.death_notice import FATAL
 
 MOST_PENDING = 1024 * 1024
 """Bytes."""
@@ -233,11 +234,13 @@ class Stream:
     _lines: LineFormat
     _name: str
     """stdout or stderr."""
+    _on_fatal: Callback
     open: bool = True
     wanted: bool = False
     """Whether it may be read."""
     _held: bytes = b""
     _last: bytes = b""
+    _fatal: bytes = b""
     _timer: Timer | None = None
     _watched: bool = False
 
@@ -246,8 +249,8 @@ class Stream:
 
     @property
     def last_line(self) -> str:
-        """The last line that was not empty, or its beginning."""
-        return self._last.decode(errors="replace").strip()
+        """The line that names a fatal signal, or else the last one that was not empty, or its beginning."""
+        return (self._fatal or self._last).decode(errors="replace").strip()
 
     def pause(self) -> None:
         if self._watched:
@@ -308,6 +311,9 @@ class Stream:
         # What a progress bar overwrote by a carriage return is not shown; the log has it.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         self._last = next((line for line in reversed(shown) if line.strip()), self._last)[:LONGEST_LAST]
+        if fatal := next((line for line in shown if line.startswith(FATAL)), b""):
+            self._fatal = fatal[:LONGEST_LAST]
+            self._on_fatal()
         for_people = [line for line in shown if self._voice.is_for_people(line)]
         prefix = self._prefix
         if not self._lines.plain:
@@ -367,18 +373,20 @@ class Console:
         return data + b"\n"
 
     def attach(
-        self, label: str, colour: int, log: LogFile | None, *, newcomer: bool = False
+        self, label: str, colour: int, log: LogFile | None, on_fatal: Callback = bool, *, newcomer: bool = False
     ) -> tuple[list[Stream], int, int]:
         """Make the two pipes of a process.  Returns its streams, and the ends for its stdout and its stderr.
 
-        ``newcomer``: see ``Voice``; with a log alone, or its lines would be nowhere.
+        ``newcomer``: see ``Voice``; with a log alone, or its lines would be nowhere.  ``on_fatal``: called when
+        Python's faulthandler begins to tell of a fatal signal.
         The caller closes these two ends once the process has them, and calls ``read`` when its output may be shown.
         """
         streams, ends, voice = [], [], Voice(newcomer=newcomer and log is not None)
         lines = LineFormat(self._form, self._node, label)
         for name, sink in (("stdout", self._out), ("stderr", self._err)):
             read, write = os.pipe()
-            streams.append(Stream(self, read, sink, self._prefix(label, colour, sink.colour), log, voice, lines, name))
+            prefix = self._prefix(label, colour, sink.colour)
+            streams.append(Stream(self, read, sink, prefix, log, voice, lines, name, on_fatal))
             ends.append(write)
         self._streams = [stream for stream in self._streams if stream.open] + streams
         return streams, ends[0], ends[1]

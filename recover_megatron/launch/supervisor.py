@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from recover_megatron.launch import messages, successors
 from recover_megatron.launch.conclusion import START_GRACE_SECONDS, Conclusion, StartUp
 from recover_megatron.launch.control_plane import ControlPlane, has_secret
+from recover_megatron.launch.dying import Ending
 from recover_megatron.launch.hosted import ExporterProcess
 from recover_megatron.launch.log_folder import FolderLock, LogFolder
 from recover_megatron.launch.loop import EventLoop, LaunchSignals
@@ -71,7 +72,9 @@ class Supervisor:
         self._reaper = Reaper(self._loop, plan.launch_id, say)
         self._folder = LogFolder(plan.log_dir, lock, self._loop, say, other_locks)
         self._environment = WorkerEnvironment(plan, inherited, say)
-        self._table = WorkerTable(plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited)
+        self._table = WorkerTable(
+            plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited, self.worker_dying
+        )
         self._successors = Successors(plan, self._loop, self._table, say, self._start_tested, self._left_out)
         self._control = ControlPlane(plan, inherited, self._loop, say, self)
         self._exporter = ExporterProcess(plan, inherited, self._loop, say)
@@ -205,6 +208,16 @@ class Supervisor:
         self._late.started(worker)
 
     # --- a worker's end ---
+
+    def worker_dying(self, worker: WorkerProcess, end: Ending) -> None:
+        """Tell the coordinator at once, if the run is under way; all else waits until the process has gone."""
+        if not self.goes_on():
+            return
+        self._control.agent.ended(worker.worker_id, self._table.fence(worker, end))
+        if end.writes_core or end.goes_on:
+            said, note = messages.writes_core(worker, end) if end.writes_core else messages.fenced(worker)
+            self._table.note(worker.worker_id, note)
+            self._console.say(said)
 
     def worker_exited(self, worker: WorkerProcess) -> None:
         left_behind = self._table.reap(worker)

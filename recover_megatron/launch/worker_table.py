@@ -1,8 +1,9 @@
 """The workers of one node: the record of each, what the launcher holds of its process, and how all are made to end.
 
-A worker's end, step by step: its pidfd becomes readable while it is still a zombie, so that its pid, process group and
-session cannot mean others yet; ``reap`` kills what is left of it, then reaps it; ``close`` takes the last of its
-output.  Between the two its end can be told to those who wait for it.
+A worker's end, step by step: it is known to be dying (``dying``), which may be told at once, when ``fence`` has made
+sure of it; its pidfd becomes readable while it is still a zombie, so that its pid, process group and session cannot
+mean others yet; ``reap`` kills what is left of it, then reaps it; ``close`` takes the last of its output.  Between the
+two its end can be told to those who wait for it.
 
 All of it is called in the main thread.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from recover_megatron.launch import processes
+from recover_megatron.launch.dying import WRITES_CORE, Ending, ProcessWatch
 from recover_megatron.launch.log_folder import LogFolder
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
@@ -26,6 +28,7 @@ from recover_megatron.launch.reaper import Reaper
 from recover_megatron.launch.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
 from recover_megatron.membership.records import ranges
 from recover_megatron.network import system
+from recover_megatron.network.death_notice import DeathWatch
 
 
 @dataclass
@@ -35,6 +38,7 @@ class _Handles:
     pidfd: int
     streams: list[Stream]
     log: LogFile | None
+    watch: ProcessWatch
 
 
 @dataclass(eq=False)
@@ -48,6 +52,8 @@ class WorkerTable:
     _reaper: Reaper
     _on_exit: Callable[[WorkerProcess], None]
     """Called when a worker's process has ended; it calls ``reap`` and ``close``."""
+    _on_dying: Callable[[WorkerProcess, Ending], None]
+    """Called before that, if it is known that the process is being ended, unless the worker has left in order."""
 
     def __post_init__(self) -> None:
         self._reaper.dropped = self._output_dropped
@@ -108,12 +114,16 @@ class WorkerTable:
         """Start the process of ``worker``, and watch it.  Returns the pid; raises OSError if it cannot be started."""
         log = self._folder.open_log(path) if (path := self._plan.log_file(worker.worker_id)) else None
         newcomer = worker.worker_id >= self._plan.world_size and self._plan.is_megatrons
+        notice = DeathWatch.make() if self._plan.control_plane else None
+        watch = ProcessWatch(self._loop, partial(self._on_dying, worker), notice)
         streams, stdout, stderr = self._console.attach(
-            str(worker.worker_id), worker.worker_id, log, newcomer=newcomer and not self._plan.joins
+            str(worker.worker_id), worker.worker_id, log, watch.fatal, newcomer=newcomer and not self._plan.joins
         )
         try:
-            pid, pidfd = spawn(self._plan.command, environment, stdout, stderr)
+            variables = notice.variables if notice is not None else {}
+            pid, pidfd = spawn(self._plan.command, {**environment, **variables}, stdout, stderr)
         except OSError:
+            watch.close()
             for stream in streams:
                 stream.drain_and_close()
             if log:
@@ -124,7 +134,8 @@ class WorkerTable:
             os.close(stderr)
         worker.pid, worker.started, worker.state = pid, time.time(), WorkerState.RUNNING
         self.changed = True
-        self._handles[worker.worker_id] = handles = _Handles(pidfd, streams, log)
+        self._handles[worker.worker_id] = handles = _Handles(pidfd, streams, log, watch)
+        watch.begin(pid)
         self._reaper.add_session(pid, [stream.pipe for stream in streams])
         # From the next round of the loop on: the worker is in workers.json before its output is seen.
         self._console.read(streams)
@@ -139,21 +150,44 @@ class WorkerTable:
             if worker.pid is not None:  # not reaped yet: nobody else can have its pid
                 os.kill(worker.pid, number)
 
+    def fence(self, worker: WorkerProcess, end: Ending) -> str:
+        """Make sure that ``worker``, which is dying, does nothing more.  Returns how it ends, for the coordinator.
+
+        SIGKILL to its process group, before anybody is told, also if it is dying for certain: what it has started ends,
+        too. Not while its core is written, which that would cut short: nothing of it runs any more.
+        """
+        assert worker.pid is not None
+        if not end.writes_core:
+            os.killpg(worker.pid, signal.SIGKILL)  # not reaped yet: nobody else can have its pid
+        if end.goes_on:
+            self._killed.add(worker.worker_id)
+        if end.code is not None:
+            self._ask_kernel(worker, end.code)
+        return f"{end.how}, {worker.kernel}" if worker.kernel else end.how
+
     def reap(self, worker: WorkerProcess) -> int:
         """``worker`` has ended: kill what it left behind, then reap it.  Returns how many processes it had left."""
         assert worker.pid is not None
         self._loop.unwatch(self._handles[worker.worker_id].pidfd)
+        self._handles[worker.worker_id].watch.close()
         find = partial(find_launch, self._plan.launch_id, [worker.pid], self._reaper.spared, worker_id=worker.worker_id)
         killed = {process.pid for process in kill_found(find)}
-        worker.end(processes.reap(worker.pid), time.time())
-        before, self._memory_kills = self._memory_kills, system.memory_kills()
-        killed_by_others = worker.signal == signal.SIGKILL and worker.worker_id not in self._killed
-        if killed_by_others and self._memory_kills > before:
-            worker.kernel = "out of memory"
-        elif worker.state is not WorkerState.FINISHED and worker.worker_id not in self._killed:
-            worker.kernel = self._kernel_log.xid(worker.pid)
+        worker.end(status := processes.reap(worker.pid), time.time())
+        self._ask_kernel(worker, status)
+        if worker.note.startswith(WRITES_CORE):
+            worker.note = ""
         self.changed = True
         return len(killed - {worker.pid})
+
+    def _ask_kernel(self, worker: WorkerProcess, status: int) -> None:
+        """``status``: the exit code of ``worker``, or minus the signal that killed it."""
+        before, self._memory_kills = self._memory_kills, system.memory_kills()
+        if worker.kernel or worker.worker_id in self._killed:
+            return
+        if status == -signal.SIGKILL and self._memory_kills > before:
+            worker.kernel = "out of memory"
+        elif status and worker.pid is not None:
+            worker.kernel = self._kernel_log.xid(worker.pid)
 
     def close(self, worker: WorkerProcess) -> str:
         """Forget the process of ``worker``, which was reaped.  Returns its last line on stderr."""

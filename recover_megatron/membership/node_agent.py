@@ -169,7 +169,8 @@ class NodeAgentEvents(Orders, Protocol):
 class NodeAgent:
     """The launcher of one node. While it is heard, a worker of its node that is silent is not taken for dead.
 
-    Its word counts: report ``ended`` only for a process that the kernel has reaped or whose pidfd has become readable.
+    Its word counts: report ``ended`` only for a process that executes no user code any more, since it has ended or
+    SIGKILL has been sent to all of its threads (docs/membership.md).
     """
 
     def __init__(

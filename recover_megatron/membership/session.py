@@ -34,13 +34,12 @@ from recover_megatron.membership.wire import (
     encode,
     find_secret,
 )
-from recover_megatron.network.system import keep_sockets, use_all_descriptors
+from recover_megatron.network import death_notice, system
 from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
 RevokeCallback = Callable[[int, str], None]
-
 EXCEPTION_REPORT_SECONDS = 2.0
-"""A worker that ends waits this long for a coordinator to hear why."""
+"""How long a worker that ends waits for a coordinator to hear why."""
 
 
 class Session:
@@ -368,12 +367,12 @@ class Session:
         report["error"], report["traceback"] = cut_middle(error, MAX_ERROR), cut_middle(traceback, MAX_TRACEBACK)
         with self._client.condition:
             self._say(self._core.report_exception, report)
-            heard_or_out = lambda: self._core.noted or self._core.out is not None  # noqa: E731
-            self._client.condition.wait_for(heard_or_out, EXCEPTION_REPORT_SECONDS)
+            self._client.condition.wait_for(lambda: self._core.noted or self._core.out, EXCEPTION_REPORT_SECONDS)
             return self._core.noted
 
     def leave(self) -> None:
         """Leave in order: the run is finished for this worker; its end is no death. Harmless when already out."""
+        death_notice.leaving()
         self._say(self._core.leave)
         self._client.close()
 
@@ -417,13 +416,14 @@ def connect(
 ) -> Session:
     """Open the session of this worker (``Session.connect``), as recover-run's environment variables say.
 
-    And raise this process's limit of open files (``system.use_all_descriptors``), and have its launcher remove what
-    multiprocessing leaves (``system.keep_sockets``). ``addresses``: the candidates,
-    instead of the environment's; the launcher is a node agent with its own candidates only. Raises KeyError where the
-    launcher gave no coordinator or no rank, ValueError for a malformed address, SecretError without a usable secret.
+    Also raise the limit of open files, have the launcher remove what multiprocessing leaves, and have it know of this
+    process's death at once. ``addresses``: the candidates, instead of the environment's; the launcher is a node agent
+    with its own candidates only. Raises KeyError where the launcher gave no coordinator or no rank, ValueError for a
+    malformed address, SecretError without a usable secret.
     """
-    use_all_descriptors()
-    keep_sockets(environ)
+    system.use_all_descriptors()
+    system.keep_sockets(environ)
+    death_notice.hold(environ)
     node_agent = environ.get(NODE_VARIABLE)
     if addresses is None:
         addresses = _launchers_addresses(environ[COORDINATOR_VARIABLE])

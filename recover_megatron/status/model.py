@@ -297,7 +297,7 @@ def _exit(entry: Raw) -> str:
     elif (code := entry.get("exit_code")) is not None:
         name = f"exit code {code}"
     else:
-        return ""
+        return entry.get("note", "") if entry.get("state") == "running" else ""
     return f"{name}, {entry['kernel']}" if entry.get("kernel") else name
 
 

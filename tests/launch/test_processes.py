@@ -311,10 +311,11 @@ def test_what_the_kernel_tells_of_a_workers_end_is_told(monkeypatch, number, kil
     monkeypatch.setattr(system, "memory_kills", lambda: next(counts))
     monkeypatch.setattr(system, "KernelLog", lambda: SimpleNamespace(xid=lambda pid: "Xid 79"))
     loop = SimpleNamespace(unwatch=lambda _: None)
-    table = WorkerTable(SimpleNamespace(launch_id="x"), loop, None, None, SimpleNamespace(spared=[]), lambda _: None)
+    plan, reaper = SimpleNamespace(launch_id="x"), SimpleNamespace(spared=[])
+    table = WorkerTable(plan, loop, None, None, reaper, lambda _: None, lambda *_: None)
     pid = os.posix_spawn("/bin/sleep", ["sleep", "1000"], {}, setpgroup=0)
     worker = WorkerProcess(0, pid, "h", WorkerState.RUNNING, 0, 0)
-    table._handles[0] = SimpleNamespace(pidfd=os.pidfd_open(pid))
+    table._handles[0] = SimpleNamespace(pidfd=os.pidfd_open(pid), watch=SimpleNamespace(close=lambda: None))
     if ours:
         table.signal([worker], number)
     else:

@@ -1,0 +1,237 @@
+"""The death of a worker, known by what the kernel does first: it gives up the robust mutexes of the worker's threads.
+
+The kernel closes the sockets of a killed process, and makes its pidfd readable, only after it has taken the process's
+memory apart: 0.1 s a gigabyte on a quiet machine, several times that on a busy one, and after any core is written. The
+robust mutexes (``pthread_mutexattr_setrobust``) of a thread it gives up before, whatever the process holds: who waits
+for one gets EOWNERDEAD within a few milliseconds. So worker and launcher share a page with such a mutex::
+
+    launcher                                    worker
+    DeathWatch.make(): the page, a variable --> hold(): a thread locks the mutex, then posts the semaphore, and sleeps
+    begin(): a thread waits for the semaphore,
+             then for the mutex             <-- the thread ends: a fatal signal, exit, exec, or by itself
+    on_dying()
+
+What EOWNERDEAD means, and what it does not, is in docs/membership.md ("A death that is told before the process has
+gone").  Where there is no robust mutex, or the worker cannot reach the page, the pidfd alone tells of the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import faulthandler
+import mmap
+import os
+import platform
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+
+from recover_megatron.network.system import memory_file
+from recover_megatron.variables import DEATH_NOTICE_VARIABLE
+
+_MUTEX, _SEMAPHORE, _LEFT, _TAG, _SIZE = 0, 64, 128, 192, 4096
+"""Offsets in the page, and its size: ``pthread_mutex_t`` and ``sem_t`` take at most 48 bytes in glibc and musl."""
+_ATTRIBUTE_BYTES = 64
+_PROCESS_SHARED = _ROBUST = 1
+_PROBE_SECONDS = 2
+FATAL = b"Fatal Python error: "
+"""The beginning of the line by which faulthandler tells of a fatal signal."""
+
+
+def _tag(name: str) -> bytes:
+    """The mark of the page ``name``, with the C library's version: the layout of a mutex is the library's own."""
+    return f"{name} {' '.join(platform.libc_ver())}".encode()[: _SIZE - _TAG - 1]
+
+
+class _Page:
+    """The shared memory.  It stays mapped for as long as a thread of this process may use it."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Raises OSError."""
+        self._memory = mmap.mmap(descriptor, _SIZE)
+        self._memory.madvise(mmap.MADV_DONTFORK)  # a forked child has no part in it
+        self._bytes = (ctypes.c_char * _SIZE).from_buffer(self._memory)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._mutex, self._semaphore = (ctypes.byref(self._bytes, offset) for offset in (_MUTEX, _SEMAPHORE))
+
+    def prepare(self, name: str) -> None:
+        """Make mutex and semaphore; by the launcher, once.  Raises OSError."""
+        attribute = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
+        libc = self._libc
+        for failed in (
+            libc.pthread_mutexattr_init(attribute),
+            libc.pthread_mutexattr_setpshared(attribute, _PROCESS_SHARED),
+            libc.pthread_mutexattr_setrobust(attribute, _ROBUST),
+            libc.pthread_mutex_init(self._mutex, attribute),
+            ctypes.get_errno() if libc.sem_init(self._semaphore, 1, 0) else 0,
+        ):
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+        self._memory[_TAG : _TAG + len(_tag(name))] = _tag(name)
+
+    def is_named(self, name: str) -> bool:
+        """Whether it is the page ``name``, made with the C library of this process."""
+        return self._memory[_TAG:_SIZE].rstrip(b"\0") == _tag(name)
+
+    @property
+    def left(self) -> bool:
+        """Whether the worker has left the run in order, so that its end is no death."""
+        return self._memory[_LEFT] != 0
+
+    @left.setter
+    def left(self, left: bool) -> None:
+        self._memory[_LEFT] = left
+
+    def hold(self) -> None:
+        """Lock the mutex, say so, and sleep for ever; another thread that holds it already is left alone."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        if self._libc.pthread_mutex_trylock(self._mutex) == 0:
+            self.post()
+            while True:
+                self._libc.pause()
+
+    def post(self) -> None:
+        self._libc.sem_post(self._semaphore)
+
+    def wait_held(self) -> None:
+        """Wait until ``post`` was called."""
+        while self._libc.sem_wait(self._semaphore) and ctypes.get_errno() == errno.EINTR:
+            pass
+
+    def wait_given_up(self) -> bool:
+        """Wait for the end of the thread that holds the mutex; False: the mutex cannot tell of it."""
+        return bool(self._libc.pthread_mutex_lock(self._mutex) == errno.EOWNERDEAD)
+
+    def is_given_up(self, seconds: int) -> bool:
+        """The same, waiting so long at most."""
+        until = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)
+        return bool(self._libc.pthread_mutex_timedlock(self._mutex, until) == errno.EOWNERDEAD)
+
+
+def _new_page(name: str) -> tuple[_Page, int]:
+    """Return a page that is ready, and the descriptor of its file.  Raises OSError where none can be had."""
+    descriptor = memory_file("recover-death-notice")
+    try:
+        os.ftruncate(descriptor, _SIZE)
+        page = _Page(descriptor)
+        page.prepare(name)
+    except (OSError, AttributeError) as error:
+        os.close(descriptor)
+        raise OSError(errno.ENOSYS, f"no robust mutex ({error})") from error
+    return page, descriptor
+
+
+@cache
+def lacking() -> str:
+    """Why a death is known by the pidfd alone on this host, in words for people; empty: robust mutexes tell of it.
+
+    Tried with a thread that ends while it holds one: a kernel may take the call, and never do it (gVisor).
+    """
+    try:
+        page, descriptor = _new_page("try")
+        os.close(descriptor)
+        thread = threading.Thread(target=page._libc.pthread_mutex_lock, args=(page._mutex,))
+        thread.start()
+        thread.join()
+    except (OSError, RuntimeError) as error:
+        return f"no robust mutex can be had here ({error})"
+    return "" if page.is_given_up(_PROBE_SECONDS) else "this kernel does not give up the robust mutexes of dead threads"
+
+
+class DeathWatch:
+    """The launcher's side, for one worker: ``on_dying`` is called as soon as the worker's threads are being ended."""
+
+    def __init__(self) -> None:
+        """Raises OSError where there is no robust mutex."""
+        name = secrets.token_hex(8)
+        self._page, self._descriptor = _new_page(name)
+        self._closed = False
+        self.variables = {DEATH_NOTICE_VARIABLE: f"{name} /proc/{os.getpid()}/fd/{self._descriptor}"}
+        """For the environment of the worker's process."""
+
+    @classmethod
+    def make(cls) -> DeathWatch | None:
+        """Return a watch for a worker that is about to be started; None where there is none to be had."""
+        if lacking():
+            return None
+        try:
+            return cls()
+        except OSError:
+            return None
+
+    @property
+    def left(self) -> bool:
+        """Whether the worker has left the run in order, so that its end is no death."""
+        return self._page.left
+
+    def begin(self, on_dying: Callable[[], object]) -> None:
+        """Watch from now on.  ``on_dying`` is called in a thread, once; never where the worker does not hold the mutex.
+
+        Where no thread can be started nothing is told.
+        """
+
+        def wait() -> None:
+            self._page.wait_held()
+            if not self._closed and self._page.wait_given_up() and not self._closed:
+                on_dying()
+
+        with suppress(RuntimeError):
+            threading.Thread(target=wait, name="recover-death-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """The worker's process was reaped, or not started: nothing more is told."""
+        if not self._closed:
+            self._closed = True
+            self._page.post()
+            os.close(self._descriptor)
+
+
+_held: _Page | None = None
+"""The page of the launcher that watches this process."""
+
+
+def hold(environ: Mapping[str, str]) -> bool:
+    """Have this process's launcher know of its death at once.  Returns whether it will, as far as can be told here.
+
+    A thread is started that sleeps until the process ends.  Python's faulthandler is enabled where the script has not
+    done so: what it writes on stderr tells the launcher of a fatal signal before a core is written.
+    """
+    global _held
+    name, _, path = environ.get(DEATH_NOTICE_VARIABLE, "").partition(" ")
+    if _held is not None or not path:
+        return _held is not None
+    if not faulthandler.is_enabled():
+        with suppress(OSError, RuntimeError, ValueError):
+            faulthandler.enable(file=2)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            page = _Page(descriptor)
+        finally:
+            os.close(descriptor)
+        if not page.is_named(name):  # this process is in a container of its own, say, or its launcher has ended
+            return False
+        threading.Thread(target=page.hold, name="recover-death-notice", daemon=True).start()
+    except (OSError, ValueError, RuntimeError):
+        return False  # the pidfd tells of the end, later
+    _held = page
+    return True
+
+
+def leaving() -> None:
+    """This worker leaves the run in order: its end is no death from now on."""
+    if _held is not None:
+        _held.left = True
+
+
+def _forget() -> None:
+    global _held
+    _held = None
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,332 @@
+"""The death of a worker, told before its process has gone: by a thread's robust mutex, by the core that is written.
+
+The order of events is compared, never seconds: a process of a gigabyte is taken apart for a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recover_megatron.launch import dying, messages, preflight
+from recover_megatron.launch.dying import Ending, ProcessWatch, ending, writes_core
+from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.output import Console
+from recover_megatron.launch.states import WorkerProcess, WorkerState
+from recover_megatron.launch.supervisor import Supervisor
+from recover_megatron.launch.worker_table import WorkerTable
+from recover_megatron.network import death_notice
+from recover_megatron.network.death_notice import DeathWatch
+from tests.harness import REPOSITORY
+from tests.harness.processes import python
+from tests.harness.waiting import DEADLINE
+
+from .conftest import IN_THE_RUN
+
+WORKER = """
+    import ctypes, os, resource, signal, sys, threading, time
+    from recover_megatron.network import death_notice
+
+    go = threading.Event()
+    memory = b"1" * (int(os.environ["MIB"]) << 20)
+    {before}
+    assert death_notice.hold(os.environ)
+    print("ready", flush=True)
+    input()
+    {then}
+    """
+SLEEP = "print('there', flush=True); time.sleep(1000)"
+NO_CORE = "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
+
+
+class Started:
+    """A process that runs ``WORKER``, and what is told of its end."""
+
+    def __init__(self, folder: Path, then: str, before: str, mebibytes: int) -> None:
+        self.watch = DeathWatch.make()
+        assert self.watch is not None
+        self.told: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """When it is told: whether the pidfd was readable then."""
+        variables = {**os.environ, **self.watch.variables, "PYTHONPATH": str(REPOSITORY), "MIB": str(mebibytes)}
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WORKER).format(then=then, before=before)],
+            cwd=folder, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        self.pid = self.process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n"
+        self.watch.begin(lambda: self.told.put(self.has_gone))
+
+    @property
+    def has_gone(self) -> bool:
+        return bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def go(self, says: bytes = b"") -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+        if says:
+            assert self.process.stdout.readline() == says
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, or children of it are left
+        self.process.communicate()
+        self.watch.close()
+        os.close(self.pidfd)
+
+
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Started] = []
+
+    def start(then: str = "", before: str = "", mebibytes: int = 1) -> Started:
+        started.append(Started(tmp_path, then, before, mebibytes))
+        return started[-1]
+
+    yield start
+    for its in started:
+        its.close()
+
+
+def test_the_death_of_a_process_of_a_gigabyte_is_told_before_it_has_gone(start: Start) -> None:
+    worker = start(mebibytes=1024)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.told.get(timeout=DEADLINE) is False
+    assert ending(worker.pid).code in (-signal.SIGKILL, None)
+
+
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        (f"{NO_CORE}; os.abort()", -signal.SIGABRT),
+        (f"{NO_CORE}; ctypes.string_at(0)", -signal.SIGSEGV),
+        ("sys.exit(3)", 3),
+        ("os._exit(0)", 0),
+    ],
+    ids=["killed", "aborted", "segmentation fault", "exit code", "no fault"],
+)
+def test_it_is_known_how_a_process_is_being_ended(start: Start, then: str, code: int) -> None:
+    worker = start(then)
+    worker.go()
+    worker.told.get(timeout=DEADLINE)
+    end = ending(worker.pid)
+    assert end.code in (code, None)  # None: the kernel does not tell yet, before Linux 5.17
+    assert not end.goes_on
+    assert worker.process.wait(DEADLINE) == code
+
+
+EXEC = "os.execv('/bin/sleep', ['sleep', '1000'])"
+ENDING_THREAD = "death_notice._Page.hold = lambda page: (page._libc.pthread_mutex_lock(page._mutex), page.post())"
+
+
+@pytest.mark.parametrize(
+    ("then", "before"), [(EXEC, ""), (SLEEP, ENDING_THREAD)], ids=["another program", "a thread that ends"]
+)
+def test_a_process_that_goes_on_without_its_thread_is_killed_before_it_is_told_to_be_dead(
+    start: Start, then: str, before: str
+) -> None:
+    worker = start(then, before)
+    worker.go()
+    worker.told.get(timeout=DEADLINE)
+    end = ending(worker.pid)
+    assert end == Ending(-signal.SIGKILL, goes_on=True)
+    assert not worker.has_gone
+    fence(worker, end)
+    assert worker.process.wait(DEADLINE) == -signal.SIGKILL
+
+
+def fence(worker: Started, end: Ending) -> str:
+    table = WorkerTable(*[SimpleNamespace()] * 7)
+    return table.fence(WorkerProcess(1, worker.pid, "h", WorkerState.RUNNING, 0, 1), end)
+
+
+def test_what_a_dying_worker_has_started_is_killed_with_it(start: Start) -> None:
+    worker = start("child = os.posix_spawn('/bin/sleep', ['sleep', '1000'], {}); print(child, flush=True); os._exit(1)")
+    worker.go()
+    child = os.pidfd_open(int(worker.process.stdout.readline()))
+    worker.told.get(timeout=DEADLINE)
+    assert fence(worker, ending(worker.pid)) in ("exit code 1", dying.UNKNOWN)
+    assert select.select([child], [], [], DEADLINE)[0], "it has ended"
+    os.close(child)
+
+
+def test_a_forked_child_neither_hides_the_death_of_a_worker_nor_tells_of_one(start: Start) -> None:
+    child = "assert death_notice._held is None; os.fork() or time.sleep(1000); os._exit(0)"
+    worker = start(f"if os.fork() == 0: exec({child!r})\nos.wait(); {SLEEP}")
+    worker.go(b"there\n")  # a child has ended, and one lives
+    assert worker.told.empty()
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.told.get(timeout=DEADLINE)
+
+
+def test_a_worker_that_has_left_in_order_is_not_told_to_be_dead(start: Start) -> None:
+    loop, told = EventLoop(), list[Ending]()
+    for then, expected in (("death_notice.leaving()", 0), ("", 1)):
+        worker = start(then)
+        watch = ProcessWatch(loop, told.append, worker.watch)
+        worker.watch.begin = lambda on_dying, seen=worker.told: [seen.get(timeout=DEADLINE), on_dying()]
+        worker.go()
+        watch.begin(worker.pid)
+        loop.run_once()
+        assert len(told) == expected
+    loop.close()
+
+
+def test_a_page_of_another_worker_is_not_held() -> None:
+    """The number of its descriptor may have been another page's before."""
+    watch = DeathWatch.make()
+    assert watch is not None
+    ((variable, value),) = watch.variables.items()
+    name, path = value.split()
+    code = "import os; from recover_megatron.network import death_notice; print(death_notice.hold(os.environ))"
+    told = [python("-c", code, **{variable: f"{its} {path}"}).stdout for its in (name[::-1], name)]
+    watch.close()
+    assert told == ["False\n", "True\n"]
+
+
+def test_where_no_robust_mutex_is_to_be_had_the_pidfd_tells_and_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert preflight.host() == ([], [])
+    monkeypatch.setattr(death_notice, "memory_file", lambda name: os.open("/dev/null", os.O_RDWR))
+    death_notice.lacking.cache_clear()
+    assert DeathWatch.make() is None
+    (note,) = preflight.host()[1]
+    death_notice.lacking.cache_clear()
+    assert "no robust mutex can be had here" in note
+    assert "0.1 to 0.6 s a gigabyte" in note
+
+
+# -- a core -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_whose_core_is_written_is_told_to_be_dead_and_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, told, looks = EventLoop(), list[Ending](), iter([None, None, Ending(-6, writes_core=True)])
+    monkeypatch.setattr(dying, "writes_core", lambda pid: next(looks))
+    watch = ProcessWatch(loop, told.append, None)
+    watch.begin(7)
+    watch.fatal()
+    while not told:
+        loop.run_once()
+    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("its core would be cut short"))
+    monkeypatch.setattr(dying, "ending", lambda pid: pytest.fail("it is told twice"))
+    assert fence(SimpleNamespace(pid=7), told[0]) == "SIGABRT, writing a core"
+    watch._given_up()
+    loop.close()
+
+
+def test_a_worker_that_survives_its_fatal_signal_is_not_told_to_be_dead() -> None:
+    watch = ProcessWatch(loop := EventLoop(), lambda end: pytest.fail(str(end)), None)
+    watch.begin(os.getpid())
+    watch.fatal()
+    for _ in range(3):
+        loop.run_once()
+    watch.close()
+    loop.run_once()
+    assert not loop._timers
+    loop.close()
+
+
+@pytest.mark.slow
+def test_a_core_of_half_a_gigabyte_is_written_whole_while_the_worker_is_told_to_be_dead(start: Start) -> None:
+    """Where this host writes cores at all, and into the folder of the process."""
+    pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()
+    if "/" in pattern or pattern.startswith("|"):
+        pytest.skip(f"cores are not written into the folder of the process here: {pattern}")
+    worker = start("resource.setrlimit(resource.RLIMIT_CORE, (-1, -1)); os.abort()", mebibytes=512)
+    worker.go()
+    while (end := writes_core(worker.pid)) is None:
+        assert not worker.has_gone
+    assert (end.code, worker.told.empty()) == (-signal.SIGABRT, True)
+    assert fence(worker, end) == "SIGABRT, writing a core"
+    worker.told.get(timeout=DEADLINE)
+    assert worker.process.wait(DEADLINE) == -signal.SIGABRT
+    (core,) = Path(worker.folder).glob("core*")
+    assert core.stat().st_size > 512 << 20
+
+
+def test_the_line_of_a_fatal_signal_is_the_last_word_of_a_worker_and_has_its_core_looked_for() -> None:
+    loop, looked_for = EventLoop(), list[bool]()
+    streams, stdout, stderr = Console(loop, 0, None).attach("0", 0, None, lambda: looked_for.append(True))
+    for written, times in (
+        (b"what(): no memory\nFatal Python err", 0),
+        (b"or: Aborted\n\nExtension modules: a.b\n", 1),
+    ):
+        os.write(stderr, written)
+        streams[1]._read()
+        assert len(looked_for) == times
+    assert streams[1].last_line == "Fatal Python error: Aborted"
+    for stream, end in zip(streams, (stdout, stderr), strict=True):
+        os.close(end)
+        stream.drain_and_close()
+    loop.close()
+
+
+# -- recover-run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_is_told_when_the_process_can_do_nothing_more_and_no_sooner() -> None:
+    order: list[str] = []
+    table = SimpleNamespace(fence=lambda worker, end: order.append("fence") or end.how, note=lambda *_: None)
+    agent = SimpleNamespace(ended=lambda worker, how: order.append(how))
+    launcher = SimpleNamespace(
+        goes_on=lambda: True, _table=table, _control=SimpleNamespace(agent=agent), _console=SimpleNamespace(say=print)
+    )
+    worker = WorkerProcess(1, 77, "h", WorkerState.RUNNING, 0, 1)
+    Supervisor.worker_dying(launcher, worker, Ending(-9))
+    assert order == ["fence", "SIGKILL"]
+    launcher.goes_on = lambda: False  # before the first plan, or at the end: the launcher has more to say of it then
+    Supervisor.worker_dying(launcher, worker, Ending(-9))
+    assert order == ["fence", "SIGKILL"]
+
+
+GIGABYTE = """
+    import os
+    memory = b"1" * ((1 << 30) * (os.environ["RECOVER_WORKER_ID"] == "1"))
+    """
+
+
+def test_the_death_of_a_large_worker_is_told_at_once_and_nobody_is_started_in_its_place_before_it_has_gone(bench):
+    script = bench.script(GIGABYTE + IN_THE_RUN)
+    launch = bench.up(2, "--max-restarts", 1, script, "--recover", says="JOINED")
+    bench.kill(1, 2)
+    successor = bench.workers(count=3)[2]
+    (fault,) = bench.events("fault")
+    bench.go()
+    assert launch.wait() == 0, launch.err
+    assert fault["reason"] == "its process has ended (SIGKILL)"
+    assert fault["time"] < bench.workers()[1]["ended"] <= successor["started"]
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (
+            Ending(-6, writes_core=True),
+            "was killed by SIGABRT, and the kernel writes its core: the run goes on without",
+        ),
+        (Ending(None, writes_core=True), "was killed by a fatal signal, and the kernel writes its core"),
+    ],
+)
+def test_of_a_core_people_are_told_what_waits_for_it(end: Ending, told: str) -> None:
+    said, note = messages.writes_core(WorkerProcess(1, 77, "h", WorkerState.RUNNING, 0, 1), end)
+    assert told in said
+    assert note.startswith(dying.WRITES_CORE)
+    assert "its device is free when that is over" in note
