@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.loop import Callback, EventLoop
 from recover_megatron.launch.states import describe_end, signal_name
-from recover_megatron.network.death_notice import DeathWatch
+from recover_megatron.network.death_notice import FATAL, DeathWatch
 
 _PF_EXITING = 0x4  # include/linux/sched.h; in field 9 of /proc/PID/stat
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS, LOOKS_SECONDS = 0.0005, 0.05, 60.0
 """How soon, how rarely and for how long a process is looked at whose fatal signal is being handled."""
+_LONGEST = 300
 WRITES_CORE = "writing a core"
 UNKNOWN = "killed, or ended: the kernel has not said how yet"
 
@@ -51,14 +52,17 @@ class Ending:
 
 
 def ending(pid: int) -> Ending:
-    """How the process ``pid``, whose robust mutex was given up, is being ended; it has not been reaped."""
+    """How the process ``pid``, whose robust mutex was given up, is being ended."""
     for _ in range(3):  # the first of its threads may have ended before the others have begun to
-        with suppress(OSError):
+        try:
             state, flags, status = _stat(pid)
-            if status or state == "Z":
-                return Ending(os.waitstatus_to_exitcode(status))
-            if flags & _PF_EXITING or _has_sigkill(pid):
-                return Ending(None)
+            exiting = flags & _PF_EXITING or _has_sigkill(pid)
+        except OSError:
+            return Ending(None)  # its parent, a wrapper, has reaped it
+        if status or state == "Z":
+            return Ending(os.waitstatus_to_exitcode(status))
+        if exiting:
+            return Ending(None)
     return Ending(-signal.SIGKILL, goes_on=True)
 
 
@@ -87,6 +91,30 @@ def _has_sigkill(pid: int) -> bool:
     return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 
+@dataclass
+class FatalError:
+    """What Python's faulthandler says of a fatal signal, on one of a worker's streams."""
+
+    _on_first_line: Callback
+    _text: bytes = b""
+    _frame_is_next: bool = False
+
+    @property
+    def text(self) -> str:
+        """Its first line, and the innermost Python frame; empty: it has said nothing."""
+        return self._text.decode(errors="replace")
+
+    def take(self, lines: Iterable[bytes]) -> None:
+        """The next lines of the stream."""
+        for line in lines:
+            if line.startswith(FATAL):
+                self._text = line[:_LONGEST].strip()
+                self._on_first_line()
+            elif self._frame_is_next:
+                self._text = (self._text + b": " + line.strip())[:_LONGEST]
+            self._frame_is_next = bool(self._text) and line.startswith(b"Current thread ")
+
+
 @dataclass(eq=False)
 class ProcessWatch:
     """Watches one worker's process; ``on_dying`` is called at most once, in the main thread, before the process has
@@ -110,11 +138,27 @@ class ProcessWatch:
         if self._pid:
             self._look(FIRST_LOOK_SECONDS, LOOKS_SECONDS)
 
+    def fence(self, end: Ending) -> None:
+        """SIGKILL to the worker's process group, or, under a wrapper, to the worker: the wrapper has more to do.
+
+        Not while a core is written, which that would cut short.  Raises OSError where it cannot be sent.
+        """
+        if end.writes_core:
+            return
+        if self._holder == self._pid:
+            os.killpg(self._pid, signal.SIGKILL)  # not reaped yet: nobody else can have its pid
+        elif self._watch is not None:
+            self._watch.kill_holder()
+
     def close(self) -> None:
         """The process has been reaped, or was not started."""
         self._over = True
         if self._watch is not None:
             self._watch.close()
+
+    @property
+    def _holder(self) -> int:
+        return (self._watch and self._watch.holder) or self._pid
 
     @property
     def _in_order(self) -> bool:
@@ -127,12 +171,12 @@ class ProcessWatch:
 
     def _given_up(self) -> None:
         if not self._over:
-            self._tell(ending(self._pid))
+            self._tell(ending(self._holder))
 
     def _look(self, pause: float, left: float) -> None:
         if self._over:
             return
-        if end := writes_core(self._pid):
+        if end := writes_core(self._holder):
             self._tell(end)
         elif left > 0:
             longer = min(1.5 * pause, LONGEST_LOOK_SECONDS)

@@ -40,11 +40,12 @@ def worker_ended(
     left_behind: int,
     successor: WorkerProcess | None,
     killed: int,
+    cause: str = "",
     *,
     tests_device: bool = False,
 ) -> str:
     """One worker's end; ``others`` here go on (None: all workers were told to end), ``killed`` are next."""
-    how, swept = _how(worker), _swept(left_behind)
+    how, swept = _how(worker) + (f" ({cause})" if cause else ""), _swept(left_behind)
     if worker.state is WorkerState.FINISHED:
         return f"worker {worker.worker_id} {how}{swept}"
     if others is None:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from recover_megatron.launch.dying import FatalError
 from recover_megatron.launch.loop import Callback, EventLoop, Timer
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
-from recover_megatron.network.death_notice import FATAL
 
 MOST_PENDING = 1024 * 1024
 """Bytes."""
@@ -234,13 +234,12 @@ class Stream:
     _lines: LineFormat
     _name: str
     """stdout or stderr."""
-    _on_fatal: Callback
+    fatal: FatalError
     open: bool = True
     wanted: bool = False
     """Whether it may be read."""
     _held: bytes = b""
     _last: bytes = b""
-    _fatal: bytes = b""
     _timer: Timer | None = None
     _watched: bool = False
 
@@ -249,8 +248,8 @@ class Stream:
 
     @property
     def last_line(self) -> str:
-        """The line that names a fatal signal, or else the last one that was not empty, or its beginning."""
-        return (self._fatal or self._last).decode(errors="replace").strip()
+        """The last line that was not empty, or its beginning."""
+        return self._last.decode(errors="replace").strip()
 
     def pause(self) -> None:
         if self._watched:
@@ -311,9 +310,7 @@ class Stream:
         # What a progress bar overwrote by a carriage return is not shown; the log has it.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         self._last = next((line for line in reversed(shown) if line.strip()), self._last)[:LONGEST_LAST]
-        if fatal := next((line for line in shown if line.startswith(FATAL)), b""):
-            self._fatal = fatal[:LONGEST_LAST]
-            self._on_fatal()
+        self.fatal.take(shown)
         for_people = [line for line in shown if self._voice.is_for_people(line)]
         prefix = self._prefix
         if not self._lines.plain:
@@ -386,7 +383,7 @@ class Console:
         for name, sink in (("stdout", self._out), ("stderr", self._err)):
             read, write = os.pipe()
             prefix = self._prefix(label, colour, sink.colour)
-            streams.append(Stream(self, read, sink, prefix, log, voice, lines, name, on_fatal))
+            streams.append(Stream(self, read, sink, prefix, log, voice, lines, name, FatalError(on_fatal)))
             ends.append(write)
         self._streams = [stream for stream in self._streams if stream.open] + streams
         return streams, ends[0], ends[1]

@@ -31,6 +31,7 @@ from recover_megatron.launch.successors import LateNewcomers, Successors
 from recover_megatron.launch.worker_table import Shutdown, WorkerTable
 from recover_megatron.membership.records import SecretError
 from recover_megatron.membership.wire import find_secret
+from recover_megatron.network.death_notice import FATAL
 from recover_megatron.variables import COORDINATOR_VARIABLE, FIRST_START_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 FAULT_SECONDS = 0.2
@@ -213,7 +214,11 @@ class Supervisor:
         """Tell the coordinator at once, if the run is under way; all else waits until the process has gone."""
         if not self.goes_on():
             return
-        self._control.agent.ended(worker.worker_id, self._table.fence(worker, end))
+        try:
+            how = self._table.fence(worker, end)
+        except OSError:
+            return  # it may be running
+        self._control.agent.ended(worker.worker_id, how)
         if end.writes_core or end.goes_on:
             said, note = messages.writes_core(worker, end) if end.writes_core else messages.fenced(worker)
             self._table.note(worker.worker_id, note)
@@ -223,14 +228,16 @@ class Supervisor:
         left_behind = self._table.reap(worker)
         self._control.agent.ended(worker.worker_id, worker.how)
         cause = self._table.close(worker)
+        if worker.state is not WorkerState.FAILED and not cause.startswith(FATAL.decode()):
+            cause = ""
         self._subreaper.due = True
         if self._state is not LaunchState.STOPPING and self._start_up.ended_in_it(worker):
-            self._start_up.worker_lost(worker, left_behind, cause if worker.state is WorkerState.FAILED else "")
+            self._start_up.worker_lost(worker, left_behind, cause)
         else:
-            self.go_on_without(worker, left_behind)
+            self.go_on_without(worker, left_behind, cause if worker.state is WorkerState.KILLED else "")
 
-    def go_on_without(self, worker: WorkerProcess, left_behind: int) -> None:
-        """Say how ``worker`` has ended, and start what takes its place, or end with the last one."""
+    def go_on_without(self, worker: WorkerProcess, left_behind: int, cause: str = "") -> None:
+        """Say how and why ``worker`` has ended, and start what takes its place, or end with the last one."""
         successor = None
         if self._state is LaunchState.RUNNING and self._control.under_way:
             had_place = worker.worker_id in self._control.agent.planned
@@ -243,7 +250,7 @@ class Supervisor:
             )
             ending = stopping or self._control.agent.out is not None
             tests, going_on = bool(self._plan.device_test), None if ending else len(others) - condemned
-            said = messages.worker_ended(worker, going_on, left_behind, successor, condemned, tests_device=tests)
+            said = messages.worker_ended(worker, going_on, left_behind, successor, condemned, cause, tests_device=tests)
             self._console.say(said)
         if self._plan.elastic and "MASTER_ADDR" in self._table.last_words.get(worker.worker_id, ""):
             self._console.say(messages.NO_PROCESS_GROUP)

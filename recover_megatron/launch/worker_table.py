@@ -153,12 +153,9 @@ class WorkerTable:
     def fence(self, worker: WorkerProcess, end: Ending) -> str:
         """Make sure that ``worker``, which is dying, does nothing more.  Returns how it ends, for the coordinator.
 
-        SIGKILL to its process group, before anybody is told, also if it is dying for certain: what it has started ends,
-        too. Not while its core is written, which that would cut short: nothing of it runs any more.
+        Raises OSError where it is not sure: then nobody may be told.
         """
-        assert worker.pid is not None
-        if not end.writes_core:
-            os.killpg(worker.pid, signal.SIGKILL)  # not reaped yet: nobody else can have its pid
+        self._handles[worker.worker_id].watch.fence(end)
         if end.goes_on:
             self._killed.add(worker.worker_id)
         if end.code is not None:
@@ -199,7 +196,8 @@ class WorkerTable:
             stream.drain_and_close()
         if handles.log:
             handles.log.close()
-        self.last_words[worker.worker_id] = handles.streams[-1].last_line
+        fatal = next((stream.fatal.text for stream in handles.streams if stream.fatal.text), "")
+        self.last_words[worker.worker_id] = (worker.signal and fatal) or handles.streams[-1].last_line
         return self.last_words[worker.worker_id]
 
     def _output_dropped(self, pid: int, lines: int) -> None:

@@ -34,7 +34,7 @@ from functools import cache
 from recover_megatron.network.system import memory_file
 from recover_megatron.variables import DEATH_NOTICE_VARIABLE
 
-_MUTEX, _SEMAPHORE, _LEFT, _TAG, _SIZE = 0, 64, 128, 192, 4096
+_MUTEX, _SEMAPHORE, _LEFT, _PID, _TAG, _SIZE = 0, 64, 128, 136, 192, 4096
 """Offsets in the page, and its size: ``pthread_mutex_t`` and ``sem_t`` take at most 48 bytes in glibc and musl."""
 _ATTRIBUTE_BYTES = 64
 _PROCESS_SHARED = _ROBUST = 1
@@ -87,10 +87,20 @@ class _Page:
     def left(self, left: bool) -> None:
         self._memory[_LEFT] = left
 
+    @property
+    def holder(self) -> int:
+        """The pid of the process whose thread holds the mutex, or held it."""
+        return int.from_bytes(self._memory[_PID : _PID + 8], "little")
+
+    @holder.setter
+    def holder(self, pid: int) -> None:
+        self._memory[_PID : _PID + 8] = pid.to_bytes(8, "little")
+
     def hold(self) -> None:
         """Lock the mutex, say so, and sleep for ever; another thread that holds it already is left alone."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         if self._libc.pthread_mutex_trylock(self._mutex) == 0:
+            self.holder = int(os.readlink("/proc/self"))  # as the launcher counts: its /proc was opened
             self.post()
             while True:
                 self._libc.pause()
@@ -151,6 +161,9 @@ class DeathWatch:
         name = secrets.token_hex(8)
         self._page, self._descriptor = _new_page(name)
         self._closed = False
+        self._process: int | None = None
+        self.holder = 0
+        """The pid of the process that holds the mutex, once it is known; under a wrapper a child of the wrapper."""
         self.variables = {DEATH_NOTICE_VARIABLE: f"{name} /proc/{os.getpid()}/fd/{self._descriptor}"}
         """For the environment of the worker's process."""
 
@@ -177,18 +190,32 @@ class DeathWatch:
 
         def wait() -> None:
             self._page.wait_held()
-            if not self._closed and self._page.wait_given_up() and not self._closed:
+            if self._closed:
+                return
+            with suppress(OSError, AttributeError):  # it has gone already; or there are no pidfds
+                self._process = os.pidfd_open(self._page.holder)
+            self.holder = self._page.holder
+            if self._page.wait_given_up() and not self._closed:
                 on_dying()
 
         with suppress(RuntimeError):
             threading.Thread(target=wait, name="recover-death-watch", daemon=True).start()
+
+    def kill_holder(self) -> None:
+        """SIGKILL to the process ``holder``, and to no later user of its pid.  Raises OSError where that cannot be."""
+        if self._process is None:
+            raise ProcessLookupError(errno.ESRCH, f"there is no pidfd of process {self.holder}")
+        with suppress(ProcessLookupError):  # it has gone
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def close(self) -> None:
         """The worker's process was reaped, or not started: nothing more is told."""
         if not self._closed:
             self._closed = True
             self._page.post()
-            os.close(self._descriptor)
+            for descriptor in (self._descriptor, self._process):
+                if descriptor is not None:
+                    os.close(descriptor)
 
 
 _held: _Page | None = None

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ NO_CORE = "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
 class Started:
     """A process that runs ``WORKER``, and what is told of its end."""
 
-    def __init__(self, folder: Path, then: str, before: str, mebibytes: int) -> None:
+    def __init__(self, folder: Path, then: str, before: str, mebibytes: int, wrapper: Sequence[str]) -> None:
         self.watch = DeathWatch.make()
         assert self.watch is not None
         self.told: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -61,7 +61,7 @@ class Started:
         variables = {**os.environ, **self.watch.variables, "PYTHONPATH": str(REPOSITORY), "MIB": str(mebibytes)}
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WORKER).format(then=then, before=before)],
+            [*wrapper, sys.executable, "-c", textwrap.dedent(WORKER).format(then=then, before=before)],
             cwd=folder, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.pid = self.process.pid
@@ -97,8 +97,8 @@ Start = Callable[..., Started]
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Started] = []
 
-    def start(then: str = "", before: str = "", mebibytes: int = 1) -> Started:
-        started.append(Started(tmp_path, then, before, mebibytes))
+    def start(then: str = "", before: str = "", mebibytes: int = 1, wrapper: Sequence[str] = ()) -> Started:
+        started.append(Started(tmp_path, then, before, mebibytes, wrapper))
         return started[-1]
 
     yield start
@@ -155,7 +155,10 @@ def test_a_process_that_goes_on_without_its_thread_is_killed_before_it_is_told_t
 
 
 def fence(worker: Started, end: Ending) -> str:
+    watch = ProcessWatch(None, pytest.fail, worker.watch)
+    watch._pid = worker.pid
     table = WorkerTable(*[SimpleNamespace()] * 7)
+    table._handles[1] = SimpleNamespace(watch=watch)
     return table.fence(WorkerProcess(1, worker.pid, "h", WorkerState.RUNNING, 0, 1), end)
 
 
@@ -176,6 +179,20 @@ def test_a_forked_child_neither_hides_the_death_of_a_worker_nor_tells_of_one(sta
     assert worker.told.empty()
     os.kill(worker.pid, signal.SIGKILL)
     worker.told.get(timeout=DEADLINE)
+
+
+@pytest.mark.parametrize(("then", "goes_on"), [("sys.exit(3)", False), (EXEC, True)], ids=["ends", "goes on"])
+def test_a_wrapper_is_left_alone_when_its_worker_is_dying(start: Start, then: str, goes_on: bool) -> None:
+    """It has more to do, and its exit code is the one that counts."""
+    worker = start(then, wrapper=["sh", "-c", '"$@"; read line; exit 7', "sh"])
+    worker.go()
+    worker.told.get(timeout=DEADLINE)
+    end = ending(worker.watch.holder)
+    assert end.goes_on is goes_on
+    fence(worker, end)
+    assert not worker.has_gone
+    worker.go()
+    assert worker.process.wait(DEADLINE) == 7
 
 
 def test_a_worker_that_has_left_in_order_is_not_told_to_be_dead(start: Start) -> None:
@@ -227,7 +244,7 @@ def test_a_worker_whose_core_is_written_is_told_to_be_dead_and_not_killed(monkey
         loop.run_once()
     monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("its core would be cut short"))
     monkeypatch.setattr(dying, "ending", lambda pid: pytest.fail("it is told twice"))
-    assert fence(SimpleNamespace(pid=7), told[0]) == "SIGABRT, writing a core"
+    assert fence(SimpleNamespace(pid=7, watch=None), told[0]) == "SIGABRT, writing a core"
     watch._given_up()
     loop.close()
 
@@ -265,14 +282,18 @@ def test_a_core_of_half_a_gigabyte_is_written_whole_while_the_worker_is_told_to_
 def test_the_line_of_a_fatal_signal_is_the_last_word_of_a_worker_and_has_its_core_looked_for() -> None:
     loop, looked_for = EventLoop(), list[bool]()
     streams, stdout, stderr = Console(loop, 0, None).attach("0", 0, None, lambda: looked_for.append(True))
+    threads = (
+        b'\n\nThread 0x1 (most recent call first):\n  File "b.py"\n\nCurrent thread 0x2 (most recent call first):\n'
+    )
     for written, times in (
         (b"what(): no memory\nFatal Python err", 0),
-        (b"or: Aborted\n\nExtension modules: a.b\n", 1),
+        (b"or: Aborted" + threads + b'  File "a.py", line 3 in f\n  File "a.py"\n\nExtension modules: a.b\n', 1),
     ):
         os.write(stderr, written)
         streams[1]._read()
         assert len(looked_for) == times
-    assert streams[1].last_line == "Fatal Python error: Aborted"
+    assert streams[1].fatal.text == 'Fatal Python error: Aborted: File "a.py", line 3 in f'
+    assert streams[1].last_line == "Extension modules: a.b"
     for stream, end in zip(streams, (stdout, stderr), strict=True):
         os.close(end)
         stream.drain_and_close()
@@ -330,3 +351,10 @@ def test_of_a_core_people_are_told_what_waits_for_it(end: Ending, told: str) -> 
     assert told in said
     assert note.startswith(dying.WRITES_CORE)
     assert "its device is free when that is over" in note
+
+
+def test_people_are_told_where_a_fatal_signal_has_struck() -> None:
+    worker = WorkerProcess(1, 77, "h", WorkerState.RUNNING, 0, 1)
+    worker.end(-signal.SIGSEGV, 1.0)
+    fatal = 'Fatal Python error: Segmentation fault: File "a.py", line 3 in f'
+    assert f"SIGSEGV (signal 11) ({fatal}) after" in messages.worker_ended(worker, 1, 0, None, 0, fatal)
