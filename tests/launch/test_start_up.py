@@ -43,12 +43,16 @@ ENDLESS = """
     time.sleep(1000)
     """
 CONNECTED = """
-    import os, time
+    import os, sys, time
+    from recover_megatron.membership.records import CoordinatorLost
     from recover_megatron.membership.session import connect
 
     session = connect()
-    if "RANK" in os.environ and os.environ["RANK"] == "0":
-        session.join({})  # it has come to the training; the others have not
+    try:
+        if "RANK" in os.environ and os.environ["RANK"] == "0":
+            session.join({})  # it has come to the training; the others have not
+    except CoordinatorLost as lost:
+        sys.exit(lost.code)  # as Megatron's workers do
     time.sleep(1000)
     """
 
