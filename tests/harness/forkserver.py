@@ -81,6 +81,7 @@ class ForkServer:
         nodes: list[str] | None = None,
         networks: list[tuple[str, str]] | None = None,
         documents: int = FEW_DOCUMENTS,
+        lingering: bool = False,
     ) -> Run:
         """Run ``argv`` (script first) in ``workers`` processes and wait for all of them.
 
@@ -105,6 +106,9 @@ class ForkServer:
 
         ``documents``: of Megatron's mock data. Its own number is 100,000, whose index takes each worker half a second;
         a run is comparable only with one that has as many.
+
+        ``lingering``: with ``--recover``: a worker that stops itself counts as dead, and its connections stay open
+        until all others have ended (``server._wait_for_all``).
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -124,6 +128,7 @@ class ForkServer:
             "nodes": nodes or ["node"] * workers,
             "networks": networks,
             "documents": documents,
+            "lingering": lingering,
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()

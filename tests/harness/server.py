@@ -165,6 +165,13 @@ def _kill_left_behind(worker: int) -> None:
     remove_sockets(_sockets_of(os.getpid()), worker)
 
 
+def _is_stopped(child: int) -> bool:
+    """Whether it has been stopped since the last call."""
+    with contextlib.suppress(ChildProcessError):  # it has ended
+        return os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG) is not None
+    return False
+
+
 Ended = Callable[[_Worker, int], int | None]
 """Told of a worker that has ended, with its exit code; answers the pid of one started in its place, if there is one."""
 
@@ -175,17 +182,30 @@ def _wait_for_all(
     together: bool,
     ended: Ended = lambda who, code: None,
     late: Callable[[_Worker], bool] | None = None,
+    dies: Callable[[_Worker], None] | None = None,
 ) -> dict[int, int]:
     """The exit codes by worker id; ends the others when the time is up or, ``together``, when one fails.
 
     ``children``: by pid; ``ended`` adds those that it starts. Whoever is ``late`` is ended.
+
+    ``dies``: told of a worker that is stopped.  That one stands for a process that SIGKILL was sent to and that the
+    kernel is still taking apart: it runs no more, and its connections stay open, here until all others have ended.
     """
     deadline = time.monotonic() + timeout
     codes: dict[int, int] = {}
     handles = {os.pidfd_open(pid): pid for pid in children}
+    dying = set[int]()
     while handles:
+        for pid in [*handles.values()] if dies is not None else ():
+            if pid not in dying and _is_stopped(pid):
+                dying.add(pid)
+                dies(children[pid])
+        if dying.issuperset(handles.values()):
+            for pid in dying & {*handles.values()}:
+                os.kill(pid, signal.SIGKILL)
         left = max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select(list(handles), [], [], left if late is None else min(left, 0.2))
+        look = 0.2 if dies is None else 0.01
+        ready, _, _ = select.select(list(handles), [], [], left if late is None else min(left, look))
         for handle in ready:
             pid = handles.pop(handle)
             os.close(handle)
@@ -282,6 +302,12 @@ class _Recovering:
         self._next += 1
         return self._start(_Worker(self._next - 1, who.rank))
 
+    def dies(self, who: _Worker) -> None:
+        """Tell the coordinator of an end before the kernel has closed anything."""
+        self._node_agent.ended(who.worker, describe_end(None, signal.SIGKILL))
+        (leader,) = [pid for pid, its in self._children.items() if its is who]
+        kill_found(lambda: [p for p in process_table().values() if p.session == leader != p.pid and p.alive])
+
     def let_end(self, coordinator: int, begun: bool) -> None:
         """Return when the coordinator has ended, after the run, and has written its events: it does so at its end.
 
@@ -328,7 +354,8 @@ def _serve_run(request: dict[str, Any]) -> dict[int, int]:
         start(_Worker(workers + spare, -1))
     if recover:
         recovering = _Recovering(request, children, start, address)
-        codes = _wait_for_all(children, request["timeout"], False, recovering.ended, recovering.late)
+        dies = recovering.dies if request["lingering"] else None
+        codes = _wait_for_all(children, request["timeout"], False, recovering.ended, recovering.late, dies)
         recovering.let_end(helpers[-1], begun=0 in codes.values())
     else:
         codes = _wait_for_all(children, request["timeout"], request["together"])

@@ -62,6 +62,39 @@ def stop_me(*unused: Any, **unused_too: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def linger() -> None:
+    """Have each injected kill stop this worker instead: the fork server then counts it as dead (``Case.lingers``)."""
+    from recover_megatron.chaos.spec import Injector
+
+    inject = Injector._inject
+
+    def stop(self: Injector, fault: Any) -> None:
+        kill, os.kill = os.kill, lambda pid, number: kill(pid, signal.SIGSTOP)
+        inject(self, fault)
+
+    Injector._inject = stop  # type: ignore[method-assign]
+
+
+def giving(worker: str, how: str) -> None:
+    """Have that worker of the launch be killed, or stopped, in the middle of a state that it gives; ``how``: as above.
+
+    All workers: have states go in small chunks.
+    """
+    from recover_megatron.instep import state_holder
+
+    state_holder.CHUNK = 1 << 10
+    parts, left = state_holder.Offer.parts, [3]
+
+    def counted(self: Any, number: int) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            (stop_me if how == "stop" else kill_me)()
+        return parts(self, number)
+
+    if os.environ["RANK"] == worker and "RECOVER_JOIN" not in os.environ:
+        state_holder.Offer.parts = counted  # type: ignore[method-assign]
+
+
 def idle(replica: str) -> None:
     """Have that replica run no microbatch: the first of the others runs its share."""
     idle_from(replica, "1")

@@ -195,6 +195,10 @@ class Case:
         """The same, waiting for replicas that are put together; ``when``: see ``pacing.patient``."""
         return self.altered("pacing.patient", when).with_flags(*SLOW_TO_SEE_A_HANG)
 
+    def lingers(self) -> Case:
+        """The same, in which the connections of a worker that is killed stay open until all others have ended."""
+        return self.altered("faulty.linger")
+
     def until_struck(self, iteration: int, *workers: int) -> Case:
         """The same, waiting before ``iteration`` until a fault of each of these has struck; to be called first.
 
@@ -239,6 +243,7 @@ class Case:
         ended = server.run(
             world, self.argv(out), out, training=out / "training", spares=self.spares, restarts=self.restarts,
             timeout=SECONDS + SECONDS_EACH * self.iterations, networks=networks,
+            lingering="faulty.linger" in self.train_with,
             nodes=[address for _, address in networks[:-1]] if networks else list(self.nodes) or None,
         )  # fmt: skip
         return Result(self, ended, out)

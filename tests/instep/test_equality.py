@@ -32,6 +32,7 @@ from tests.instep.runs import (
     INTERLEAVED,
     LAYOUTS,
     NO_EVALUATION,
+    SHARDED,
     SLOW_TO_SEE_A_HANG,
     Case,
     Layout,
@@ -79,6 +80,21 @@ def test_hangs_exceptions_and_exits_are_survived_as_kills_are(runs: Runs, cell: 
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_deaths_down_to_one_replica_change_nothing_but_rounding(runs: Runs, case: Case) -> None:
     runs.check(case)
+
+
+LINGERING = [
+    *(Case(DP4, (Strike(1, 0, 3, phase),)) for phase in ("backward", "agree", "eval", "checkpoint")),
+    *(Case(OVERLAP, (Strike(2, 0, 3, phase),)) for phase in IN_THE_RING),
+    *(Case(layout, (Strike(0, 1, 3, phase),)) for layout in (TP2, PP2) for phase in ("forward", "backward")),
+    *(Case(DP4, (Strike(0, 0, 3, phase),), model=SHARDED) for phase in ("shadow", "param-gather")),
+    Case(TP2, (Strike(0, 0, 3, "backward"), Strike(1, 1, 3, "recovery"))),
+]
+
+
+@pytest.mark.parametrize("case", some("lingering", LINGERING, 3), ids=str)
+def test_nobody_waits_until_the_connections_of_a_dead_worker_have_ended(runs: Runs, case: Case) -> None:
+    """The kernel closes them when it has taken the memory of the process apart: here, when all others have ended."""
+    runs.check(case.lingers())
 
 
 @pytest.mark.parametrize(
