@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -277,11 +277,13 @@ class EpochGroups:
         by_devices: bool = False,
         stay: Callable[[], None] | None = None,
         progress: Callable[[], None] = lambda: None,
+        lost: Callable[[], Collection[Slot]] = tuple,
     ) -> tuple[Any, int]:
         """A tree that these slots offer, and the bytes of its tensors.
 
         ``by_devices``: from device to device where gradients travel over NCCL; not where the ``Offer`` is waited for.
         ``stay``: raises to end it; default: the epoch's end ends it.  Nobody waits for an offer beyond that end.
+        ``lost``: the holders that are dead, where it goes on beyond the epoch's end.
         Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
         """
         key, addresses = self._key(name, giving=False), self._peer_stores
@@ -289,7 +291,7 @@ class EpochGroups:
         sources = [config.source(slot, addresses[slot], key, self.check) for slot in holders if slot in addresses]
         if by_devices:
             sources = [replace(source, pairs=config.pairs) for source in sources]
-        receiver = Receiver(sources, place, stay=stay or self.check, awaited=self.check, progress=progress)
+        receiver = Receiver(sources, place, stay=stay or self.check, awaited=self.check, progress=progress, lost=lost)
         return receiver.fetch(shared)
 
     def _key(self, name: str, *, giving: bool) -> str:

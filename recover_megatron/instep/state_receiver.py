@@ -16,7 +16,7 @@ import socket
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,13 +59,18 @@ class Source:
 class _Link:
     """A connection to one holder, after its hello."""
 
-    def __init__(self, source: Source, awaited: Callable[[], None], opened: Callable[[socket.socket], None]) -> None:
-        """``awaited``: asked until the holder offers something; raises to give up.  ``opened``: told the connection."""
+    def __init__(
+        self, source: Source, awaited: Callable[[], None], opened: Callable[[int, socket.socket], None]
+    ) -> None:
+        """``awaited``: asked until the holder offers something; raises to give up.
+
+        ``opened``: told the holder and the connection.
+        """
         try:
             self._socket = source.connect()
         except Unreachable as error:
             raise PeerLost(f"worker {source.worker} cannot be reached: {error}", road=error.road) from error
-        opened(self._socket)
+        opened(source.worker, self._socket)
         watch(self._socket)
         self.source, self.worker = source, source.worker
         self._transport = SocketTransport(self._socket)
@@ -201,6 +206,8 @@ class Receiver:
 
     ``sources``: the holders; the first is asked first.  ``stay``: called again and again; raises to end all of it.
     ``awaited``: the same while nothing of a holder's is there yet.  ``progress``: called as chunks arrive.
+    ``lost``: the holders that are known to be dead, asked again and again.  The kernel closes the connections of a dead
+    process only when it has taken its memory apart, so this end closes them.
     """
 
     def __init__(
@@ -211,11 +218,13 @@ class Receiver:
         stay: Callable[[], None],
         awaited: Callable[[], None],
         progress: Callable[[], None] = lambda: None,
+        lost: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._sources = list(sources)
         self._place = place
-        self._stay, self._awaited, self._progress = stay, awaited, progress
-        self._sockets: list[socket.socket] = []
+        self._stay, self._awaited, self._progress, self._lost = stay, awaited, progress, lost
+        self._sockets: list[tuple[int, socket.socket]] = []
+        """Each with the holder at its other end."""
         self._lock = threading.Lock()
         self._given_up = False
         self._tensors: list[torch.Tensor] = []
@@ -377,6 +386,7 @@ class Receiver:
                     return
             try:
                 self._stay()
+                self._hang_up(self._lost())
             except BaseException:
                 self._end()
                 for thread in threads:
@@ -398,19 +408,26 @@ class Receiver:
             self._running -= 1
             self._changed.notify_all()
 
-    def _opened(self, sock: socket.socket) -> None:
+    def _opened(self, holder: int, sock: socket.socket) -> None:
         with self._lock:
-            self._sockets.append(sock)
+            self._sockets.append((holder, sock))
             if self._given_up:
                 sock.shutdown(socket.SHUT_RDWR)
+
+    def _hang_up(self, holders: Collection[int]) -> None:
+        """End the connections to these, and with them every wait for what they were asked for."""
+        with self._lock:
+            for holder, sock in self._sockets:
+                if holder in holders:
+                    with suppress(OSError):  # closed already
+                        sock.shutdown(socket.SHUT_RDWR)
 
     def _end(self) -> None:
         """Have all threads end: nothing is written to any tensor when they have."""
         with self._lock:
             self._given_up = True
-            for sock in self._sockets:
-                with suppress(OSError):  # closed already
-                    sock.shutdown(socket.SHUT_RDWR)
+            everybody = {holder for holder, _ in self._sockets}
+        self._hang_up(everybody)
         self._missing.give_up()
 
     def _failure(self) -> Exception:

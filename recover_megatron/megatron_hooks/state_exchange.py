@@ -9,6 +9,7 @@ spare      its plan has a place for it: it gets a state (fetch_state), or goes o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,6 +34,7 @@ class StateExchange:
 
     def __init__(self, recovery: Recovery, state: TrainingState) -> None:
         self._progress, self._assignment, self._orphan = recovery.progress, recovery.assignment, recovery.orphan
+        self._session = recovery.session
         self._state = state
         self._served = 0
         self._offer: Offer | None = None
@@ -123,14 +125,16 @@ class StateExchange:
     def _receive(self, decision: Decision) -> int:
         self.withdraw()  # the tensors that are written to
         slots = self._slots(decision)
+        holders = decision.holders[self._assignment.me]
         tree, size = self._assignment.epoch_groups.fetch(
             "state",
-            [slots[holder] for holder in decision.holders[self._assignment.me]],
+            [slots[holder] for holder in holders],
             shared_tensors,
             place=self._state.room(decision.version),
             by_devices=True,
             stay=self._stay,
             progress=lambda: self._progress.mark("state"),
+            lost=lambda: {slots[holder] for holder in self._lost(holders)},
         )
         self._state.load(tree)
         return size
@@ -144,6 +148,10 @@ class StateExchange:
             self._orphan.stay()
         except Orphaned as error:
             raise EpochRevoked(self._assignment.decision.epoch, str(error)) from error
+
+    def _lost(self, holders: Sequence[int]) -> set[int]:
+        """Those that have died or were put out; a worker that was set aside still gives its state."""
+        return {*holders} - self._session.opened_members - self._session.aside
 
     def _slots(self, decision: Decision) -> dict[int, Slot]:
         return {worker: slot for slot, worker in decision.slots(self._assignment.grid).items()}

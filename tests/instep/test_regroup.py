@@ -180,6 +180,12 @@ def test_another_death_while_a_replica_is_put_together(runs: Runs, victim: str) 
     equal(runs, case, when=f"{second.until + 1}-:2", replicas=2)
 
 
+def test_a_dead_donor_whose_connections_stay_open_is_not_waited_for(runs: Runs) -> None:
+    """It dies in the middle of the state that it gives; the rest comes from the other worker of its column."""
+    case = Case(TP2_DP4, TWO, 12, doomed=(4,)).altered("faulty.giving", 4, "stop").lingers()
+    equal(runs, case, when="9-:2", replicas=2)
+
+
 def test_a_worker_whose_session_connected_late_outlives_its_mate(runs: Runs) -> None:
     """What an orphan shuts when it leaves its replica are the replica's connections, not its own to the coordinator."""
     case = Case(TP2, (Strike(0, 0, 4, "forward"),), 6)

@@ -23,6 +23,7 @@ from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
 from recover_megatron.instep.state_receiver import Source
 from recover_megatron.network.connection import Challenge, Unreachable
 from recover_megatron.network.peer_store import PeerStoreServer, Streams, open_stream
+from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 from tests.instep.states import SECRET, Holder, fetch, holder_process, same, source, state_of, woken_in_the_middle
 
@@ -192,14 +193,14 @@ def test_a_receiver_is_gone_when_its_last_connection_has_ended(monkeypatch: pyte
     holder, ended = Holder(state_of(1, 2)), threading.Semaphore(0)
     noted = holder.given.disconnected
     monkeypatch.setattr(holder.given, "disconnected", lambda error: (noted(error), ended.release()))
-    first, second = (state_receiver._Link(holder.source(), lambda: None, lambda sock: None) for _ in range(2))
+    first, second = (state_receiver._Link(holder.source(), lambda: None, lambda *opened: None) for _ in range(2))
     second.close()
     assert ended.acquire(timeout=DEADLINE)
     first.ask(state_holder.DONE)
     holder.given.wait(lambda: None)
     first.close()
     another = Holder(state_of(1, 2))
-    state_receiver._Link(another.source(), lambda: None, lambda sock: None).close()
+    state_receiver._Link(another.source(), lambda: None, lambda *opened: None).close()
     with pytest.raises(PeerLost, match="who was getting it is gone"):
         another.given.wait(lambda: None)
 
@@ -290,6 +291,38 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced(
         found, _ = fetch([source(0, address), mate.source()])
     assert killed.is_set()
     assert same(found, state_of(1, count))
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("asked", ["text", "chunk"])
+def test_nothing_is_awaited_of_a_dead_holder_whose_connection_stays_open(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """As the connections of a killed process do while the kernel takes its memory apart."""
+    monkeypatch.setattr(state_holder, "LOOK_SECONDS", 0.01)
+    mate, dead = Holder(state_of(1, 8), 1), threading.Event()
+    ours, theirs = socket.socketpair()
+    closing = threading.Timer(patient(10), theirs.close)
+    theirs.sendall(state_holder.HELLO.pack(len(mate.given.text), mate.given.chunk, mate.given.layout))
+    original = mate.given.parts
+
+    def parts(number: int) -> list[torch.Tensor]:
+        if not dead.is_set():
+            theirs.recv(state_holder.REQUEST.size)  # it has been asked for something, and dies
+            dead.set()
+        return list(original(number))
+
+    if asked == "text":
+        dead.set()
+    mate.given.parts = parts  # type: ignore[method-assign]
+    silent = Source(0, lambda: ours)
+    sources = [silent, mate.source()] if asked == "text" else [mate.source(), silent]
+    closing.start()
+    found, _ = fetch(sources, lost=lambda: [0] if dead.is_set() else [])
+    assert closing.is_alive(), "the receiver waited until the connection was closed"
+    closing.cancel()
+    theirs.close()
+    assert same(found, state_of(1, 8))
 
 
 def test_the_first_holders_death_before_it_has_told_anything_is_survived() -> None:
