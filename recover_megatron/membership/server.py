@@ -47,7 +47,7 @@ from recover_megatron.membership.events import (
     Tick,
 )
 from recover_megatron.membership.lease import Lease
-from recover_megatron.membership.records import Json
+from recover_megatron.membership.records import Json, WorkerId
 from recover_megatron.membership.testimony import WitnessThread
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import nonce, proves
@@ -62,6 +62,7 @@ DRAIN_SECONDS = 2.0
 """A connection that is being closed has this long to take what it was sent."""
 MAX_BACKLOG = 128 << 20
 """Bytes queued for one member that does not read; more and the connection is given up."""
+_MOST_READS = 64
 MOST_IN_A_PERIOD, PERIOD_SECONDS = 10, 10.0
 """So many events of each kind that strangers cause are logged; how many more there were is told after the period."""
 
@@ -278,12 +279,32 @@ class CoordinatorServer:
                 if message is None:
                     return
                 if connection.proved:
+                    if message["type"] == "ended":
+                        self._hear_out(message["worker"])
                     self._handle(Received(connection.number, message))
                 else:
                     self._prove(connection, message)
         except wire.WireError as error:
             self._reject(connection, f"malformed: {error}")
             self._handle(Closed(connection.number, False, f"it sent something malformed ({error})"))
+
+    def _hear_out(self, number: WorkerId) -> None:
+        """Read what this worker has sent, before its launcher's word that it is dying closes its session.
+
+        It may have said why the run must end (``give_up``), or that its step is done.  Both come from one host, so what
+        the worker has sent is there before the word; but the two connections are read in any order.
+        """
+        worker = self.coordinator.roster.workers.get(number)
+        for _ in range(_MOST_READS):
+            connection = self._connections.get(worker.session) if worker and worker.session is not None else None
+            if connection is None:
+                return
+            try:
+                if not connection.sock.recv(1, socket.MSG_PEEK):
+                    return  # its end says less than the launcher does
+            except OSError:  # nothing more is there, or the connection has failed
+                return
+            self._read(connection)
 
     def _lost(self, connection: _Connection, error: OSError | None) -> None:
         """The other side has ended the connection (end of file, reset), or the network has."""

@@ -96,12 +96,15 @@ class _Page:
     def holder(self, pid: int) -> None:
         self._memory[_PID : _PID + 8] = pid.to_bytes(8, "little")
 
-    def hold(self) -> None:
+    def hold(self, tried: threading.Event) -> None:
         """Lock the mutex, say so, and sleep for ever; another thread that holds it already is left alone."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        if self._libc.pthread_mutex_trylock(self._mutex) == 0:
+        locked = self._libc.pthread_mutex_trylock(self._mutex) == 0
+        if locked:
             self.holder = int(os.readlink("/proc/self"))  # as the launcher counts: its /proc was opened
             self.post()
+        tried.set()
+        if locked:
             while True:
                 self._libc.pause()
 
@@ -223,7 +226,7 @@ _held: _Page | None = None
 
 
 def hold(environ: Mapping[str, str]) -> bool:
-    """Have this process's launcher know of its death at once.  Returns whether it will, as far as can be told here.
+    """Have this process's launcher know of its death at once, from now on.  Returns whether it will.
 
     A thread is started that sleeps until the process ends.  Python's faulthandler is enabled where the script has not
     done so: what it writes on stderr tells the launcher of a fatal signal before a core is written.
@@ -243,11 +246,13 @@ def hold(environ: Mapping[str, str]) -> bool:
             os.close(descriptor)
         if not page.is_named(name):  # this process is in a container of its own, say, or its launcher has ended
             return False
-        threading.Thread(target=page.hold, name="recover-death-notice", daemon=True).start()
+        tried = threading.Event()
+        threading.Thread(target=page.hold, args=(tried,), name="recover-death-notice", daemon=True).start()
     except (OSError, ValueError, RuntimeError):
         return False  # the pidfd tells of the end, later
     _held = page
-    return True
+    tried.wait()
+    return page.holder == int(os.readlink("/proc/self"))
 
 
 def leaving() -> None:

@@ -135,7 +135,10 @@ def test_it_is_known_how_a_process_is_being_ended(start: Start, then: str, code:
 
 
 EXEC = "os.execv('/bin/sleep', ['sleep', '1000'])"
-ENDING_THREAD = "death_notice._Page.hold = lambda page: (page._libc.pthread_mutex_lock(page._mutex), page.post())"
+ENDING_THREAD = (
+    "death_notice._Page.hold = lambda page, tried: (page._libc.pthread_mutex_lock(page._mutex), "
+    "setattr(page, 'holder', os.getpid()), page.post(), tried.set())"
+)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import socket
+import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from recover_megatron.membership import EpochRevoked, Secret, Session, Settings
 from recover_megatron.membership.coordinator import Coordinator
+from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.records import CoordinatorLost
 from recover_megatron.membership.server import CoordinatorServer, Journal
 from tests.harness import REPOSITORY
 
@@ -114,3 +120,57 @@ def test_the_files_of_the_docs_are_those_that_are_entered_and_no_part_calls_the_
     assert sorted(listed()) == sorted({called for _, called in calls})
     coordinator = "membership/coordinator.py"
     assert {caller for caller, called in calls if called == coordinator} == {coordinator, "membership/server.py"}
+
+
+class Quiet:
+    """A launcher that has nothing to do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *told, **more: None
+
+
+def test_what_a_worker_has_said_is_heard_before_its_launchers_word_that_it_is_dying() -> None:
+    """It gave the run up and ended: both have come when the coordinator looks, and the launcher is read first."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    records: list[Mapping[str, Any]] = []
+    server = CoordinatorServer(Coordinator(2, PATIENT, salt=1, now=time.monotonic()), listener, SECRET, records.append)
+    codes, held, waiting = list[int](), threading.Event(), threading.Event()
+    select = server._selector.select
+
+    def select_late(timeout: float) -> Any:
+        if not held.is_set():
+            return select(min(timeout, 0.01))
+        waiting.set()
+        worker, launcher = (server.coordinator.roster.workers[1].session, server.coordinator.roster.node_agents["n"])
+        wanted = [server._connections[number].sock for number in (launcher.session, worker)]
+        while not all(_pending(sock) for sock in wanted):
+            time.sleep(0.001)
+        held.clear()
+        ready = {key.fileobj: (key, mask) for key, mask in select(0)}
+        return [ready[sock] for sock in wanted]
+
+    server._selector.select = select_late  # type: ignore[method-assign]
+    serving = threading.Thread(target=lambda: codes.append(server.serve_forever()))
+    serving.start()
+    address = listener.getsockname()[:2]
+    agent = NodeAgent([address], "n", SECRET, Quiet(), PATIENT)
+    sessions = [Session.connect([address], number, SECRET, PATIENT, node_agent="n") for number in range(2)]
+    joining = threading.Thread(target=sessions[0].join, args=({},))
+    joining.start()
+    sessions[1].join({})
+    joining.join()
+    held.set()
+    waiting.wait()
+    sessions[1].give_up(7, "it cannot be")
+    agent.ended(1, "exit code 7")
+    with pytest.raises(CoordinatorLost, match="it cannot be"):
+        sessions[0].join({})
+    serving.join()
+    for client in (*sessions, agent):
+        client._client.close()
+    server.close()
+    assert codes == [7]
+
+
+def _pending(sock: socket.socket) -> int:
+    return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), "little")
