@@ -157,6 +157,7 @@ class World:
         self._waits_said: dict[int, tuple[int, str]] = {}  # in which epoch they have said so last
         self.dead: set[str] = set()
         self.unreported: list[int] = []  # deaths that the launcher has not seen yet
+        self.dying: list[int] = []  # workers whose launchers have told their deaths, and whose connections still stand
         self.blocked: set[tuple[str, int]] = set()
         self.gated: set[int] = set()  # workers that cannot join before they have aborted what they had under way
         self.deceived: set[int] = set()  # put out, and could not know it when the others aborted
@@ -282,9 +283,34 @@ class World:
         """The launcher notices."""
         if number in self.unreported and self.node(f"w{number}") not in self.dead:
             self.unreported.remove(number)
-            watcher = self.members[self.node(f"w{number}")]
-            assert isinstance(watcher, NodeAgentClient)
-            self._member_effects(self.node(f"w{number}"), watcher.ended(number, how))
+            self._member_effects(self.node(f"w{number}"), self._launcher_of(number).ended(number, how))
+
+    def tell_of_dying(self, number: int, last_act: bool) -> None:
+        """A worker dies, and its launcher tells that at once: its connections end later (``reap``).
+
+        ``last_act``: the system call under way at its death is finished after that: it sends a message, or dials.
+        """
+        name = f"w{number}"
+        self._member_effects(self.node(name), self._launcher_of(number).ended(number, "SIGKILL"))
+        if last_act:
+            self.busy.discard(number)
+            self.act(number)
+            if (due := self.worker(number).deadline) < math.inf:
+                self._to_member(name, Tick(), max(self.now, due))
+        self.dead.add(name)
+        self.dying.append(number)
+
+    def reap(self, number: int) -> None:
+        """The process has gone: its connections end, and its launcher says so again, more exactly."""
+        self.dying.remove(number)
+        self._end_of_file(f"w{number}")
+        if self.running(self.node(f"w{number}")):
+            self._member_effects(self.node(f"w{number}"), self._launcher_of(number).ended(number, "killed by SIGKILL"))
+
+    def _launcher_of(self, number: int) -> NodeAgentClient:
+        launcher = self.members[self.node(f"w{number}")]
+        assert isinstance(launcher, NodeAgentClient)
+        return launcher
 
     def power_off(self, node: int, candidate: int | None = None) -> None:
         """A node loses its power, with the ``candidate`` that it hosts: nobody hears of that but the witness."""
@@ -490,6 +516,8 @@ class World:
         while self.now < end:
             for number in list(self.unreported):
                 self.report_death(number)
+            for number in list(self.dying):
+                self.reap(number)
             self.answer_claims()
             self.answer_questions()
             for _ in range(2):
@@ -510,8 +538,8 @@ class World:
 
     # -- carrying out effects -----------------------------------------------------------------------------------------
 
-    def _to_member(self, name: str, event: Any) -> None:
-        self._member_effects(name, self.members[name].handle(event, self.now))
+    def _to_member(self, name: str, event: Any, now: float | None = None) -> None:
+        self._member_effects(name, self.members[name].handle(event, self.now if now is None else now))
 
     def _member_effects(self, name: str, effects: list[Any]) -> None:
         for effect in effects:
@@ -593,6 +621,7 @@ class World:
                 case Log(record):
                     self.log.append({"time": self.now, "candidate": candidate, **record})
                     if record["event"] == "plan":
+                        self._gone(coordinator)
                         term, members = coordinator.leadership.term, from_runs(record["members"])
                         self.vacant |= {record["epoch"]} if members <= self.spares else set()
                         self._formed(record["epoch"], term, members, record["committed"])
@@ -625,6 +654,12 @@ class World:
             raise PropertyViolated(f"epoch {epoch} has {sorted(alive)}, of nodes that may be switched off")
 
     # -- properties ---------------------------------------------------------------------------------------------------
+
+    def _gone(self, coordinator: Coordinator) -> None:
+        """No worker that goes on is taken for dead: the majorities of a partition are counted without the dead."""
+        dead = coordinator.roster.with_fate(Fate.DEAD)
+        if alive := {w for w in dead if f"w{w}" in self.members and f"w{w}" not in self.dead}:
+            raise PropertyViolated(f"{sorted(alive)} are taken for dead, and live")
 
     def _formed(self, epoch: int, term: int, members: frozenset[int], committed: int) -> None:
         if epoch in self.formed:

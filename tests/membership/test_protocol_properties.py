@@ -38,9 +38,9 @@ MOVES = st.lists(
         *moves_of("deliver", st.integers(0, 30), st.integers(1, 6)),
         *moves_of("advance", st.sampled_from([1, 3, 6, 12])),
         *moves_of("run", st.integers(0, 3)),
-        *moves_of("report, thaw, witness"),
+        *moves_of("report, thaw, witness, reap"),
         *moves_of("act, freeze", ANY_WORKER),
-        *moves_of("kill", ANY_WORKER, FLAG),
+        *moves_of("kill, die", ANY_WORKER, FLAG),
         *moves_of("kill coordinator, idle, busy", FIRST_WORKERS, FLAG),
         *moves_of("wait", FIRST_WORKERS, NODE),
         *moves_of("restart coordinator", FIRST_WORKERS),
@@ -76,6 +76,13 @@ def play(world: World, move: tuple[str, int, int]) -> None:
         case "kill":
             if world.running(f"w{its[a % workers]}"):
                 world.kill_worker(its[a % workers], silently=bool(b))
+        case "die":  # its launcher tells it at once; b: it finishes the system call that it was in
+            number = its[a % workers]
+            if world.running(f"w{number}") and world.has_node_agents and world.running(world.node(f"w{number}")):
+                world.tell_of_dying(number, last_act=bool(b))
+        case "reap":
+            for number in list(world.dying):
+                world.reap(number)
         case "report":
             for number in list(world.unreported):
                 world.report_death(number)
@@ -539,6 +546,73 @@ def test_a_deliberate_bug_in_the_coordinator_is_caught(
     bug(monkeypatch)
     with pytest.raises(PropertyViolated):
         explore(moves, scenario_world(spares), to_the_end=False)
+
+
+DIES = [("busy", 0, 1), ("die", 0, 0), ("run", 3, 0)]
+"""A worker dies while it computes, and its launcher tells so before the worker's connection ends."""
+
+
+def told_though_it_lives(patch: pytest.MonkeyPatch) -> None:
+    """The launcher tells a death without a fence: the worker goes on."""
+
+    def tell(self: World, number: int, last_act: bool) -> None:
+        launcher = self.node(f"w{number}")
+        self._member_effects(launcher, self._launcher_of(number).ended(number, "SIGKILL"))
+
+    patch.setattr(World, "tell_of_dying", tell)
+
+
+def test_a_launcher_that_tells_the_death_of_a_worker_that_lives_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    explore(DIES, world := world_of(3, True, True), to_the_end=True)
+    assert world.newest == {1, 2}
+    told_though_it_lives(monkeypatch)
+    with pytest.raises(PropertyViolated, match="are taken for dead, and live"):
+        explore(DIES, world_of(3, True, True), to_the_end=False)
+
+
+@pytest.mark.parametrize("state", ["live", "aside", "out", "abandoning", "newcomer", "returning"])
+@pytest.mark.parametrize("last_act", [False, True])
+def test_a_death_that_is_told_early_and_twice_counts_once_in_every_state(state: str, last_act: bool) -> None:
+    """The others go on without the worker, and what it had sent before is not listened to."""
+    world = world_of(3, True, True, grace=2.0)
+    number = 2
+    match state:
+        case "aside" | "returning":
+            world.busy.add(2)
+            world.coordinators[0].roster.set_aside([2], "a test", world.now)
+            world.run_fairly(2.0)
+            assert world.newest == {0, 1}
+            if state == "returning":
+                world.busy.clear()
+                world.act(2)
+                connection = world.current["w2"]
+                assert connection is not None
+                while world.coordinators[0].roster.returning != {2}:
+                    world.deliver(connection.number, "up")
+        case "out":
+            world.frozen.add("w2")
+            world.coordinators[0].roster.exclude(world.coordinators[0].roster.workers[2], "a test", world.now)
+            world.settle(0)
+            world.frozen.clear()
+        case "abandoning":
+            connection = world.current["w2"]
+            assert connection is not None
+            connection.up.append({"type": "abandon", "reason": "a test"})
+        case "newcomer":
+            world.add_newcomer(2)
+            number = 3
+            world.act(3)
+    world.tell_of_dying(number, last_act)
+    while pairs := [pair for pair in world.deliverable() if world.connections[pair[0]].owner.startswith("node")]:
+        world.deliver(*pairs[0])  # the launcher's word comes first
+    assert world.coordinators[0].roster.workers[number].fate.value == "dead"
+    committed = max(world.commits)
+    world.run_fairly(4.0)
+    assert world.newest == {0, 1, 2} - {number}
+    assert max(world.commits) > committed
+    assert world.coordinators[0].roster.workers[number].fate.value == "dead"
+    faults = [record["kind"] for record in world.logged("fault") if record["worker"] == number]
+    assert faults.count("dead") == (state != "newcomer"), faults
 
 
 @pytest.mark.parametrize("needs_all", [False, True])
