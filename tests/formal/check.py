@@ -43,7 +43,7 @@ CONFIGURATIONS = (
     Configuration("4 workers, 2 against 2", f"{CUT} -DN=4 -DDEATHS=0 -DABANDONS=2 -DLEAVERS=12"),
     Configuration(
         "4 workers, 2 against 2, 1 death on the old side, its witness changes sides",
-        f"{CUT} -DN=4 -DW=1 -DDEATHS=1 -DABANDONS=3 -DLEAVERS=28 -DMORTALS=1 -DSTEPS=0",
+        f"{CUT} -DN=4 -DW=1 -DDEATHS=1 -DABANDONS=3 -DLEAVERS=28 -DMORTALS=1 -DLASTS=0 -DSTEPS=0",
     ),
     Configuration("lease, 4 workers, 2 against 2", f"{CUT} {HALVES} -DDEATHS=0"),
     Configuration("lease, 4 workers, 2 against 2, 1 death", f"{CUT} {HALVES} -DDEATHS=1 -DSTEPS=0"),
@@ -53,6 +53,14 @@ CONFIGURATIONS = (
         "lease, 3 workers, 2 deaths, coordinator death", "-DLEASE -DDEATHS=2 -DSUSPICIONS=0 -DABANDONS=0", quick=True
     ),
     Configuration("lease, 3 workers, coordinator death, 1 death, wrong suspicion", "-DLEASE -DDEATHS=1 -DABANDONS=0"),
+    Configuration(
+        "3 workers, coordinator death, 1 death that a launcher tells",
+        "-DW=1 -DDEATHS=1 -DMORTALS=1 -DSUSPICIONS=0 -DABANDONS=0",
+    ),
+    Configuration(
+        "3 workers, 1 against 2, 2 deaths, a launcher that tells one changes sides",
+        f"{CUT} -DW=1 -DDEATHS=2 -DMORTALS=3 -DABANDONS=2 -DLEAVERS=12 -DSTEPS=0",
+    ),
 )
 
 MUTANTS = (
@@ -77,9 +85,13 @@ MUTANTS = (
     ),
     Configuration(
         "NOACK: witnesses do not acknowledge before somebody is left out",
-        f"{CUT} -DN=4 -DW=1 -DDEATHS=1 -DABANDONS=3 -DLEAVERS=28 -DMORTALS=1 -DSTEPS=0 -DNOACK",
+        f"{CUT} -DN=4 -DW=1 -DDEATHS=1 -DABANDONS=3 -DLEAVERS=28 -DMORTALS=1 -DLASTS=0 -DSTEPS=0 -DNOACK",
     ),
     Configuration("DEAF: whoever is told is taken to have heard", f"{CUT} -DDEATHS=0 -DDEAF", quick=True),
+    Configuration(
+        "ALIVE: a launcher's word is believed though the worker lives and goes on",
+        f"{CUT} -DW=1 -DDEATHS=1 -DMORTALS=2 -DABANDONS=2 -DLEAVERS=12 -DSTEPS=0 -DALIVE",
+    ),
     Configuration("lease, HALF: half goes on without asking for it", f"{CUT} {HALVES} -DDEATHS=0 -DHALF"),
     Configuration("lease, UNASKED: half goes on where it should ask", f"{CUT} {HALVES} -DDEATHS=0 -DUNASKED"),
     Configuration("lease, NOHEIRS: others than members of the holder take it", f"{CUT} {HALVES} -DDEATHS=0 -DNOHEIRS"),

@@ -17,12 +17,19 @@
    model: the simulation in tests/membership checks it, and that leaving it out is found. Giving up and last words only stop a
    coordinator, as a lost quorum does.
 
+   A worker's death can be told by its launcher (W) at any time after it, also before its connection to the same or the other
+   coordinator is seen to end. A coordinator that is told closes that connection and reads nothing more of it: what was under way on
+   it counts as never sent. What was under way to the other one was taken in before the death, and is acted on later. A worker with a
+   launcher may finish the one thing that it was doing when it died (last): one done, join or attach that is taken in by a coordinator
+   at any time after the death, also after the launcher's word. Without a launcher that would be no case of its own: the end of the
+   same connection comes after it.
+
    With -DLEASE coordinators follow quorum.standing instead of the plain majority, and whoever may only claim asks for the lease
    (lease.py): a claim is taken or refused in one step, as late as one likes, and may be taken when its rendezvous is over.
 
    Budgets (-D): DEATHS of workers, CRASHES of candidate 0, SUSPICIONS that are wrong, ABANDONS of a live coordinator.
    Mutants (-D), each must be found: NOQUORUM, TIE, NOACK, NOOPENED, SAMENUMBER, MAJORITYCOMMIT, NOINFERENCE, DEAF (nobody is asked
-   whether it has heard); with LEASE: HALF (half is enough without asking), NOHEIRS (who has no member of the holder may take it), UNASKED (no claim is
+   whether it has heard), ALIVE (a launcher's word is believed though the worker lives and goes on); with LEASE: HALF (half is enough without asking), NOHEIRS (who has no member of the holder may take it), UNASKED (no claim is
    made).
 
    Checked: no epoch number is formed twice; epochs, in the order of their numbers, are each part of the one before, as long as
@@ -55,6 +62,9 @@
 #endif
 #ifndef MORTALS
 #define MORTALS 15              /* which workers may die */
+#endif
+#ifndef LASTS
+#define LASTS ((1 << W) - 1)    /* which workers may finish what they were doing when they died */
 #endif
 #ifndef STEPS
 #define STEPS 1
@@ -91,6 +101,7 @@
 
 /* the real world */
 byte alive = ALL; byte out = 0;
+byte last = 0;                  /* dead workers that may yet finish the one thing that they were doing */
 byte deaths = DEATHS; byte crashes = CRASHES; byte suspicions = SUSPICIONS; byte abandons = ABANDONS;
 
 /* followers */
@@ -301,7 +312,20 @@ inline forget_evidence(c) {
 #define RETRY(c) tried[c] = 0
 
 #define FAULTS(g) \
-    :: deaths > 0 && (MORTALS & BIT(g)) && (alive & BIT(g)) -> d_step { deaths--; alive = alive & (ALL - BIT(g)); forget(g) }
+    :: deaths > 0 && (MORTALS & BIT(g)) && (alive & BIT(g)) -> d_step { deaths--; alive = alive & (ALL - BIT(g)); forget(g) } \
+    :: deaths > 0 && (MORTALS & LASTS & BIT(g)) && RUNS(g) && g < W -> \
+        d_step { deaths--; alive = alive & (ALL - BIT(g)); last = last | BIT(g) }
+
+/* Also a worker that has died, once. Then what it knew cannot matter any more; its connection stands until it is seen to
+   have ended (WORKER), or its coordinator closes it. */
+#define ACTS(g) (RUNS(g) || ((g) < N && (last & BIT(g))))
+
+inline acted(g) {
+    if
+    :: g < N && (last & BIT(g)) -> last = last & (ALL - BIT(g)); forget(g)
+    :: else
+    fi
+}
 
 #define BETWEEN(c, g) \
     :: abandons > 0 && (LEAVERS & BIT(g)) && RUNS(g) && att[g] == c && up[c] && st[c] != STOPPED && !(g < N && (ex[c] & BIT(g))) -> \
@@ -309,26 +333,34 @@ inline forget_evidence(c) {
     :: RUNS(g) && att[g] == c && ptr[g] < sent[c] && !(g < N && (ex[c] & BIT(g))) -> \
         d_step { f = g; receive(c); RETRY(c); f = 0 } \
     :: RUNS(g) && att[g] == c && (!up[c] || st[c] == STOPPED) -> d_step { att[g] = NONE } \
-    :: RUNS(g) && att[g] == NONE && up[c] && st[c] != STOPPED && !CUT(c, g) && (st[c] == STANDBY || term[g] <= T[c]) -> \
+    :: ACTS(g) && att[g] == NONE && up[c] && st[c] != STOPPED && !CUT(c, g) && (st[c] == STANDBY || term[g] <= T[c]) -> \
         d_step { \
             f = g; \
             if \
             :: f < N && ((ex[c] | dead[c]) & BIT(f)) -> out = out | BIT(f); forget(f) \
             :: else -> attach(c); RETRY(c) \
             fi; \
+            acted(g); \
             f = 0 \
         } \
     :: RUNS(g) && att[g] == 1 - c && up[1 - c] && st[1 - c] == STANDBY && LEADS(c) -> d_step { att[g] = NONE }
+
+#define ENDED(g) !(alive & BIT(g))
+#ifdef ALIVE
+#define SAID_DEAD(g) (ENDED(g) || g < W && RUNS(g))
+#else
+#define SAID_DEAD(g) ENDED(g)
+#endif
 
 #define WORKER(c, g) \
     :: suspicions > 0 && LEADS(c) && (MEMBERS(c) & LIVE(c) & BIT(g)) && att[g] == c && (alive & BIT(g)) && ROOM(c) -> \
         d_step { suspicions--; ex[c] = ex[c] | BIT(g); dirty[c] = 1 } \
     :: RUNS(g) && att[g] == c && up[c] && (ex[c] & BIT(g)) -> d_step { out = out | BIT(g); att[g] = NONE; forget(g) } \
-    :: RUNS(g) && att[g] == c && up[c] && st[c] == RENDEZVOUS && oE[g] == cE[c] && oT[g] == T[c] && \
+    :: ACTS(g) && att[g] == c && up[c] && st[c] == RENDEZVOUS && oE[g] == cE[c] && oT[g] == T[c] && \
        !(jn[c] & BIT(g)) && (cM[c] & BIT(g)) -> \
-        d_step { jn[c] = jn[c] | BIT(g); dk[c * N + g] = dn[g]; RETRY(c) } \
-    :: up[c] && !(alive & BIT(g)) && !(dead[c] & BIT(g)) && st[c] != STOPPED && \
-       ((att[g] == c && !(ex[c] & BIT(g))) || (g < W && att[(g < W -> N + g : 0)] == c)) -> \
+        d_step { jn[c] = jn[c] | BIT(g); dk[c * N + g] = dn[g]; RETRY(c); acted(g) } \
+    :: up[c] && SAID_DEAD(g) && !(dead[c] & BIT(g)) && st[c] != STOPPED && \
+       ((ENDED(g) && att[g] == c && !(ex[c] & BIT(g))) || (g < W && att[(g < W -> N + g : 0)] == c)) -> \
         d_step { \
             dirty[c] = dirty[c] || (LEADS(c) && !(ex[c] & BIT(g))); \
             dead[c] = dead[c] | BIT(g); ex[c] = ex[c] & (ALL - BIT(g)); RETRY(c); \
@@ -341,7 +373,7 @@ inline forget_evidence(c) {
         d_step { ex[c] = ex[c] | BIT(g); dirty[c] = 1 }
 
 #define DONE(g) \
-    :: RUNS(g) && oE[g] == 0 && dn[g] == cm[g] && dn[g] < STEPS -> \
+    :: ACTS(g) && oE[g] == 0 && dn[g] == cm[g] && dn[g] < STEPS -> \
         d_step { \
             dn[g] = dn[g] + 1; \
             if \
@@ -351,7 +383,8 @@ inline forget_evidence(c) {
                 :: else \
                 fi \
             :: else \
-            fi \
+            fi; \
+            acted(g) \
         }
 
 #define READY(c, g) (g >= N || !(bM[c] & BIT(g)) || dk[c * N + g] > comm[c])
@@ -580,8 +613,10 @@ active proctype protocol() {
 #endif
     :: up[1] && st[1] == STANDBY && bE[1] > 0 && !tried[1] -> d_step { consider_leading() }
     :: timeout ->
+#ifndef ALIVE                   /* it must be found by what is formed, not by who waits */
         /* the rest: only where candidate 1 does not have the majority, or has stopped, may anybody be left waiting */
         assert(EXHAUSTED || !ANY(WAITS) || !(LEADS(0) || LEADS(1)));
+#endif
         break
     od
 }
