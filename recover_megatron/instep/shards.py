@@ -23,7 +23,7 @@ from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.grid import LaunchGrid, Slot
-from recover_megatron.instep.state_holder import Offer, flatten
+from recover_megatron.instep.state_holder import Offer, Place, flatten
 from recover_megatron.workload import shards as parts
 from recover_megatron.workload.domains import stride_of
 from recover_megatron.workload.shards import AnyLayout, Instances, Layout, Move
@@ -200,14 +200,14 @@ class Shards:
         epoch_groups: EpochGroups,
         element_ranges: Mapping[tuple[int, int], Sequence[ElementRange]],
         give: Callable[[Sequence[ElementRange]], Any],
-        take: Callable[[Sequence[ElementRange], Any], None],
+        receive: Callable[[Sequence[ElementRange]], tuple[Place, Callable[[Any], None]]],
         progress: Callable[[], None],
     ) -> int:
         """Give and get all ``element_ranges``, by (source, target), both workers; the bytes that came.
 
-        ``give`` makes a tree of them (see ``state_holder.flatten``), ``take`` gets it.  Everything is offered before
-        anything is fetched, so nobody waits in a circle.  Raises ``EpochRevoked``; what was taken until then is
-        incomplete.
+        ``give`` makes a tree of them (see ``state_holder.flatten``).  ``receive`` says where such a tree is to arrive,
+        and returns what takes it over.  Everything is offered before anything is fetched, so nobody waits in a circle.
+        Raises ``EpochRevoked``; what has arrived until then is incomplete.
         """
         slots = {worker: slot for slot, worker in self._assignment.standing.items()}
         me, came, offers = self._assignment.me, 0, dict[int, Offer]()
@@ -218,10 +218,11 @@ class Shards:
                 offers[other] = epoch_groups.offer(f"shards/{slots[me]}/{slots[other]}", tree, len(flatten(tree)[1]))
             for other in sorted(source for source, target in element_ranges if target == me):
                 name = f"shards/{slots[other]}/{slots[me]}"
+                place, take = receive(element_ranges[other, me])
                 tree, size = epoch_groups.fetch(
-                    name, [slots[other]], lambda its: len(flatten(its)[1]), progress=progress
+                    name, [slots[other]], lambda its: len(flatten(its)[1]), place=place, progress=progress
                 )
-                take(element_ranges[other, me], tree)
+                take(tree)
                 came += size
             for other in offers:
                 offers[other].wait(epoch_groups.check)

@@ -13,7 +13,7 @@ import torch
 
 from recover_megatron.collectives.state_transport import bytes_of, check_sum
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, new_memory, unflatten
+from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, in_place, unflatten
 from recover_megatron.network.system import control_groups
 
 
@@ -64,9 +64,7 @@ def room(before: Any) -> Place:
     """The memory of a tree that is of no use any more, where it fits: new memory takes longer to get than to fill."""
 
     def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        used = at(before, path)
-        fits = isinstance(used, torch.Tensor) and (list(used.shape), used.dtype) == (list(shape), dtype)
-        return used if fits else new_memory(path, shape, dtype)
+        return in_place(at(before, path), path, shape, dtype)
 
     return place
 

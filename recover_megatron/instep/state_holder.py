@@ -105,6 +105,12 @@ def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
     return torch.empty(tuple(shape), dtype=dtype)
 
 
+def in_place(used: Any, path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """``used``, where it is a tensor for which ``Place`` may be asked so; otherwise new memory."""
+    fits = isinstance(used, torch.Tensor) and (list(used.shape), used.dtype) == (list(shape), dtype)
+    return used if fits and used.is_contiguous() else new_memory(path, shape, dtype)
+
+
 def at(tree: Any, path: Path) -> Any:
     """What a tree has at a place; None: nothing."""
     for key in path:

@@ -28,7 +28,7 @@ from megatron.training import get_args, get_timers
 
 from recover_megatron.collectives.state_transport import digest
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Path, Place, at, flatten, new_memory
+from recover_megatron.instep.state_holder import Path, Place, at, flatten, in_place, new_memory
 from recover_megatron.megatron_hooks import dumps
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.layout import no_way_back
@@ -191,8 +191,7 @@ class TrainingState:
         living = {"column": self._column()}
 
         def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            own = at(living, path)
-            return own if _fits(own, shape, dtype) else new_memory(path, shape, dtype)
+            return in_place(at(living, path), path, shape, dtype)
 
         return place
 
@@ -202,8 +201,7 @@ class TrainingState:
 
         def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             used, own = at(before, path), at(living, path)
-            again = _fits(used, shape, dtype) and not _same_memory(used, own)
-            return used if again else new_memory(path, shape, dtype)
+            return in_place(None if _same_memory(used, own) else used, path, shape, dtype)
 
         return place
 
@@ -414,14 +412,6 @@ def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
 def _same_memory(one: Any, other: Any) -> bool:
     both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     return both and bool(one.data_ptr() == other.data_ptr())
-
-
-def _fits(tensor: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    return (
-        isinstance(tensor, torch.Tensor)
-        and (list(tensor.shape), tensor.dtype) == (list(shape), dtype)
-        and tensor.is_contiguous()
-    )
 
 
 def shared_tensors(tree: dict[str, Any]) -> int:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
+from recover_megatron.instep.shards import ElementRange
+from recover_megatron.instep.state_holder import flatten, unflatten
 from recover_megatron.megatron_hooks import monkeypatch as seams
 from recover_megatron.megatron_hooks.fsdp.state import _gradient_where_it_is_read
 from recover_megatron.megatron_hooks.optimizer import precision, sharded_optimizer
-from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, differing_units
-from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
+from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces, differing_units
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import (
     LossScales,
     ShardedOptimizer,
@@ -364,3 +367,65 @@ def test_while_the_norm_of_all_parameters_is_computed_nobody_is_said_to_write_a_
         with ShardedOptimizer.saving(optimizer, moments=moments):
             pass
     assert marks == ["parameters' norm", "checkpoint"]
+
+
+class FirstRank:
+    """Takes the place of a process group."""
+
+    def rank(self) -> int:
+        return 0
+
+
+def pieces_of(*sizes: int, moments: bool = False) -> ShardFragments:
+    """Of one bucket with parameters of these sizes a worker holds all, each parameter as one piece."""
+    ends = list(accumulate(sizes))
+    parameters = [torch.nn.Parameter(torch.empty(size)) for size in sizes]
+    places = {its: (end - its.numel(), end) for its, end in zip(parameters, ends, strict=True)}
+    bucket = SimpleNamespace(
+        params_list=parameters, param_to_index=places, param_data=torch.randn(ends[-1]), grad_data=torch.zeros(ends[-1])
+    )
+    inner = SimpleNamespace(param_groups=[{"params": []}], state={})
+    optimizer = SimpleNamespace(optimizer=inner, tp_group=FirstRank())
+    made = ShardFragments(optimizer, {0: bucket}, dict.fromkeys(parameters, 0), None)
+    pieces = made.make({0: [(0, ends[-1])]}, shadow=False)
+    for piece in pieces if moments else ():
+        piece.state = {"step": torch.tensor(3.0), "exp_avg": torch.randn(piece.stop - piece.start)}
+    made.install({0: pieces})
+    return made
+
+
+def layout_pieces(held: ShardFragments) -> LayoutPieces:
+    nothing: Any = None
+    return LayoutPieces([held], nothing, nothing, nothing)
+
+
+def test_state_that_changes_hands_arrives_in_the_memory_that_keeps_it() -> None:
+    giver = pieces_of(50, 30, moments=True)
+    taker = pieces_of(50, 30)
+    ranges = [ElementRange(0, 10, 60), ElementRange(0, 60, 80)]
+    text, given = flatten(layout_pieces(giver)._give(ranges))
+    place, take = layout_pieces(taker)._receive(ranges, [taker.held])
+    tree, arrived = unflatten(text, place)
+    for own, its in zip(arrived, given, strict=True):
+        own.copy_(its)
+    take(tree)
+    memory = {piece.state["exp_avg"].untyped_storage().data_ptr() for piece in taker}
+    besides = sum(its.nbytes for its in arrived if its.untyped_storage().data_ptr() not in memory)
+    assert besides == sum(its.nbytes for its in arrived if not its.dim())  # the numbers of steps
+    first, second = taker
+    assert torch.equal(first.state["exp_avg"][10:], next(iter(giver)).state["exp_avg"][10:])
+    assert torch.equal(second.state["exp_avg"], list(giver)[1].state["exp_avg"])
+    assert (first.state["step"], second.state["step"]) == (3, 3)
+
+
+def test_pieces_are_found_without_looking_at_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, looked = pieces_of(*[2] * 256), 0
+
+    def start(piece: ShardFragment) -> int:
+        nonlocal looked
+        looked += 1
+        return int(vars(piece)["start"])
+
+    monkeypatch.setattr(ShardFragment, "start", property(start), raising=False)
+    assert len(held.give(ElementRange(0, 0, 512))) == 256
+    assert looked < 256 * 16

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,10 +32,11 @@ import torch
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import ElementRange, Shards
+from recover_megatron.instep.state_holder import Path, Place, in_place
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
-from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments, in_order
 
 log = get_logger(__name__)
 
@@ -106,7 +107,7 @@ class LayoutPieces:
                 recovery.assignment.epoch_groups,
                 self._element_ranges(layouts),
                 self._give,
-                partial(self._take, held=held),
+                partial(self._receive, held=held),
                 mark,
             )
             progress.inject("repartition")
@@ -132,11 +133,29 @@ class LayoutPieces:
     def _give(self, element_ranges: Sequence[ElementRange]) -> list[Any]:
         return [self._fragments_of(element_range).give(element_range) for element_range in element_ranges]
 
-    def _take(self, element_ranges: Sequence[ElementRange], tree: list[Any], held: list[Held]) -> None:
-        for element_range, its in zip(element_ranges, tree, strict=True):
-            for fragments, units in zip(self.fragments, held, strict=True):
-                if element_range.bucket in fragments.buckets:
-                    fragments.take(element_range, its, [fragment for unit in units.values() for fragment in unit])
+    def _receive(
+        self, element_ranges: Sequence[ElementRange], held: Sequence[Held]
+    ) -> tuple[Place, Callable[[list[Any]], None]]:
+        """The pieces of ``held`` take what ``_give`` of another worker gave for the same elements.
+
+        It is received into their own memory: a copy of it would double what a newcomer needs, and the C library would
+        keep that memory.
+        """
+        pieces = in_order(fragment for units in held for its in units.values() for fragment in its)
+        parts = [self._fragments_of(element_range).parts(element_range, pieces) for element_range in element_ranges]
+
+        def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            number, part, _, *name = path
+            fragment, start, stop = parts[int(number)][int(part)]
+            own = fragment.room(start, stop, dtype, *map(str, name)) if shape else None
+            return in_place(own, path, shape, dtype)
+
+        def take(tree: list[Any]) -> None:
+            for its, given in zip(parts, tree, strict=True):
+                for (fragment, start, stop), state in zip(its, given, strict=True):
+                    fragment.take(start, stop, state)
+
+        return place, take
 
     def _fragments_of(self, element_range: ElementRange) -> ShardFragments:
         return next(fragments for fragments in self.fragments if element_range.bucket in fragments.buckets)

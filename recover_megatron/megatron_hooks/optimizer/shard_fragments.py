@@ -13,8 +13,8 @@ of a 16-bit one it is a copy in 32 bits, as Megatron has it (`precision`).  Shad
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,18 +77,48 @@ class ShardFragment:
 
     def take(self, start: int, stop: int, its: dict[str, Any]) -> None:
         """Become what another one's ``give`` gave for these elements."""
-        part = slice(start - self.start, stop - self.start)
         if its["master"] is not None:
-            self.tensor[part].copy_(its["master"])
+            _fill(self.room(start, stop), its["master"])
         for name, value in its["state"].items():
             if not isinstance(value, torch.Tensor):
                 self.state[name] = value
             elif not value.dim():
                 self.state[name] = value.clone()
             else:
-                if name not in self.state:
-                    self.state[name] = torch.zeros(self.tensor.shape, dtype=value.dtype, device=self.tensor.device)
-                self.state[name][part].copy_(value)
+                _fill(self.room(start, stop, value.dtype, name), value)
+
+    def room(self, start: int, stop: int, dtype: torch.dtype | None = None, name: str = "") -> torch.Tensor:
+        """The memory of some of its elements, of the optimizer's state ``name``; without a name of ``tensor``.
+
+        A state that is not there yet is made, of type ``dtype``.
+        """
+        if name and name not in self.state:
+            self.state[name] = torch.zeros(self.tensor.shape, dtype=dtype, device=self.tensor.device)
+        whole: torch.Tensor = self.state[name] if name else self.tensor
+        return whole[start - self.start : stop - self.start]
+
+
+def _fill(own: torch.Tensor, given: torch.Tensor) -> None:
+    if own.data_ptr() != given.data_ptr():  # else it was received where it belongs
+        own.copy_(given)
+
+
+InOrder = Mapping[int, Sequence[ShardFragment]]
+"""By bucket pieces that have no element in common, ascending."""
+
+
+def in_order(pieces: Iterable[ShardFragment]) -> InOrder:
+    found: dict[int, list[ShardFragment]] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        found.setdefault(piece.bucket, []).append(piece)
+    return found
+
+
+def overlapping(pieces: InOrder, bucket: int, start: int, stop: int) -> list[ShardFragment]:
+    """Those of ``pieces`` that have some of these elements; in time that grows with how many these are."""
+    its = pieces.get(bucket, ())
+    first = bisect_right(its, start, key=lambda piece: piece.stop)
+    return list(its[first : bisect_left(its, stop, key=lambda piece: piece.start)])
 
 
 def part_of_state(state: dict[str, Any], part: slice) -> dict[str, Any]:
@@ -140,16 +170,16 @@ class ShardFragments:
 
         A piece that this worker has, of the same elements on the same device, is that very piece.
         """
-        own = (p for p in self if not p.borrowed)
-        known = {(p.bucket, p.start, p.stop): p for p in own}
+        here = in_order(self)
+        known = {(p.bucket, p.start, p.stop): p for p in self if not p.borrowed}
         found = []
         for number, start, stop, parameter_range in self._cut(parts):
             fragment = known.get((number, start, stop))
             if fragment is None or fragment.tensor.device != self._device(number, shadow=shadow):
                 fragment = self._fragment(number, start, stop, parameter_range, shadow=shadow)
-                for element_range in self.overlapping(number, start, stop):
-                    a, b = max(start, element_range.start), min(stop, element_range.stop)
-                    fragment.take(a, b, element_range.give(a, b))
+                for other in overlapping(here, number, start, stop):
+                    a, b = max(start, other.start), min(stop, other.stop)
+                    fragment.take(a, b, other.give(a, b))
             fragment.aside = shadow and self._shadow_device is not None
             found.append(fragment)
         return found
@@ -225,7 +255,7 @@ class ShardFragments:
 
     def overlapping(self, bucket: int, start: int, stop: int) -> list[ShardFragment]:
         """The pieces that this worker holds of some elements."""
-        return [p for p in self if p.bucket == bucket and p.start < stop and start < p.stop]
+        return overlapping(in_order(self), bucket, start, stop)
 
     def _cut(self, parts: Mapping[int, Sequence[tuple[int, int]]]) -> Iterator[tuple[int, int, int, ParameterRange]]:
         for number, its in sorted(parts.items()):
@@ -327,25 +357,19 @@ class ShardFragments:
     # ---- changing hands
 
     def give(self, element_range: ElementRange) -> list[Any]:
-        """The tree of some elements that this worker holds; see ``take``."""
-        return [self._holder(element_range.bucket, a, b).give(a, b) for a, b in self._within(element_range)]
+        """The tree of some elements that this worker holds: of each of their ``parts`` what the piece gives."""
+        return [fragment.give(a, b) for fragment, a, b in self.parts(element_range, in_order(self))]
 
-    def take(self, element_range: ElementRange, tree: Sequence[Any], fragments: Sequence[ShardFragment]) -> None:
-        """Give ``fragments`` what another worker's ``give`` of the same elements gave."""
-        for (a, b), its in zip(self._within(element_range), tree, strict=True):
-            for fragment in fragments:
-                if fragment.bucket == element_range.bucket and fragment.start <= a and b <= fragment.stop:
-                    fragment.take(a, b, its)
-
-    def _within(self, element_range: ElementRange) -> Iterator[tuple[int, int]]:
-        parts = {element_range.bucket: [(element_range.start, element_range.stop)]}
-        return ((start, stop) for _, start, stop, _ in self._cut(parts))
-
-    def _holder(self, bucket: int, start: int, stop: int) -> ShardFragment:
-        for fragment in self.overlapping(bucket, start, stop):
-            if fragment.start <= start and stop <= fragment.stop:
-                return fragment
-        raise Disagreement(f"elements {start} to {stop} of bucket {bucket} are to be given, and are not here as one")
+    def parts(self, element_range: ElementRange, pieces: InOrder) -> list[tuple[ShardFragment, int, int]]:
+        """Some elements, cut where parameters are: the one of ``pieces`` that has them, first and behind the last."""
+        found = []
+        whole = {element_range.bucket: [(element_range.start, element_range.stop)]}
+        for bucket, start, stop, _ in self._cut(whole):
+            fragment = next(iter(overlapping(pieces, bucket, start, stop)), None)
+            if fragment is None or start < fragment.start or fragment.stop < stop:
+                raise Disagreement(f"elements {start} to {stop} of bucket {bucket} change hands, and are not one piece")
+            found.append((fragment, start, stop))
+        return found
 
 
 def _parameter_ranges(bucket: Any, groups: dict[Any, int]) -> list[ParameterRange]:
