@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
@@ -153,6 +155,11 @@ class MemoryTier:
         sizes = {part: sum(tensor.nbytes for tensor in flatten(tree)[1]) for part, tree in own.items()}
         states = max((size for part, size in sizes.items() if part < positions), default=0)
         shards = max((size for part, size in sizes.items() if part >= positions), default=0)
+        if self._sharded is None:
+            states += moments_of(self._state.without_moments())
+        else:
+            primaries = (fragment for _, its in self._sharded.primaries() for fragment in its)
+            shards += moments_of(fragment.tensor for fragment in primaries if not fragment.state)
         states, shards = map(int, self._most(float(states), float(shards)))
         needs = dict.fromkeys(decision.workers, 0)
         for part, keepers in decision.copies.items():
@@ -213,6 +220,11 @@ class MemoryTier:
         except PeerLost as error:
             mine.epoch_groups.end(PeerLost(f"a snapshot could not be had: {error}"))
             raise EpochRevoked(mine.epoch_groups.number, str(error)) from error
+
+
+def moments_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the moments that Adam will have of these; other optimizers have no more."""
+    return sum(2 * 4 * tensor.numel() for tensor in tensors)
 
 
 def _nodes(decision: Decision) -> int:

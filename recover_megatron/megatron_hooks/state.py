@@ -179,6 +179,11 @@ class TrainingState:
                         if isinstance(value, torch.Tensor):
                             value.zero_()  # zeros that were asked for are no memory before they are written
 
+    def without_moments(self) -> Iterator[torch.Tensor]:
+        """What optimizers update that have not made a step: their moments are still to come."""
+        for one in self._optimizers if self._sharded is None else ():
+            yield from (local(parameter.data) for parameter in _parameters(one) if not one.optimizer.state)
+
     def room(self, version: int | None) -> Place:
         """Where to receive a state of ``version``: the living tensors, unless this worker's own state is of use.
 

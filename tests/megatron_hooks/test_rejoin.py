@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -172,8 +173,13 @@ def in_section(worker: int) -> JoinStatus:
 STATUSES = {worker: in_section(worker) for worker in range(4)}
 
 
-def tier(me: int, decision: Decision, *, version: int = 2, sharded: bool = True) -> tuple[MemoryTier, Store]:
-    """That of worker ``me`` in a section of the epoch of ``decision``."""
+def tier(
+    me: int, decision: Decision, *, version: int = 2, sharded: bool = True, to_come: int = 0
+) -> tuple[MemoryTier, Store]:
+    """That of worker ``me`` in a section of the epoch of ``decision``.
+
+    ``to_come``: numbers of the model of which there are no moments yet.
+    """
     store = Store()
     groups = SimpleNamespace(check=lambda: None, most=lambda values, slots: list(values))
     mine = SimpleNamespace(
@@ -187,8 +193,12 @@ def tier(me: int, decision: Decision, *, version: int = 2, sharded: bool = True)
         boundary=SimpleNamespace(joining_next=False, in_section_of_others=True),
         sections=SimpleNamespace(run=lambda kind, run: run()),
     )
-    state: Any = SimpleNamespace(version=version, first=1, tree=lambda: {"column": [torch.zeros(100)]})
-    shards: Any = SimpleNamespace(complete=lambda: None, primaries=list) if sharded else None
+    without: Any = [torch.zeros(to_come)]
+    piece: Any = SimpleNamespace(tensor=without[0], state={}, bucket=0, start=0, stop=to_come, give=lambda a, b: {})
+    state: Any = SimpleNamespace(
+        version=version, first=1, tree=lambda: {"column": [torch.zeros(100)]}, without_moments=lambda: without
+    )
+    shards: Any = SimpleNamespace(complete=lambda: None, primaries=lambda: [(None, [piece])]) if sharded else None
     return MemoryTier(recovery, state, shards, wanted=True, every=2), store
 
 
@@ -228,6 +238,19 @@ def test_after_the_run_went_back_to_its_start_a_host_without_the_memory_does_not
     memory, store = tier(0, replace(decision, timeline=(5, 0)), version=0)
     memory.at_boundary()
     assert store.begun == [], "it is said, and none is taken"
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "in shards"])
+def test_a_run_is_refused_at_its_start_that_would_lack_memory_once_it_has_moments(
+    monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    decision = decide(5, STATUSES, GRID, RULES if sharded else replace(RULES, spread=False))
+    monkeypatch.setattr(memory_tier, "available_memory", lambda: 50_000)
+    for to_come, taken in ((0, True), (10_000, False)):
+        memory, store = tier(0, decision, version=0, sharded=sharded, to_come=to_come)
+        with nullcontext() if taken else pytest.raises(UserError, match="the hosts do not have the memory for it"):
+            memory.at_boundary()
+        assert len(store.begun) == taken
 
 
 @pytest.mark.parametrize(
