@@ -221,11 +221,11 @@ def build_elsewhere(recovery: Recovery, groups: Groups, loop: Loop, position: in
     mine = recovery.assignment
     slot = mine.grid.replicas[0][position]
     log.info(f"worker {mine.me} builds the model of position {position}")
+    groups.again(slot)  # first: the groups know the model that is dropped
     if built:
         _forget_megatron(loop)
     os.environ["RANK"] = str(slot)
     mine.position = position
-    groups.again(slot)
 
 
 def _forget_megatron(loop: Loop) -> None:

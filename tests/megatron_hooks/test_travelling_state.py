@@ -4,6 +4,7 @@ not from their flags."""
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from megatron.training import training
 from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.instep.decision import MEMORY, Rollback
 from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
 from recover_megatron.megatron_hooks import loop_counters, microbatches, rejoin, state, trackers
+from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
 from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.maxima import Scales
@@ -362,3 +365,20 @@ def test_what_is_left_out_of_a_batch_that_grows_counts_as_many_samples_as_megatr
     assert (orphan.args.curr_iteration, orphan.args.consumed_train_samples) == (8, 4 * BATCH + 10 + 10 + 20 + 20)
     assert orphan.args.skipped_train_samples == 10 + 20 + 20
     assert orphan.args.num_floating_point_operations_so_far == BATCH, "of iteration 5 alone: one per sample here"
+
+
+def test_a_worker_gives_its_model_back_before_it_builds_that_of_another_position(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    groups = Groups(Slot(0), (), torch.device("cpu"))
+    model = Chunk()
+    model.hooks = [model]  # as Megatron's DDP is part of a circle
+    groups.model = [model]
+    gone = weakref.ref(model)
+    del model
+    loop: Any = SimpleNamespace(services=SimpleNamespace(forget=lambda: None))
+    grid = launch_grid(2, tensor=1, context=1, pipeline=2, inner_ranks=1)
+    recovery: Any = SimpleNamespace(assignment=SimpleNamespace(me=0, position=0, grid=grid))
+    rejoin.build_elsewhere(recovery, groups, loop, 1, built=True)
+    assert gone() is None
