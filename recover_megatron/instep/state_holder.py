@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import mmap
 import select
 import socket
 import struct
@@ -99,10 +101,21 @@ def _built(value: Any, path: Path, place: Place, tensors: list[torch.Tensor]) ->
     return tensors[-1]
 
 
+MAPPED = 128 << 10
+"""Bytes from which on a tensor of ``new_memory`` is a mapping of its own."""
+
+
 def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """For ``unflatten``: tensors of their own, on the host."""
+    """For ``unflatten``: tensors of their own, on the host.
+
+    Their memory goes back to the system when they are dropped.  The C library keeps most of what it frees of a state.
+    """
     del path
-    return torch.empty(tuple(shape), dtype=dtype)
+    size = math.prod(shape) * dtype.itemsize
+    if size < MAPPED:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
 
 
 def in_place(used: Any, path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -495,3 +497,15 @@ def test_streams_go_to_who_serves_their_kind_also_those_that_came_before() -> No
     for end in ends:
         for sock in end:
             sock.close()
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_memory_of_a_state_goes_back_to_the_system_when_it_is_dropped() -> None:
+    torch.empty(24 << 20, dtype=torch.uint8)  # once so much was freed the C library maps nothing smaller any more
+    kept = [new_memory((), [1 << 18], torch.float32).zero_() for _ in range(64)]
+    before = resident()
+    del kept[::2]
+    assert before - resident() > 24 << 20
