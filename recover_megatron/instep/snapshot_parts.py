@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import mmap
 import pathlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from recover_megatron.collectives.state_transport import bytes_of, check_sum
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, in_place, unflatten
+from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, in_place, new_memory, unflatten
 from recover_megatron.network.system import control_groups
 
 
@@ -61,10 +63,14 @@ def apart(tree: Any) -> Any:
 
 
 def room(before: Any) -> Place:
-    """The memory of a tree that is of no use any more, where it fits: new memory takes longer to get than to fill."""
+    """The memory of a tree that is of no use any more, where it fits: new memory takes longer to get than to fill.
+
+    No process that is forked has it: a loader would keep what was there then, beside all that is written over it.
+    """
+    not_forked = partial(new_memory, advice=mmap.MADV_DONTFORK)
 
     def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return in_place(at(before, path), path, shape, dtype)
+        return in_place(at(before, path), path, shape, dtype, not_forked)
 
     return place
 

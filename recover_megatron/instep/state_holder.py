@@ -105,23 +105,26 @@ MAPPED = 128 << 10
 """Bytes from which on a tensor of ``new_memory`` is a mapping of its own."""
 
 
-def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype, advice: int | None = None) -> torch.Tensor:
     """For ``unflatten``: tensors of their own, on the host.
 
     Their memory goes back to the system when they are dropped.  The C library keeps most of what it frees of a state.
+    ``advice``: to the kernel, on the memory of large ones.
     """
     del path
     size = math.prod(shape) * dtype.itemsize
     if size < MAPPED:
         return torch.empty(tuple(shape), dtype=dtype)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if advice is not None:
+        memory.madvise(advice)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
 
 
-def in_place(used: Any, path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """``used``, where it is a tensor for which ``Place`` may be asked so; otherwise new memory."""
+def in_place(used: Any, path: Path, shape: Sequence[int], dtype: torch.dtype, make: Place = new_memory) -> torch.Tensor:
+    """``used``, where it is a tensor for which ``Place`` may be asked so; otherwise what ``make`` gives."""
     fits = isinstance(used, torch.Tensor) and (list(used.shape), used.dtype) == (list(shape), dtype)
-    return used if fits and used.is_contiguous() else new_memory(path, shape, dtype)
+    return used if fits and used.is_contiguous() else make(path, shape, dtype)
 
 
 def at(tree: Any, path: Path) -> Any:

@@ -18,7 +18,7 @@ from recover_megatron.instep.decision import MEMORY, Decision, JoinStatus, Kept,
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.plan import decide
-from recover_megatron.instep.snapshot_parts import Copy, apart, available_memory, checks_of
+from recover_megatron.instep.snapshot_parts import Copy, apart, available_memory, checks_of, room
 from recover_megatron.instep.snapshots import SnapshotStore, Spoiled, Taking
 from recover_megatron.instep.state_holder import flatten
 from recover_megatron.instep.timelines import covered, kept
@@ -292,6 +292,18 @@ def test_memory_is_used_again() -> None:
     after = {tensor.data_ptr() for one in workers[0].store._held for tensor in flatten(one.tree)[1]}
     assert before <= after
     assert workers[0].store.size == 2 * size
+
+
+def test_no_process_that_is_forked_has_the_memory_of_a_snapshot() -> None:
+    (tensor,) = Copy([torch.ones(1 << 16)]).make(room(None), _nothing)
+    flags: list[str] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and ":" not in first:
+            start, stop = (int(end, 16) for end in first.split("-"))
+        elif first == "VmFlags:" and start <= tensor.data_ptr() < stop:
+            flags += rest
+    assert "dc" in flags  # as proc(5) names "do not copy area on fork"
 
 
 def test_memory_that_no_part_is_written_to_again_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
