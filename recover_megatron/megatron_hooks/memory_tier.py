@@ -32,7 +32,13 @@ from recover_megatron.instep.snapshot_parts import available_memory
 from recover_megatron.instep.snapshots import Spoiled, Taking
 from recover_megatron.instep.state_holder import flatten
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, part_of_state
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import (
+    InOrder,
+    ShardFragment,
+    in_order,
+    overlapping,
+    part_of_state,
+)
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.workload.shards import owned, primary
@@ -256,15 +262,13 @@ def restored(
     layouts, gone = sharded.shards.read(told)
 
     def fill(held: list[list[ShardFragment]]) -> None:
-        wanted: dict[int, list[ShardFragment]] = {}
-        for fragment in (fragment for its in held for fragment in its):
-            wanted.setdefault(fragment.bucket, []).append(fragment)
+        wanted = in_order(fragment for its in held for fragment in its)
         parts: dict[int, set[int]] = {}
         for bucket, fragments in wanted.items():
             column, numel = sharded.bucket(bucket)
             layout = layouts[column]
             live = frozenset(layout.workers) - gone
-            elements = sorted((fragment.start, fragment.stop) for fragment in fragments)
+            elements = [(fragment.start, fragment.stop) for fragment in fragments]
             for unit in owned(layout, elements, numel):
                 speaker = primary(layout, unit, live)
                 if speaker is None:
@@ -274,20 +278,19 @@ def restored(
         for part, buckets in sorted(parts.items()):
             for its in load(part):
                 if its["bucket"] in buckets:
-                    _take(its, wanted[its["bucket"]], left)
+                    _take(its, wanted, left)
         if any(left.values()):
             raise Disagreement(f"{sum(left.values())} elements of the optimizer's state are in no part of a snapshot")
 
     return sharded.made_anew(fill)
 
 
-def _take(its: dict[str, Any], fragments: Sequence[ShardFragment], left: dict[int, int]) -> None:
-    """Give all of ``fragments`` what a piece of a part, in the same bucket, has of them."""
-    for fragment in fragments:
+def _take(its: dict[str, Any], wanted: InOrder, left: dict[int, int]) -> None:
+    """Give all that are ``wanted`` what a piece of a part has of them."""
+    for fragment in overlapping(wanted, its["bucket"], its["start"], its["stop"]):
         start, stop = max(its["start"], fragment.start), min(its["stop"], fragment.stop)
-        if start < stop:
-            fragment.take(start, stop, _cut(its, slice(start - its["start"], stop - its["start"])))
-            left[id(fragment)] -= stop - start
+        fragment.take(start, stop, _cut(its, slice(start - its["start"], stop - its["start"])))
+        left[id(fragment)] -= stop - start
 
 
 def _cut(its: dict[str, Any], part: slice) -> dict[str, Any]:

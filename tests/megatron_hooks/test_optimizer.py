@@ -20,11 +20,12 @@ from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.instep.shards import ElementRange
 from recover_megatron.instep.state_holder import flatten, unflatten
+from recover_megatron.megatron_hooks import memory_tier
 from recover_megatron.megatron_hooks import monkeypatch as seams
 from recover_megatron.megatron_hooks.fsdp.state import _gradient_where_it_is_read
 from recover_megatron.megatron_hooks.optimizer import precision, sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces, differing_units
-from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import InOrder, ShardFragment, ShardFragments, in_order
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import (
     LossScales,
     ShardedOptimizer,
@@ -418,8 +419,22 @@ def test_state_that_changes_hands_arrives_in_the_memory_that_keeps_it() -> None:
     assert (first.state["step"], second.state["step"]) == (3, 3)
 
 
-def test_pieces_are_found_without_looking_at_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def give(held: ShardFragments, pieces: InOrder) -> None:
+    assert len(held.give(ElementRange(0, 0, 512))) == len(pieces[0])
+
+
+def take(held: ShardFragments, pieces: InOrder) -> None:
+    left = {id(piece): 2 for piece in held}
+    for at in range(0, 512, 2):
+        of_snapshot = {"bucket": 0, "start": at, "stop": at + 2, "master": None, "state": {}}
+        memory_tier._take(of_snapshot, pieces, left)
+    assert not any(left.values())
+
+
+@pytest.mark.parametrize("use", [give, take], ids=["given", "taken from a snapshot"])
+def test_pieces_are_found_without_looking_at_all_of_them(monkeypatch: pytest.MonkeyPatch, use: Any) -> None:
     held, looked = pieces_of(*[2] * 256), 0
+    pieces = in_order(held)
 
     def start(piece: ShardFragment) -> int:
         nonlocal looked
@@ -427,5 +442,5 @@ def test_pieces_are_found_without_looking_at_all_of_them(monkeypatch: pytest.Mon
         return int(vars(piece)["start"])
 
     monkeypatch.setattr(ShardFragment, "start", property(start), raising=False)
-    assert len(held.give(ElementRange(0, 0, 512))) == 256
-    assert looked < 256 * 16
+    use(held, pieces)
+    assert looked < 256 * 20
