@@ -14,7 +14,7 @@ asks for besides (nothing, by default):
                             forward, whatever else the processors have to do (the worker sleeps for the rest); several
                             speeds are those of the ranks, one after the other and again
     BENCH_MEMORY=1          a row also has "peak", the most KiB that were resident since the row before, and
-                            "resident", those that are resident now
+                            "resident", those that are resident now; and "pid", of whom
     BENCH_THREADS=1         a row also has what each thread used so far, by name: "threads", processor seconds;
                             "waits", how many times it gave up the processor to wait
     BENCH_STATE=1           when the training is over every worker writes DIR/state-<rank>.json: "parameters" of its
@@ -168,10 +168,10 @@ def held(optimizer: Any, model: Any) -> int:
 
 
 def memory() -> dict[str, int]:
-    """The most KiB of this process that were resident since the last call, and those that are resident now."""
+    """The most KiB of this process that were resident since the last call, and those that are resident now; its pid."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
-    return {"peak": int(status["VmHWM"].split()[0]), "resident": int(status["VmRSS"].split()[0])}
+    return {"peak": int(status["VmHWM"].split()[0]), "resident": int(status["VmRSS"].split()[0]), "pid": os.getpid()}
 
 
 def traffic() -> dict[str, int]:
