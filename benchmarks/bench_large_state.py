@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.megatron_runs import LAYOUTS, Model, command_line, head, lines, load_average, row, train, write
+from benchmarks.megatron_runs import LAYOUTS, Model, command_line, head, lines, load_average, played, row, train, write
 from recover_megatron.run_log.events import EVENTS_FILE, read_events
 from tests.harness.forkserver import ForkServer
 
@@ -50,6 +50,8 @@ SIZES = {
 """Millions of parameters, about."""
 STRIKE = 5
 """The iteration of the first death: by then all memory is in use that the training needs."""
+MICROBATCH = 0.5
+"""Seconds that a microbatch takes at least: a small model would be trained before a newcomer has come."""
 PHASES = ("rendezvous", "regroup", "pull", "reduce", "agree")
 TAKES = re.compile(r"takes position .*: groups [\d.]+ s, state ([\d.]+) s, (\d+) bytes")
 
@@ -93,7 +95,7 @@ def measure(server: ForkServer, folder: Path, case: Case, model: Model, timeout:
     flags = [*model.argv, *shape.split(), *case.flags.split(), "--recover", "--recover-inject", kills]
     train(
         server, folder, workers, flags, iterations=case.iterations, killed=None,
-        environment={"BENCH_MEMORY": "1"}, timeout=timeout, **case.more,
+        environment={"BENCH_MEMORY": "1"} | played(MICROBATCH), timeout=timeout, **case.more,
     )  # fmt: skip
     found: dict[str, float] = {}
 

@@ -104,9 +104,11 @@ def test_a_step_of_the_library_is_measured_beside_one_of_torch(tmp_path: Path) -
 @pytest.mark.slow
 def test_what_a_recovery_takes_with_a_large_state_is_measured(tmp_path: Path) -> None:
     told = tmp_path / "found.json"
-    done = python("benchmarks/bench_large_state.py", "--sizes", 1, "--cases", "shards", "--json", told, cwd=REPOSITORY)
+    done = python(
+        "benchmarks/bench_large_state.py", "--sizes", 1, "--cases", "all-reduce", "--json", told, cwd=REPOSITORY
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     (found,) = json.loads(told.read_text())
-    assert {"rendezvous", "reduce", "state", "repartition", "training", "peak", "kept", "newcomer"} < set(found)
-    assert found["came"] > 3  # MiB of parameters
-    assert sum(line.startswith("| shards | 1 |") for line in done.stdout.splitlines()) == 2
+    assert {"rendezvous", "reduce", "agree", "training", "peak", "kept"} < set(found)
+    assert 0 < found["set aside"] < 4  # MiB of gradients
+    assert sum(line.startswith("| all-reduce | 1 |") for line in done.stdout.splitlines()) == 2
