@@ -304,8 +304,13 @@ class World:
         """The process has gone: its connections end, and its launcher says so again, more exactly."""
         self.dying.remove(number)
         self._end_of_file(f"w{number}")
-        if self.running(self.node(f"w{number}")):
+        if self.launcher_runs(number):
             self._member_effects(self.node(f"w{number}"), self._launcher_of(number).ended(number, "killed by SIGKILL"))
+
+    def launcher_runs(self, number: int) -> bool:
+        """Whether the worker has a launcher (newcomers may have none here), which runs."""
+        name = self.node(f"w{number}")
+        return name in self.members and self.running(name)
 
     def _launcher_of(self, number: int) -> NodeAgentClient:
         launcher = self.members[self.node(f"w{number}")]

@@ -78,7 +78,7 @@ def play(world: World, move: tuple[str, int, int]) -> None:
                 world.kill_worker(its[a % workers], silently=bool(b))
         case "die":  # its launcher tells it at once; b: it finishes the system call that it was in
             number = its[a % workers]
-            if world.running(f"w{number}") and world.has_node_agents and world.running(world.node(f"w{number}")):
+            if world.running(f"w{number}") and world.launcher_runs(number):
                 world.tell_of_dying(number, last_act=bool(b))
         case "reap":
             for number in list(world.dying):
