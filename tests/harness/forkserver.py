@@ -101,6 +101,9 @@ class ForkServer:
         "node"); spares are on the last one, replacements on that of the one they replace. Who is in no plan when the
         run ends is killed.
 
+        A death is told to the coordinator as recover-run tells it, before the process has gone; only when it has gone
+        with BENCH_TELL=pidfd in ``environment``.
+
         ``networks``: (file of a network namespace, address there) of each rank, and behind them that of the store and
         the coordinator (tests/hosts).
 

@@ -23,13 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron import errors
+from recover_megatron.launch.dying import ending
 from recover_megatron.launch.processes import kill_found, process_table
 from recover_megatron.launch.states import describe_end
+from recover_megatron.network.death_notice import DeathWatch
 from recover_megatron.network.system import keep_sockets, remove_sockets
 from recover_megatron.variables import LAUNCH_ID_VARIABLE
 from tests.harness.patience import patient
 from tests.harness.processes import end_with, ends_within
 from tests.harness.recording import record_losses, record_training, write_before_kills
+
+TELL_VARIABLE = "BENCH_TELL"
+"""In the environment of a run with --recover: "pidfd" has its node agent tell of a death by the pidfd alone."""
 
 
 def _die_with_parent(parent: int) -> None:
@@ -75,7 +80,7 @@ class _Worker:
         return variables
 
 
-def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None:
+def _work(who: _Worker, request: dict[str, Any], port: int, parent: int, watch: DeathWatch | None) -> None:
     _die_with_parent(parent)
     os.setsid()
     keep_sockets({LAUNCH_ID_VARIABLE: _sockets_of(parent)})
@@ -87,7 +92,7 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
         **who.environment(request),
         "MASTER_ADDR": _address(request, -1), "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        **request["environment"],
+        **(watch.variables if watch is not None else {}), **request["environment"],
     }  # fmt: skip
     sys.argv = request["argv"]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
@@ -172,15 +177,15 @@ def _is_stopped(child: int) -> bool:
     return False
 
 
-Ended = Callable[[_Worker, int], int | None]
-"""Told of a worker that has ended, with its exit code; answers the pid of one started in its place, if there is one."""
+Ended = Callable[[int, int], int | None]
+"""Told the pid and the exit code of a worker that has ended; returns the pid of one started in its place, or None."""
 
 
 def _wait_for_all(
     children: dict[int, _Worker],
     timeout: float,
     together: bool,
-    ended: Ended = lambda who, code: None,
+    ended: Ended = lambda pid, code: None,
     late: Callable[[_Worker], bool] | None = None,
     dies: Callable[[_Worker], None] | None = None,
 ) -> dict[int, int]:
@@ -209,10 +214,10 @@ def _wait_for_all(
         for handle in ready:
             pid = handles.pop(handle)
             os.close(handle)
-            who, code = children[pid], os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            codes[who.worker] = code
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            codes[children[pid].worker] = code
             _kill_left_behind(pid)
-            if (successor := ended(who, code)) is not None:
+            if (successor := ended(pid, code)) is not None:
                 handles[os.pidfd_open(successor)] = successor
         for pid in handles.values() if late is not None else ():
             if late(children[pid]):
@@ -267,19 +272,41 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 class _Recovering:
-    """The launcher's part in a run with --recover: node agent of all its workers, and it starts others."""
+    """The launcher's part in a run with --recover: node agent of all its workers, and it starts others.
+
+    ``watches``: by pid; ``start`` adds that of the worker it starts.
+    """
 
     def __init__(
-        self, request: dict[str, Any], children: dict[int, _Worker], start: Callable[[_Worker], int], address: Any
+        self,
+        request: dict[str, Any],
+        children: dict[int, _Worker],
+        watches: dict[int, DeathWatch],
+        start: Callable[[_Worker], int],
+        address: Any,
     ) -> None:
         from recover_megatron.membership.node_agent import NodeAgent
         from recover_megatron.membership.wire import Secret
 
-        self._children, self._start = children, start
+        self._children, self._watches, self._start = children, watches, start
         self._workers, self._restarts = request["workers"], request["restarts"]
         self._next = self._workers + request["spares"]
         secret = Secret(request["environment"]["RECOVER_SECRET"].encode())
         self._node_agent = NodeAgent([address], "node", secret, self)
+        for pid in children:
+            self._watch(pid)
+
+    def _watch(self, pid: int) -> None:
+        if pid in self._watches:
+            self._watches[pid].begin(lambda: self._dying(pid))
+
+    def _dying(self, pid: int) -> None:
+        """Do as recover-run does while a run is under way: kill the process group, then tell the coordinator."""
+        if self._node_agent.planned and self._node_agent.out is None and not self._watches[pid].left:
+            how = ending(pid).how
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            self._node_agent.ended(self._children[pid].worker, how)
 
     def put_out(self, worker: int, reason: str) -> None:
         pids = [pid for pid, who in self._children.copy().items() if who.worker == worker]
@@ -291,8 +318,11 @@ class _Recovering:
 
     epoch_wanted = noted = said = may_host = draining = of_no_interest
 
-    def ended(self, who: _Worker, code: int) -> int | None:
+    def ended(self, pid: int, code: int) -> int | None:
         """Tell the coordinator; start another in its place, unless the run is over."""
+        who = self._children[pid]
+        if pid in self._watches:
+            self._watches[pid].close()
         # The launcher's own words: the coordinator knows by them whether a process has ended in order.
         how = describe_end(None, -code) if code < 0 else describe_end(code, None)
         self._node_agent.ended(who.worker, how)
@@ -300,7 +330,8 @@ class _Recovering:
             return None
         self._restarts -= 1
         self._next += 1
-        return self._start(_Worker(self._next - 1, who.rank))
+        self._watch(successor := self._start(_Worker(self._next - 1, who.rank)))
+        return successor
 
     def dies(self, who: _Worker) -> None:
         """Tell the coordinator of an end before the kernel has closed anything."""
@@ -331,6 +362,7 @@ def _serve_run(request: dict[str, Any]) -> dict[int, int]:
     recover = "--recover" in request["argv"]
     helpers: list[int] = []
     children: dict[int, _Worker] = {}
+    watches: dict[int, DeathWatch] = {}
     with _listener(request) as for_store, _listener(request) as for_coordinator:
         port = for_store.getsockname()[1]
         helpers.append(_fork(lambda: _serve_store(for_store, workers, me)))
@@ -344,8 +376,11 @@ def _serve_run(request: dict[str, Any]) -> dict[int, int]:
             }  # fmt: skip
 
     def start(who: _Worker) -> int:
-        pid = _fork(lambda: _work(who, request, port, me))
+        watch = DeathWatch.make() if recover and request["environment"].get(TELL_VARIABLE) != "pidfd" else None
+        pid = _fork(lambda: _work(who, request, port, me, watch))
         children[pid] = who
+        if watch is not None:
+            watches[pid] = watch
         return pid
 
     for rank in range(workers):
@@ -353,7 +388,7 @@ def _serve_run(request: dict[str, Any]) -> dict[int, int]:
     for spare in range(request["spares"] if recover else 0):
         start(_Worker(workers + spare, -1))
     if recover:
-        recovering = _Recovering(request, children, start, address)
+        recovering = _Recovering(request, children, watches, start, address)
         dies = recovering.dies if request["lingering"] else None
         codes = _wait_for_all(children, request["timeout"], False, recovering.ended, recovering.late, dies)
         recovering.let_end(helpers[-1], begun=0 in codes.values())
