@@ -1,10 +1,18 @@
 """From SIGKILL of a worker to the first completed all-reduce among the survivors, phase by phase.
 
     python benchmarks/bench_recovery.py --workers 4 8 --kills 30
+    python benchmarks/bench_recovery.py --workers 4 --resident 0 1 3 --kills 10 --beside gloo torchft
 
 Each kill: a real coordinator and fresh workers, forked from a process that has imported torch, all-reduce 1 MiB over
-and over; one of them gets SIGKILL.  The phases, each from the end of the one before until the last survivor has done
-it (0 if that was earlier: a neighbour of the dead notices by its connection, before it is told):
+and over; one of them gets SIGKILL.  --resident: each worker holds so many GiB more, all of it touched: the kernel takes
+that apart before it closes the worker's connections and makes its pidfd readable.  --tell: by what the launcher (a node
+agent, as recover-run is) knows of the death and tells it:
+
+    pidfd       the process has gone; the coordinator may have seen the end of the worker's connection before
+    mutex       a thread of the worker has ended that held a robust mutex (network/death_notice.py), or the pidfd
+
+The phases, each from the end of the one before until the last survivor has done it (0 if that was earlier: a neighbour
+of the dead notices by its connection, before it is told):
 
     detect      the coordinator has taken the worker for dead (its event log says when)
     revoke      every survivor has been told
@@ -13,7 +21,11 @@ it (0 if that was earlier: a neighbour of the dead notices by its connection, be
     regroup     every survivor has the group of the next epoch, ledgers exchanged
     reduce      every survivor has the sum over the survivors
 
-Prints a table of medians and maxima in milliseconds.
+--beside has the same death befall others, in turn with ours, in the first --beside-kills rounds.  gloo: that of torch,
+reconfigured among the survivors (beside_gloo.py; detect: the launcher knows, by each --tell).  torchft: a version of
+its own in build/, with its defaults, with the timeouts of its example, and tuned (beside_torchft.py).
+
+Prints a table of medians and maxima in milliseconds; ratio: the median total over that of the last --tell of ours.
 """
 
 from __future__ import annotations
@@ -22,36 +34,63 @@ import json
 import os
 import random
 import secrets
+import select
 import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.megatron_runs import command_line, coordinator, forked, head, lines, row, store, write
+from benchmarks import beside_gloo
+from benchmarks.beside_torchft import SETTINGS, Torchft
+from benchmarks.megatron_runs import (
+    command_line,
+    coordinator,
+    enough_memory,
+    forked,
+    head,
+    lines,
+    load_average,
+    occupy,
+    reported,
+    row,
+    store,
+    strike,
+    write,
+)
 from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
+from recover_megatron.launch.dying import ending
+from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.records import WorkerId
 from recover_megatron.membership.session import Session
 from recover_megatron.membership.wire import Secret
+from recover_megatron.network import death_notice
 
 ELEMENTS = (1 << 20) // 4
 WARM_UP = 5
 """All-reduces of the full group before a worker is killed."""
 PHASES = ("detect", "revoke", "unwind", "rendezvous", "regroup", "reduce")
+TELLS = ("pidfd", "mutex")
+NODE = "node"
+OTHERS_GIB = 0.5
+"""What a worker takes beside --resident, at most."""
 
 
 def work(address: tuple[str, int], secret: bytes, store_port: int, me: int, report: TextIO) -> None:
-    """One worker: reduce until the epoch is revoked, recover, reduce once more, report the times."""
+    """Be one worker: reduce until the epoch is revoked, recover, reduce once more, report the times."""
     torch.set_num_threads(1)
     times: dict[str, float] = {}
 
@@ -59,8 +98,9 @@ def work(address: tuple[str, int], secret: bytes, store_port: int, me: int, repo
         times.setdefault(what, time.monotonic())
 
     session = Session.connect(
-        [address], me, Secret(secret), on_revoke=lambda epoch, reason: note("revoke") if times.get("steady") else None
-    )
+        [address], me, Secret(secret), node_agent=NODE,
+        on_revoke=lambda epoch, reason: note("revoke") if times.get("steady") else None,
+    )  # fmt: skip
     key_value = torch.distributed.TCPStore("127.0.0.1", store_port, is_master=False)
 
     def join() -> Group:
@@ -92,54 +132,150 @@ def work(address: tuple[str, int], secret: bytes, store_port: int, me: int, repo
     session.leave()
 
 
-def one_kill(workers: int, choose: random.Random) -> dict[str, float]:
-    """The phases of one recovery, in milliseconds."""
-    secret = secrets.token_hex(16)
+class Launcher:
+    """Tells of the deaths of the workers, as recover-run does."""
+
+    def __init__(self, workers: int, tell: str) -> None:
+        self._watches = [watch for _ in range(workers) if tell == "mutex" and (watch := death_notice.DeathWatch.make())]
+
+    def hold(self, me: int) -> None:
+        """Let this process's death be known by its mutex, where that is asked for; in each worker."""
+        if self._watches and not death_notice.hold(self._watches[me].variables):
+            raise RuntimeError("this worker cannot share a mutex with its launcher")
+
+    def begin(self, pids: Sequence[int], tell: Callable[[int, str], object]) -> None:
+        """Tell the deaths, worker and how, from now on."""
+        for worker, (watch, pid) in enumerate(zip(self._watches, pids, strict=False)):
+            watch.begin(partial(self._dying, worker, pid, tell))
+        threading.Thread(target=self._wait_gone, args=(pids, tell), daemon=True).start()
+
+    @staticmethod
+    def _dying(worker: int, pid: int, tell: Callable[[int, str], object]) -> None:
+        how = ending(pid).how
+        os.kill(pid, signal.SIGKILL)  # recover-run does so, to the process group
+        tell(worker, how)
+
+    @staticmethod
+    def _wait_gone(pids: Sequence[int], tell: Callable[[int, str], object]) -> None:
+        handles = {os.pidfd_open(pid): worker for worker, pid in enumerate(pids)}
+        while handles:
+            for handle in select.select(list(handles), [], [])[0]:
+                tell(handles.pop(handle), "SIGKILL")
+
+    def of_no_interest(self, *told: object) -> None:
+        """Take what else a coordinator tells a node agent."""
+
+    put_out = epoch_wanted = noted = draining = said = may_host = of_no_interest
+
+
+def prepared(launcher: Launcher, gib: float, worker: Callable[[int, TextIO], object], me: int, report: TextIO) -> None:
+    """Be ``worker``, watched by the launcher, with so much memory."""
+    launcher.hold(me)
+    held = occupy(gib)  # noqa: F841  as long as the process lives
+    worker(me, report)
+
+
+def our_recovery(workers: int, gib: float, tell: str, victim: int, pause: float) -> dict[str, float]:
+    """Measure a recovery of ours; returns the milliseconds of its phases."""
+    secret, launcher = secrets.token_hex(16), Launcher(workers, tell)
     with ExitStack() as stack:
         events = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "events.jsonl"
         process, port = stack.enter_context(coordinator(workers, events, secret))
-        store_port = stack.enter_context(store())
-        worker = partial(work, ("127.0.0.1", port), secret.encode(), store_port)
-        pids, reports = stack.enter_context(forked(workers, worker))
-        for report in reports:
-            report.readline()
-        time.sleep(choose.random() * 0.05)  # anywhere in an all-reduce
-        victim = choose.randrange(workers)
-        killed = time.monotonic()
-        os.kill(pids[victim], signal.SIGKILL)
-        survivors = [json.loads(report.readline()) for me, report in enumerate(reports) if me != victim]
+        worker = partial(work, ("127.0.0.1", port), secret.encode(), stack.enter_context(store()))
+        pids, reports = stack.enter_context(forked(workers, partial(prepared, launcher, gib, worker)))
+        agent = NodeAgent([("127.0.0.1", port)], NODE, Secret(secret.encode()), launcher)
+        agent.wait_led(60)
+        launcher.begin(pids, lambda worker, how: agent.ended(WorkerId(worker), how))
+        killed, survivors = strike(pids, reports, victim, pause)
         process.wait(30)
-        ends = {phase: max(times[phase] for times in survivors) for phase in PHASES[1:]}
         # When the coordinator took the victim for dead, on the clock that all processes of the machine share.
         faults = (e for e in lines(events) if e["event"] == "fault" and e.get("worker") == victim)
-        ends["detect"] = next(faults)["mono"]
-    result, before = {}, killed
+        return phases(killed, {"detect": next(faults)["mono"]}, survivors)
+
+
+def gloo_recovery(workers: int, gib: float, tell: str, victim: int, pause: float) -> dict[str, float]:
+    """Measure a recovery of torch's gloo; returns the milliseconds of its phases."""
+    launcher = Launcher(workers, tell)
+    with ExitStack() as stack:
+        port = stack.enter_context(store())
+        worker = partial(beside_gloo.work, port, workers, ELEMENTS, WARM_UP)
+        pids, reports = stack.enter_context(forked(workers, partial(prepared, launcher, gib, worker)))
+        teller = beside_gloo.Teller(port)
+        launcher.begin(pids, teller.tell)
+        killed, survivors = strike(pids, reports, victim, pause)
+        return phases(killed, teller.told, survivors)
+
+
+def phases(killed: float, known: Mapping[str, float], survivors: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the milliseconds of each phase that a survivor or ``known`` tells the end of (in seconds), and the sum."""
+    result, before = dict[str, float](), killed
     for phase in PHASES:
-        end = max(before, ends[phase])
-        result[phase] = 1e3 * (end - before)
-        before = end
-    result["total"] = 1e3 * (before - killed)
-    return result
+        ends = [times[phase] for times in [known, *survivors] if phase in times]
+        if ends:
+            end = max(before, *ends)
+            result[phase] = 1e3 * (end - before)
+            before = end
+    return result | {"total": 1e3 * (before - killed)}
+
+
+def in_a_child(recovery: Callable[..., dict[str, float]], **case: Any) -> dict[str, float]:
+    """Measure one recovery in a process of its own: this one never starts a thread, so it may always fork."""
+    ((found,),) = reported(1, lambda _, report: print(json.dumps(recovery(**case)), file=report))
+    return found
+
+
+def summary(kills: Iterable[Mapping[str, Any]], base: str) -> list[list[object]]:
+    """Return the rows of the table: medians and maxima of each way, and its median total over that of ``base``."""
+    by_way: dict[tuple[int, float, str], list[Mapping[str, Any]]] = {}
+    for kill in kills:
+        by_way.setdefault((kill["workers"], kill["GiB"], kill["way"]), []).append(kill)
+    rows: list[list[object]] = []
+    for (workers, gib, way), its in by_way.items():
+        of = {name: [kill[name] for kill in its if name in kill] for name in (*PHASES, "total")}
+        cells = [f"{statistics.median(ms):.1f} ({max(ms):.1f})" if ms else "" for ms in of.values()]
+        usual = statistics.median(kill["total"] for kill in by_way[workers, gib, base])
+        rows.append([workers, f"{gib:g}", way, len(its), *cells, f"{statistics.median(of['total']) / usual:.2f}"])
+    return rows
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--resident", type=float, nargs="+", default=[0], help="GiB of each worker", metavar="GIB")
+    parser.add_argument("--tell", choices=TELLS, nargs="+", default=list(TELLS))
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--beside", choices=("gloo", "torchft"), nargs="+", default=[])
+    parser.add_argument("--beside-kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    choose, rows = random.Random(options.seed), []
-    head("workers", *PHASES, "total")
-    for workers in options.workers:
-        kills = [one_kill(workers, choose) for _ in range(options.kills)]
-        rows += [{"workers": workers, **kill} for kill in kills]
-        cells = []
-        for phase in (*PHASES, "total"):
-            values = [kill[phase] for kill in kills]
-            cells.append(f"{statistics.median(values):.1f} ({max(values):.1f})")
-        row(workers, *cells)
-    print(f"\nmilliseconds, median (maximum) of {options.kills} kills; {os.cpu_count()} cores; 1 MiB per all-reduce")
-    write(options, rows)
+    needed = max(options.workers) * (max(options.resident) + OTHERS_GIB)
+    if not enough_memory(needed):
+        parser.error(f"{needed:g} GiB are needed, and this machine does not have as much left")
+    if "gloo" in options.beside and beside_gloo.lacking():
+        parser.error(beside_gloo.lacking())
+    choose, found = random.Random(options.seed), list[dict[str, Any]]()
+    with ExitStack() as stack:
+        ways = {tell: partial(in_a_child, our_recovery, tell=tell) for tell in options.tell}
+        others = {}
+        if "gloo" in options.beside:
+            others = {f"gloo, {tell}": partial(in_a_child, gloo_recovery, tell=tell) for tell in options.tell}
+        if "torchft" in options.beside:
+            its = partial(stack.enter_context(Torchft()).recovery, elements=ELEMENTS, warm_up=WARM_UP)
+            others |= {f"torchft, {setting}": partial(its, setting=setting) for setting in SETTINGS}
+        head("workers", "GiB each", "way", "kills", *PHASES, "total", "ratio")
+        for workers, gib in ((workers, gib) for workers in options.workers for gib in options.resident):
+            kills = list[dict[str, Any]]()
+            for number in range(options.kills):
+                # Anywhere in an all-reduce, and all ways the same.
+                case = {"victim": choose.randrange(workers), "pause": choose.random() * 0.05}
+                for way, recovery in (ways | others if number < options.beside_kills else ways).items():
+                    took = recovery(workers=workers, gib=gib, **case)
+                    kills.append({"workers": workers, "GiB": gib, "way": way, **took})
+            for cells in summary(kills, options.tell[-1]):
+                row(*cells)
+            found += kills
+    print(f"\nmilliseconds, median (maximum); {load_average()}; 1 MiB per all-reduce; torch {torch.__version__}")
+    write(options, found)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,6 +150,41 @@ def reported(size: int, work: Callable[[int, TextIO], object]) -> list[list[Any]
     """What each of so many processes that do ``work(rank, report)`` reports until it ends: the JSON of each line."""
     with forked(size, work) as (_, reports):
         return [[json.loads(line) for line in report] for report in reports]
+
+
+def occupy(gib: float) -> object:
+    """Take so many GiB of private memory and touch each page; it is kept as long as the result is."""
+    import torch
+
+    return torch.ones(int(gib * 2**30), dtype=torch.uint8)
+
+
+def enough_memory(gib: float) -> bool:
+    """Return True if so many GiB can be had on this machine now."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(meminfo["MemAvailable"].split()[0]) >= gib * 2**20
+
+
+def strike(
+    pids: Sequence[int], reports: Sequence[TextIO], victim: int, pause: float
+) -> tuple[float, list[dict[str, float]]]:
+    """Kill worker ``victim`` (SIGKILL) so many seconds after all have reported a first line.
+
+    Returns when that was (``time.monotonic``), and the times that each survivor reports next. Raises RuntimeError where
+    a worker ends instead.
+    """
+
+    def line(worker: int) -> str:
+        if not (line := reports[worker].readline()):
+            raise RuntimeError(f"worker {worker} has ended before it reported")
+        return line
+
+    for worker in range(len(pids)):
+        line(worker)
+    time.sleep(pause)
+    killed = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    return killed, [json.loads(line(worker)) for worker in range(len(pids)) if worker != victim]
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""A worker of bench_recovery.py that recovers by torch's own reconfiguration of gloo, with nothing of this package.
+
+The workers all-reduce over and over. In gloo only the neighbours of a dead worker get an error, and nothing says which
+worker is missing. So the launcher tells it: it sets a key of torch's store, for which a thread of each worker waits.
+That thread reconfigures the group among the survivors (``torch.distributed._reconfigure``: since torch 2.14, which
+calls it experimental). An all-reduce that waits for the dead worker itself fails when the kernel closes the connection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+DEAD = "dead"
+"""The key by which the launcher tells which worker has died."""
+PATIENCE = timedelta(seconds=60)
+
+
+def lacking() -> str:
+    """Return why this cannot run here, in words for people; empty: it can."""
+    return "" if hasattr(dist, "_reconfigure") else f"torch {torch.__version__} cannot reconfigure gloo (2.14 can)"
+
+
+class Teller:
+    """The launcher's side: tells the workers of a death."""
+
+    def __init__(self, store_port: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+        self.told: dict[str, float] = {}
+        """``detect``: when the first death was told."""
+
+    def tell(self, dead: int, how: str) -> None:
+        """Tell all workers that ``dead`` has died, unless another has."""
+        if not self.told:
+            self.told["detect"] = time.monotonic()
+            self._store.set(DEAD, str(dead))
+
+
+def work(store_port: int, size: int, elements: int, warm_up: int, me: int, report: TextIO) -> None:
+    """Be one worker: reduce until told of a death, reconfigure, reduce once more, report the times, and wait."""
+    torch.set_num_threads(1)
+    times: dict[str, float] = {}
+
+    def note(event: str) -> None:
+        times.setdefault(event, time.monotonic())
+
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    rendezvous = dist.PrefixStore("world", store)
+    dist.init_process_group(
+        "gloo", store=rendezvous, rank=me, world_size=size, timeout=PATIENCE, enable_reconfigure=True
+    )
+
+    def configure(through: dist.Store, number: int, members: Sequence[int]) -> None:
+        """Make the group anew, of ``members`` alone."""
+        group = dist.group.WORLD
+        through.set(f"{number}/{me}", dist._get_reconfigure_handle(group))
+        handles = [through.get(f"{number}/{member}").decode() for member in members]
+        dist._reconfigure(uuid=number, handles=handles, group=group, timeout=PATIENCE).wait()
+
+    configured = threading.Event()
+
+    def watch() -> None:
+        told = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # its own: waiting occupies a connection
+        told.wait([DEAD], timedelta(days=1))
+        note("revoke")
+        dead = int(told.get(DEAD))
+        configure(told, 2, [worker for worker in range(size) if worker != dead])
+        note("regroup")
+        configured.set()
+
+    configure(store, 1, range(size))
+    threading.Thread(target=watch, daemon=True).start()
+    for number in itertools.count(1):
+        if "revoke" in times:
+            configured.wait()
+        summed = torch.ones(elements)
+        try:
+            dist.all_reduce(summed)
+        except RuntimeError:
+            if configured.is_set() and "unwind" in times:
+                raise  # the new group is broken, too
+            note("unwind")
+            configured.wait()
+            continue
+        if number == warm_up:
+            print(file=report)
+        if summed[0] == size - 1:
+            note("reduce")
+            print(json.dumps(times), file=report)
+            signal.pause()

@@ -1,0 +1,146 @@
+"""torchft beside us: from SIGKILL of a replica to the first committed all-reduce among the survivors.
+
+bench_recovery.py --beside torchft makes an environment with torchft (``Torchft``) and runs this file there: one request
+a line on stdin (JSON: workers, gib, setting, victim, pause, ...), the milliseconds of that recovery a line on stdout.
+
+Each replica is one process, forked from this one when torch and torchft are imported; all are under one lighthouse. A
+step is what torchft's examples do, without a model: start_quorum, allreduce, should_commit. It counts as recovered with
+the first step that commits with one participant fewer, on the last survivor. torchft knows of a death by itself: by
+heartbeats that do not come, and by the errors and timeouts of gloo.  Where all survivors share a connection with the
+dead one they get an error at once; else one of them waits for the timeout of gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import venv
+from datetime import timedelta
+from functools import partial
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.megatron_runs import FORK, REPOSITORY, forked, occupy, strike
+
+FOLDER = REPOSITORY / "build" / "beside-torchft"
+LOG = REPOSITORY / "build" / "beside-torchft.log"
+PINNED = ("torchft==0.2.0", "torch==2.15.0")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {"lighthouse": [], "heartbeat": None, "group": None},
+    "example": {"lighthouse": [], "heartbeat": None, "group": 5.0},
+    "tuned": {
+        "lighthouse": ["--heartbeat_timeout_ms", "300", "--quorum_tick_ms", "10"],
+        "heartbeat": 0.05,
+        "group": 2.0,
+    },
+}
+"""``lighthouse``: flags; ``heartbeat``: seconds between those of a manager; ``group``: the timeout of gloo's operations
+in seconds; None: torchft's own."""
+
+
+class Torchft:
+    """Has recoveries measured in the environment of torchft; use as a context manager."""
+
+    def __enter__(self) -> Torchft:
+        """Make the environment, unless it is there, and start the program.  Raises CalledProcessError."""
+        python = FOLDER / "bin" / "python"
+        if not python.exists():
+            venv.create(FOLDER, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PINNED], check=True)
+        with open(LOG, "w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                [python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        return self
+
+    def recovery(self, **request: Any) -> dict[str, float]:
+        """Have one recovery measured; returns its milliseconds.  Raises RuntimeError where torchft does not recover."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        if not (answer := self._process.stdout.readline()):
+            raise RuntimeError(f"torchft did not recover: {LOG}")
+        return {"total": float(answer)}
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def lighthouse(port: int, flags: list[str]) -> subprocess.Popen[bytes]:
+    """Start torchft's lighthouse on the loopback."""
+    program = str(Path(sys.executable).parent / "torchft_lighthouse")
+    command = [program, "--bind", f"127.0.0.1:{port}", "--min_replicas", "1", *flags]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def work(port: int, request: dict[str, Any], occupied: Barrier, me: int, report: TextIO) -> None:
+    """Be one replica: commit steps, report when warm, and when a step was committed by one replica fewer."""
+    import torch
+    from torch.distributed import TCPStore
+    from torchft import Manager, ProcessGroupGloo
+
+    torch.set_num_threads(1)
+    held = occupy(request["gib"])  # noqa: F841  as long as the process lives
+    occupied.wait()  # a replica of short timeouts that has begun would be late beside one that takes its memory
+    setting = SETTINGS[request["setting"]]
+    group = ProcessGroupGloo(timeout=timedelta(seconds=setting["group"])) if setting["group"] else ProcessGroupGloo()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    beats = {"heartbeat_interval": timedelta(seconds=setting["heartbeat"])} if setting["heartbeat"] else {}
+    manager = Manager(
+        pg=group, load_state_dict=lambda state: None, state_dict=dict, min_replica_size=1, rank=0, world_size=1,
+        store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=f"http://127.0.0.1:{port}",
+        replica_id=f"replica-{me}", hostname="127.0.0.1", **beats,
+    )  # fmt: skip
+    whole, told = 0, False
+    while True:  # also when all is told: the others may need another step
+        manager.start_quorum()
+        manager.allreduce(torch.ones(request["elements"])).wait()
+        if not manager.should_commit():
+            continue
+        if manager.num_participants() == request["workers"]:
+            whole += 1
+            if whole == request["warm_up"]:
+                print(file=report)
+        elif whole >= request["warm_up"] and not told:
+            told = True
+            print(json.dumps({"reduce": time.monotonic()}), file=report)
+
+
+def recovery(request: dict[str, Any]) -> float:
+    """Measure one recovery; returns its milliseconds.  Raises RuntimeError where a replica ends by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = lighthouse(port, SETTINGS[request["setting"]]["lighthouse"])
+    try:
+        worker = partial(work, port, request, FORK.Barrier(request["workers"]))
+        with forked(request["workers"], worker) as (pids, reports):
+            killed, survivors = strike(pids, reports, request["victim"], request["pause"])
+    finally:
+        process.kill()
+        process.wait()
+    if min(times["reduce"] for times in survivors) < killed:
+        raise RuntimeError("a replica was taken for dead before one was killed")
+    return 1e3 * (max(times["reduce"] for times in survivors) - killed)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the replicas print is no answer
+    import torchft  # noqa: F401
+
+    for line in sys.stdin:
+        print(recovery(json.loads(line)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
