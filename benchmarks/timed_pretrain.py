@@ -15,6 +15,8 @@ asks for besides (nothing, by default):
                             speeds are those of the ranks, one after the other and again
     BENCH_MEMORY=1          a row also has "peak", the most KiB that were resident since the row before, and
                             "resident", those that are resident now; and "pid", of whom
+    BENCH_RESIDENT=GIB      the worker holds so much memory more from the start, each page touched
+    BENCH_STRUCK=1          a worker that kills itself writes the moment to DIR/struck-<rank> before
     BENCH_THREADS=1         a row also has what each thread used so far, by name: "threads", processor seconds;
                             "waits", how many times it gave up the processor to wait
     BENCH_STATE=1           when the training is over every worker writes DIR/state-<rank>.json: "parameters" of its
@@ -75,6 +77,8 @@ class Clock:
             schedules.forward_step = self._around(schedules.forward_step, self._forward_step)
         if self._kills != [""] or self._microbatch:
             schedules.backward_step = self._around(schedules.backward_step, self._backward_step)
+        if os.environ.get("BENCH_STRUCK"):
+            os.kill = self._around(os.kill, self._kill)
         if self._traffic:
             from recover_megatron.collectives import group_factory
 
@@ -124,6 +128,11 @@ class Clock:
             mark.write_text(repr(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
         return at_least(self._microbatch * 2 / 3, original, *args, **kwargs)
+
+    def _kill(self, original: Any, pid: int, number: int) -> None:
+        if pid == os.getpid() and number == signal.SIGKILL:
+            (self._folder / f"struck-{self._rank}").write_text(repr(time.monotonic()))
+        original(pid, number)
 
     def _train(self, original: Any, forward_step: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(forward_step, model, optimizer, *args, **kwargs)
@@ -228,6 +237,9 @@ def main() -> None:
     from recover_megatron.megatron_hooks.entry.program import load
 
     load(config_from_argv(sys.argv[1:]))
+    import torch
+
+    held = torch.ones(int(float(os.environ.get("BENCH_RESIDENT", "0")) * 2**30), dtype=torch.uint8)
     clock = Clock(dict(os.environ))
     clock.install()
     sys.argv[0] = str(SCRIPT)
@@ -236,6 +248,7 @@ def main() -> None:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     finally:
         clock.close()
+        del held
 
 
 if __name__ == "__main__":
