@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
 
-from benchmarks import bench_elastic, bench_host_cost
+from benchmarks import bench_elastic, bench_host_cost, bench_recovery, bench_step_recovery
+from benchmarks.megatron_runs import forked, strike
 from recover_megatron.collectives.group import Memo
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
@@ -17,13 +22,93 @@ from tests.harness.processes import python
 
 @pytest.mark.slow
 def test_a_recovery_of_plain_processes_is_measured_phase_by_phase() -> None:
-    done = python("benchmarks/bench_recovery.py", "--workers", 3, "--kills", 1, cwd=REPOSITORY)
+    little = ["--workers", 3, "--kills", 1, "--resident", 0.25, "--beside", "gloo"]
+    done = python("benchmarks/bench_recovery.py", *little, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-2000:]
-    row = next(line for line in done.stdout.splitlines() if line.startswith("| 3 |"))
-    *phases, total = (float(cell) for cell in re.findall(r"([0-9.]+) \(", row))
-    assert len(phases) == 6
-    assert total == pytest.approx(sum(phases), abs=0.5)
-    assert total > 0
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| 3 |")]
+    assert [row.split(" | ")[1:4] for row in rows] == [
+        ["0.25", way, "1"] for way in ("pidfd", "mutex", "gloo, pidfd", "gloo, mutex")
+    ]
+    for row in rows:
+        *phases, total = (float(cell) for cell in re.findall(r"([0-9.]+) \(", row))
+        assert len(phases) == (5 if "gloo" in row else 6)
+        assert total == pytest.approx(sum(phases), abs=0.5)
+        assert total > 0
+
+
+def test_each_phase_ends_with_the_last_survivor_and_one_that_was_over_before_takes_no_time() -> None:
+    survivors = [
+        {"revoke": 10.003, "unwind": 10.002, "rendezvous": 10.007, "regroup": 10.008, "reduce": 10.009},
+        {"revoke": 10.004, "unwind": 10.001, "rendezvous": 10.006, "regroup": 10.011, "reduce": 10.010},
+    ]
+    found = bench_recovery.phases(10.0, {"detect": 10.002}, survivors)
+    expected = {"detect": 2, "revoke": 2, "unwind": 0, "rendezvous": 3, "regroup": 4, "reduce": 0, "total": 11}
+    assert found == pytest.approx(expected)
+
+
+def test_a_survivor_that_had_nothing_to_interrupt_does_not_count_for_that_phase() -> None:
+    survivors = [{"revoke": 1.001, "reduce": 1.005}, {"revoke": 1.002, "unwind": 1.003, "reduce": 1.004}]
+    found = bench_recovery.phases(1.0, {}, survivors)
+    assert found == pytest.approx({"revoke": 2, "unwind": 1, "reduce": 2, "total": 5})
+    without = bench_recovery.phases(1.0, {}, survivors[:1])
+    assert without == pytest.approx({"revoke": 1, "reduce": 4, "total": 5})
+
+
+def test_the_ways_are_compared_with_one_of_them_for_each_number_of_workers_and_each_size() -> None:
+    kills = [
+        {"workers": 4, "GiB": gib, "way": way, "detect": ms - 1, "total": ms}
+        for gib, way, ms in [(0, "pidfd", 30), (0, "mutex", 10), (0, "pidfd", 50), (0, "mutex", 30), (1, "mutex", 5)]
+    ]
+    kills.append({"workers": 4, "GiB": 1, "way": "torchft, tuned", "total": 500})
+    nothing = [""] * 5
+    assert bench_recovery.summary(kills, "mutex") == [
+        [4, "0", "pidfd", 2, "39.0 (49.0)", *nothing, "40.0 (50.0)", "2.00"],
+        [4, "0", "mutex", 2, "19.0 (29.0)", *nothing, "20.0 (30.0)", "1.00"],
+        [4, "1", "mutex", 1, "4.0 (4.0)", *nothing, "5.0 (5.0)", "1.00"],
+        [4, "1", "torchft, tuned", 1, "", *nothing, "500.0 (500.0)", "100.00"],
+    ]
+
+
+def test_the_recoveries_of_a_step_are_compared_for_each_size() -> None:
+    def recovery(gib: float, tell: str, without_rerun: float) -> dict[str, object]:
+        return dict.fromkeys(bench_step_recovery.COLUMNS, 1.0) | {
+            "GiB": gib, "tell": tell, "without rerun": without_rerun,
+        }  # fmt: skip
+
+    found = [recovery(0, "pidfd", 30.0), recovery(0, "mutex", 20.0), recovery(0, "mutex", 40.0)]
+    found += [recovery(1, "pidfd", 300.0), recovery(1, "mutex", 60.0)]
+    rows = bench_step_recovery.summary(found, "mutex")
+    assert [(*row[:3], row[-3], row[-1]) for row in rows] == [
+        ("0", "pidfd", "median (maximum)", "30.0 (30.0)", "1.00"),
+        ("0", "mutex", "median (maximum)", "30.0 (40.0)", "1.00"),
+        ("1", "pidfd", "median (maximum)", "300.0 (300.0)", "5.00"),
+        ("1", "mutex", "median (maximum)", "60.0 (60.0)", "1.00"),
+    ]
+
+
+def test_a_recovery_counts_from_the_kill_to_what_each_survivor_reports_next() -> None:
+    reading, writing = os.pipe()
+
+    def work(me: int, report: TextIO) -> None:
+        print(file=report)
+        if me == 0:
+            signal.pause()
+        os.close(writing)
+        os.read(reading, 1)  # returns when the other one has ended
+        print(json.dumps({"reduce": time.monotonic()}), file=report)
+
+    with forked(2, work) as (pids, reports), os.fdopen(reading):
+        os.close(writing)
+        at, (survivor,) = strike(pids, reports, victim=0, pause=0.0)
+    assert at < survivor["reduce"] < time.monotonic()
+
+
+def test_a_worker_that_ends_before_it_is_killed_is_an_error() -> None:
+    with (
+        forked(2, lambda me, report: None if me else print(file=report)) as (pids, reports),
+        pytest.raises(RuntimeError, match="worker 1 has ended before it reported"),
+    ):
+        strike(pids, reports, victim=0, pause=0.0)
 
 
 LITTLE = ["--members", "3", "--buckets", "2", "--iterations", "2"]
