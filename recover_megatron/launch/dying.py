@@ -52,7 +52,7 @@ class Ending:
 
 
 def ending(pid: int) -> Ending:
-    """How the process ``pid``, whose robust mutex was given up, is being ended."""
+    """Return how the process ``pid``, whose robust mutex was given up, is being ended."""
     for _ in range(3):  # the first of its threads may have ended before the others have begun to
         try:
             state, flags, status = _stat(pid)
@@ -67,7 +67,7 @@ def ending(pid: int) -> Ending:
 
 
 def writes_core(pid: int) -> Ending | None:
-    """The end of the process ``pid`` if the kernel writes its core: no thread of it runs user code any more."""
+    """Return the end of the process ``pid`` if the kernel writes its core: no thread of it runs user code any more."""
     with suppress(OSError):
         if "CoreDumping:\t1\n" in _status(pid):
             return Ending(os.waitstatus_to_exitcode(_stat(pid)[2]) or None, writes_core=True)
@@ -75,7 +75,7 @@ def writes_core(pid: int) -> Ending | None:
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """State, flags and wait status; the last one is 0 as long as the kernel does not tell.  Raises OSError."""
+    """Return state, flags and wait status, which is 0 as long as the kernel does not tell.  Raises OSError."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[6]), int(fields[49])
@@ -93,7 +93,7 @@ def _has_sigkill(pid: int) -> bool:
 
 @dataclass
 class FatalError:
-    """What Python's faulthandler says of a fatal signal, on one of a worker's streams."""
+    """Reads, on one of a worker's streams, the text of Python's faulthandler about a fatal signal."""
 
     _on_first_line: Callback
     _text: bytes = b""
@@ -101,11 +101,11 @@ class FatalError:
 
     @property
     def text(self) -> str:
-        """Its first line, and the innermost Python frame; empty: it has said nothing."""
+        """The first line of that text, and the innermost Python frame; empty: there was none."""
         return self._text.decode(errors="replace")
 
     def take(self, lines: Iterable[bytes]) -> None:
-        """The next lines of the stream."""
+        """Read the next lines of the stream."""
         for line in lines:
             if line.startswith(FATAL):
                 self._text = line[:_LONGEST].strip()
@@ -139,9 +139,9 @@ class ProcessWatch:
             self._look(FIRST_LOOK_SECONDS, LOOKS_SECONDS)
 
     def fence(self, end: Ending) -> None:
-        """SIGKILL to the worker's process group, or, under a wrapper, to the worker: the wrapper has more to do.
+        """Send SIGKILL to the worker's process group; under a wrapper, which has more to do, to the worker alone.
 
-        Not while a core is written, which that would cut short.  Raises OSError where it cannot be sent.
+        Nothing is sent while a core is written, which that would cut short.  Raises OSError where it cannot be sent.
         """
         if end.writes_core:
             return

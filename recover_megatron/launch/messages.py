@@ -62,7 +62,7 @@ def worker_ended(
 
 
 def writes_core(worker: WorkerProcess, end: Ending) -> tuple[str, str]:
-    """A worker whose core is being written: for people, and for workers.json."""
+    """Tell people, and workers.json, of a worker whose core is being written."""
     how = signal_name(-end.code) if end.code else "a fatal signal"
     device = "its device is free when that is over"
     return (
@@ -73,7 +73,7 @@ def writes_core(worker: WorkerProcess, end: Ending) -> tuple[str, str]:
 
 
 def fenced(worker: WorkerProcess) -> tuple[str, str]:
-    """A worker whose process went on without the thread that tells of its end: for people, and for workers.json."""
+    """Tell people, and workers.json, of a worker that went on without the thread that tells of its end."""
     why = "its process had executed another program, or its thread recover-death-notice had ended"
     return f"{_who(worker)} is taken for dead and was killed: {why}; {_log(worker)}", f"killed: {why}"
 

@@ -177,7 +177,7 @@ class WorkerTable:
         return len(killed - {worker.pid})
 
     def _ask_kernel(self, worker: WorkerProcess, status: int) -> None:
-        """``status``: the exit code of ``worker``, or minus the signal that killed it."""
+        """Note what the kernel tells of the end of ``worker``; ``status``: exit code, or minus the signal."""
         before, self._memory_kills = self._memory_kills, system.memory_kills()
         if worker.kernel or worker.worker_id in self._killed:
             return

@@ -229,7 +229,7 @@ class MemoryTier:
 
 
 def moments_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the moments that Adam will have of these; other optimizers have no more."""
+    """Count the bytes of the moments that Adam will have of these; other optimizers have no more."""
     return sum(2 * 4 * tensor.numel() for tensor in tensors)
 
 

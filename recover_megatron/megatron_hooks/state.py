@@ -180,7 +180,7 @@ class TrainingState:
                             value.zero_()  # zeros that were asked for are no memory before they are written
 
     def without_moments(self) -> Iterator[torch.Tensor]:
-        """What optimizers update that have not made a step: their moments are still to come."""
+        """Yield what is updated by optimizers that have not made a step: their moments are still to come."""
         for one in self._optimizers if self._sharded is None else ():
             yield from (local(parameter.data) for parameter in _parameters(one) if not one.optimizer.state)
 

@@ -150,7 +150,7 @@ class StateExchange:
             raise EpochRevoked(self._assignment.decision.epoch, str(error)) from error
 
     def _lost(self, holders: Sequence[int]) -> set[int]:
-        """Those that have died or were put out; a worker that was set aside still gives its state."""
+        """Return the holders that have died or were put out; a worker that was set aside still gives its state."""
         return {*holders} - self._session.opened_members - self._session.aside
 
     def _slots(self, decision: Decision) -> dict[int, Slot]:

@@ -44,7 +44,7 @@ FATAL = b"Fatal Python error: "
 
 
 def _tag(name: str) -> bytes:
-    """The mark of the page ``name``, with the C library's version: the layout of a mutex is the library's own."""
+    """Return the mark of the page ``name``, with the C library's version: each has its own layout of a mutex."""
     return f"{name} {' '.join(platform.libc_ver())}".encode()[: _SIZE - _TAG - 1]
 
 
@@ -121,7 +121,7 @@ class _Page:
         return bool(self._libc.pthread_mutex_lock(self._mutex) == errno.EOWNERDEAD)
 
     def is_given_up(self, seconds: int) -> bool:
-        """The same, waiting so long at most."""
+        """Wait for it so long at most."""
         until = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)
         return bool(self._libc.pthread_mutex_timedlock(self._mutex, until) == errno.EOWNERDEAD)
 
@@ -141,7 +141,7 @@ def _new_page(name: str) -> tuple[_Page, int]:
 
 @cache
 def lacking() -> str:
-    """Why a death is known by the pidfd alone on this host, in words for people; empty: robust mutexes tell of it.
+    """Tell people why a death is known by the pidfd alone on this host; empty: robust mutexes tell of it.
 
     Tried with a thread that ends while it holds one: a kernel may take the call, and never do it (gVisor).
     """
@@ -212,7 +212,7 @@ class DeathWatch:
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def close(self) -> None:
-        """The worker's process was reaped, or not started: nothing more is told."""
+        """Tell nothing more: the worker's process was reaped, or not started."""
         if not self._closed:
             self._closed = True
             self._page.post()
@@ -256,7 +256,7 @@ def hold(environ: Mapping[str, str]) -> bool:
 
 
 def leaving() -> None:
-    """This worker leaves the run in order: its end is no death from now on."""
+    """Note that this worker leaves the run in order: its end is no death from now on."""
     if _held is not None:
         _held.left = True
 

@@ -408,6 +408,7 @@ def mended(fetch: Any) -> tuple[StateExchange, list[str], list[Any]]:
         progress=ProgressReports(told, hooks),
         assignment=SimpleNamespace(me=2, decision=decision, grid=grid, epoch_groups=SimpleNamespace(fetch=fetch)),
         orphan=SimpleNamespace(leave=left.append),
+        session=SimpleNamespace(opened_members={0, 2}, aside=set()),
     )
     state: Any = SimpleNamespace(room=lambda version: None, load=noted.append)
     return StateExchange(recovery, state), left, noted
@@ -443,3 +444,18 @@ def test_a_worker_that_receives_a_state_makes_progress_as_long_as_it_comes() -> 
     exchange, left, noted = mended(fetch)
     exchange.at_boundary()
     assert (noted, left) == ([("state", False), ("state", False), "the state"], [])
+
+
+def test_a_holder_is_lost_when_the_run_does_not_count_on_it_and_has_not_set_it_aside() -> None:
+    """A worker that was set aside lives, and gives its state."""
+    slots: list[set[int]] = []
+
+    def fetch(*unused: Any, lost: Any, **named: Any) -> tuple[str, int]:
+        for members, aside in (({0, 2}, set()), ({2}, set()), ({2}, {0})):
+            exchange._session.opened_members, exchange._session.aside = members, aside  # type: ignore[misc]
+            slots.append(lost())
+        return "the state", 0
+
+    exchange, _, _ = mended(fetch)
+    exchange.at_boundary()
+    assert slots == [set(), {0}, set()]

@@ -108,6 +108,7 @@ InOrder = Mapping[int, Sequence[ShardFragment]]
 
 
 def in_order(pieces: Iterable[ShardFragment]) -> InOrder:
+    """Sort ``pieces`` by their buckets and elements."""
     found: dict[int, list[ShardFragment]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.start):
         found.setdefault(piece.bucket, []).append(piece)
@@ -115,7 +116,7 @@ def in_order(pieces: Iterable[ShardFragment]) -> InOrder:
 
 
 def overlapping(pieces: InOrder, bucket: int, start: int, stop: int) -> list[ShardFragment]:
-    """Those of ``pieces`` that have some of these elements; in time that grows with how many these are."""
+    """Return the ``pieces`` that have some of these elements, in time that grows with how many these are."""
     its = pieces.get(bucket, ())
     first = bisect_right(its, start, key=lambda piece: piece.stop)
     return list(its[first : bisect_left(its, stop, key=lambda piece: piece.start)])
@@ -361,7 +362,7 @@ class ShardFragments:
         return [fragment.give(a, b) for fragment, a, b in self.parts(element_range, in_order(self))]
 
     def parts(self, element_range: ElementRange, pieces: InOrder) -> list[tuple[ShardFragment, int, int]]:
-        """Some elements, cut where parameters are: the one of ``pieces`` that has them, first and behind the last."""
+        """Cut some elements where parameters are: of each cut the one of ``pieces`` that has it, first and end."""
         found = []
         whole = {element_range.bucket: [(element_range.start, element_range.stop)]}
         for bucket, start, stop, _ in self._cut(whole):
