@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,8 +27,10 @@ from recover_megatron.launch.output import Console
 from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.launch.worker_table import WorkerTable
-from recover_megatron.network import death_notice
+from recover_megatron.membership.session import Session
+from recover_megatron.network import death_notice, system
 from recover_megatron.network.death_notice import DeathWatch
+from recover_megatron.status.model import Gone, _ended
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
 from tests.harness.waiting import DEADLINE
@@ -36,7 +39,7 @@ from .conftest import IN_THE_RUN
 
 WORKER = """
     import ctypes, os, resource, signal, sys, threading, time
-    from recover_megatron.network import death_notice
+    from recover_megatron.network import death_notice, system
 
     go = threading.Event()
     memory = b"1" * (int(os.environ["MIB"]) << 20)
@@ -157,6 +160,44 @@ def test_a_process_that_goes_on_without_its_thread_is_killed_before_it_is_told_t
     assert worker.process.wait(DEADLINE) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    ("looks", "end"),
+    [
+        (3 * [("S", 0x400000, 0, True)], Ending(None)),
+        (3 * [("S", 0x400004, 0, False)], Ending(None)),
+        ([("S", 0x400000, 0, False), ("S", 0x400004, 0, False)], Ending(None)),
+        ([("Z", 0x400004, 0, False)], Ending(0)),
+        ([("D", 0x400004, 9, False)], Ending(-9)),
+        ([], Ending(None)),
+        (3 * [("S", 0x400000, 0, False)], Ending(-9, goes_on=True)),
+    ],
+    ids=["SIGKILL pending", "exiting", "exiting soon", "zombie", "5.17", "reaped by a wrapper", "goes on"],
+)
+def test_older_kernels_do_not_tell_how_a_process_is_being_ended(
+    monkeypatch: pytest.MonkeyPatch, looks: list[tuple[str, int, int, bool]], end: Ending
+) -> None:
+    def stat(pid: int) -> tuple[str, int, int]:
+        if not looks:
+            raise FileNotFoundError
+        *told, pending = looks.pop(0)
+        monkeypatch.setattr(dying, "_has_sigkill", lambda pid: pending)
+        return tuple(told)
+
+    monkeypatch.setattr(dying, "_stat", stat)
+    assert ending(7) == end
+
+
+def test_under_a_wrapper_the_worker_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    for name in ("ending", "writes_core"):
+        monkeypatch.setattr(dying, name, lambda pid: looked_at.append(pid) or Ending(-9))
+        loop = SimpleNamespace(call_from_thread=print)
+        watch = ProcessWatch(loop, lambda end: None, SimpleNamespace(holder=8, left=False, begin=lambda told: None))
+        watch.begin(7)
+        watch._given_up() if name == "ending" else watch.fatal()
+    assert looked_at == [8, 8]
+
+
 def fence(worker: Started, end: Ending) -> str:
     watch = ProcessWatch(None, pytest.fail, worker.watch)
     watch._pid = worker.pid
@@ -177,7 +218,7 @@ def test_what_a_dying_worker_has_started_is_killed_with_it(start: Start) -> None
 
 def test_a_forked_child_neither_hides_the_death_of_a_worker_nor_tells_of_one(start: Start) -> None:
     child = "assert death_notice._held is None; os.fork() or time.sleep(1000); os._exit(0)"
-    worker = start(f"if os.fork() == 0: exec({child!r})\nos.wait(); {SLEEP}")
+    worker = start(f"if os.fork() == 0: exec({child!r})\nassert os.wait()[1] == 0; {SLEEP}")
     worker.go(b"there\n")  # a child has ended, and one lives
     assert worker.told.empty()
     os.kill(worker.pid, signal.SIGKILL)
@@ -217,10 +258,11 @@ def test_a_page_of_another_worker_is_not_held() -> None:
     assert watch is not None
     ((variable, value),) = watch.variables.items()
     name, path = value.split()
-    code = "import os; from recover_megatron.network import death_notice; print(death_notice.hold(os.environ))"
+    code = "import os, faulthandler as f; from recover_megatron.network import death_notice as d; "
+    code += "print(d.hold(os.environ), f.is_enabled())"
     told = [python("-c", code, **{variable: f"{its} {path}"}).stdout for its in (name[::-1], name)]
     watch.close()
-    assert told == ["False\n", "True\n"]
+    assert told == ["False True\n", "True True\n"]
 
 
 def test_where_no_robust_mutex_is_to_be_had_the_pidfd_tells_and_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +358,14 @@ def test_a_coordinator_is_told_when_the_process_can_do_nothing_more_and_no_soone
     worker = WorkerProcess(1, 77, "h", WorkerState.RUNNING, 0, 1)
     Supervisor.worker_dying(launcher, worker, Ending(-9))
     assert order == ["fence", "SIGKILL"]
+    said: list[object] = []
+    table.note, launcher._console.say = (lambda number, note: said.append(note)), said.append
+    for end in (Ending(-6, writes_core=True), Ending(-9, goes_on=True)):
+        Supervisor.worker_dying(launcher, worker, end)
+    assert [str(text)[:10] for text in said] == ["writing a ", "worker 1 o", "killed: it", "worker 1 o"]
+    order[2:] = []
+    table.fence = Mock(side_effect=PermissionError)
+    Supervisor.worker_dying(launcher, worker, Ending(-9))  # it may be running: it is not told to be dead
     launcher.goes_on = lambda: False  # before the first plan, or at the end: the launcher has more to say of it then
     Supervisor.worker_dying(launcher, worker, Ending(-9))
     assert order == ["fence", "SIGKILL"]
@@ -361,3 +411,39 @@ def test_people_are_told_where_a_fatal_signal_has_struck() -> None:
     worker.end(-signal.SIGSEGV, 1.0)
     fatal = 'Fatal Python error: Segmentation fault: File "a.py", line 3 in f'
     assert f"SIGSEGV (signal 11) ({fatal}) after" in messages.worker_ended(worker, 1, 0, None, 0, fatal)
+
+
+def test_what_the_kernel_tells_of_a_dying_worker_is_told_with_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "KernelLog", lambda: SimpleNamespace(xid=lambda pid: "Xid 79"))
+    table = WorkerTable(*[SimpleNamespace()] * 7)
+    table._handles = {n: SimpleNamespace(watch=SimpleNamespace(fence=lambda end: None)) for n in (1, 2)}
+    workers = [WorkerProcess(n, 70 + n, "h", WorkerState.RUNNING, 0, n) for n in (1, 2)]
+    assert table.fence(workers[0], Ending(-6)) == "SIGABRT, Xid 79"
+    assert table.fence(workers[1], Ending(-9, goes_on=True)) == "SIGKILL"  # it was this launcher
+
+
+@pytest.mark.parametrize(("status", "words"), [(-11, "Fatal Python error: x"), (1, "RuntimeError: y")])
+def test_a_fatal_signal_of_a_child_is_not_the_last_word_of_its_worker(status: int, words: str) -> None:
+    """A loader may have died of one, and the worker by an exception."""
+    table = WorkerTable(*[SimpleNamespace(remove_session=lambda pid: None)] * 7)
+    worker = WorkerProcess(1, 71, "h", WorkerState.RUNNING, 0, 1)
+    worker.end(status, 1.0)
+    fatal = SimpleNamespace(text="Fatal Python error: x")
+    stream = SimpleNamespace(fatal=fatal, last_line="RuntimeError: y", drain_and_close=lambda: None)
+    table._handles[1] = SimpleNamespace(pidfd=os.pidfd_open(os.getpid()), streams=[stream], log=None)
+    assert table.close(worker) == words
+
+
+def test_a_worker_says_that_it_leaves_in_order_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, order = Mock(), list[str]()
+    session._say = lambda said: order.append("bye")
+    monkeypatch.setattr(death_notice, "leaving", lambda: order.append("leaving"))
+    Session.leave(session)
+    assert order == ["leaving", "bye"]
+
+
+def test_a_dead_worker_that_still_writes_its_core_is_shown_so() -> None:
+    gone = Gone(1, "dead", "h", "its process has ended (SIGABRT, writing a core)", 1.0)
+    running = {"state": "running", "note": "writing a core (SIGABRT)", "signal": None, "exit_code": None}
+    assert _ended(gone, running).exit == "writing a core (SIGABRT)"
+    assert _ended(gone, {**running, "state": "killed", "note": "", "signal": 6}).exit == "SIGABRT"

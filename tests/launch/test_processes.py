@@ -315,7 +315,10 @@ def test_what_the_kernel_tells_of_a_workers_end_is_told(monkeypatch, number, kil
     table = WorkerTable(plan, loop, None, None, reaper, lambda _: None, lambda *_: None)
     pid = os.posix_spawn("/bin/sleep", ["sleep", "1000"], {}, setpgroup=0)
     worker = WorkerProcess(0, pid, "h", WorkerState.RUNNING, 0, 0)
-    table._handles[0] = SimpleNamespace(pidfd=os.pidfd_open(pid), watch=SimpleNamespace(close=lambda: None))
+    closed: list[bool] = []
+    watch = SimpleNamespace(close=lambda: closed.append(True))
+    table._handles[0] = SimpleNamespace(pidfd=os.pidfd_open(pid), watch=watch)
+    worker.note = "writing a core (SIGABRT); its device is free when that is over"
     if ours:
         table.signal([worker], number)
     else:
@@ -323,4 +326,4 @@ def test_what_the_kernel_tells_of_a_workers_end_is_told(monkeypatch, number, kil
     select.select([table._handles[0].pidfd], [], [])
     table.reap(worker)
     os.close(table._handles[0].pidfd)
-    assert (worker.signal, worker.kernel) == (number, told)
+    assert (worker.signal, worker.kernel, worker.note, closed) == (number, told, "", [True])
