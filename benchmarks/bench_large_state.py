@@ -1,4 +1,4 @@
-"""What of a recovery grows with the state that a worker holds: time by phase, and memory, for models of several sizes.
+"""Measures what of a recovery grows with the state of a worker: time by phase, and memory, for models of several sizes.
 
     python benchmarks/bench_large_state.py --sizes 1 10 110
 
