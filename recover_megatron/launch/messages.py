@@ -67,7 +67,7 @@ def writes_core(worker: WorkerProcess, end: Ending) -> tuple[str, str]:
     device = "its device is free when that is over"
     return (
         f"{_who(worker)} was killed by {how}, and the kernel writes its core: the run goes on without it; {device} "
-        f"(ulimit -c 0 before recover-run writes none); {_log(worker)}",
+        f"(ulimit -c and kernel.core_pattern say where cores are written); {_log(worker)}",
         f"{WRITES_CORE} ({how}); {device}",
     )
 

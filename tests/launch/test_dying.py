@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
+from uuid import uuid4
 
 import pytest
 
@@ -109,11 +110,36 @@ def start(tmp_path: Path) -> Iterator[Start]:
         its.close()
 
 
-def test_the_death_of_a_process_of_a_gigabyte_is_told_before_it_has_gone(start: Start) -> None:
-    worker = start(mebibytes=1024)
-    os.kill(worker.pid, signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, id="killed"),
+        pytest.param(f"{NO_CORE}; os.abort()", -signal.SIGABRT, id="aborted", marks=pytest.mark.slow),
+        pytest.param(f"{NO_CORE}; ctypes.string_at(0)", -signal.SIGSEGV, id="segfault", marks=pytest.mark.slow),
+        pytest.param("os._exit(3)", 3, id="exited", marks=pytest.mark.slow),
+    ],
+)
+def test_the_death_of_a_process_of_a_gigabyte_is_told_before_it_has_gone(start: Start, then: str, code: int) -> None:
+    worker = start(then, mebibytes=1024)
+    worker.go()
+    assert worker.told.get(timeout=DEADLINE) is False
+    assert ending(worker.pid).code in (code, None)
+
+
+@pytest.mark.slow
+def test_the_death_of_a_process_that_the_kernel_kills_for_its_memory_is_told_before_it_has_gone(start: Start) -> None:
+    group = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").exists() else "/sys/fs/cgroup", uuid4().hex)
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if group.parent.name == "memory" else "memory.max")).write_text("1G")
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    worker = start(f"open('{group}/cgroup.procs', 'w').write('0'); memory = [b'1' * (64 << 20) for _ in range(64)]")
+    worker.go()
     assert worker.told.get(timeout=DEADLINE) is False
     assert ending(worker.pid).code in (-signal.SIGKILL, None)
+    worker.process.wait(DEADLINE)
+    group.rmdir()
 
 
 @pytest.mark.parametrize(
