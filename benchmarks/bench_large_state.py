@@ -65,7 +65,7 @@ class Case:
     iterations: int
     flags: str = ""
     more: dict[str, Any] = field(default_factory=dict)
-    """Of ``ForkServer.run``."""
+    """More arguments of ``ForkServer.run``."""
 
 
 CASES = {
@@ -87,7 +87,7 @@ CASES = {
 
 
 def measure(server: ForkServer, folder: Path, case: Case, model: Model, timeout: float) -> dict[str, float]:
-    """One run."""
+    """Train once; returns the numbers of the two tables, by column."""
     workers, shape = LAYOUTS[case.layout]
     # Segments of half a MiB arrive one after the other, those of three quarters of the bucket.
     visit = max(1, model.parameters * 4 // (512 << 10) // 2)

@@ -86,7 +86,7 @@ PHASES = ("detect", "revoke", "unwind", "rendezvous", "regroup", "reduce")
 TELLS = ("pidfd", "mutex")
 NODE = "node"
 OTHERS_GIB = 0.5
-"""What a worker takes beside --resident, at most."""
+"""The most that a worker takes beside --resident."""
 
 
 def work(address: tuple[str, int], secret: bytes, store_port: int, me: int, report: TextIO) -> None:

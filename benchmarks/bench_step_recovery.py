@@ -61,7 +61,7 @@ KILLS_AT = (5, 9, 13)
 ITERATIONS = 15
 COLUMNS = (*PHASES, "without rerun", "longer")
 WORKER_GIB = 0.6
-"""What a worker takes beside --resident."""
+"""The memory that a worker takes beside --resident."""
 
 
 def schedule(number: int, workers: int) -> list[tuple[int, int, str]]:

@@ -25,7 +25,7 @@ from recover_megatron.network.death_notice import FATAL, DeathWatch
 
 _PF_EXITING = 0x4  # include/linux/sched.h; in field 9 of /proc/PID/stat
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS, LOOKS_SECONDS = 0.0005, 0.05, 60.0
-"""How soon, how rarely and for how long a process is looked at whose fatal signal is being handled."""
+"""The first pause, the longest one and the time in all, while a process that handles a fatal signal is looked at."""
 _LONGEST = 300
 WRITES_CORE = "writing a core"
 UNKNOWN = "killed, or ended: the kernel has not said how yet"
@@ -44,7 +44,7 @@ class Ending:
 
     @property
     def how(self) -> str:
-        """As ``WorkerProcess.how``, for the coordinator."""
+        """The end in the words of ``WorkerProcess.how``, for the coordinator."""
         if self.code is None:
             return UNKNOWN
         how = signal_name(-self.code) if self.code < 0 else describe_end(self.code, None)

@@ -39,7 +39,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE
 
 RevokeCallback = Callable[[int, str], None]
 EXCEPTION_REPORT_SECONDS = 2.0
-"""How long a worker that ends waits for a coordinator to hear why."""
+"""The longest that a worker that ends waits for a coordinator to hear why."""
 
 
 class Session:

@@ -75,12 +75,12 @@ class _Page:
         self._memory[_TAG : _TAG + len(_tag(name))] = _tag(name)
 
     def is_named(self, name: str) -> bool:
-        """Whether it is the page ``name``, made with the C library of this process."""
+        """Return True for the page ``name``, if it was made with the C library of this process."""
         return self._memory[_TAG:_SIZE].rstrip(b"\0") == _tag(name)
 
     @property
     def left(self) -> bool:
-        """Whether the worker has left the run in order, so that its end is no death."""
+        """True when the worker has left the run in order, so that its end is no death."""
         return self._memory[_LEFT] != 0
 
     @left.setter
@@ -182,7 +182,7 @@ class DeathWatch:
 
     @property
     def left(self) -> bool:
-        """Whether the worker has left the run in order, so that its end is no death."""
+        """True when the worker has left the run in order, so that its end is no death."""
         return self._page.left
 
     def begin(self, on_dying: Callable[[], object]) -> None:
