@@ -236,19 +236,60 @@ def _gloo(row: Callable[..., None]) -> None:
     )
 
 
+class _WorkWithEnd(dist.Work):
+    """``work``, whose wait calls ``end`` once it is done."""
+
+    def __init__(self, work: Any, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._end = work, functools.cache(end)
+
+    def wait(self, *timeout: timedelta) -> bool:
+        done = bool(self._work.wait(*timeout))
+        self._end()
+        return done
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
 def _reductions(row: Callable[..., None]) -> None:
-    """PREMUL_SUM, the sum of what each rank has times its factor: only NCCL has it."""
+    """Reductions that gloo lacks, or computes otherwise than ``torch.maximum`` and ``torch.minimum``.
+
+    PREMUL_SUM is the sum of what each rank has times its factor: only NCCL has it.  Of MAX and MIN of floating-point
+    numbers gloo drops or keeps a NaN, by the rank that has it and its place in the tensor (torch 2.15): here it is
+    kept, as ``torch.maximum`` does, by a second number beside each, in the same operation.
+    """
     all_reduce, reduce_scatter, reduce_scatter_tensor = dist.all_reduce, dist.reduce_scatter, dist.reduce_scatter_tensor
 
     def is_premul(op: Any) -> bool:
         return bool(op == dist.ReduceOp.PREMUL_SUM)
 
+    def is_extreme(op: Any) -> bool:
+        return bool(op == dist.ReduceOp.MAX or op == dist.ReduceOp.MIN)
+
     def factor(op: Any) -> Any:
         """A number or a tensor.  torch 2.10 gives it to nobody but pickle."""
         return op.__getstate__()[1]
 
+    def extreme(tensor: torch.Tensor, op: Any, *rest: Any, **named: Any) -> Any:
+        own = tensor.detach()
+        missing = own.isnan().to(own.dtype)
+        both = torch.stack([own, missing if op == dist.ReduceOp.MAX else -missing])
+
+        def write() -> None:
+            own.copy_(both[0].masked_fill_(both[1] != 0, torch.nan))
+
+        work = all_reduce(both, op, *rest, **named)
+        if work is not None:
+            return _WorkWithEnd(work, write)
+        write()
+        return None
+
     @functools.wraps(all_reduce)
     def scaled_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any) -> Any:
+        # Among operations that are coalesced this one is made later: then it stays gloo's own.
+        if is_extreme(op) and tensor.is_floating_point() and not dist.distributed_c10d._world.pg_coalesce_state:
+            return extreme(tensor, op, *rest, **named)
         if is_premul(op):
             with torch.no_grad():
                 tensor.mul_(factor(op))
@@ -274,7 +315,8 @@ def _reductions(row: Callable[..., None]) -> None:
 
     row(
         dist,
-        "gloo has no PREMUL_SUM, with which Megatron-FSDP divides gradients while they are summed: scaled, then summed",
+        "gloo has no PREMUL_SUM, with which Megatron-FSDP divides gradients while they are summed: scaled, then summed"
+        "; its MAX and MIN lose a NaN: a second number beside each keeps it",
         all_reduce=scaled_all_reduce,
         reduce_scatter=scaled_reduce_scatter,
         reduce_scatter_tensor=scaled_reduce_scatter_tensor,

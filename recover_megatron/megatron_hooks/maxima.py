@@ -62,8 +62,11 @@ class _Maxima:
         if not self._rows or not groups:
             return
         whole = torch.stack([self._rows.pop(j) for j in ids])
+        # The maximum of NCCL or gloo loses a NaN: whether there is one is a number beside each.
+        both = torch.stack([whole, whole.isnan().to(whole.dtype)])
         for group in groups:
-            torch.distributed.all_reduce(whole, op=torch.distributed.ReduceOp.MAX, group=group)
+            torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
+        whole = both[0].masked_fill_(both[1] > 0, torch.nan)
         if parallel_state.get_context_parallel_rank() == 0:
             self._rows.update(zip(ids, whole, strict=True))
 

@@ -208,6 +208,45 @@ def test_gloo_multiplies_by_a_factor_before_it_sums_and_leaves_what_is_scattered
     """)
 
 
+def test_the_maximum_and_minimum_over_gloo_keep_a_nan_of_any_rank_at_any_place(in_process, tmp_path):
+    in_process(f"""
+        import os
+        from recover_megatron import hostdevice
+        hostdevice.activate()
+        import torch, torch.distributed as dist
+        first = os.fork()
+        second = os.fork() if first else None
+        rank = 0 if first == 0 else 1 if second == 0 else 2
+        dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 3), rank=rank, world_size=3)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            for op, least in ((dist.ReduceOp.MAX, 3.0), (dist.ReduceOp(dist.ReduceOp.MIN), 1.0)):
+                for size in (1, 7, 64, 1000):
+                    for bad in range(3):
+                        for places in ([0], [size // 2], [size - 1], range(size)):
+                            mine = torch.full((size,), rank + 1.0, dtype=dtype)
+                            expected = torch.full((size,), least, dtype=dtype)
+                            expected[list(places)] = torch.nan
+                            if rank == bad:
+                                mine[list(places)] = torch.nan
+                            work = dist.all_reduce(mine, op, async_op=size == 7)
+                            assert (work is not None) == (size == 7) and (work is None or work.wait())
+                            assert torch.equal(mine.isnan(), expected.isnan()), (dtype, op, size, bad, mine)
+                            assert torch.equal(mine.nan_to_num(9), expected.nan_to_num(9)), (dtype, op, size, bad, mine)
+        infinite = torch.nn.Parameter(torch.tensor([torch.inf if rank == 1 else 0.0, -torch.inf, rank]))
+        dist.all_reduce(infinite, op=dist.ReduceOp.MAX)
+        assert infinite.tolist() == [torch.inf, -torch.inf, 2], infinite
+        counts = torch.tensor([rank, -rank])
+        dist.all_reduce(counts, dist.ReduceOp.MAX)
+        assert counts.tolist() == [2, 0]
+        with dist._coalescing_manager():  # as without the host device: the operation is made when this ends
+            dist.all_reduce(infinite.detach().mul_(rank + 1), op=dist.ReduceOp.MIN)
+        assert infinite[2] == 2 and infinite[1] == -torch.inf, infinite
+        dist.destroy_process_group()
+        for other in (first, second) if rank == 2 else ():
+            assert os.waitpid(other, 0)[1] == 0
+    """)
+
+
 def test_a_group_of_gloo_has_one_thread_however_it_is_made(in_process):
     """Two write the name of the last operation at once; a long name's memory is then freed twice."""
     in_process("""

@@ -68,6 +68,26 @@ class Model(torch.nn.Module):
         return float(self.layer.fp8_meta["scaling_fwd"].scale[0])
 
 
+def test_a_nan_of_any_worker_stays_in_the_maxima_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's and gloo's maximum loses a NaN where another worker has a number."""
+
+    def other_has_minus_one(whole: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        others = torch.zeros_like(whole)
+        others[0] = -1.0
+        whole.copy_(torch.fmax(whole, others))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", other_has_minus_one)
+    monkeypatch.setattr(maxima.parallel_state, "get_context_parallel_rank", lambda: 0, raising=False)
+    its = maxima._Maxima()
+    its._width, pair = 3, SimpleNamespace(size=lambda: 2)
+    its.begin(TOTAL)
+    for j, mine in ((0, [torch.nan, 2.0, -torch.inf]), (2, [-2.0, torch.inf, 0.5])):
+        its._row(j, -torch.inf, torch.zeros(1))[:] = torch.tensor(mine)
+    its._over([pair, Group(), pair], [0, 2])
+    assert str(its.read().view(TOTAL, 3).tolist()) == str([[torch.nan, 2.0, -1.0], [0.0] * 3, [-1.0, torch.inf, 0.5]])
+
+
 def run(scales: Scales, model: Model, j: int, value: float) -> None:
     """Microbatch ``j``, forward and backward, in which the layer meets ``value`` and the gradient ``value / 8``."""
     with scales.microbatch(0, j):
