@@ -222,6 +222,18 @@ def _recomputed_without_scales(module: ModuleType) -> None:
         make.__defaults__ = (None, *make.__defaults__[1:])
 
 
+def _norms_in_float64(module: ModuleType) -> None:
+    from recover_megatron.hostdevice.apex_stub import sum_of_squares
+
+    @functools.wraps(module.local_multi_tensor_l2_norm)
+    def local_multi_tensor_l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, *_: Any) -> tuple[Any, None]:
+        tensors = [tensor for its in tensor_lists for tensor in its]
+        # In float32, as Megatron's own: other workers of the sum may have no gradients, and send a zero of that type.
+        return sum_of_squares(tensors).sqrt().float().view(1), None
+
+    module.local_multi_tensor_l2_norm = local_multi_tensor_l2_norm  # type: ignore[attr-defined]
+
+
 def _attention(module: ModuleType) -> None:
     from recover_megatron.hostdevice import attention
 
@@ -288,6 +300,13 @@ FIXES = {
     ),
     "remainders-by-default": Fix(
         "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "the same, asked where its flags are read", _TE
+    ),
+    "norms-in-float64": Fix(
+        "megatron.core.utils",
+        _norms_in_float64,
+        "the norms of gradients and parameters without apex are torch's in float32, which on the CPU are too small for "
+        "tensors of 2^24 elements and more",
+        {"local_multi_tensor_l2_norm": None},
     ),
     "shards-on-host": Fix(
         "megatron.core.distributed.torch_fully_sharded_data_parallel",

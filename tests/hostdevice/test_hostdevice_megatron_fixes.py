@@ -15,6 +15,11 @@ class CLIPViTModel:
         self.norms = [norm(config=config, hidden_size=8, eps=1e-5) for norm in (ln_pre_impl, ln_post_impl)]
         self.subtype = subtype
 """
+NORM = """
+import torch
+def local_multi_tensor_l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
+    return torch.stack([torch.norm(tensor) for tensor in tensor_lists[0]]).norm().view(1), None
+"""
 BLOCK = """
 class TransformerBlock: pass
 class LayerNormImpl:
@@ -70,6 +75,34 @@ def test_make_is_skipped_only_in_a_wheel_with_the_compiled_helpers(in_process, m
         assert not is_active()
         """,
         path=[path],
+    )
+
+
+def test_a_norm_is_right_for_many_elements_however_they_are_cut(in_process, megatron):
+    """Torch's norm of these in float32 is a percent too small as one tensor, and right in small ones."""
+    in_process(
+        """
+        import resource
+        import torch
+        from recover_megatron.hostdevice import megatron_fixes
+        megatron_fixes.install(only=["norms-in-float64"])
+        from megatron.core.utils import local_multi_tensor_l2_norm
+        def norm(*tensors):
+            value, per_tensor = local_multi_tensor_l2_norm(65536, None, [list(tensors)], False)
+            assert (value.shape, value.dtype, per_tensor) == ((1,), torch.float32, None)
+            return value.item()
+        many = torch.full((1 << 24,), 0.1)
+        exact = 2**12 * float(many[0])
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for cut in (1 << 24, (1 << 23) + 1, 9_999_999, 1 << 21):
+            assert abs(norm(*many.split(cut)) / exact - 1) < 6e-8, (cut, norm(*many.split(cut)), exact)
+        more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB; a copy in float64 has 128 MiB
+        assert more < 64 << 10, more
+        assert norm() == norm(torch.ones(0)) == 0.0
+        assert norm(torch.ones(2, 8).t().bfloat16()) == 4.0
+        assert norm(torch.tensor([torch.inf])) == float("inf") and norm(many[:2], torch.tensor([torch.nan])) != 0.0
+        """,
+        path=[megatron(utils=NORM)],
     )
 
 

@@ -23,6 +23,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import param_is_not_shared
 
 from recover_megatron.collectives.state_transport import Digest
+from recover_megatron.hostdevice.apex_stub import sum_of_squares
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.shards import ElementRange
 from recover_megatron.megatron_hooks.optimizer import precision
@@ -339,8 +340,7 @@ class ShardFragments:
         device = next(iter(self.buckets.values())).grad_data.device
         found = torch.zeros(2, dtype=torch.float64, device=device)
         if gradients:
-            norms = [torch.linalg.vector_norm(g.float(), dtype=torch.float64) for g in gradients]
-            found[0] = torch.stack(norms).square().sum()
+            found[0] = sum_of_squares(gradients)
         if gradients and zeros:
             found[1] = sum(g.numel() - torch.count_nonzero(g) for g in gradients)
         return found
