@@ -120,6 +120,24 @@ def test_torchs_operations_give_what_gloo_would_give() -> None:
         assert found["alltoall"] == [[row[rank] for row in every]]
 
 
+def test_a_nan_of_any_member_at_any_place_stays_in_a_maximum_and_a_minimum() -> None:
+    """Gloo's own loses one, depending on the member and the place."""
+    cases = [(op, bad) for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN) for bad in range(3)]
+
+    def do(tree: Tree) -> list[list[bool]]:
+        backend, found = TreeBackend(tree), []
+        for op, bad in cases:
+            mine = torch.full((5,), float(tree.rank))
+            if tree.rank == bad:
+                mine[[0, 4]] = torch.nan
+            how = options(dist.AllreduceOptions, reduceOp=op)
+            backend.call(lambda on, mine=mine, how=how: on.allreduce([mine], how))
+            found.append(mine.isnan().tolist())
+        return found
+
+    assert together(3, do) == [[[True, False, False, False, True]] * len(cases)] * 3
+
+
 def test_the_first_operation_of_many_members_gives_all_of_them_the_same() -> None:
     def do(tree: Tree) -> list[float]:
         mine = torch.tensor([1.0, float(tree.rank)])
