@@ -92,13 +92,16 @@ def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
             )
     before, after = _asked(then), _asked(now)
     if before and after and before != after and dataset.num_samples:
-        _, old, old_apart = _epochs(dataset, -(-dataset.num_samples * before // after))
+        old, old_apart = _epochs(dataset, -(-dataset.num_samples * before // after))[1:]
         if (old, old_apart) != (epochs, apart):
+            most = _most(dataset, after, old, old_apart)
+            by_samples = getattr(now, "train_samples", None)
+            flag = f"--train-samples {most}" if by_samples else f"--train-iters {most // now.global_batch_size}"
             found.append(
                 f"the run of the checkpoint was to read {before} samples ({old} epochs of {path}), and this one is "
                 f"to read {after} ({epochs} epochs), which Megatron deals in another order from the first one on: some "
-                "are read again, and others later, or never. To keep the old order, give the --train-iters or "
-                "--train-samples of the checkpoint's run"
+                f"are read again, and others later, or never. The old order is kept up to {flag}. A run that may be "
+                "made longer needs the larger number from its first launch on, with --exit-interval for its end"
             )
     return found
 
@@ -108,6 +111,21 @@ def _asked(args: Any) -> int:
     if samples := getattr(args, "train_samples", None):
         return int(samples)
     return (getattr(args, "train_iters", None) or 0) * (getattr(args, "global_batch_size", None) or 0)
+
+
+def _most(dataset: Any, asked: int, epochs: int, apart: bool) -> int:
+    """Number of samples that a training may ask for, at most, to have the order of ``epochs`` of this data set.
+
+    ``asked``: samples that the training asks for now, of which the data set (of a blend) gives its ``num_samples``.
+    """
+    tokens = dataset._get_num_tokens_per_epoch()
+    length, extra = dataset.config.sequence_length, dataset.config.add_extra_token_to_sequence
+    whole = epochs - 1 if apart else epochs
+    most = (whole * tokens - extra) // length
+    if apart:
+        most += int(SHORT * ((tokens - extra) // length)) - 1
+    # A share of a blend is rounded up, twice.
+    return (most if dataset.num_samples == asked else most - 2) * asked // int(dataset.num_samples)
 
 
 def _epochs(dataset: Any, samples: int | None) -> tuple[int, int, bool]:

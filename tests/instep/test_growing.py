@@ -257,7 +257,6 @@ FEATURES = {
     "interleaved": featured("interleaved", INTERLEAVED, pipeline=2, samples=24),
     "averaged": featured("averaged", "--ddp-average-in-collective"),
     "per token": featured("per-token", "--calculate-per-token-loss"),
-    "growing batch": featured("rampup", "--rampup-batch-size 2 2 24"),
     "overlap": featured("overlap", "--overlap-grad-reduce --ddp-bucket-size 2000"),
     "dropout": featured("dropout", more={"dropout": True}),
     "balanced": featured("balanced").with_flags("--recover-balance"),

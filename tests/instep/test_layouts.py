@@ -221,7 +221,6 @@ RECIPES = [
     Recipe("step-batch-schedule", dp(3), "--step-batch-size-schedule '0:6 288:12'"),
     Recipe("recompute-full-uniform", dp(4), f"{DROPOUT} --recompute-granularity full --recompute-method uniform "
            "--recompute-num-layers 1", dropout=True),
-    Recipe("growing-batch", dp(3), "--rampup-batch-size 6 6 48 --global-batch-size 12"),
     Recipe("train-samples", dp(3), "--train-samples 96 --lr-decay-samples 96 --lr-warmup-samples 24"),
     Recipe("weight-decay-schedule", dp(3), "--start-weight-decay 0.0 --end-weight-decay 0.1 "
            "--weight-decay-incr-style linear"),
@@ -277,7 +276,7 @@ RECIPES = [
     Recipe("documents-apart-sets", dp(3), "--dataloader-inter-document-masking", data=True),
     Recipe("left-out", dp(4), "--iterations-to-skip 1 4 6 7", iterations=9, left_out=(1, 4, 6, 7)),
     Recipe("left-out-data", pp(3), "--iterations-to-skip 3 4 --num-workers 1", data=True, left_out=(3, 4)),
-    Recipe("left-out-growing-batch", dp(3), "--rampup-batch-size 6 6 60 --global-batch-size 18 --iterations-to-skip "
+    Recipe("left-out-growing-batch", dp(3), "--step-batch-size-schedule '0:6 192:12 576:18' --iterations-to-skip "
            "2 4 5 7", iterations=9, left_out=(2, 4, 5, 7)),
     Recipe("left-out-steps-batch", pp(3), "--step-batch-size-schedule '0:6 384:12' --iterations-to-skip 3 4 8",
            iterations=9, left_out=(3, 4, 8)),

@@ -65,7 +65,6 @@ LAYOUTS = [
         replicas=2,
     ),
     Layout("per-token-loss", 2, "--calculate-per-token-loss", replicas=2),
-    Layout("ramp-up", 2, "--rampup-batch-size 8 4 96 --global-batch-size 16", schedule=STEPWISE, replicas=2),
     Layout("step-schedule", 2, schedule=(*STEPWISE, "--step-batch-size-schedule", "0:8 80:16"), replicas=2),
 ]
 

@@ -24,6 +24,7 @@ from megatron.training import arguments, global_vars, training
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.utils import common_utils
 from packaging.version import Version
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
@@ -722,6 +723,47 @@ def test_a_batch_that_does_not_divide_is_refused_though_it_is_to_grow(monkeypatc
     args = parsed(True, *"--micro-batch-size 2 --global-batch-size 8 --rampup-batch-size 6 6 48".split())
     (reason,) = flag_checks._layout(args)
     assert reason.startswith("global batch size 8 is not a multiple of micro batch size 2 x 3 data-parallel ranks")
+
+
+def test_flags_that_megatron_takes_and_does_not_follow_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flag_checks._warn.cache_clear()
+    told: list[str] = []
+    monkeypatch.setattr(flag_checks.log, "warning", told.append)
+    monkeypatch.delenv("RANK", raising=False)
+    parsed(True, *"--train-iters 20".split(), "--step-batch-size-schedule", "0:6 1536:12")
+    parsed(True, *"--rampup-batch-size 6 6 48 --global-batch-size 8".split())
+    parsed(True, *"--train-iters 20".split(), "--step-batch-size-schedule", "0:6 1536:12")
+    parsed(True, *"--train-samples 48".split(), "--step-batch-size-schedule", "0:6 1536:12")
+    parsed(False, *"--rampup-batch-size 6 6 48".split())
+    assert [line.split(":")[0] for line in told] == [
+        "--step-batch-size-schedule with --train-iters",
+        "--rampup-batch-size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"load": "somewhere", "dist_ckpt_strictness": "log_all"}, True),
+        ({"save": "somewhere", "dist_ckpt_strictness": "raise_unexpected"}, True),
+        ({"load": "somewhere", "dist_ckpt_strictness": "log_all", "ckpt_format": "torch"}, False),
+        ({"load": "somewhere", "dist_ckpt_strictness": "assume_ok_unexpected"}, False),
+        ({"load": "somewhere"}, False),
+        ({"dist_ckpt_strictness": "log_all"}, False),
+    ],
+)
+def test_checks_of_a_checkpoint_with_which_none_can_be_loaded_are_refused(given: dict[str, str], refused: bool) -> None:
+    """As it is with a torch whose properties of a tensor are no arguments of ``torch.empty``."""
+    properties = TensorProperties.create_from_tensor(torch.zeros(2))
+    try:
+        torch.empty(2, **vars(properties), device="meta")
+        taken = True
+    except TypeError:
+        taken = False
+    reasons = flag_checks._strictness(argparse.Namespace(**given))
+    assert bool(reasons) == (refused and not taken)
 
 
 @pytest.mark.parametrize(

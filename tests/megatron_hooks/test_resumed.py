@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,12 @@ def test_a_training_of_another_length_is_warned_of_exactly_where_megatron_change
     assert bool(said) == changed
     assert all(f"was to read {before} samples" in line and f"to read {after}" in line for line in said)
     assert resumed.warnings(new, asks(after), None) == []
+    for line in said:  # the number it gives is the largest that keeps the order
+        iterations = int(re.search(r"up to --train-iters (\d+)\.", line)[1])  # type: ignore[index]
+        for more, kept in ((0, True), (1, False)):
+            tried = read([tmp_path / "corpus"], 2 * (iterations + more))
+            there = min(before, 2 * iterations)
+            assert all(old[at]["tokens"].equal(tried[at]["tokens"]) for at in range(there)) == kept, (iterations, more)
 
 
 def test_a_corpus_that_was_replaced_under_its_path_is_warned_of_and_no_other(tmp_path: Path) -> None:

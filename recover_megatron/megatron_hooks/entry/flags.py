@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -26,6 +28,7 @@ from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError, traceback_wanted
 from recover_megatron.log_writer import why_not_used
+from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.layout import batches_to_come, inner_ranks_of, misfits
 from recover_megatron.megatron_hooks.refused import (
@@ -40,6 +43,8 @@ from recover_megatron.megatron_hooks.refused import (
 )
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+log = get_logger(__name__)
 
 
 # ---- parsing -----------------------------------------------------------------------------------------------------
@@ -74,6 +79,8 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
                 parsed, rest = parse(*args, **kwargs)
                 for its in settle(parsed):
                     say(its)
+                for line in remarks(parsed):
+                    _warn(line)
                 return parsed, rest
 
             parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
@@ -158,6 +165,7 @@ def problems(args: argparse.Namespace, config: RecoverConfig, *, may_have_data: 
         *_data(args, may_have_data),
         *_device(args),
         *_packages(args),
+        *_strictness(args),
         *_evaluation(args),
         *_folders(args, config),
     ]
@@ -264,6 +272,51 @@ def _evaluation(args: argparse.Namespace) -> list[str]:
     return [
         "give --eval-interval N, above 0 (and --eval-iters 0, if nothing is to be evaluated): without it Megatron ends "
         "with an error of its own when it counts its samples"
+    ]
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """By the first worker, once: Megatron parses its flags more than once."""
+    if os.environ.get("RANK", "0") == "0":
+        log.warning(line)
+
+
+def remarks(args: argparse.Namespace) -> list[str]:
+    """Warnings about flags that Megatron takes and does not do what they say (0.18 to 0.20: docs/upstream.md)."""
+    found = []
+    if getattr(args, "rampup_batch_size", None):
+        found.append(
+            "--rampup-batch-size: Megatron does not read it, and takes --global-batch-size from the first iteration "
+            "on. For a batch that grows give --step-batch-size-schedule"
+        )
+    if getattr(args, "step_batch_size_schedule", None) and not getattr(args, "train_samples", None):
+        found.append(
+            "--step-batch-size-schedule with --train-iters: Megatron counts the warm-up and decay of the learning rate "
+            "in batches of one microbatch for each data-parallel rank, so that both end early, maybe in the first "
+            "iteration. Give --train-samples, --lr-decay-samples and --lr-warmup-samples instead of --train-iters, "
+            "--lr-decay-iters and --lr-warmup-iters"
+        )
+    return found
+
+
+def _strictness(args: argparse.Namespace) -> list[str]:
+    """Refuse a check of a checkpoint's keys with which no checkpoint of this torch can be loaded.
+
+    Megatron (0.18 to 0.20) makes a tensor for each key by ``torch.empty(size, **properties)``.  The properties that
+    torch 2.15 writes have ``strides``, which ``torch.empty`` does not take.
+    """
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    given, default = getattr(args, "dist_ckpt_strictness", None), "assume_ok_unexpected"
+    used = any(getattr(args, name, None) for name in ("load", "save"))
+    other = getattr(args, "ckpt_format", "torch_dist") != "torch_dist"
+    if given in (None, default) or not used or other or "strides" not in TensorProperties.__dataclass_fields__:
+        return []
+    return [
+        f"--dist-ckpt-strictness {given}: with torch {importlib.metadata.version('torch')} Megatron cannot load a "
+        "checkpoint so (TypeError: empty() got an unexpected keyword argument 'strides'): leave it out, so that it is "
+        f"{default}"
     ]
 
 
