@@ -34,7 +34,7 @@ from recover_megatron.errors import UserError, refuse
 from recover_megatron.integrate import Loop, Seam
 from recover_megatron.megatron_hooks import monkeypatch as patches
 from recover_megatron.megatron_hooks import refused
-from recover_megatron.megatron_hooks.entry import fault_tolerance, flags
+from recover_megatron.megatron_hooks.entry import fault_tolerance, flags, program
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
 from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
 from recover_megatron.megatron_hooks.entry.flags import arguments_provider
@@ -188,8 +188,6 @@ def test_without_recover_instances_that_megatron_would_never_sum_are_warned_of_o
 def test_a_package_that_megatron_misses_late_is_one_line_unless_the_training_has_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from recover_megatron.megatron_hooks.entry import program
-
     def imports() -> None:
         raise ImportError("pallas is required for this attention,\n install it")
 
@@ -723,6 +721,27 @@ def test_a_batch_that_does_not_divide_is_refused_though_it_is_to_grow(monkeypatc
     args = parsed(True, *"--micro-batch-size 2 --global-batch-size 8 --rampup-batch-size 6 6 48".split())
     (reason,) = flag_checks._layout(args)
     assert reason.startswith("global batch size 8 is not a multiple of micro batch size 2 x 3 data-parallel ranks")
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('empty meta package')", "OSError('no libcudart.so')"])
+def test_a_transformer_engine_that_cannot_be_imported_is_told_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str
+) -> None:
+    """The package transformer-engine alone raises RuntimeError, a core library without CUDA's OSError."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").write_text(f"raise {error}")
+    (tmp_path / "needs_it.py").write_text("import transformer_engine")
+    (tmp_path / "is_broken.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    megatron = SimpleNamespace(has_script=True)
+    monkeypatch.setattr(program, "SCRIPT", "needs_it")
+    with pytest.raises(UserError, match=r"Install transformer-engine\[pytorch\] .* or remove it: pip uninstall"):
+        program._import_all(megatron)  # type: ignore[arg-type]
+    monkeypatch.setattr(program, "SCRIPT", "is_broken")
+    with pytest.raises((RuntimeError, OSError), match=r"empty meta|no libcudart"):
+        program._import_all(megatron)  # type: ignore[arg-type]
 
 
 def test_flags_that_megatron_takes_and_does_not_follow_are_told_of_once(

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -241,6 +242,16 @@ def _import_all(megatron: Megatron) -> ModuleType:
             f"Megatron {megatron.version} in {megatron.root} needs the Python package {error.name!r}, which is not "
             f"installed for {sys.executable}: install what that Megatron requires (its pyproject.toml lists it)"
         ) from error
+    except (RuntimeError, OSError) as error:  # Megatron goes on without Transformer Engine after an ImportError alone
+        named = (Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__))
+        if traceback_wanted() or not any("transformer_engine" in parts for parts in named):
+            raise
+        raise UserError(
+            "Transformer Engine is installed and cannot be imported, so neither can Megatron: "
+            f"{' '.join(str(error).split())} Install transformer-engine[pytorch] and the CUDA libraries that it needs "
+            f"for {sys.executable}, or remove it: pip uninstall transformer-engine (RECOVER_TRACEBACK=1 shows the "
+            "traceback)"
+        ) from None
     return script
 
 
