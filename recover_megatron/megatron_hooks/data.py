@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import connection
 from typing import Any
 
@@ -74,7 +74,7 @@ _sources: weakref.WeakSet[Source] = weakref.WeakSet()
 class Source:
     """Microbatches by number.  ``loader``: as Megatron built it over a ``TaggedDataset``; its settings are kept."""
 
-    def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int, order: Order) -> None:
+    def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int, order: Order | Kept) -> None:
         self.size = size
         """Samples of a microbatch."""
         self._order = order
@@ -335,6 +335,32 @@ class _Numbered(torch.utils.data.Dataset):
         return {**self._loader.microbatch(number), SAMPLE: torch.tensor([number])}
 
 
+class Kept:
+    """The samples of --dataloader-type cyclic, in the order for the data-parallel ranks of the run's first launch.
+
+    Their number is an argument of Megatron's (`resumed.SHUFFLED_FOR`), which a worker that comes later gets with the
+    state, after it has built its loaders.
+    """
+
+    def __init__(self, total: int, size: int, *, sharded: bool) -> None:
+        self._size = size
+        self._of = lru_cache(maxsize=4)(partial(Shuffled, total, sharded=sharded))
+
+    def _order(self, size: int) -> Shuffled:
+        return self._of(size, getattr(get_args(), resumed.SHUFFLED_FOR))
+
+    def samples(self, first: int) -> list[int]:
+        """Of the microbatch that begins at ``first``."""
+        return self._order(self._size).samples(first)
+
+    def is_of_others(self, consumed: int, size: int) -> bool:
+        """Whether microbatches of ``size`` have read, in ``consumed`` samples, others than ours would have."""
+        ours, theirs = both = self._order(self._size), self._order(size)
+        if ours is theirs or not any(consumed % its.epoch for its in both):
+            return False
+        return ours.epoch != theirs.epoch or any(consumed % its.epoch % its.round for its in both)
+
+
 def _only(batches: list[Batch]) -> Batch:
     return batches[0]
 
@@ -364,7 +390,7 @@ def _external(loader: Any, consumed: int) -> Source:
     return Source(made, size, consumed, ByNumber(size))
 
 
-def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order:
+def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
     args, size, kind = get_args(), sampler.micro_batch_size, type(sampler).__name__
     if kind == "MegatronFullValidationSampler":
         return InTurn(len(dataset), args.data_parallel_size)
@@ -375,12 +401,13 @@ def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order:
             "--recover cannot be combined with Megatron's RandomSeedDataset: what it draws for a sample depends on "
             "the epoch that its loader is in, and here a loader reads ahead into the next one"
         )
-    order = Shuffled(len(dataset), size, args.data_parallel_size, sharded=sampler.data_sharding)
-    if consumed % order.epoch % order.round:
+    if not hasattr(args, resumed.SHUFFLED_FOR):
+        setattr(args, resumed.SHUFFLED_FOR, args.data_parallel_size)
+    order = Kept(len(dataset), size, sharded=sampler.data_sharding)
+    if consumed % size or order.is_of_others(consumed, resumed.micro_batch_before(size)):
         raise UserError(
-            f"--dataloader-type cyclic: {consumed} samples have been consumed, which is in the middle of a round of "
-            f"one microbatch of {size} for each of {args.data_parallel_size} data-parallel ranks: "
-            "start with the sizes of the run that wrote the checkpoint"
+            f"--dataloader-type cyclic: {consumed} samples have been consumed, and with --micro-batch-size {size} the "
+            "next ones would not be those that follow: give the --micro-batch-size of the run that wrote the checkpoint"
         )
     return order
 

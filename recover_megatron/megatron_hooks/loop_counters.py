@@ -22,10 +22,12 @@ from megatron.training import get_args
 
 from recover_megatron.megatron_hooks.data import sources_of
 from recover_megatron.megatron_hooks.microbatches import to_skip, with_skipped
+from recover_megatron.megatron_hooks.resumed import SHUFFLED_FOR
 from recover_megatron.variables import FIRST_START_VARIABLE
 
 CONSUMED = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",
+    SHUFFLED_FOR,
 )  # fmt: skip
 """Megatron's arguments that say what the run has consumed, what it will do at its end, and what it began from."""
 LAUNCH = (

@@ -4,6 +4,8 @@ batch         an entry of --step-batch-size-schedule that does not divide by thi
 states        --data-parallel-random-init saves a random state for each rank: a run of more ranks reads none of them
 made longer   Megatron's order of samples depends on the number of epochs that --train-iters asks for, and on whether
               the last one is short: a resume that changes either reads some samples again.  That is warned of
+cyclic        the order of shuffled samples depends on the number of data-parallel ranks: it stays that of the launch
+              that made the checkpoint, since otherwise samples of the same epoch would be read again
 replaced      An index of samples in a cache is known by the path of its corpus.  Where other files stand there now,
               Megatron cuts its samples out of them by the old index.  That is warned of, too
 """
@@ -26,6 +28,11 @@ log = get_logger(__name__)
 SHORT = 0.80
 """Megatron shuffles a last epoch apart where less than this part of it is asked for."""
 
+SHUFFLED_FOR = "recover_shuffled_for"
+"""Name of the argument with the data-parallel ranks that the samples of --dataloader-type cyclic are shuffled for.
+
+It is ours, in Megatron's arguments, so that checkpoints have it: a chain of launches keeps the order of the first one.
+"""
 _loaded: Any = None
 """The arguments in the checkpoint that this worker has loaded; None: it has loaded none."""
 MOST_READ = 1 << 22
@@ -42,6 +49,7 @@ def _compared(original: Callable[..., None]) -> Callable[..., None]:
         global _loaded
         _loaded, args = checkpoint_args, get_args()
         original(checkpoint_args, *other, **others)
+        _keep_order(checkpoint_args, args)
         consumed = getattr(checkpoint_args, "consumed_train_samples", 0)
         # Megatron asserts it of the next batch here; train() looks at those after it.
         batches = batches_to_come(args, consumed)[:1] if getattr(args, "step_batch_size_schedule", None) else []
@@ -58,6 +66,19 @@ def _compared(original: Callable[..., None]) -> Callable[..., None]:
                 )
 
     return check_checkpoint_args
+
+
+def _keep_order(saved: Any, now: Any) -> None:
+    """Have samples come as in the launch that made the checkpoint, whatever its number of data-parallel ranks was."""
+    ranks = getattr(saved, SHUFFLED_FOR, None) or getattr(saved, "data_parallel_size", None)
+    if getattr(now, "dataloader_type", None) == "cyclic" and ranks:
+        setattr(now, SHUFFLED_FOR, ranks)
+
+
+def micro_batch_before(size: int) -> int:
+    """Samples in a microbatch of the launch that made the checkpoint, for a loader that has ``size`` now."""
+    saved = getattr(_loaded, "micro_batch_size", None)
+    return int(saved) if saved and size == get_args().micro_batch_size else size
 
 
 def look(dataset: Any) -> None:

@@ -28,11 +28,13 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.training.datasets.fim_dataset import GPTFIMDataset
 
+from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import NON_PERSISTENT
 from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.megatron_hooks import data, microbatches, rejoin
-from recover_megatron.megatron_hooks.data import LoaderKilled, Source, TaggedDataset, _reading
+from recover_megatron.megatron_hooks import data, microbatches, rejoin, resumed
+from recover_megatron.megatron_hooks.data import Kept, LoaderKilled, Source, TaggedDataset, _reading
+from recover_megatron.megatron_hooks.loop_counters import CONSUMED
 from recover_megatron.megatron_hooks.microbatches import (
     ByNumber,
     InOrder,
@@ -83,6 +85,55 @@ def test_in_turn_is_megatrons_order_of_full_validation_over_several_evaluations(
     endless = [itertools.chain.from_iterable(itertools.repeat(sampler)) for sampler in samplers]
     expected = [next(endless[first % ranks]) for first in range(4 * total)]
     assert [order.samples(first) for first in range(4 * total)] == expected
+
+
+def resumes(monkeypatch: pytest.MonkeyPatch, consumed: int, ranks: int, saved: Any = None, *, micro: int = 2) -> Kept:
+    """The order of a launch of ``ranks``, with the checkpoint arguments ``saved``, over 98 samples."""
+    args = SimpleNamespace(data_parallel_size=ranks, micro_batch_size=micro, dataloader_type="cyclic")
+    for module in (data, resumed):
+        monkeypatch.setattr(module, "get_args", lambda: args)
+    monkeypatch.setattr(resumed, "_loaded", None)
+    if saved is not None:
+        resumed._compared(lambda *_: None)(saved)
+    sampler = type("MegatronPretrainingRandomSampler", (), {"micro_batch_size": micro, "data_sharding": True})()
+    made = data._order_of(range(98), sampler, consumed)
+    made.args = args  # type: ignore[union-attr]
+    return made  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_cyclic_samples_of_an_epoch_come_once_each_however_many_replicas_go_on(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    whole = Shuffled(98, 2, 4, sharded=True)
+    first = resumes(monkeypatch, 0, 4)
+    seen = [sample for at in range(0, 48, 2) for sample in first.samples(at)]
+    second = resumes(monkeypatch, 48, ranks, first.args)  # type: ignore[attr-defined]
+    seen += [sample for at in range(48, 60, 2) for sample in second.samples(at)]
+    third = resumes(monkeypatch, 60, 5, second.args)  # type: ignore[attr-defined]
+    seen += [sample for at in range(60, 96, 2) for sample in third.samples(at)]
+    assert sorted(seen) == sorted(sample for at in range(0, 96, 2) for sample in whole.samples(at))
+    assert len(set(seen)) == 96
+    stock = SimpleNamespace(data_parallel_size=ranks, micro_batch_size=2)  # of a launch without --recover
+    assert resumes(monkeypatch, 96, 5, stock).samples(96) == Shuffled(98, 2, ranks, sharded=True).samples(96)
+
+
+def test_cyclic_samples_go_on_with_the_microbatches_of_the_checkpoint_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = SimpleNamespace(data_parallel_size=4, micro_batch_size=2)
+    with pytest.raises(UserError, match="48 samples have been consumed, and with --micro-batch-size 5 the next ones"):
+        resumes(monkeypatch, 48, 3, saved, micro=5)
+    with pytest.raises(UserError, match="give the --micro-batch-size of the run that wrote the checkpoint"):
+        resumes(monkeypatch, 60, 3, saved, micro=3)
+    resumes(monkeypatch, 0, 3, saved, micro=3)
+    resumes(monkeypatch, 48, 3, saved, micro=3)  # an epoch of 96 as well, after two rounds of 24
+
+
+def test_a_worker_that_comes_later_has_the_order_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has loaded no checkpoint; the argument comes with the counters of a state."""
+    assert resumed.SHUFFLED_FOR in CONSUMED
+    late = resumes(monkeypatch, 0, 3)
+    setattr(late.args, resumed.SHUFFLED_FOR, 4)  # type: ignore[attr-defined]
+    assert late.samples(48) == Shuffled(98, 2, 4, sharded=True).samples(48)
 
 
 @settings(deadline=None, max_examples=30)
