@@ -237,7 +237,7 @@ def _gloo(row: Callable[..., None]) -> None:
 
 
 class _WorkWithEnd(dist.Work):
-    """``work``, whose wait calls ``end`` once it is done."""
+    """A ``Work`` that waits for ``work`` and then calls ``end``, once."""
 
     def __init__(self, work: Any, end: Callable[[], None]) -> None:
         super().__init__()

@@ -350,11 +350,11 @@ class Kept:
         return self._of(size, getattr(get_args(), resumed.SHUFFLED_FOR))
 
     def samples(self, first: int) -> list[int]:
-        """Of the microbatch that begins at ``first``."""
+        """Numbers of the samples of the microbatch that begins at ``first``."""
         return self._order(self._size).samples(first)
 
     def is_of_others(self, consumed: int, size: int) -> bool:
-        """Whether microbatches of ``size`` have read, in ``consumed`` samples, others than ours would have."""
+        """True where microbatches of ``size`` have read, in ``consumed`` samples, others than ours would have."""
         ours, theirs = both = self._order(self._size), self._order(size)
         if ours is theirs or not any(consumed % its.epoch for its in both):
             return False

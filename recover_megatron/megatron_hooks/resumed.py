@@ -73,6 +73,11 @@ def _keep_order(saved: Any, now: Any) -> None:
     ranks = getattr(saved, SHUFFLED_FOR, None) or getattr(saved, "data_parallel_size", None)
     if getattr(now, "dataloader_type", None) == "cyclic" and ranks:
         setattr(now, SHUFFLED_FOR, ranks)
+        if ranks != now.data_parallel_size and os.environ.get("RANK", "0") == "0":
+            log.info(
+                f"--dataloader-type cyclic: samples stay shuffled for {ranks} data-parallel ranks, as in the run "
+                f"that wrote the checkpoint, not for the {now.data_parallel_size} of this launch: none is read twice"
+            )
 
 
 def micro_batch_before(size: int) -> int:

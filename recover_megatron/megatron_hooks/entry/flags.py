@@ -277,7 +277,7 @@ def _evaluation(args: argparse.Namespace) -> list[str]:
 
 @functools.cache
 def _warn(line: str) -> None:
-    """By the first worker, once: Megatron parses its flags more than once."""
+    """Log ``line`` in the first worker, once: Megatron parses its flags more than once."""
     if os.environ.get("RANK", "0") == "0":
         log.warning(line)
 
