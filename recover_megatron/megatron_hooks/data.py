@@ -353,6 +353,11 @@ class Kept:
         """Numbers of the samples of the microbatch that begins at ``first``."""
         return self._order(self._size).samples(first)
 
+    def is_between(self, consumed: int) -> bool:
+        """True where no microbatch begins after ``consumed`` samples; not known what wrote them: no round."""
+        order = self._order(self._size)
+        return bool(consumed % self._size if resumed.knows() else consumed % order.epoch % order.round)
+
     def is_of_others(self, consumed: int, size: int) -> bool:
         """True where microbatches of ``size`` have read, in ``consumed`` samples, others than ours would have."""
         ours, theirs = both = self._order(self._size), self._order(size)
@@ -401,13 +406,14 @@ def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
             "--recover cannot be combined with Megatron's RandomSeedDataset: what it draws for a sample depends on "
             "the epoch that its loader is in, and here a loader reads ahead into the next one"
         )
-    if not hasattr(args, resumed.SHUFFLED_FOR):
+    if not getattr(args, resumed.SHUFFLED_FOR, 0):
         setattr(args, resumed.SHUFFLED_FOR, args.data_parallel_size)
     order = Kept(len(dataset), size, sharded=sampler.data_sharding)
-    if consumed % size or order.is_of_others(consumed, resumed.micro_batch_before(size)):
+    if order.is_between(consumed) or order.is_of_others(consumed, resumed.micro_batch_before(size)):
         raise UserError(
             f"--dataloader-type cyclic: {consumed} samples have been consumed, and with --micro-batch-size {size} the "
             "next ones would not be those that follow: give the --micro-batch-size of the run that wrote the checkpoint"
+            + ("" if resumed.knows() else ", and start as many data-parallel ranks")
         )
     return order
 

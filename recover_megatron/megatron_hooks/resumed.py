@@ -80,6 +80,11 @@ def _keep_order(saved: Any, now: Any) -> None:
             )
 
 
+def knows() -> bool:
+    """Tell whether this worker knows the arguments in the checkpoint that it began from (not with Megatron-Bridge)."""
+    return _loaded is not None
+
+
 def micro_batch_before(size: int) -> int:
     """Samples in a microbatch of the launch that made the checkpoint, for a loader that has ``size`` now."""
     saved = getattr(_loaded, "micro_batch_size", None)
@@ -126,8 +131,9 @@ def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
             found.append(
                 f"the run of the checkpoint was to read {before} samples ({old} epochs of {path}), and this one is "
                 f"to read {after} ({epochs} epochs), which Megatron deals in another order from the first one on: some "
-                f"are read again, and others later, or never. The old order is kept up to {flag}. A run that may be "
-                "made longer needs the larger number from its first launch on, with --exit-interval for its end"
+                f"are read again, and others later, or never. The old order is kept up to {flag}. To end earlier, "
+                "give that number and --exit-interval. A run that may be made longer needs the larger number from its "
+                "first launch on"
             )
     return found
 

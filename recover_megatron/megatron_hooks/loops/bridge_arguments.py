@@ -16,6 +16,7 @@ from typing import Any
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.megatron_hooks.maxima import LOGIT_FLAGS
 from recover_megatron.megatron_hooks.refused import SETTLED, cannot_recover, cannot_shard, cannot_use_nccl
+from recover_megatron.megatron_hooks.resumed import SHUFFLED_FOR
 
 SECTIONS = (
     "model", "train", "validation", "optimizer", "ddp", "dist", "rng", "rerun_state_machine", "checkpoint", "dataset",
@@ -33,7 +34,9 @@ COUNTERS = (
 )
 """What the ``TrainState`` has."""
 
-OWN = ("iteration", "curr_iteration", "num_floating_point_operations_so_far", "rank", "world_size")
+OWN = (
+    "iteration", "curr_iteration", "num_floating_point_operations_so_far", "rank", "world_size", SHUFFLED_FOR,
+)  # fmt: skip
 
 _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "seed": lambda config: config.rng.seed,
