@@ -763,26 +763,32 @@ def test_flags_that_megatron_takes_and_does_not_follow_are_told_of_once(
 
 
 @pytest.mark.parametrize(
-    ("given", "refused"),
+    ("given", "words"),
     [
-        ({"load": "somewhere", "dist_ckpt_strictness": "log_all"}, True),
-        ({"save": "somewhere", "dist_ckpt_strictness": "raise_unexpected"}, True),
-        ({"load": "somewhere", "dist_ckpt_strictness": "log_all", "ckpt_format": "torch"}, False),
-        ({"load": "somewhere", "dist_ckpt_strictness": "assume_ok_unexpected"}, False),
-        ({"load": "somewhere"}, False),
-        ({"dist_ckpt_strictness": "log_all"}, False),
+        ({"load": "HERE", "save": "HERE", "dist_ckpt_strictness": "log_all"}, "refused"),
+        ({"load": "EMPTY", "save": "EMPTY", "dist_ckpt_strictness": "log_all"}, "warned"),
+        ({"save": "EMPTY", "dist_ckpt_strictness": "raise_unexpected"}, "warned"),
+        ({"load": "HERE", "dist_ckpt_strictness": "log_all", "ckpt_format": "torch"}, ""),
+        ({"load": "HERE", "dist_ckpt_strictness": "assume_ok_unexpected"}, ""),
+        ({"load": "HERE"}, ""),
+        ({"dist_ckpt_strictness": "log_all"}, ""),
     ],
 )
-def test_checks_of_a_checkpoint_with_which_none_can_be_loaded_are_refused(given: dict[str, str], refused: bool) -> None:
+def test_checks_of_a_checkpoint_with_which_none_can_be_loaded_are_told_of_or_refused(
+    tmp_path: Path, given: dict[str, str], words: str
+) -> None:
     """As it is with a torch whose properties of a tensor are no arguments of ``torch.empty``."""
     properties = TensorProperties.create_from_tensor(torch.zeros(2))
     try:
         torch.empty(2, **vars(properties), device="meta")
-        taken = True
+        words = ""
     except TypeError:
-        taken = False
-    reasons = flag_checks._strictness(argparse.Namespace(**given))
-    assert bool(reasons) == (refused and not taken)
+        pass
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    folders = {"HERE": str(tmp_path), "EMPTY": str(tmp_path / "none")}
+    args = argparse.Namespace(**{name: folders.get(value, value) for name, value in given.items()})
+    assert bool(flag_checks._strictness(args)) == (words == "refused")
+    assert bool(flag_checks.remarks(args)) == (words == "warned")
 
 
 @pytest.mark.parametrize(

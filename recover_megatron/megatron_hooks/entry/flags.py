@@ -297,11 +297,19 @@ def remarks(args: argparse.Namespace) -> list[str]:
             "iteration. Give --train-samples, --lr-decay-samples and --lr-warmup-samples instead of --train-iters, "
             "--lr-decay-iters and --lr-warmup-iters"
         )
+    if getattr(args, "save", None) and not _strictness(args):
+        found += _unloadable(args)
     return found
 
 
 def _strictness(args: argparse.Namespace) -> list[str]:
-    """Refuse a check of a checkpoint's keys with which no checkpoint of this torch can be loaded.
+    """Refuse a check of a checkpoint's keys where a checkpoint is to be loaded, and cannot be."""
+    path = getattr(args, "load", None)
+    return _unloadable(args) if path and (Path(path) / "latest_checkpointed_iteration.txt").exists() else []
+
+
+def _unloadable(args: argparse.Namespace) -> list[str]:
+    """Say that no checkpoint of this torch can be loaded with the check of its keys that is asked for.
 
     Megatron (0.18 to 0.20) makes a tensor for each key by ``torch.empty(size, **properties)``.  The properties that
     torch 2.15 writes have ``strides``, which ``torch.empty`` does not take.
@@ -309,9 +317,8 @@ def _strictness(args: argparse.Namespace) -> list[str]:
     from torch.distributed.checkpoint.metadata import TensorProperties
 
     given, default = getattr(args, "dist_ckpt_strictness", None), "assume_ok_unexpected"
-    used = any(getattr(args, name, None) for name in ("load", "save"))
     other = getattr(args, "ckpt_format", "torch_dist") != "torch_dist"
-    if given in (None, default) or not used or other or "strides" not in TensorProperties.__dataclass_fields__:
+    if given in (None, default) or other or "strides" not in TensorProperties.__dataclass_fields__:
         return []
     return [
         f"--dist-ckpt-strictness {given}: with torch {importlib.metadata.version('torch')} Megatron cannot load a "
