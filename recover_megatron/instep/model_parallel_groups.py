@@ -20,6 +20,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from types import FrameType
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost, await_key
-from recover_megatron.collectives.gloo.groups import GlooGroups
+from recover_megatron.collectives.gloo.groups import GlooGroups, Identity, open_sockets, shut
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, MakeGroup, SwappableGroup
 from recover_megatron.collectives.nccl.library import abort_beside
 from recover_megatron.collectives.peers import PeerStoreClient
@@ -44,6 +45,7 @@ log = get_logger(__name__)
 
 LEAVE_SECONDS = 10.0
 _LOOK = 0.25
+_PAUSE = 0.001
 
 _CALLS = (
     "/torch/distributed/distributed_c10d.py",
@@ -181,17 +183,6 @@ class Leaving:
 MEET_SECONDS = 60.0
 
 
-def _connections() -> dict[int, tuple[int, ...]]:
-    """The TCP sockets of this process: descriptor -> identity (device, inode)."""
-    found: dict[int, tuple[int, ...]] = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                status = os.stat(int(name))
-                found[int(name)] = (status.st_dev, status.st_ino)
-    return found
-
-
 class ModelParallelGroups:
     """Notes the groups of one worker's replica as they are made, and ends them all.
 
@@ -214,6 +205,8 @@ class ModelParallelGroups:
         self._leaving: Leaving | None = None
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
+        self._shut = set[Identity]()
+        """Connections that ``end`` has shut, and gloo has perhaps not closed yet."""
         self._groups: list[SwappableGroup] = []
         self._gloo: GlooGroups | None = None
         """Those that were made anew."""
@@ -234,14 +227,14 @@ class ModelParallelGroups:
 
         Called at start-up, while other threads open no connections that last but those of ``ports``.
         """
-        before = set(_connections().values())
+        before = set(open_sockets().values())
         group = create()
         if group is None:  # the default one
             group = dist.distributed_c10d._get_default_group()
         if dist.get_backend(group) == "nccl":
             self._nccl.append(group)
             return group
-        for descriptor, identity in _connections().items():
+        for descriptor, identity in open_sockets().items():
             if identity not in before:
                 self._note(descriptor)
         return group
@@ -273,21 +266,40 @@ class ModelParallelGroups:
             self._ended = True
             sockets, self._sockets = self._sockets, []
             nccl, self._nccl = self._nccl, []
-            cancel_token = self._cancel_token
+            cancel_token, gloo = self._cancel_token, self._gloo
             leaving = self._leaving = self._leaving_of(nccl, self._device, all_heard)
-        for sock in sockets:
-            with contextlib.suppress(OSError):  # the other end was faster
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+            # Before the token lets anybody out of an operation: what a mate sends later must not reach its tensors.
+            self._shut |= shut(sockets)
+            if gloo is not None:
+                gloo.abort()
+                self._shut |= gloo.shut
         cancel_token.cancel("the replica is broken")
         leaving.begin()
 
     def left(self) -> None:
-        """In the main thread, out of every call of groups that were ended: it makes no other until they are rebuilt."""
+        """In the main thread, out of every call of groups that were ended: it makes no other until they are rebuilt.
+
+        Returns when no thread of gloo's writes to a tensor any more.  Ends the process where gloo does not get there.
+        """
+        self._settle()
         with self._lock:
             leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.left()
+
+    def _settle(self) -> None:
+        with self._lock:
+            closing, self._shut = self._shut, set()
+            guard = self.guard
+        if not closing:
+            return
+        for _ in range(round(LEAVE_SECONDS / _PAUSE)):
+            closing &= set(open_sockets().values())
+            if not closing:
+                guard.settle()
+                return
+            time.sleep(_PAUSE)
+        end_process(f"gloo has not closed {len(closing)} connections that were shut")
 
     def rebuild(self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str) -> None:
         """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.

@@ -35,6 +35,9 @@ Address = tuple[str, int]
 NO_TIMEOUT = timedelta(days=7)
 """gloo's own timeout must never fire: what hangs is ended by a revocation."""
 
+Identity = tuple[int, int]
+"""Of a socket of this process, whichever of its descriptors is looked at: device and inode."""
+
 _creating = threading.Lock()
 """Two devices made at the same time could not tell their listeners apart."""
 
@@ -76,6 +79,34 @@ def _connections(listeners: set[Address]) -> list[socket.socket]:
                 found.append(sock)
                 continue
         sock.close()
+    return found
+
+
+def shut(sockets: list[socket.socket]) -> set[Identity]:
+    """Shut the connections of which ``sockets`` are duplicates, and close and forget these.
+
+    gloo's threads close its own descriptors when they see the end.  Until then they may still write what has arrived to
+    the tensors of an operation: the identities that are returned tell whether one is open (``open_sockets``).
+    """
+    identities = set[Identity]()
+    for sock in sockets:
+        with contextlib.suppress(OSError):  # the other end was faster, or it is closed
+            status = os.fstat(sock.fileno())
+            identities.add((status.st_dev, status.st_ino))
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
+    sockets.clear()
+    return identities
+
+
+def open_sockets() -> dict[int, Identity]:
+    """The sockets of this process, by descriptor."""
+    found: dict[int, Identity] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                status = os.stat(int(name))
+                found[int(name)] = (status.st_dev, status.st_ino)
     return found
 
 
@@ -172,6 +203,8 @@ class GlooGroups:
         self.backends: dict[str, Any] = {}
         self._cancel_token = cancel_token
         self._connected: list[socket.socket] = []
+        self.shut = set[Identity]()
+        """The connections that ``abort`` has shut."""
         self._closing = threading.Lock()
         self._exchange = _Exchange()
         self._failed: list[Exception] = []
@@ -238,9 +271,7 @@ class GlooGroups:
     def abort(self) -> None:
         """Make every operation fail, here and at the other ends; from any thread."""
         with self._closing:
-            for sock in self._connected:
-                with contextlib.suppress(OSError):  # the other end was faster
-                    sock.shutdown(socket.SHUT_RDWR)
+            self.shut |= shut(self._connected)
 
     def close(self) -> None:
         last, self.backends = self.backends, {}

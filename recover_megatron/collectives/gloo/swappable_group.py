@@ -11,6 +11,7 @@ so does the number of its members, and this worker's rank, which are those of it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,6 +32,9 @@ _NOT_IN_PIECES = (
     "reduce_scatter_single", "reduce_scatter_single_coalesced",
 )  # fmt: skip
 """Operations whose wait ends at no time limit, or breaks the group when it does."""
+_MESSAGES = ("send", "recv", "recv_anysource")
+_SETTLE_SECONDS = 1.0
+_PAUSE = 0.001
 
 
 class AbortableWorks:
@@ -44,12 +48,14 @@ class AbortableWorks:
                         and is left behind
         reduce-scatter  likewise (torch 2.13 makes one of other works, and its wait takes no notice of a time limit)
 
-    What is left behind holds its tensors.
+    What is left behind holds its tensors, and may write to them until ``settle`` has returned.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:
         self.cancel_token = cancel_token
         self._waiter = Waiter(cancel_token)
+        self._under_way = set[Any]()
+        """Works of collectives; those that were completed, but never waited for, go when the next one is started."""
 
     def method(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, a method of a gloo group, with a work that can be left."""
@@ -57,26 +63,47 @@ class AbortableWorks:
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
-            return AbortableWork(result, wait) if isinstance(result, dist.Work) else result
+            if not isinstance(result, dist.Work):
+                return result
+            if name not in _MESSAGES:
+                self._under_way -= {work for work in self._under_way if work.is_completed()}
+                self._under_way.add(result)
+            return AbortableWork(result, wait)
 
         return guarded
+
+    def settle(self) -> None:
+        """Return when no collective writes to its tensors any more; its connections are shut, and gloo has closed them.
+
+        A thread of gloo's may still add up what arrived before.  One that has missed that its connections were shut
+        waits for a message, which does not come: it is told from one that works by the time, a second.
+        """
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while self._under_way and time.monotonic() < deadline:
+            self._under_way -= {work for work in self._under_way if work.is_completed()}
+            time.sleep(_PAUSE)
+        self._under_way.clear()
 
     def _wait_in_thread(self, work: Any) -> bool:
         try:
             self._waiter.wait(work)
         except EpochRevoked as over:
             raise _left() from over
+        self._under_way.discard(work)
         return True
 
     def _wait_in_pieces(self, work: Any) -> bool:
         while True:
             try:
-                return bool(work.wait(POLL))
+                done = bool(work.wait(POLL))
             except RuntimeError:
                 if work.is_completed():
                     return bool(work.wait())  # or raises gloo's own error
                 if self.cancel_token.cancelled:
                     raise _left() from None
+            else:
+                self._under_way.discard(work)
+                return done
 
 
 def _left() -> dist.DistBackendError:

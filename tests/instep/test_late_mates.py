@@ -1,0 +1,242 @@
+"""A mate that comes late to an operation which a broken replica has given up: its tensors stay as they are.
+
+gloo itself goes on with an operation whose wait has timed out: when the mate comes, it writes to the caller's tensors.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.gloo import swappable_group
+from recover_megatron.collectives.gloo.groups import Identity, open_sockets
+from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, SwappableGroup
+from recover_megatron.instep import model_parallel_groups
+from recover_megatron.instep.faults import is_communication
+from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
+from tests.harness.waiting import DEADLINE
+
+CPU = torch.device("cpu")
+
+
+def inside() -> ModelParallelGroups:
+    """The groups of a replica without one over NCCL: nothing has to be aborted, and nobody watches the main thread."""
+    leaving: Any = SimpleNamespace(begin=lambda: None, left=lambda: None)
+    return ModelParallelGroups((), CPU, leaving=lambda *_: leaving)
+
+
+def kept(groups: ModelParallelGroups, inner: Any, rank: int, *, placeholder: bool = False) -> SwappableGroup:
+    group = SwappableGroup(inner, [0, 1], rank, "tp", "gloo", placeholder=placeholder)
+    groups.keep(group)
+    return group
+
+
+Pair = tuple[ModelParallelGroups, SwappableGroup, SwappableGroup]
+"""The groups of rank 0, its group of two, and the same group at its mate."""
+
+
+def of_launch() -> Pair:
+    mine, store = inside(), dist.HashStore()
+
+    def member(rank: int) -> dist.ProcessGroup:
+        group = dist.ProcessGroup(store, rank, 2)
+        backend = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=DEADLINE))
+        group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+        return group
+
+    def both() -> dist.ProcessGroup:
+        with ThreadPoolExecutor(1) as pool:
+            mate = pool.submit(member, 1)
+            first = member(0)
+        mates.append(mate.result())
+        dist.distributed_c10d._world.pg_map[first] = ("gloo", store)
+        return first
+
+    mates: list[dist.ProcessGroup] = []
+    first = mine.make(both)
+    del dist.distributed_c10d._world.pg_map[first]
+    return mine, kept(mine, first, 0), kept(inside(), mates[0], 1)
+
+
+def made_anew() -> Pair:
+    store = dist.HashStore()
+    epoch: Any = SimpleNamespace(number=3, over=False, on_end=lambda call: None)
+    both = inside(), inside()
+    first, mate = (kept(groups, dist.ProcessGroup(0, 1), at, placeholder=True) for at, groups in enumerate(both))
+    with ThreadPoolExecutor(2) as pool:
+        for made in [pool.submit(groups.rebuild, epoch, 0, store, "127.0.0.1") for groups in both]:
+            made.result(DEADLINE)
+    theirs = both[1]._gloo
+    assert theirs is not None
+    while theirs._connected:  # duplicates, of this process's, too, which a mate elsewhere does not have
+        theirs._connected.pop().close()
+    return both[0], first, mate
+
+
+class Tensors:
+    """What one member brings to an operation, and what it gets."""
+
+    def __init__(self, value: float) -> None:
+        self.mine, self.twice = torch.full((4,), value), torch.full((8,), value)
+        self.got, self.both, self.parts = torch.zeros(4), torch.zeros(8), [torch.zeros(4), torch.zeros(4)]
+
+    def state(self) -> torch.Tensor:
+        return torch.cat([self.mine, self.twice, self.got, self.both, *self.parts])
+
+
+def rooted(options: Any, root: int) -> Any:
+    options.rootRank = root
+    return options
+
+
+Start = Callable[[Any, Tensors, int], dist.Work]
+OPERATIONS: dict[str, Start] = {
+    "allreduce": lambda on, its, rank: on.allreduce([its.mine]),
+    "broadcast": lambda on, its, rank: on.broadcast([its.mine], rooted(dist.BroadcastOptions(), 1)),
+    "reduce": lambda on, its, rank: on.reduce([its.mine], rooted(dist.ReduceOptions(), 0)),
+    "allgather": lambda on, its, rank: on.allgather([its.parts], [its.mine]),
+    "allgather base": lambda on, its, rank: on._allgather_base(its.both, its.mine),
+    "reduce scatter": lambda on, its, rank: on._reduce_scatter_base(its.got, its.twice),
+    "alltoall": lambda on, its, rank: on.alltoall_base(its.both, its.twice, [], []),
+    "message": lambda on, its, rank: on.recv([its.got], 1, 0) if rank == 0 else on.send([its.mine], 0, 0),
+}
+
+
+@pytest.mark.parametrize("make", [of_launch, made_anew])
+@pytest.mark.parametrize("start", OPERATIONS.values(), ids=OPERATIONS)
+def test_a_mate_that_comes_when_an_operation_was_given_up_changes_no_tensor_of_it(
+    make: Callable[[], Pair], start: Start
+) -> None:
+    groups, group, mate = make()
+    its, theirs = Tensors(1.0), Tensors(2.0)
+    work = start(group, its, 0)
+    groups.end()
+    with pytest.raises(RuntimeError) as given_up:
+        work.wait()
+    assert is_communication(given_up.value)
+    groups.left()
+    before = its.state()
+    with pytest.raises(RuntimeError) as late:
+        start(mate.inner, theirs, 1).wait(timedelta(seconds=DEADLINE))
+    assert is_communication(late.value)
+    assert torch.equal(its.state(), before)
+
+
+def test_the_connections_are_shut_before_anybody_is_let_out_of_an_operation() -> None:
+    groups, _, _ = made_anew()
+    opened = groups._gloo
+    assert opened is not None
+    shut: list[bool] = []
+    token: CancelToken = groups._cancel_token
+    token._wakers.insert(0, lambda: shut.append(bool(opened.shut)))  # as the guard's own, which is the first
+    groups.end()
+    assert shut == [True]
+
+
+class Connection:
+    """A connection of a group, of which gloo closes its own descriptor after ``looks`` of the worker."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+        self.groups = inside()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.of_gloo: socket.socket | None = None
+        inner = dist.ProcessGroup(0, 1)
+
+        def create() -> dist.ProcessGroup:
+            self.of_gloo = socket.create_connection(self._listener.getsockname())
+            dist.distributed_c10d._world.pg_map[inner] = ("gloo", None)
+            return inner
+
+        self.groups.make(create)
+        del dist.distributed_c10d._world.pg_map[inner]
+
+    def open_sockets(self) -> dict[int, Identity]:
+        self._looks -= 1
+        if not self._looks:
+            self.close()
+        return open_sockets()
+
+    def close(self) -> None:
+        if self.of_gloo is not None:
+            self.of_gloo.close()
+            self.of_gloo = None
+
+    def close_all(self) -> None:
+        self.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def connection(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Connection]:
+    made = Connection(request.param)
+    monkeypatch.setattr(model_parallel_groups, "open_sockets", made.open_sockets)
+    yield made
+    made.close_all()
+
+
+@pytest.mark.parametrize("connection", [3], indirect=True)
+def test_a_worker_is_out_of_its_replica_when_gloo_has_closed_the_connections(connection: Connection) -> None:
+    connection.groups.end()
+    assert connection.of_gloo is not None
+    connection.groups.left()
+    assert connection.of_gloo is None
+
+
+@pytest.mark.parametrize("connection", [-1], indirect=True)
+def test_a_worker_whose_gloo_does_not_close_its_connections_ends(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_parallel_groups, "LEAVE_SECONDS", 0.01)
+    reasons: list[str] = []
+    monkeypatch.setattr(model_parallel_groups, "end_process", reasons.append)
+    connection.groups.end()
+    connection.groups.left()
+    assert reasons == ["gloo has not closed 1 connections that were shut"]
+
+
+class Sum(dist.Work):
+    """A collective that was left, and is completed after ``looks``; it writes to its tensors until then."""
+
+    def __init__(self, looks: float) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        return self.looks <= 0
+
+    def wait(self, timeout: Any = None) -> bool:
+        raise RuntimeError("Operation timed out!")
+
+
+@pytest.mark.parametrize(("looks", "left"), [(4, 0.0), (float("inf"), float("inf"))])
+def test_a_collective_that_was_left_is_waited_for_unless_it_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, looks: float, left: float
+) -> None:
+    monkeypatch.setattr(swappable_group, "_SETTLE_SECONDS", DEADLINE if looks == 4 else 0.01)
+    token, work = CancelToken(1), Sum(looks)
+    guard = AbortableWorks(token)
+    waited = guard.method("allreduce", lambda: work)()
+    token.cancel("a death")
+    with pytest.raises(dist.DistBackendError, match="was left"):
+        waited.wait()
+    guard.settle()
+    assert work.looks == left
+
+
+def test_works_that_are_over_are_not_kept() -> None:
+    """They hold their tensors: an activation of each layer, say."""
+    guard = AbortableWorks(CancelToken(1))
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=DEADLINE))
+    assert guard.method("allreduce", group.allreduce)([torch.ones(1)]).wait()
+    assert not guard._under_way
