@@ -36,7 +36,7 @@ from recover_megatron.elastic.passes import Passes
 from recover_megatron.elastic.restoring import NotRestored
 from recover_megatron.elastic.standing import Standing, Status, odd_cover, shares, standing
 from recover_megatron.elastic.state import Exchange, Optimizers, State, Stateful
-from recover_megatron.elastic.steps import Microbatch, StepResult, ends_in_order
+from recover_megatron.elastic.steps import Microbatch, StepResult, ends_in_order, gives_state, one_step, takes_part
 from recover_megatron.elastic.verification import compare
 from recover_megatron.errors import EXIT_USAGE
 from recover_megatron.instep.comparison import OwnDescription
@@ -85,6 +85,7 @@ class ElasticDataParallel:
 
     _made = False
     """True when this process has made one."""
+    _failed: BaseException | None = None  # the exception that has left ``step``
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class ElasticDataParallel:
         self.microbatches = microbatches
         self.completed = 0
         """The last step that is finished."""
-        self._before_update = before_update
+        self._before_update = before_update or (lambda: None)
         self._allow, self._verify_interval = allow_seconds, verify_interval
         self._state = State({"model": module, "optimizer": self._optimizer, **(state or {})})
         self._gradients = Gradients(list(module.parameters()), microbatches)
@@ -152,12 +153,14 @@ class ElasticDataParallel:
         """True for the lowest worker, which calls the functions given to ``lead``.  False before the first step."""
         return self.workers[:1] == [self.worker]
 
+    @one_step
     def step(self, microbatch: Microbatch) -> StepResult:
         """Finish the next step: returns when it is finished on all live workers, and applied on this one.
 
         Raises what ``microbatch`` raises (the others go on, or end, too, if it is raised there for the same microbatch
         or by the same error), ``Fenced`` where this worker was put out of the run, and ``CoordinatorLost`` where the
-        run ends, with the exit code in ``code``; 0: the others had finished it.
+        run ends, with the exit code in ``code``; 0: the others had finished it.  Called after an error has left it, it
+        ends the process.
         """
         began, epochs = time.perf_counter(), self._session.epoch
         if more := strange_parameters(self._optimizer, self._known):
@@ -181,15 +184,10 @@ class ElasticDataParallel:
         loss = self._gradients.loss()
         self._gradients.leave_out_unused()
         self._generators.for_update(self.completed + 1)
-        try:
-            if self._before_update is not None:
-                self._before_update()
-            self._optimizer.step()
-            if not self._changed:  # an optimizer has its state from now on
-                self._state.check()
-        except Exception as error:
-            self._report("update", None, error)
-            raise
+        self._before_update()
+        self._optimizer.step()
+        if not self._changed:  # an optimizer has its state from now on
+            self._state.check()
         self.completed += 1
         self._changed = True
         result = StepResult(
@@ -201,6 +199,7 @@ class ElasticDataParallel:
         self._session.mark(self.completed, "between steps", allow=self._session.settings.stall_timeout)
         return result
 
+    @takes_part
     def begin(self) -> int:
         """Join the run, and take the state of the worker that has completed most steps; returns ``completed``.
 
@@ -215,6 +214,7 @@ class ElasticDataParallel:
                     self._enter()
         return self.completed
 
+    @takes_part
     def lead(self, function: Callable[[], Any], name: str = "") -> None:
         """Have one worker call ``function`` for all, between two steps: to write a checkpoint, a log, an evaluation.
 
@@ -230,6 +230,7 @@ class ElasticDataParallel:
                 self._do()
         self._generators.after_lead(self.completed, self._leading.calls)
 
+    @takes_part
     def check(self) -> None:
         """Return if this worker has a part in the run; call it before what a worker that was stopped must not do.
 
@@ -238,6 +239,7 @@ class ElasticDataParallel:
         """
         self._session.be_in_touch(in_epoch=False)
 
+    @takes_part
     def leave(self) -> None:
         """The training is finished for this worker: the others do not wait for it any more.  ``run`` does it.
 
@@ -260,6 +262,7 @@ class ElasticDataParallel:
                 self._session.wait_revoked()
         self._column.leave()
 
+    @gives_state
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: the steps that are completed, and the state of model, optimizer and ``state``."""
         return {"completed": self.completed, "state": self._state.tree()}

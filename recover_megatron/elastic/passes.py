@@ -12,6 +12,7 @@ from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.state import State
 from recover_megatron.elastic.steps import Microbatch
+from recover_megatron.instep.out_of_turn import tell_readers
 
 
 class Passes:
@@ -30,6 +31,7 @@ class Passes:
         self._backward, self._microbatches = backward, microbatches
         self.ran: list[int] = []
         """The microbatches of the present step whose gradients this worker has added."""
+        self._reads = False
 
     def run(
         self,
@@ -62,7 +64,12 @@ class Passes:
     def gradient(self, microbatch: Microbatch, step: int, j: int) -> torch.Tensor:
         """Add that of one microbatch; its part of the step's loss.  Raises where it did not add that alone."""
         before, untrained = self._gradients.changes(), self._state.untrained()
-        told = microbatch(step, j)
+        self._reads = True
+        try:
+            told = microbatch(step, j)
+        finally:
+            self._reads = False
+            tell_readers(self._loader_lost)
         if not isinstance(told, torch.Tensor) or told.numel() != 1:
             what = f"a tensor of shape {list(told.shape)}" if isinstance(told, torch.Tensor) else f"{told!r:.100}"
             raise TypeError(f"microbatch({step}, {j}) returned {what}: it must return its loss, a tensor of one number")
@@ -90,3 +97,8 @@ class Passes:
                 f"microbatch({step}, {j}) has changed gradients beside backward: leave zero_grad() and backward() out"
             )
         return loss
+
+    def _loader_lost(self, error: RuntimeError) -> None:
+        """A process of a DataLoader has died: an error of the microbatch, and of no sum, update or checkpoint."""
+        if self._reads:
+            raise error

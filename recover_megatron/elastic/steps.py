@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import wraps
+from typing import Any, Concatenate, NoReturn, Protocol
 
 import torch
 
+from recover_megatron.instep.faults import EXIT_OWN_FAULT
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, Fenced
 
@@ -83,3 +85,66 @@ def ends_in_order(worker: int) -> Iterator[None]:
     except CoordinatorLost as error:
         log.info(f"the run ends for worker {worker}: {error}")
         sys.exit(error.code)
+
+
+type Method[**P, T] = Callable[Concatenate[Any, P], T]
+"""A method of an `ElasticDataParallel`."""
+
+
+def takes_part[**P, T](method: Method[P, T]) -> Method[P, T]:
+    """Decorator of a method which ends the process instead, once an exception has left ``step``.
+
+    Gradients, sum or update may be half done then, on this worker alone.
+    """
+    return _refused_if(lambda its: its._failed is not None, method)
+
+
+def gives_state[**P, T](method: Method[P, T]) -> Method[P, T]:
+    """Decorator of a method which does so where that step is final in the run and not applied here."""
+    return _refused_if(_half_updated, method)
+
+
+def _refused_if[**P, T](condition: Callable[[Any], bool], method: Method[P, T]) -> Method[P, T]:
+    @wraps(method)
+    def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        if condition(self):
+            _end(self)
+        return method(self, *args, **kwargs)
+
+    return called
+
+
+def _half_updated(elastic: Any) -> bool:
+    return elastic._failed is not None and elastic._column.committed > elastic.completed
+
+
+def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
+    """Decorator of ``step``: the first exception that leaves it is kept, and the coordinator is told."""
+
+    @takes_part
+    @wraps(step)
+    def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return step(self, *args, **kwargs)
+        except (Fenced, CoordinatorLost):  # each later call raises them again
+            raise
+        except BaseException as error:
+            self._failed = error
+            if isinstance(error, Exception):
+                self._report("update" if _half_updated(self) else "step", None, error)
+            raise
+
+    return called
+
+
+def _end(elastic: Any) -> NoReturn:
+    """End the process of a worker whose script has caught what left ``step``."""
+    error, step = elastic._failed, elastic.completed + 1
+    what = "its parameters and optimizer may be half updated" if _half_updated(elastic) else "what it sums is half done"
+    log.error(
+        f"worker {elastic.worker} ends, and the other workers go on without it: {type(error).__name__} has left "
+        f"step {step} and was caught, and {what}.  Let it end the process: --max-restarts starts another worker, which "
+        "gets the state of the others.  What can be tried again is to be caught inside of the microbatch",
+        exc_info=error,
+    )
+    raise error if isinstance(error, SystemExit) else SystemExit(EXIT_OWN_FAULT)

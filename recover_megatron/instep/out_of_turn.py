@@ -7,6 +7,9 @@ A handler runs wherever its signal has met the main thread, so the other workers
 most, in another place of the training. Such an operation costs the worker that makes it, and never the run.
 
 Threads that Python has not started are not looked at: PyTorch's autograd calls hooks of the backward pass in some.
+
+The handler of SIGCHLD that a DataLoader sets raises an error, also inside of an optimizer's update: ``tell_readers``
+has it raised where data is read.
 """
 
 from __future__ import annotations
@@ -55,6 +58,32 @@ def _watched(handler: Any) -> Any:
 def _plain(handler: Any) -> Any:
     """The handler as the program has set it: it may compare it, and set it again later."""
     return handler.handler if isinstance(handler, Handler) else handler
+
+
+@dataclass(frozen=True)
+class _OfLoaders:
+    """The handler of SIGCHLD of torch's DataLoader; ``told``: gets the error that it raises."""
+
+    handler: Callable[[int, Any], Any]
+    told: Callable[[RuntimeError], None]
+
+    def __call__(self, number: int, frame: Any) -> None:
+        try:
+            self.handler(number, frame)
+        except RuntimeError as error:
+            self.told(error)
+
+
+def tell_readers(told: Callable[[RuntimeError], None]) -> None:
+    """Have ``told`` called with an error of torch's handler of SIGCHLD, which raises it only where data is read.
+
+    What is not raised then, the loader raises when it is read next.  Torch has a handler from its first loader on that
+    has processes: call this again after a read.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    of_torch = handler.handler if isinstance(handler, _OfLoaders) else handler
+    if callable(of_torch) and threading.current_thread() is threading.main_thread():  # only there handlers can be set
+        signal.signal(signal.SIGCHLD, _OfLoaders(of_torch, told))
 
 
 def begin() -> None:

@@ -27,6 +27,7 @@ from megatron.training import get_args
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.out_of_turn import tell_readers
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, resumed
 from recover_megatron.megatron_hooks.microbatches import ByNumber, InOrder, InTurn, Order, Shuffled
@@ -177,7 +178,7 @@ def _reading(processes: Sequence[Any]) -> Iterator[None]:
     """While one of ``processes`` is waited for.  Raises ``LoaderKilled``, or RuntimeError where the work ended one."""
     global _read_by
     if processes:
-        _tell_readers()
+        tell_readers(lambda _: _check(_read_by))
     try:
         _read_by = processes
         _check(processes)
@@ -201,27 +202,6 @@ def _check(processes: Sequence[Any]) -> None:
                 raise RuntimeError(f"{who} ended with exit code {code}")
             error = RuntimeError if -code in _OF_THE_WORK else LoaderKilled
             raise error(f"{who} was killed by signal {-code}")
-
-
-def _tell_readers() -> None:
-    """Have torch's handler of SIGCHLD raise an error only where it is of those that are waited for."""
-    of_torch = signal.getsignal(signal.SIGCHLD)
-    if not callable(of_torch) or isinstance(of_torch, _Handler):
-        return
-    signal.signal(signal.SIGCHLD, _Handler(of_torch))
-
-
-class _Handler:
-    """Of SIGCHLD, around torch's."""
-
-    def __init__(self, of_torch: Callable[..., Any]) -> None:
-        self._of_torch = of_torch
-
-    def __call__(self, number: int, frame: Any) -> None:
-        try:
-            self._of_torch(number, frame)
-        except RuntimeError:
-            _check(_read_by)
 
 
 class _Feed:

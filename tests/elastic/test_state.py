@@ -249,7 +249,7 @@ def test_the_coordinator_is_told_of_an_exception_that_ends_the_worker_wherever_i
 def stepping(striking: Striking, told: list[Any]) -> ElasticDataParallel:
     """One that makes whole steps with itself alone; ``told``: what the coordinator is told of losses and errors."""
     it = elastic(striking, striking.optimizer)
-    it._optimizer, it._known, it._before_update = striking.optimizer, {id(striking.weight)}, None
+    it._optimizer, it._known, it._before_update = striking.optimizer, {id(striking.weight)}, lambda: None
     it.completed, it._holds, it._changed, it._summed = 0, True, False, frozenset({1})
     it._column = column = SimpleNamespace(me=1, members=[1], over=False, committed=0)  # type: ignore[assignment]
     it._exchange = SimpleNamespace(withdraw=lambda: None)  # type: ignore[assignment]

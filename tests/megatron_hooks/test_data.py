@@ -45,6 +45,7 @@ from recover_megatron.megatron_hooks.microbatches import (
 )
 from recover_megatron.workload import quotas
 from recover_megatron.workload.assign import group_size, runs
+from tests.harness.loaders import groups, kill, strike_in_update
 
 
 def megatrons(total: int, size: int, ranks: int, *, sharded: bool, rounds: int, consumed: int = 0) -> list[list[int]]:
@@ -214,9 +215,24 @@ def test_a_killed_one_is_told_to_who_reads_and_not_to_what_else_the_main_thread_
     reads = source()
     assert reads.get(0)["text"].item() == 0
     (process,) = reads._batches._workers  # type: ignore[union-attr]
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # join() would hide it from torch
+    kill(process)
     assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(LoaderKilled, match="was killed by signal 9"):
+        reads.get(1)
+    end(reads)
+
+
+def test_a_process_that_is_killed_in_the_optimizers_update_leaves_no_parameter_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads, weights = source(), [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    reads.get(0)
+    (process,) = reads._batches._workers  # type: ignore[union-attr]
+    strike_in_update(monkeypatch, lambda: process)
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    torch.optim.SGD(groups(*weights), lr=1.0).step()
+    assert [weight.tolist() for weight in weights] == [[0.0, 0.0]] * 2
     with pytest.raises(LoaderKilled, match="was killed by signal 9"):
         reads.get(1)
     end(reads)

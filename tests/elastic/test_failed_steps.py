@@ -1,0 +1,164 @@
+"""An exception out of a step, after which this worker may have half of an update, or of a sum; and a DataLoader's
+process that dies, which is told where a microbatch reads and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recover_megatron import ElasticDataParallel
+from recover_megatron.membership.records import CoordinatorLost, Fenced
+from tests.elastic.test_state import Striking, stepping
+from tests.harness.loaders import groups, kill, strike_in_update
+
+WORDS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda it: it.step(lambda step, j: torch.ones(())),
+    "begin": lambda it: it.begin(),
+    "lead": lambda it: it.lead(lambda: it.said.append("saved")),
+    "check": lambda it: it.check(),
+    "leave": lambda it: it.leave(),
+    "state_dict": lambda it: it.state_dict(),
+}
+
+
+class Two(Striking):
+    """Two parameters, each in a group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.SGD(groups(self.weight, self.bias), lr=0.1)
+
+    def plain(self) -> torch.Tensor:
+        return super().plain() + self.bias.sum()
+
+
+def worker(model: Striking) -> Any:
+    """One that leads, and writes down in ``said`` what is done for others, or asked of them."""
+    it: Any = stepping(model, [])
+    it._known, it.said = set(map(id, model.parameters())), []
+    it._column.leave = lambda: it.said.append("left")
+    it._exchange.put = lambda *_: it.said.append("put")
+    it._session.be_in_touch = lambda **_: None
+    return it
+
+
+def fail(it: Any, error: BaseException, *, updating: bool) -> None:
+    """Make a step out of which ``error`` comes: in the middle of its update, or of its sum; the script catches it."""
+
+    def update() -> None:
+        with torch.no_grad():
+            it._state._parts["model"].weight.add_(1)
+        raise error
+
+    def finish(_: Any) -> None:
+        raise error
+
+    it._optimizer = SimpleNamespace(step=update, param_groups=[])
+    it._finish = it._finish if updating else finish
+    with pytest.raises(type(error)):
+        it.step(lambda step, j: it._state._parts["model"].plain())
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("error", [RuntimeError("a loader"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_after_an_error_in_the_update_a_worker_ends_and_gives_its_state_to_nobody(
+    word: str, error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = worker(Two())
+    fail(it, error, updating=True)
+    with pytest.raises(SystemExit) as ended:
+        WORDS[word](it)
+    assert ended.value.code == (3 if isinstance(error, SystemExit) else 1)
+    assert it.said == []
+    assert it.completed == 0
+    said = capsys.readouterr().err
+    assert f"worker 1 ends, and the other workers go on without it: {type(error).__name__} has left step 1" in said
+    assert "may be half updated.  Let it end the process: --max-restarts starts another worker" in said
+    assert "in update\n" in said, "where it was raised is shown"
+
+
+@pytest.mark.parametrize("word", [word for word in WORDS if word != "state_dict"])
+def test_after_an_error_in_the_sum_a_worker_ends_too_since_the_others_may_be_summing_its_gradients(word: str) -> None:
+    it = worker(Two())
+    fail(it, RuntimeError("a loader"), updating=False)
+    with pytest.raises(SystemExit, match="1"):
+        WORDS[word](it)
+    assert it.said == []
+
+
+def test_a_state_that_no_update_has_begun_to_change_may_be_saved() -> None:
+    it = worker(Two())
+    fail(it, KeyboardInterrupt(), updating=False)
+    assert it.state_dict()["completed"] == 0
+
+
+@pytest.mark.parametrize("error", [Fenced("too late"), CoordinatorLost("over", 0)], ids=repr)
+def test_an_end_of_the_run_is_told_as_before_however_often_a_worker_asks(error: Exception) -> None:
+    it = worker(Two())
+    for _ in range(2):
+        fail(it, error, updating=False)
+
+
+@pytest.mark.parametrize(("updating", "phase"), [(False, "step"), (True, "update")])
+def test_the_coordinator_is_told_of_an_error_that_the_script_catches(updating: bool, phase: str) -> None:
+    it, told = worker(Two()), []
+    it._session.report_exception = lambda *what, **how: told.append((what[2], how["phase"]))
+    fail(it, OSError("full"), updating=updating)
+    assert told == [("OSError: full", phase)]
+
+
+class Numbers(torch.utils.data.IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        yield from map(float, range(1, 100))
+
+
+class Reading:
+    """A worker whose microbatches read from a DataLoader with a process of its own."""
+
+    def __init__(self) -> None:
+        self.model = Two()
+        self.it: ElasticDataParallel = worker(self.model)
+        self.batches: Any = iter(torch.utils.data.DataLoader(Numbers(), batch_size=1, num_workers=1, prefetch_factor=1))
+        (self.process,) = self.batches._workers
+
+    def microbatch(self, step: int, j: int) -> torch.Tensor:
+        return self.model.plain() * float(next(self.batches))
+
+    def close(self) -> None:
+        self.batches._shutdown_workers()
+
+
+@pytest.fixture
+def reading() -> Iterator[Reading]:
+    its = Reading()
+    yield its
+    its.close()
+
+
+def test_a_loaders_process_that_is_killed_in_the_update_is_told_by_the_next_microbatch_that_reads(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strike_in_update(monkeypatch, lambda: reading.process)
+    reading.it.step(reading.microbatch)
+    assert reading.it.completed == 1
+    assert torch.equal(reading.model.weight, reading.model.bias), "all parameters have the step"
+    reading.batches._timeout = 0.05
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"):
+        reading.it.step(reading.microbatch)
+    assert reading.it.completed == 1
+
+
+def test_a_loaders_process_that_is_killed_while_a_microbatch_reads_is_told_at_once(reading: Reading) -> None:
+    def microbatch(step: int, j: int) -> torch.Tensor:
+        if step == 2:
+            kill(reading.process)
+        return reading.microbatch(step, j)
+
+    reading.it.step(microbatch)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed"):
+        reading.it.step(microbatch)
