@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron import program
-from recover_megatron.elastic.state import Optimizers, Stateful
+from recover_megatron.elastic.state import Optimizers, Stateful, is_distributed
 from recover_megatron.errors import EXIT_USAGE, UserError, refuse, traceback_wanted
 from recover_megatron.instep.comparison import OwnDescription, Told, odd_ones
 from recover_megatron.logger import get_logger
@@ -22,6 +22,9 @@ from recover_megatron.membership.session import Session
 from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
 
 log = get_logger(__name__)
+
+_SUMMING = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Wrappers of torch with a process group; the second one's module takes long to import."""
 
 type Optimizer = torch.optim.Optimizer | Optimizers
 
@@ -93,6 +96,20 @@ def check(
         reasons.append(f"the parameters are on several devices ({', '.join(sorted(devices))}): put them on one")
     if any(parameter.is_meta for parameter in parameters):
         reasons.append("parameters are on the device meta, without memory: to_empty() and initialize them before")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if sharded := [name for name, its in tensors.items() if is_distributed(its)]:
+        others = f" and {len(sharded) - 5} more" if len(sharded) > 5 else ""
+        reasons.append(
+            f"{', '.join(sharded[:5])}{others}: distributed tensors (DTensor): each worker holds the whole model here, "
+            "in plain tensors.  Leave fully_shard(), parallelize_module() and distribute_tensor() out, over a mesh of "
+            "one process, too; a model that one device cannot hold is sharded in a loop of your own (docs/ring.md)"
+        )
+    wrappers = [its for its in model.modules() if type(its).__name__ in _SUMMING and hasattr(its, "process_group")]
+    if several := {type(its).__name__ for its in wrappers if its.process_group.size() > 1}:
+        reasons.append(
+            f"{', '.join(sorted(several))} over several processes: the workers would wait for each other in each pass, "
+            "and fail when one dies: give the model as it is, without it"
+        )
     if more := strange_parameters(optimizer, set(map(id, parameters))):
         reasons.append(
             f"the optimizer has {more} parameter(s) that the model does not have: nobody would sum their gradients; "

@@ -147,12 +147,17 @@ def _types(saved: Mapping[str, Any]) -> dict[str, torch.dtype]:
     return {name: value.dtype for name, value in saved.items() if torch.is_tensor(value)}
 
 
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Tell if ``tensor`` is a DTensor, of which this process may have a part alone."""
+    return hasattr(tensor, "device_mesh")
+
+
 def _cannot_be_sent(tree: Any) -> str:
     try:
-        flatten(tree)
+        _, tensors = flatten(tree)
     except TypeError as error:
         return str(error)
-    return ""
+    return "a DTensor cannot be sent as part of a state" if any(map(is_distributed, tensors)) else ""
 
 
 class Exchange:

@@ -3,13 +3,21 @@ model's state that is not trained changes in a microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recover_megatron.elastic.checks import check
+from recover_megatron.elastic.state import State
 from recover_megatron.errors import UserError
 from tests.elastic.test_state import elastic
 from tests.examples.doubles.accelerate import Accelerator
@@ -132,6 +140,46 @@ def test_a_batchnorm_trains_in_eval_mode_and_is_named_when_it_counts_again(momen
     model.train()
     with pytest.raises(RuntimeError, match=r"has changed the model's 1\.num_batches_tracked, .*call \.eval\(\) on"):
         it._passes.gradient(lambda step, j: model(x).square().mean(), 1, 1)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_fully_shard_has_been_given_is_refused_over_a_mesh_of_one_process_too(
+    ranks: int, two_ranks: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1, bias=False))
+    fully_shard(model[0], mesh=two_ranks if ranks == 2 else DeviceMesh("cpu", [0]))
+    (reason,) = refused(model, monkeypatch)
+    assert reason.startswith("0.weight, 0.bias: distributed tensors (DTensor)")
+    assert "Leave fully_shard()" in reason
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel])
+def test_a_wrapper_that_communicates_in_each_pass_is_refused_unless_it_is_alone(
+    wrapper: Any, two_ranks: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, both = dist.new_group([0]), two_ranks.get_group()
+    how = {} if wrapper is DistributedDataParallel else {"device_id": torch.device("cpu")}
+    (reason,) = refused(torch.nn.Sequential(wrapper(torch.nn.Linear(2, 2), process_group=both, **how)), monkeypatch)
+    assert reason.startswith(f"{wrapper.__name__} over several processes")
+    assert refused(wrapper(torch.nn.Linear(2, 2), process_group=alone, **how), monkeypatch) == []
+
+
+def test_a_distributed_tensor_is_refused_wherever_it_is(two_ranks: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    whole = DTensor.from_local(torch.ones(2), two_ranks, [Replicate()])
+    state = State({"model": model, "mean": SimpleNamespace(state_dict=lambda: {"of": [whole]})})  # type: ignore[dict-item]
+    with pytest.raises(UserError, match="state of 'mean': a DTensor cannot be sent as part of a state"):
+        state.digest()
+    model.register_buffer("mean", whole)
+    (reason,) = refused(model, monkeypatch)
+    assert reason.startswith("mean: distributed")
 
 
 class Teacher(torch.nn.Module):
