@@ -2,6 +2,7 @@
 
     python benchmarks/bench_regroup.py --models toy small medium --runs 2
     python benchmarks/bench_regroup.py --transfer
+    python benchmarks/bench_regroup.py --groups
 
 Twelve workers train with TP 2, PP 2, DP 3.  The first kill leaves three spares; the second and the third (another
 position of another replica each, by --recover-inject: real SIGKILLs in a backward pass) are measured: each time the
@@ -26,6 +27,9 @@ connections) into memory that is in use, the same into new memory, by gloo alone
 use, and into new memory), and by a plain socket; MiB/s of wall time, and the processor time that each end took.  Then
 the same state from two holders in a process each.  Last the holder's training beside it: how much longer its matrix
 products take while it gives its state, again and again, than alone.
+
+--groups: until the gloo groups of two workers are made anew: as here, all together (collectives/gloo/groups.py), and by
+torch's reconfiguration, which it calls experimental, group by group; ms, in turn.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -318,14 +323,68 @@ def transfers() -> None:
     print(f"the holder's matrix products beside it take {beside / alone:.2f} times as long; {load_average()}")
 
 
+GROUPS = (1, 8)
+"""How many are made anew at a time."""
+
+
+def grouping_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
+    """Make groups anew in both ways; the time until each end has them."""
+    shared = dist.TCPStore("127.0.0.1", port, is_master=False)
+    device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+
+    def empty(name: str) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options.enable_reconfigure = [device], True
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, shared), me, 2, options)
+
+    def reconfigure(group: Any, key: str, number: int) -> None:
+        shared.set(f"{key}/{me}", group.get_reconfigure_handle())
+        options = dist.distributed_c10d.ReconfigureOptions()
+        options.uuid, options.timeout = number, timedelta(seconds=60)
+        options.handles = [shared.get(f"{key}/{member}").decode() for member in range(2)]
+        group.reconfigure(options).wait()
+
+    for many in GROUPS:
+        groups = {f"{many}/{name}": empty(f"{many}/{name}") for name in range(many)}
+        for number in range(1, 2 * ROUNDS + 2):
+            barrier.wait()
+            started, token = time.perf_counter(), CancelToken(number)
+            ours = GlooGroups(me, dict.fromkeys(groups, range(2)), shared, token, ring=f"{many} groups {number}")
+            print(json.dumps([many, "together", time.perf_counter() - started]), file=report)
+            barrier.wait()
+            ours.close()
+            started = time.perf_counter()
+            for name, group in groups.items():
+                reconfigure(group, f"{name}/{number}", number)
+            print(json.dumps([many, "reconfigured", time.perf_counter() - started]), file=report)
+    barrier.wait()
+
+
+def groupings() -> None:
+    """The table of ``--groups``."""
+    found = measured(grouping_end, 2)
+    head("groups", "together, ms:", "reconfigured, ms:", "ratio:")
+    for many in GROUPS:
+        medians = []
+        for way in ("together", "reconfigured"):
+            ends = [[seconds for *key, seconds in rows if key == [many, way]] for rows in found]
+            medians.append(1e3 * statistics.median(map(max, *(its[1:] for its in ends))))  # the first warms up
+        ours, theirs = medians
+        row(str(many), f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.1f}")
+    print(f"medians of {2 * ROUNDS}; {load_average()}")
+
+
 def main() -> None:
     parser = command_line(__doc__, timeout=600)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["toy", "small", "medium"])
     parser.add_argument("--runs", type=int, default=2, help="of each model; two recombinations each")
     parser.add_argument("--transfer", action="store_true", help="measure how a state travels, instead")
+    parser.add_argument("--groups", action="store_true", help="measure how gloo's groups are made anew, instead")
     options = parser.parse_args()
     if options.transfer:
         transfers()
+    elif options.groups:
+        groupings()
     else:
         regroup(options)
 
