@@ -34,8 +34,9 @@ from tests.megatron_hooks.tiny import OURS, losses
 
 SAMPLES = 12
 """Global batch, in microbatches of one sample: whole shares for 4, 3, 2 and 1 replicas."""
+SEQUENCE = 16
 MODEL = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    f"--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length {SEQUENCE} --max-position-embeddings 16 "
     "--micro-batch-size 1 --optimizer sgd --sgd-momentum 0.9 --lr 0.3 --min-lr 0.1 "
     "--lr-decay-style cosine --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 "
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
@@ -78,6 +79,8 @@ class Layout:
     samples: int = SAMPLES
     """Global batch."""
     context: int = 1
+    grows: tuple[int, int] | None = None
+    """(samples, global batch): the global batch from so many samples on, which iterations before it make up."""
 
     @property
     def grid(self) -> LaunchGrid:
@@ -97,7 +100,17 @@ class Layout:
     def argv(self) -> list[str]:
         sizes = ["--tensor-model-parallel-size", str(self.tensor), "--pipeline-model-parallel-size", str(self.pipeline)]
         sizes += ["--context-parallel-size", str(self.context)] * (self.context > 1)
-        return [*sizes, "--global-batch-size", str(self.samples), *self.flags.split()]
+        flags = self.flags.split()
+        if self.grows is not None:
+            after, batch = self.grows
+            return [*sizes, "--step-batch-size-schedule", f"0:{self.samples} {after * SEQUENCE}:{batch}", *flags]
+        return [*sizes, "--global-batch-size", str(self.samples), *flags]
+
+    def consumed(self, iterations: int) -> int:
+        """The samples of the first iterations."""
+        after, batch = self.grows or (0, self.samples)
+        before = min(iterations, after // self.samples)
+        return before * self.samples + (iterations - before) * batch
 
 
 LAYOUTS = [
@@ -361,10 +374,9 @@ def check_audit(result: Result, iterations: int) -> None:
     """Every iteration once, every microbatch once, the samples right, nothing by a replica that has a lost worker."""
     steps = result.steps
     assert [step.iteration for step in steps] == list(range(1, iterations + 1)), result.told()
-    samples = result.case.layout.samples
-    assert violations(steps, samples) == []
-    assert [step.consumed_samples for step in steps] == [samples * step.iteration for step in steps]
     layout, strikes = result.case.layout, result.case.strikes
+    assert violations(steps, None if layout.grows else layout.samples) == []
+    assert [step.consumed_samples for step in steps] == [layout.consumed(step.iteration) for step in steps]
     for step in steps:
         assert step.replicas == len(step.microbatches)
         assert step.epoch in result.plans, f"no plan of epoch {step.epoch} in the log: {result.told()}"

@@ -257,6 +257,7 @@ FEATURES = {
     "interleaved": featured("interleaved", INTERLEAVED, pipeline=2, samples=24),
     "averaged": featured("averaged", "--ddp-average-in-collective"),
     "per token": featured("per-token", "--calculate-per-token-loss"),
+    "growing batch": featured("batch", grows=(12 * 12, 18)),
     "overlap": featured("overlap", "--overlap-grad-reduce --ddp-bucket-size 2000"),
     "dropout": featured("dropout", more={"dropout": True}),
     "balanced": featured("balanced").with_flags("--recover-balance"),
