@@ -46,6 +46,7 @@ WRITERS = {
     "_GLOBAL_WANDB_WRITER": ("W&B", "_set_wandb_writer", "wandb_project"),
 }
 """Megatron's writers -> their names, what opens them, the argument that asks for them."""
+NOT_OF_WANDB = ("flush", "close")
 
 
 class Stub:
@@ -94,9 +95,13 @@ class Stub:
         self._aside.settle()
 
     def rest(self) -> None:
-        """It is not any more: another writes on."""
+        """Another worker writes on.
+
+        TensorBoard's server reads the files of a folder in the order of their names, and a step takes back what it has
+        read of later ones.  So the next turn needs a younger file, which SummaryWriter opens after close().
+        """
         if self._writing:
-            self._call("flush", (), {})
+            self._call("close", (), {})
         self._writing = False
 
     def _tell(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -122,7 +127,7 @@ class Stub:
             self._give_up(error)
 
     def _carry_out(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._writer is None or (method == "flush" and not hasattr(self._writer, "flush")):  # W&B's has none
+        if self._writer is None or (method in NOT_OF_WANDB and not hasattr(self._writer, method)):
             return
         try:
             getattr(self._writer, method)(*args, **kwargs)

@@ -14,6 +14,8 @@ import torch
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from torch.utils.tensorboard import SummaryWriter
 
 from recover_megatron import log_writer
 from recover_megatron.instep.grid import launch_grid
@@ -137,6 +139,8 @@ class Board:
     def flush(self) -> None:
         self.flushed += 1
 
+    close = flush
+
 
 def test_who_begins_to_write_tells_what_it_remembers_and_then_what_comes() -> None:
     opened: list[Board] = []
@@ -166,6 +170,25 @@ def test_who_begins_to_write_tells_what_it_remembers_and_then_what_comes() -> No
     writer.begin()  # the other one died: it may not have written them
     assert opened[0].told[-1] == ("loss", 1.0, 3)
     assert len(opened) == 1
+
+
+def test_tensorboard_shows_every_step_where_the_turn_comes_back_to_a_worker(tmp_path: Path) -> None:
+    """The files are read by their names, and a step takes back all that was read of later ones."""
+    step = 0
+    first, second = (Stub("TensorBoard", None, lambda: SummaryWriter(str(tmp_path)), lambda: step) for _ in range(2))
+    for writes, rests in ((first, second), (second, first), (first, second)):
+        step += 1
+        rests.rest()
+        writes.begin()
+        for each in (first, second):
+            each.add_scalar("loss", 1.0, step)
+        writes.flush()
+    shown: list[int] = []
+    for file in sorted(tmp_path.iterdir()):
+        for event in LegacyEventFileLoader(str(file)).Load():
+            if event.HasField("summary"):
+                shown = [*(before for before in shown if before < event.step), event.step]
+    assert shown == [1, 2, 3]
 
 
 def test_what_was_told_last_is_written_out_at_the_end_by_who_writes(monkeypatch: pytest.MonkeyPatch) -> None:
