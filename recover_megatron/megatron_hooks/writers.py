@@ -59,7 +59,7 @@ class Stub:
         self._name, self._writer, self._open, self._iteration = name, writer, open_, iteration
         self._writing = writer is not None
         self._kept: deque[tuple[int, float, str, tuple[Any, ...], dict[str, Any]]] = deque(maxlen=KEPT_CALLS)
-        self._aside = Aside(name)
+        self._aside = Aside(name, most_bytes=2 * KEPT_CALLS * CALL_BYTES)  # begin() tells all that is kept at once
 
     def add_scalar(self, *args: Any, **kwargs: Any) -> None:
         self._tell("add_scalar", args, kwargs)
@@ -91,6 +91,7 @@ class Stub:
             self._aside.submit(self._open_one, CALL_BYTES)
         for _, _, method, args, kwargs in self._kept:
             self._call(method, args, kwargs)
+        self._kept.clear()
         self._call("flush", (), {})
         self._aside.settle()
 
@@ -105,16 +106,17 @@ class Stub:
         self._writing = False
 
     def _tell(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Copies: Megatron adds to the tensors of what it has logged.
+        args, kwargs = tuple(map(_copy, args)), {name: _copy(value) for name, value in kwargs.items()}
+        if self._writing:
+            self._call(method, args, kwargs)
+            self._aside.settle()
+            return
         now, iteration = time.monotonic(), self._iteration()
         kept = self._kept
         while kept and kept[0][0] <= iteration - KEPT_ITERATIONS and kept[0][1] < now - KEPT_SECONDS:
             kept.popleft()
-        # Copies: Megatron adds to the tensors of what it has logged.
-        args, kwargs = tuple(map(_copy, args)), {name: _copy(value) for name, value in kwargs.items()}
         kept.append((iteration, now, method, args, kwargs))
-        if self._writing:
-            self._call(method, args, kwargs)
-            self._aside.settle()
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have the writer told, by the thread: it waits for a disk that does not answer."""

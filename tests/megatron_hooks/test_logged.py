@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,20 +175,21 @@ def test_who_begins_to_write_tells_what_it_remembers_and_then_what_comes() -> No
 
 def test_tensorboard_shows_every_step_where_the_turn_comes_back_to_a_worker(tmp_path: Path) -> None:
     """The files are read by their names, and a step takes back all that was read of later ones."""
-    step = 0
     first, second = (Stub("TensorBoard", None, lambda: SummaryWriter(str(tmp_path)), lambda: step) for _ in range(2))
-    for writes, rests in ((first, second), (second, first), (first, second)):
-        step += 1
+    for step, (writes, rests) in enumerate([(first, second), (second, first), (first, second)], 1):
         rests.rest()
         writes.begin()
         for each in (first, second):
             each.add_scalar("loss", 1.0, step)
         writes.flush()
+    told = [
+        [event.step for event in LegacyEventFileLoader(str(file)).Load() if event.HasField("summary")]
+        for file in sorted(tmp_path.iterdir())
+    ]
+    assert told == [[1], [1, 2], [2, 3]]  # what the other has told, and not its own again, of which W&B would warn
     shown: list[int] = []
-    for file in sorted(tmp_path.iterdir()):
-        for event in LegacyEventFileLoader(str(file)).Load():
-            if event.HasField("summary"):
-                shown = [*(before for before in shown if before < event.step), event.step]
+    for each_step in chain(*told):
+        shown = [*(before for before in shown if before < each_step), each_step]
     assert shown == [1, 2, 3]
 
 
@@ -236,6 +238,25 @@ def test_a_writer_that_does_not_answer_holds_nobody_up_and_hears_everything_late
     writer.flush()
     assert board.told == [("loss", 1.0, step) for step in range(100)]
     assert board.flushed
+
+
+def test_all_that_is_remembered_is_told_before_what_comes_then() -> None:
+    answers = threading.Event()
+    board = Board()
+    many = log_writer.MOST_BYTES // writers.CALL_BYTES + 1
+
+    def open_() -> Board:
+        assert answers.wait(DEADLINE)
+        return board
+
+    writer = Stub("TensorBoard", None, open_, lambda: 1)
+    for step in range(many):
+        writer.add_scalar("loss", 1.0, step)
+    writer.begin()
+    writer.add_scalar("loss", 1.0, many)
+    answers.set()
+    writer.flush()
+    assert [step for _, _, step in board.told] == list(range(many + 1))
 
 
 def test_the_losses_of_a_step_have_their_names_where_no_microbatch_was_run_and_a_chunk_has_no_weights() -> None:
