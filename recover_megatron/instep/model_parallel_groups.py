@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -293,13 +293,18 @@ class ModelParallelGroups:
             guard = self.guard
         if not closing:
             return
+
+        def still_open(among: Iterable[int] | None = None) -> dict[int, Identity]:
+            return {number: identity for number, identity in open_sockets(among).items() if identity in closing}
+
+        descriptors = still_open()
         for _ in range(round(LEAVE_SECONDS / _PAUSE)):
-            closing &= set(open_sockets().values())
-            if not closing:
+            if not descriptors:
                 guard.settle()
                 return
             time.sleep(_PAUSE)
-        end_process(f"gloo has not closed {len(closing)} connections that were shut")
+            descriptors = still_open(descriptors)
+        end_process(f"gloo has not closed {len(descriptors)} connections that were shut")
 
     def rebuild(self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str) -> None:
         """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.

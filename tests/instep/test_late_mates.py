@@ -147,6 +147,8 @@ class Connection:
 
     def __init__(self, looks: int) -> None:
         self._looks = looks
+        self.seen: list[int] = []
+        """How many descriptors each look could see; of all of this process: -1."""
         self.groups = inside()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.of_gloo: socket.socket | None = None
@@ -160,11 +162,12 @@ class Connection:
         self.groups.make(create)
         del dist.distributed_c10d._world.pg_map[inner]
 
-    def open_sockets(self) -> dict[int, Identity]:
+    def open_sockets(self, among: Any = None) -> dict[int, Identity]:
         self._looks -= 1
         if not self._looks:
             self.close()
-        return open_sockets()
+        self.seen.append(-1 if among is None else len(among))
+        return open_sockets(among)
 
     def close(self) -> None:
         if self.of_gloo is not None:
@@ -188,8 +191,10 @@ def connection(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 def test_a_worker_is_out_of_its_replica_when_gloo_has_closed_the_connections(connection: Connection) -> None:
     connection.groups.end()
     assert connection.of_gloo is not None
+    connection.seen.clear()
     connection.groups.left()
     assert connection.of_gloo is None
+    assert connection.seen[:2] == [-1, 1], "a process may have thousands of descriptors: they are looked through once"
 
 
 @pytest.mark.parametrize("connection", [-1], indirect=True)
@@ -232,6 +237,30 @@ def test_a_collective_that_was_left_is_waited_for_unless_it_is_stuck(
         waited.wait()
     guard.settle()
     assert work.looks == left
+
+
+class During(Sum):
+    """A sum during a look at which another thread, that of a backward pass, starts one."""
+
+    def __init__(self, guard: AbortableWorks) -> None:
+        super().__init__(1)
+        self._guard = guard
+
+    def is_completed(self) -> bool:
+        self._guard._under_way.add(Sum(float("inf")))
+        return super().is_completed()
+
+
+@pytest.mark.parametrize("look", ["start", "settle"])
+def test_two_threads_may_start_collectives_at_once(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swappable_group, "_SETTLE_SECONDS", 0.01)
+    guard = AbortableWorks(CancelToken(1))
+    guard._under_way.add(During(guard))
+    if look == "settle":
+        guard.settle()
+    else:
+        guard.method("allreduce", lambda: Sum(float("inf")))()
+        assert len(guard._under_way) == 2
 
 
 def test_works_that_are_over_are_not_kept() -> None:

@@ -21,7 +21,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -99,10 +99,10 @@ def shut(sockets: list[socket.socket]) -> set[Identity]:
     return identities
 
 
-def open_sockets() -> dict[int, Identity]:
-    """The sockets of this process, by descriptor."""
+def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
+    """The sockets of this process, by descriptor.  ``among``: those descriptors alone; a look at all takes longer."""
     found: dict[int, Identity] = {}
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd") if among is None else map(str, among):
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 status = os.stat(int(name))

@@ -66,7 +66,7 @@ class AbortableWorks:
             if not isinstance(result, dist.Work):
                 return result
             if name not in _MESSAGES:
-                self._under_way -= {work for work in self._under_way if work.is_completed()}
+                self._forget_completed()
                 self._under_way.add(result)
             return AbortableWork(result, wait)
 
@@ -80,9 +80,13 @@ class AbortableWorks:
         """
         deadline = time.monotonic() + _SETTLE_SECONDS
         while self._under_way and time.monotonic() < deadline:
-            self._under_way -= {work for work in self._under_way if work.is_completed()}
+            self._forget_completed()
             time.sleep(_PAUSE)
         self._under_way.clear()
+
+    def _forget_completed(self) -> None:
+        """From any thread: looks through a copy, since another thread may start or finish an operation meanwhile."""
+        self._under_way -= {work for work in self._under_way.copy() if work.is_completed()}
 
     def _wait_in_thread(self, work: Any) -> bool:
         try:
