@@ -6,10 +6,13 @@ gloo itself goes on with an operation whose wait has timed out: when the mate co
 from __future__ import annotations
 
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
+from traceback import extract_stack
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +21,12 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.gloo import swappable_group
-from recover_megatron.collectives.gloo.groups import Identity, open_sockets
+from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, Identity, open_sockets
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, SwappableGroup
 from recover_megatron.instep import model_parallel_groups
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
-from tests.harness.waiting import DEADLINE
+from tests.harness.waiting import DEADLINE, eventually
 
 CPU = torch.device("cpu")
 
@@ -209,46 +212,89 @@ def test_a_worker_whose_gloo_does_not_close_its_connections_ends(
     assert reasons == ["gloo has not closed 1 connections that were shut"]
 
 
-class Sum(dist.Work):
-    """A collective that was left, and is completed after ``looks``; it writes to its tensors until then."""
+_released = threading.Event()
 
-    def __init__(self, looks: float) -> None:
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """No thread of ``settle`` outlives its test."""
+    _released.clear()
+    yield
+    _released.set()
+    eventually(lambda: not settling())
+
+
+def settling() -> bool:
+    return swappable_group.SETTLING in {thread.name for thread in threading.enumerate()}
+
+
+class Sum(dist.Work):
+    """A collective that was left; it is over, with an error, when the main thread waits for that, or never."""
+
+    def __init__(self, *, stuck: bool = False) -> None:
         super().__init__()
-        self.looks = looks
+        self.over = False
+        self._stuck = stuck
 
     def is_completed(self) -> bool:
-        self.looks -= 1
-        return self.looks <= 0
+        return False
 
     def wait(self, timeout: Any = None) -> bool:
-        raise RuntimeError("Operation timed out!")
+        if timeout != NO_TIMEOUT:
+            raise RuntimeError("Operation timed out!")
+        if self._stuck:
+            _released.wait()
+            return False
+        eventually(lambda: "join" in (frame.name for frame in extract_stack(main_frame())))
+        self.over = True
+        raise RuntimeError("Connection closed by peer")
 
 
-@pytest.mark.parametrize(("looks", "left"), [(4, 0.0), (float("inf"), float("inf"))])
+def main_frame() -> FrameType:
+    return sys._current_frames()[threading.main_thread().ident or 0]
+
+
+@pytest.mark.parametrize("stuck", [False, True])
 def test_a_collective_that_was_left_is_waited_for_unless_it_is_stuck(
-    monkeypatch: pytest.MonkeyPatch, looks: float, left: float
+    monkeypatch: pytest.MonkeyPatch, stuck: bool
 ) -> None:
-    monkeypatch.setattr(swappable_group, "_SETTLE_SECONDS", DEADLINE if looks == 4 else 0.01)
-    token, work = CancelToken(1), Sum(looks)
+    monkeypatch.setattr(swappable_group, "_SETTLE_SECONDS", 0.01 if stuck else DEADLINE)
+    token, work = CancelToken(1), Sum(stuck=stuck)
     guard = AbortableWorks(token)
     waited = guard.method("allreduce", lambda: work)()
     token.cancel("a death")
     with pytest.raises(dist.DistBackendError, match="was left"):
         waited.wait()
     guard.settle()
-    assert work.looks == left
+    assert work.over is not stuck
+
+
+@pytest.mark.parametrize("make", [of_launch, made_anew])
+def test_a_reduce_scatter_that_has_failed_holds_nobody_up(
+    make: Callable[[], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its work is never completed."""
+    monkeypatch.setattr(swappable_group, "_SETTLE_SECONDS", DEADLINE)
+    groups, group, _ = make()
+    work = OPERATIONS["reduce scatter"](group, Tensors(1.0), 0)
+    groups.end()
+    with pytest.raises(RuntimeError):
+        work.wait()
+    groups.left()
+    assert not settling()
+    assert not work.is_completed(), "torch tells of its end now: settle() need not ask in another way"
 
 
 class During(Sum):
     """A sum during a look at which another thread, that of a backward pass, starts one."""
 
     def __init__(self, guard: AbortableWorks) -> None:
-        super().__init__(1)
+        super().__init__()
         self._guard = guard
 
     def is_completed(self) -> bool:
-        self._guard._under_way.add(Sum(float("inf")))
-        return super().is_completed()
+        self._guard._under_way.add(Sum(stuck=True))
+        return True
 
 
 @pytest.mark.parametrize("look", ["start", "settle"])
@@ -259,7 +305,7 @@ def test_two_threads_may_start_collectives_at_once(look: str, monkeypatch: pytes
     if look == "settle":
         guard.settle()
     else:
-        guard.method("allreduce", lambda: Sum(float("inf")))()
+        guard.method("allreduce", lambda: Sum(stuck=True))()
         assert len(guard._under_way) == 2
 
 

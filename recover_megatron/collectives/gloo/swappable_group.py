@@ -11,9 +11,10 @@ so does the number of its members, and this worker's rank, which are those of it
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked
-from recover_megatron.collectives.gloo.groups import Waiter
+from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, Waiter
 from recover_megatron.collectives.torch_nccl import make_group, register
 
 POLL = timedelta(seconds=0.25)
@@ -34,7 +35,7 @@ _NOT_IN_PIECES = (
 """Operations whose wait ends at no time limit, or breaks the group when it does."""
 _MESSAGES = ("send", "recv", "recv_anysource")
 _SETTLE_SECONDS = 1.0
-_PAUSE = 0.001
+SETTLING = "waiting for a collective that was left"
 
 
 class AbortableWorks:
@@ -78,10 +79,15 @@ class AbortableWorks:
         A thread of gloo's may still add up what arrived before.  One that has missed that its connections were shut
         waits for a message, which does not come: it is told from one that works by the time, a second.
         """
+        self._forget_completed()
+        # Of a reduce-scatter that has failed ``is_completed`` says no.
+        works = self._under_way.copy()
+        waiting = [threading.Thread(target=_over, args=(work,), name=SETTLING, daemon=True) for work in works]
+        for thread in waiting:
+            thread.start()
         deadline = time.monotonic() + _SETTLE_SECONDS
-        while self._under_way and time.monotonic() < deadline:
-            self._forget_completed()
-            time.sleep(_PAUSE)
+        for thread in waiting:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._under_way.clear()
 
     def _forget_completed(self) -> None:
@@ -108,6 +114,11 @@ class AbortableWorks:
             else:
                 self._under_way.discard(work)
                 return done
+
+
+def _over(work: Any) -> None:
+    with suppress(RuntimeError):  # its error is that of a broken replica
+        work.wait(NO_TIMEOUT)
 
 
 def _left() -> dist.DistBackendError:
