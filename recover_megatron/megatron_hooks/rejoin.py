@@ -50,7 +50,7 @@ from recover_megatron.instep.spare import UntakenPlaces
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks import monkeypatch, writers
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.children import moved
 from recover_megatron.megatron_hooks.fsdp.state import forget_meshes
@@ -182,6 +182,8 @@ class Rejoin:
             size = self._parts.places.fetch_state(decision)
         progress.inject("regroup", first)
         self._step_guard.reset()
+        if first > recovery.hooks.iteration():
+            writers.missed_steps()
         recovery.hooks.planned(decision)
         # Where a replica goes on, that one tells of the plan; this one only where all are new.
         recovery.planner.log(decision, None, 0.0)

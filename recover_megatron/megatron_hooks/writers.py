@@ -85,6 +85,7 @@ class Stub:
     def begin(self) -> None:
         """This worker is the last rank now."""
         if self._writing:
+            self._call("flush", (), {})  # a worker that has just lost its place will not remember these steps
             return
         self._writing = True
         if self._writer is None:
@@ -104,6 +105,14 @@ class Stub:
         if self._writing:
             self._call("close", (), {})
         self._writing = False
+
+    def missed(self) -> None:
+        """Others have finished steps without this worker: what it remembers has a gap.
+
+        Told again, the steps before the gap would have TensorBoard's server take back those in it.
+        """
+        self.rest()
+        self._kept.clear()
 
     def _tell(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Copies: Megatron adds to the tensors of what it has logged.
@@ -192,6 +201,12 @@ def take_turns(last: bool) -> None:
     """A new plan: whether this worker is the last rank now."""
     for writer in _stubs():
         writer.begin() if last else writer.rest()
+
+
+def missed_steps() -> None:
+    """This worker takes a place again, and others have finished steps meanwhile."""
+    for writer in _stubs():
+        writer.missed()
 
 
 class ProgressLog:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,24 +173,74 @@ def test_who_begins_to_write_tells_what_it_remembers_and_then_what_comes() -> No
     assert len(opened) == 1
 
 
+def tell(step: int, *workers: Stub) -> None:
+    for each in workers:
+        each.add_scalar("loss", 1.0, step)
+        each.flush()
+
+
+def boards(folder: Path) -> Iterator[Stub]:
+    return (Stub("TensorBoard", None, lambda: SummaryWriter(str(folder)), lambda: 1) for _ in range(2))
+
+
+def steps_told(folder: Path) -> list[list[int]]:
+    """Those in each file, which are read by their names."""
+    return [
+        [event.step for event in LegacyEventFileLoader(str(file)).Load() if event.HasField("summary")]
+        for file in sorted(folder.iterdir())
+    ]
+
+
+def shown(told: list[list[int]]) -> list[int]:
+    """The steps that TensorBoard's server shows: one takes back all that was read of later ones."""
+    steps: list[int] = []
+    for step in chain(*told):
+        steps = [*(before for before in steps if before < step), step]
+    return steps
+
+
 def test_tensorboard_shows_every_step_where_the_turn_comes_back_to_a_worker(tmp_path: Path) -> None:
-    """The files are read by their names, and a step takes back all that was read of later ones."""
-    first, second = (Stub("TensorBoard", None, lambda: SummaryWriter(str(tmp_path)), lambda: step) for _ in range(2))
+    first, second = boards(tmp_path)
     for step, (writes, rests) in enumerate([(first, second), (second, first), (first, second)], 1):
         rests.rest()
         writes.begin()
-        for each in (first, second):
-            each.add_scalar("loss", 1.0, step)
-        writes.flush()
-    told = [
-        [event.step for event in LegacyEventFileLoader(str(file)).Load() if event.HasField("summary")]
-        for file in sorted(tmp_path.iterdir())
-    ]
+        tell(step, first, second)
+    told = steps_told(tmp_path)
     assert told == [[1], [1, 2], [2, 3]]  # what the other has told, and not its own again, of which W&B would warn
-    shown: list[int] = []
-    for each_step in chain(*told):
-        shown = [*(before for before in shown if before < each_step), each_step]
-    assert shown == [1, 2, 3]
+    assert shown(told) == [1, 2, 3]
+
+
+def test_tensorboard_shows_the_steps_that_a_worker_has_missed_which_writes_later(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    first.begin()
+    tell(1, first, second)
+    tell(2, first)
+    second.missed()
+    tell(3, first, second)
+    second.begin()  # the other one was killed
+    tell(4, second)
+    assert steps_told(tmp_path) == [[1, 2, 3], [3, 4]]
+
+
+def test_tensorboard_shows_the_steps_that_the_worker_which_wrote_has_missed(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    first.begin()
+    tell(1, first, second)
+    second.begin()
+    tell(2, second)
+    first.missed()
+    second.rest()
+    first.begin()
+    tell(3, first, second)
+    assert shown(steps_told(tmp_path)) == [1, 2, 3]
+
+
+def test_what_was_told_is_on_the_disk_when_a_worker_that_remembers_it_may_have_lost_its_place() -> None:
+    board = Board()
+    writer = Stub("TensorBoard", board, Board, lambda: 1)
+    writer.begin()
+    writer._aside.flush()
+    assert board.flushed
 
 
 def test_what_was_told_last_is_written_out_at_the_end_by_who_writes(monkeypatch: pytest.MonkeyPatch) -> None:

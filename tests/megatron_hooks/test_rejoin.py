@@ -29,7 +29,7 @@ from recover_megatron.instep.snapshots import Taking
 from recover_megatron.instep.spare import MOST, PAUSE_SECONDS
 from recover_megatron.launch import forecast
 from recover_megatron.megatron_hooks import groups as groups_module
-from recover_megatron.megatron_hooks import memory_tier
+from recover_megatron.megatron_hooks import memory_tier, writers
 from recover_megatron.megatron_hooks import rejoin as rejoin_module
 from recover_megatron.megatron_hooks.groups import Groups, renew_rank_copies
 from recover_megatron.megatron_hooks.layout import no_way_back
@@ -368,8 +368,8 @@ def test_a_worker_that_comes_in_late_gets_no_profiler_of_other_iterations(
     assert vars(args) == {"rank": 1, **flags, **left}
 
 
-def test_a_newcomer_begins_to_open_its_rings_before_it_waits_for_mates_or_for_a_state() -> None:
-    """All others need it for their rings before they compute, and its state may be on its way for minutes."""
+def taking_a_place(monkeypatch: pytest.MonkeyPatch, *, left_in: int) -> list[str]:
+    """The order in which a worker that was in an iteration before takes a place in iteration 7."""
     did: list[str] = []
 
     def does(what: str) -> Any:
@@ -382,14 +382,31 @@ def test_a_newcomer_begins_to_open_its_rings_before_it_waits_for_mates_or_for_a_
     recovery: Any = SimpleNamespace(
         assignment=SimpleNamespace(me=2, position=0, replica=1),
         comm_config=None,
-        hooks=SimpleNamespace(planned=does("planned")),
+        hooks=SimpleNamespace(planned=does("planned"), iteration=lambda: left_in),
         orphan=SimpleNamespace(come_back=does("place")),
         planner=SimpleNamespace(log=lambda *_: None),
         progress=SimpleNamespace(mark=lambda *_, **__: None, inject=lambda *_: None),
     )
     guard: Any = SimpleNamespace(reset=lambda: None)
-    Rejoin(recovery, groups, parts, Mock(), Mock(), guard)._take_place(BESIDE)
+    monkeypatch.setattr(writers, "missed_steps", does("writers"))
+    Rejoin(recovery, groups, parts, Mock(), Mock(), guard)._take_place(replace(BESIDE, version=6))
+    return did
+
+
+def test_a_newcomer_begins_to_open_its_rings_before_it_waits_for_mates_or_for_a_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All others need it for their rings before they compute, and its state may be on its way for minutes."""
+    did = taking_a_place(monkeypatch, left_in=0)
     assert did.index("rings") < min(did.index("mates"), did.index("state"))
+
+
+@pytest.mark.parametrize(("left_in", "missed"), [(6, True), (7, False)])
+def test_writers_are_told_of_missed_steps_before_one_begins_to_write(
+    monkeypatch: pytest.MonkeyPatch, left_in: int, missed: bool
+) -> None:
+    did = taking_a_place(monkeypatch, left_in=left_in)
+    assert did[-2:] == (["writers", "planned"] if missed else ["state", "planned"])
 
 
 # ---- a state that a worker takes over at a boundary
