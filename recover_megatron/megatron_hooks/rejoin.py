@@ -167,6 +167,8 @@ class Rejoin:
         if back_to is not None and back_to.source == HELD:
             state.timeline = decision.timeline[0]  # also if this plan is over before it has its place
         mine, progress, first = recovery.assignment, recovery.progress, first_iteration(decision)
+        if first > recovery.hooks.iteration():  # the one in which this worker left; with the state it is the first
+            writers.missed_steps()
         recovery.orphan.come_back(decision)
         progress.mark("regroup", waiting=True)
         self._groups.traffic.recovery = recovery
@@ -182,8 +184,6 @@ class Rejoin:
             size = self._parts.places.fetch_state(decision)
         progress.inject("regroup", first)
         self._step_guard.reset()
-        if first > recovery.hooks.iteration():
-            writers.missed_steps()
         recovery.hooks.planned(decision)
         # Where a replica goes on, that one tells of the plan; this one only where all are new.
         recovery.planner.log(decision, None, 0.0)

@@ -201,13 +201,18 @@ def shown(told: list[list[int]]) -> list[int]:
 
 def test_tensorboard_shows_every_step_where_the_turn_comes_back_to_a_worker(tmp_path: Path) -> None:
     first, second = boards(tmp_path)
-    for step, (writes, rests) in enumerate([(first, second), (second, first), (first, second)], 1):
+    for step, (writes, rests) in enumerate([(first, second), (second, first)] * 2, 1):
         rests.rest()
         writes.begin()
         tell(step, first, second)
     told = steps_told(tmp_path)
-    assert told == [[1], [1, 2], [2, 3]]  # what the other has told, and not its own again, of which W&B would warn
-    assert shown(told) == [1, 2, 3]
+    assert told == [
+        [1],
+        [1, 2],
+        [2, 3],
+        [3, 4],
+    ]  # what the other has told, and not its own again, of which W&B would warn
+    assert shown(told) == [1, 2, 3, 4]
 
 
 def test_tensorboard_shows_the_steps_that_a_worker_has_missed_which_writes_later(tmp_path: Path) -> None:
@@ -241,6 +246,24 @@ def test_what_was_told_is_on_the_disk_when_a_worker_that_remembers_it_may_have_l
     writer.begin()
     writer._aside.flush()
     assert board.flushed
+
+
+def test_wandb_which_cannot_be_flushed_or_closed_is_written_on_when_the_turn_comes_back() -> None:
+    told: list[int] = []
+    opened: list[Any] = []
+
+    def open_() -> Any:
+        opened.append(SimpleNamespace(log=told.append))
+        return opened[-1]
+
+    writer = Stub("W&B", None, open_, lambda: 1)
+    for value in (1, 2):
+        writer.begin()
+        writer.log(value)
+        writer.rest()
+        writer._aside.flush()
+    assert told == [1, 2]
+    assert len(opened) == 1
 
 
 def test_what_was_told_last_is_written_out_at_the_end_by_who_writes(monkeypatch: pytest.MonkeyPatch) -> None:
