@@ -108,7 +108,7 @@ def _refused_if[**P, T](condition: Callable[[Any], bool], method: Method[P, T]) 
     @wraps(method)
     def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         if condition(self):
-            _end(self)
+            _end(self, method.__name__)
         return method(self, *args, **kwargs)
 
     return called
@@ -137,14 +137,14 @@ def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
     return called
 
 
-def _end(elastic: Any) -> NoReturn:
-    """End the process of a worker whose script has caught what left ``step``."""
+def _end(elastic: Any, method: str) -> NoReturn:
+    """End the process of a worker whose script calls ``method`` after an exception has left ``step``."""
     error, step = elastic._failed, elastic.completed + 1
     what = "its parameters and optimizer may be half updated" if _half_updated(elastic) else "what it sums is half done"
     log.error(
-        f"worker {elastic.worker} ends, and the other workers go on without it: {type(error).__name__} has left "
-        f"step {step} and was caught, and {what}.  Let it end the process: --max-restarts starts another worker, which "
-        "gets the state of the others.  What can be tried again is to be caught inside of the microbatch",
+        f"worker {elastic.worker} ends, and the other workers go on without it: the script has called {method}() after "
+        f"{type(error).__name__} has left step {step}, and {what}.  Let the error end the process: --max-restarts "
+        "starts another worker, which gets the state of the others.  Catch what can be tried again in the microbatch",
         exc_info=error,
     )
     raise error if isinstance(error, SystemExit) else SystemExit(EXIT_OWN_FAULT)

@@ -171,6 +171,10 @@ def test_a_wrapper_that_communicates_in_each_pass_is_refused_unless_it_is_alone(
     assert refused(wrapper(torch.nn.Linear(2, 2), process_group=alone, **how), monkeypatch) == []
 
 
+def test_a_module_that_has_the_name_of_a_wrapper_and_no_process_group_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(type("DistributedDataParallel", (torch.nn.Linear,), {})(2, 2), monkeypatch) == []
+
+
 def test_a_distributed_tensor_is_refused_wherever_it_is(two_ranks: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
     whole = DTensor.from_local(torch.ones(2), two_ranks, [Replicate()])
@@ -178,8 +182,9 @@ def test_a_distributed_tensor_is_refused_wherever_it_is(two_ranks: DeviceMesh, m
     with pytest.raises(UserError, match="state of 'mean': a DTensor cannot be sent as part of a state"):
         state.digest()
     model.register_buffer("mean", whole)
+    model.register_parameter("frozen", torch.nn.Parameter(whole, requires_grad=False))
     (reason,) = refused(model, monkeypatch)
-    assert reason.startswith("mean: distributed")
+    assert reason.startswith("frozen, mean: distributed")
 
 
 class Teacher(torch.nn.Module):

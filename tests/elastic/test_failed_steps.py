@@ -3,17 +3,21 @@ process that dies, which is told where a microbatch reads and nowhere else."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data._utils import signal_handling
 
 from recover_megatron import ElasticDataParallel
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 from tests.elastic.test_state import Striking, stepping
 from tests.harness.loaders import groups, kill, strike_in_update
+from tests.harness.waiting import DEADLINE
 
 WORDS: dict[str, Callable[[Any], Any]] = {
     "step": lambda it: it.step(lambda step, j: torch.ones(())),
@@ -77,8 +81,9 @@ def test_after_an_error_in_the_update_a_worker_ends_and_gives_its_state_to_nobod
     assert it.said == []
     assert it.completed == 0
     said = capsys.readouterr().err
-    assert f"worker 1 ends, and the other workers go on without it: {type(error).__name__} has left step 1" in said
-    assert "may be half updated.  Let it end the process: --max-restarts starts another worker" in said
+    assert f"worker 1 ends, and the other workers go on without it: the script has called {word}() after" in said
+    assert f" {type(error).__name__} has left step 1, and its parameters and optimizer may be half updated" in said
+    assert "Let the error end the process: --max-restarts starts another worker" in said
     assert "in update\n" in said, "where it was raised is shown"
 
 
@@ -112,6 +117,13 @@ def test_the_coordinator_is_told_of_an_error_that_the_script_catches(updating: b
     assert told == [("OSError: full", phase)]
 
 
+def test_the_coordinator_is_not_told_of_ctrl_c_as_of_an_error_which_ends_the_run_where_all_workers_have_it() -> None:
+    it, told = worker(Two()), []
+    it._session.report_exception = lambda *what, **how: told.append(what)
+    fail(it, KeyboardInterrupt(), updating=False)
+    assert told == []
+
+
 class Numbers(torch.utils.data.IterableDataset[float]):
     def __iter__(self) -> Iterator[float]:
         yield from map(float, range(1, 100))
@@ -123,10 +135,13 @@ class Reading:
     def __init__(self) -> None:
         self.model = Two()
         self.it: ElasticDataParallel = worker(self.model)
-        self.batches: Any = iter(torch.utils.data.DataLoader(Numbers(), batch_size=1, num_workers=1, prefetch_factor=1))
-        (self.process,) = self.batches._workers
+        self.batches: Any = None
 
     def microbatch(self, step: int, j: int) -> torch.Tensor:
+        if self.batches is None:
+            loader = torch.utils.data.DataLoader(Numbers(), batch_size=1, num_workers=1, prefetch_factor=1)
+            self.batches = iter(loader)
+            (self.process,) = self.batches._workers
         return self.model.plain() * float(next(self.batches))
 
     def close(self) -> None:
@@ -134,10 +149,14 @@ class Reading:
 
 
 @pytest.fixture
-def reading() -> Iterator[Reading]:
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
+    """Its loader is the first one of this process, for all that torch knows."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     its = Reading()
     yield its
     its.close()
+    signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_loaders_process_that_is_killed_in_the_update_is_told_by_the_next_microbatch_that_reads(
@@ -162,3 +181,14 @@ def test_a_loaders_process_that_is_killed_while_a_microbatch_reads_is_told_at_on
     reading.it.step(microbatch)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed"):
         reading.it.step(microbatch)
+
+
+def test_a_loader_that_the_first_microbatch_made_raises_nothing_when_that_is_over(reading: Reading) -> None:
+    reading.it._passes.gradient(reading.microbatch, 1, 0)
+    kill(reading.process)
+
+
+def test_a_worker_that_reads_may_go_on_in_a_thread_of_its_own(reading: Reading) -> None:
+    reading.it.step(reading.microbatch)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(reading.it.step, reading.microbatch).result(DEADLINE).step == 2
