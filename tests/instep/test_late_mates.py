@@ -6,6 +6,7 @@ gloo itself goes on with an operation whose wait has timed out: when the mate co
 from __future__ import annotations
 
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.gloo import swappable_group
-from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, Identity, open_sockets
+from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, Identity, open_sockets, shut
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, SwappableGroup
 from recover_megatron.instep import model_parallel_groups
 from recover_megatron.instep.faults import is_communication
@@ -134,15 +135,26 @@ def test_a_mate_that_comes_when_an_operation_was_given_up_changes_no_tensor_of_i
     assert torch.equal(its.state(), before)
 
 
-def test_the_connections_are_shut_before_anybody_is_let_out_of_an_operation() -> None:
-    groups, _, _ = made_anew()
-    opened = groups._gloo
-    assert opened is not None
-    shut: list[bool] = []
+@pytest.mark.parametrize("make", [of_launch, made_anew])
+def test_the_connections_are_shut_before_anybody_is_let_out_of_an_operation(make: Callable[[], Pair]) -> None:
+    groups, _, _ = make()
+    was_shut: list[bool] = []
     token: CancelToken = groups._cancel_token
-    token._wakers.insert(0, lambda: shut.append(bool(opened.shut)))  # as the guard's own, which is the first
+    token._wakers.insert(0, lambda: was_shut.append(bool(groups._shut)))  # as the guard's own, which is the first
     groups.end()
-    assert shut == [True]
+    assert was_shut == [True]
+
+
+def test_a_connection_that_its_other_end_has_reset_is_waited_for_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        of_gloo = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    theirs.close()
+    with of_gloo:
+        with pytest.raises(ConnectionResetError):
+            of_gloo.recv(1)
+        assert shut([of_gloo.dup()]) & set(open_sockets().values())
 
 
 class Connection:
@@ -192,12 +204,15 @@ def connection(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
 @pytest.mark.parametrize("connection", [3], indirect=True)
 def test_a_worker_is_out_of_its_replica_when_gloo_has_closed_the_connections(connection: Connection) -> None:
+    under_way = Sum()
+    connection.groups.guard.method("allreduce", lambda: under_way)()
     connection.groups.end()
     assert connection.of_gloo is not None
     connection.seen.clear()
     connection.groups.left()
     assert connection.of_gloo is None
     assert connection.seen[:2] == [-1, 1], "a process may have thousands of descriptors: they are looked through once"
+    assert under_way.over, "the worker has waited until it was"
 
 
 @pytest.mark.parametrize("connection", [-1], indirect=True)
@@ -237,7 +252,7 @@ class Sum(dist.Work):
         self._stuck = stuck
 
     def is_completed(self) -> bool:
-        return False
+        return self.over
 
     def wait(self, timeout: Any = None) -> bool:
         if timeout != NO_TIMEOUT:
@@ -267,6 +282,7 @@ def test_a_collective_that_was_left_is_waited_for_unless_it_is_stuck(
         waited.wait()
     guard.settle()
     assert work.over is not stuck
+    assert not guard._under_way
 
 
 @pytest.mark.parametrize("make", [of_launch, made_anew])
@@ -312,6 +328,15 @@ def test_two_threads_may_start_collectives_at_once(look: str, monkeypatch: pytes
 def test_works_that_are_over_are_not_kept() -> None:
     """They hold their tensors: an activation of each layer, say."""
     guard = AbortableWorks(CancelToken(1))
-    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=DEADLINE))
-    assert guard.method("allreduce", group.allreduce)([torch.ones(1)]).wait()
+    one = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=DEADLINE))
+    assert guard.method("allreduce", one.allreduce)([torch.ones(1)]).wait()
+    assert guard.method("_reduce_scatter_base", one._reduce_scatter_base)(torch.ones(1), torch.ones(1)).wait()
     assert not guard._under_way
+
+
+def test_a_work_that_nobody_waits_for_is_not_kept_when_it_is_over_and_the_next_begins() -> None:
+    guard, works = AbortableWorks(CancelToken(1)), [Sum(), Sum()]
+    for work in works:
+        guard.method("allreduce", lambda its=work: its)()
+        work.over = True
+    assert guard._under_way == {works[1]}
