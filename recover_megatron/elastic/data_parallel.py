@@ -83,9 +83,9 @@ class ElasticDataParallel:
     trained so, or this process has made another one, it tells all reasons, and ends the process with exit code 2.
     """
 
-    _made = False
-    """True when this process has made one."""
+    _made = False  # True when this process has made one
     _failed: BaseException | None = None  # the exception that has left ``step``
+    _updating = False  # True while the optimizer steps
 
     def __init__(
         self,
@@ -185,11 +185,11 @@ class ElasticDataParallel:
         self._gradients.leave_out_unused()
         self._generators.for_update(self.completed + 1)
         self._before_update()
+        self._updating = True
         self._optimizer.step()
         if not self._changed:  # an optimizer has its state from now on
             self._state.check()
-        self.completed += 1
-        self._changed = True
+        self.completed, self._changed, self._updating = self.completed + 1, True, False
         result = StepResult(
             self.completed, loss, tuple(self._passes.ran),
             tuple(worker for worker in self.workers if worker in self._summed),

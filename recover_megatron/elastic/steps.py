@@ -100,8 +100,22 @@ def takes_part[**P, T](method: Method[P, T]) -> Method[P, T]:
 
 
 def gives_state[**P, T](method: Method[P, T]) -> Method[P, T]:
-    """Decorator of a method which does so where that step is final in the run and not applied here."""
-    return _refused_if(_half_updated, method)
+    """Decorator of a method which does so where that step is final in the run and not applied here.
+
+    The method raises RuntimeError inside of the optimizer's step: in the handler of a signal, say.
+    """
+    refused = _refused_if(_half_updated, method)
+
+    @wraps(method)
+    def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._updating and self._failed is None:
+            raise RuntimeError(
+                f"{method.__name__}() in the middle of the update of step {self.completed + 1}, which is half done: "
+                "have a signal's handler set a flag, and save in the loop's body"
+            )
+        return refused(self, *args, **kwargs)
+
+    return called
 
 
 def _refused_if[**P, T](condition: Callable[[Any], bool], method: Method[P, T]) -> Method[P, T]:
@@ -130,6 +144,7 @@ def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
             raise
         except BaseException as error:
             self._failed = error
+            self._exchange.withdraw()  # the script may catch it and change the state, which others may be getting
             if isinstance(error, Exception):
                 self._report("update" if _half_updated(self) else "step", None, error)
             raise

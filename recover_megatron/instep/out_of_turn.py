@@ -60,6 +60,10 @@ def _plain(handler: Any) -> Any:
     return handler.handler if isinstance(handler, Handler) else handler
 
 
+_OF_TORCH = "DataLoader worker (pid "
+"""With this an error begins that torch's handler of SIGCHLD raises."""
+
+
 @dataclass(frozen=True)
 class _OfLoaders:
     """The handler of SIGCHLD of torch's DataLoader; ``told``: gets the error that it raises."""
@@ -71,6 +75,8 @@ class _OfLoaders:
         try:
             self.handler(number, frame)
         except RuntimeError as error:
+            if not str(error).startswith(_OF_TORCH):  # of the program's own handler: torch's calls it, or it torch's
+                raise
             self.told(error)
 
 

@@ -3,6 +3,7 @@ process that dies, which is told where a microbatch reads and nowhere else."""
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -192,3 +193,45 @@ def test_a_worker_that_reads_may_go_on_in_a_thread_of_its_own(reading: Reading) 
     reading.it.step(reading.microbatch)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(reading.it.step, reading.microbatch).result(DEADLINE).step == 2
+
+
+def test_an_error_of_the_programs_own_handler_of_sigchld_comes_out_where_it_was_raised(reading: Reading) -> None:
+    def of_the_program(*_: Any) -> None:
+        raise RuntimeError("a process of the program has died")
+
+    before = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, of_the_program)
+    try:
+        reading.it.step(reading.microbatch)
+        with pytest.raises(RuntimeError, match="a process of the program"):
+            signal.raise_signal(signal.SIGCHLD)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_handler_of_a_signal_gets_no_state_in_the_middle_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, saved = worker(Two()), []
+    module = importlib.import_module("torch.optim.sgd")
+    update = module.sgd
+
+    def sgd(*args: Any, **kwargs: Any) -> None:
+        update(*args, **kwargs)
+        signal.raise_signal(signal.SIGUSR2)
+
+    before = signal.signal(signal.SIGUSR2, lambda *_: saved.append(it.state_dict()))
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        monkeypatch.setattr(module, "sgd", sgd)
+        with pytest.raises(RuntimeError, match="in the middle of the update of step 1"):
+            it.step(lambda step, j: it._state._parts["model"].plain())
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert len(saved) == 1, "before the step"
+
+
+def test_after_a_failed_step_nobody_gets_the_state_any_more() -> None:
+    """The script that has caught the error may change it, and a worker that comes may be fetching it."""
+    it = worker(Two())
+    it._exchange.withdraw = lambda: it.said.append("withdrawn")
+    fail(it, RuntimeError("a loader"), updating=False)
+    assert it.said == ["withdrawn"]
