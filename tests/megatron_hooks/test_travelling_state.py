@@ -297,6 +297,7 @@ def test_all_have_one_weight_decay_after_going_back_whether_they_knew_the_schedu
         worker.state.go_back(6)
         worker.scheduler.load_state_dict(saved)
         worker.state.loaded(6, 0, 1)
+        assert worker.scheduler.num_steps == 6 * BATCH, "Megatron adds the steps of a checkpoint to those that it has"
     assert newcomer.inner.param_groups[0]["weight_decay"] == there.inner.param_groups[0]["weight_decay"]
 
 
