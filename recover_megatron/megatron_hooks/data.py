@@ -323,7 +323,7 @@ class Kept:
     """
 
     def __init__(self, total: int, size: int, *, sharded: bool) -> None:
-        self._size = size
+        self._size, self._sharded = size, sharded
         self._of = lru_cache(maxsize=4)(partial(Shuffled, total, sharded=sharded))
 
     def _order(self, size: int) -> Shuffled:
@@ -338,12 +338,17 @@ class Kept:
         order = self._order(self._size)
         return bool(consumed % self._size if resumed.knows() else consumed % order.epoch % order.round)
 
+    def is_in_epoch(self, consumed: int) -> bool:
+        """True where ``consumed`` samples are no whole epochs."""
+        return bool(consumed % self._order(self._size).epoch)
+
     def is_of_others(self, consumed: int, size: int) -> bool:
         """True where microbatches of ``size`` have read, in ``consumed`` samples, others than ours would have."""
         ours, theirs = both = self._order(self._size), self._order(size)
         if ours is theirs or not any(consumed % its.epoch for its in both):
             return False
-        return ours.epoch != theirs.epoch or any(consumed % its.epoch % its.round for its in both)
+        # Where all ranks shuffle the whole, the microbatch says how much of the data set that is.
+        return not self._sharded or ours.epoch != theirs.epoch or any(consumed % its.epoch % its.round for its in both)
 
 
 def _only(batches: list[Batch]) -> Batch:
@@ -365,6 +370,11 @@ def _external(loader: Any, consumed: int) -> Source:
     size = args.micro_batch_size
     if getattr(args, "full_validation", False) or (getattr(args, "eval_micro_batch_size", None) or size) != size:
         raise UserError(f"{flag} cannot be combined with --full-validation or another --eval-micro-batch-size")
+    if consumed % size:
+        raise UserError(
+            f"{flag}: {consumed} samples have been consumed, and no microbatch of {size} begins after them: give the "
+            "--micro-batch-size of the run that wrote the checkpoint"
+        )
     made = torch.utils.data.DataLoader(
         _Numbered(loader),
         batch_size=1,
@@ -389,6 +399,14 @@ def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
     if not getattr(args, resumed.SHUFFLED_FOR, 0):
         setattr(args, resumed.SHUFFLED_FOR, args.data_parallel_size)
     order = Kept(len(dataset), size, sharded=sampler.data_sharding)
+    if (theirs := resumed.sharded_before(sampler.data_sharding)) != sampler.data_sharding and order.is_in_epoch(
+        consumed
+    ):
+        raise UserError(
+            f"--dataloader-type cyclic: {consumed} samples have been consumed, in the middle of an epoch, by a run "
+            + ("without --no-data-sharding: leave it out" if theirs else "with --no-data-sharding: give it here, too")
+            + ", or samples of this epoch are read again"
+        )
     if order.is_between(consumed) or order.is_of_others(consumed, resumed.micro_batch_before(size)):
         raise UserError(
             f"--dataloader-type cyclic: {consumed} samples have been consumed, and with --micro-batch-size {size} the "

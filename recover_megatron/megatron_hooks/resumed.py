@@ -91,6 +91,11 @@ def micro_batch_before(size: int) -> int:
     return int(saved) if saved and size == get_args().micro_batch_size else size
 
 
+def sharded_before(now: bool) -> bool:
+    """Tell if each rank shuffled a part of its own in the launch that made the checkpoint; not known: as ``now``."""
+    return bool(getattr(_loaded, "data_sharding", now))
+
+
 def look(dataset: Any) -> None:
     """Warn of a training data set, or of one in a blend, whose samples do not come as the user expects."""
     if os.environ.get("RANK", "0") != "0":

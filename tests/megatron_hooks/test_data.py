@@ -88,16 +88,26 @@ def test_in_turn_is_megatrons_order_of_full_validation_over_several_evaluations(
     assert [order.samples(first) for first in range(4 * total)] == expected
 
 
-def resumes(monkeypatch: pytest.MonkeyPatch, consumed: int, ranks: int, saved: Any = None, *, micro: int = 2) -> Kept:
-    """The order of a launch of ``ranks``, with the checkpoint arguments ``saved``, over 98 samples."""
+def resumes(
+    monkeypatch: pytest.MonkeyPatch,
+    consumed: int,
+    ranks: int,
+    saved: Any = None,
+    *,
+    micro: int = 2,
+    sharded: bool = True,
+    total: int = 98,
+) -> Kept:
+    """The order of a launch of ``ranks``, with the checkpoint arguments ``saved``."""
     args = SimpleNamespace(data_parallel_size=ranks, micro_batch_size=micro, dataloader_type="cyclic")
+    args.data_sharding = sharded
     for module in (data, resumed):
         monkeypatch.setattr(module, "get_args", lambda: args)
     monkeypatch.setattr(resumed, "_loaded", None)
     if saved is not None:
         resumed._compared(lambda *_: None)(saved)
-    sampler = type("MegatronPretrainingRandomSampler", (), {"micro_batch_size": micro, "data_sharding": True})()
-    made = data._order_of(range(98), sampler, consumed)
+    sampler = type("MegatronPretrainingRandomSampler", (), {"micro_batch_size": micro, "data_sharding": sharded})()
+    made = data._order_of(range(total), sampler, consumed)
     made.args = args  # type: ignore[union-attr]
     return made  # type: ignore[return-value]
 
@@ -127,6 +137,40 @@ def test_cyclic_samples_go_on_with_the_microbatches_of_the_checkpoint_alone(monk
         resumes(monkeypatch, 60, 3, saved, micro=3)
     resumes(monkeypatch, 0, 3, saved, micro=3)
     resumes(monkeypatch, 48, 3, saved, micro=3)  # an epoch of 96 as well, after two rounds of 24
+
+
+@pytest.mark.parametrize(
+    ("now", "said"), [(True, "with --no-data-sharding: give it here"), (False, "without --no-data")]
+)
+def test_cyclic_samples_are_shuffled_by_rank_or_all_together_from_an_epochs_begin_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, now: bool, said: str
+) -> None:
+    """In its middle 26 of the last 48 samples would be read again here, as many each way."""
+    saved = resumes(monkeypatch, 0, 4, sharded=not now).args  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=f"48 samples .* in the middle of an epoch, by a run {said}"):
+        resumes(monkeypatch, 48, 4, saved, sharded=now)
+    assert resumes(monkeypatch, 96, 4, saved, sharded=now).samples(96) == Shuffled(98, 2, 4, sharded=now).samples(96)
+
+
+def test_where_all_ranks_shuffle_the_whole_another_microbatch_begins_with_an_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Microbatches of 1 shuffle 97 samples, and those of 2 shuffle 96, though both have epochs of 96."""
+    saved = resumes(monkeypatch, 0, 4, micro=1, sharded=False, total=97).args  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="48 samples have been consumed, and with --micro-batch-size 2 the next ones"):
+        resumes(monkeypatch, 48, 4, saved, sharded=False, total=97)
+    resumes(monkeypatch, 96, 4, saved, sharded=False, total=97)
+
+
+def test_a_loader_of_the_users_own_goes_on_where_a_microbatch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(micro_batch_size=4, num_workers=0)
+    monkeypatch.setattr(data, "get_args", lambda: args)
+    loader = SimpleNamespace(microbatch=lambda number: {"at": torch.tensor([number])})
+    with pytest.raises(UserError, match="6 samples have been consumed, and no microbatch of 4 begins after them"):
+        data._external(loader, 6)
+    its = data._external(loader, 8)
+    its.begin(8, [0], 1)
+    assert its.get(0)["at"].tolist() == [2]
 
 
 def test_a_worker_that_comes_later_has_the_order_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
