@@ -237,7 +237,7 @@ def _gloo(row: Callable[..., None]) -> None:
 
 
 class _WorkWithEnd(dist.Work):
-    """A ``Work`` that waits for ``work`` and then calls ``end``, once."""
+    """A ``Work`` of which ``end`` is called, once, before the caller learns that ``work`` is done."""
 
     def __init__(self, work: Any, end: Callable[[], None]) -> None:
         super().__init__()
@@ -249,7 +249,10 @@ class _WorkWithEnd(dist.Work):
         return done
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        done = bool(self._work.is_completed())
+        if done:
+            self._end()
+        return done
 
 
 def _reductions(row: Callable[..., None]) -> None:

@@ -232,6 +232,11 @@ def test_the_maximum_and_minimum_over_gloo_keep_a_nan_of_any_rank_at_any_place(i
                             assert (work is not None) == (size == 7) and (work is None or work.wait())
                             assert torch.equal(mine.isnan(), expected.isnan()), (dtype, op, size, bad, mine)
                             assert torch.equal(mine.nan_to_num(9), expected.nan_to_num(9)), (dtype, op, size, bad, mine)
+        largest = torch.tensor([rank, torch.nan if rank == 1 else 0.0])
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
+        while not work.is_completed():
+            pass
+        assert largest[0] == 2 and largest[1].isnan(), largest
         infinite = torch.nn.Parameter(torch.tensor([torch.inf if rank == 1 else 0.0, -torch.inf, rank]))
         dist.all_reduce(infinite, op=dist.ReduceOp.MAX)
         assert infinite.tolist() == [torch.inf, -torch.inf, 2], infinite
