@@ -23,7 +23,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
 
 log = get_logger(__name__)
 
-_SUMMING = ("DistributedDataParallel", "FullyShardedDataParallel")
+_SUMMING = {"DistributedDataParallel", "FullyShardedDataParallel"}
 """Wrappers of torch with a process group; the second one's module takes long to import."""
 
 type Optimizer = torch.optim.Optimizer | Optimizers
@@ -104,7 +104,11 @@ def check(
             "in plain tensors.  Leave fully_shard(), parallelize_module() and distribute_tensor() out, over a mesh of "
             "one process, too; a model that one device cannot hold is sharded in a loop of your own (docs/ring.md)"
         )
-    wrappers = [its for its in model.modules() if type(its).__name__ in _SUMMING and hasattr(its, "process_group")]
+    wrappers = [
+        its
+        for its in model.modules()
+        if _SUMMING & {kind.__name__ for kind in type(its).__mro__} and hasattr(its, "process_group")
+    ]
     if several := {type(its).__name__ for its in wrappers if its.process_group.size() > 1}:
         reasons.append(
             f"{', '.join(sorted(several))} over several processes: the workers would wait for each other in each pass, "

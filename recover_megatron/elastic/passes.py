@@ -47,6 +47,7 @@ class Passes:
 
         ``begin``: told the number of each before it.  ``failed``: told of an exception, which is then raised.
         """
+        tell_readers(self._loader_lost)  # here, too: this worker may have no microbatch of the step
         with self._gradients.kept():
             for j in share:
                 if over():

@@ -160,12 +160,16 @@ def test_a_model_that_fully_shard_has_been_given_is_refused_over_a_mesh_of_one_p
     assert "Leave fully_shard()" in reason
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel])
+class OfTheProgram(DistributedDataParallel):
+    pass
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel, OfTheProgram])
 def test_a_wrapper_that_communicates_in_each_pass_is_refused_unless_it_is_alone(
     wrapper: Any, two_ranks: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, both = dist.new_group([0]), two_ranks.get_group()
-    how = {} if wrapper is DistributedDataParallel else {"device_id": torch.device("cpu")}
+    how = {} if wrapper is not FullyShardedDataParallel else {"device_id": torch.device("cpu")}
     (reason,) = refused(torch.nn.Sequential(wrapper(torch.nn.Linear(2, 2), process_group=both, **how)), monkeypatch)
     assert reason.startswith(f"{wrapper.__name__} over several processes")
     assert refused(wrapper(torch.nn.Linear(2, 2), process_group=alone, **how), monkeypatch) == []

@@ -173,6 +173,13 @@ def test_a_loaders_process_that_is_killed_in_the_update_is_told_by_the_next_micr
     assert reading.it.completed == 1
 
 
+def test_a_loaders_process_is_told_by_no_sum_of_a_step_in_which_this_worker_has_no_microbatch(reading: Reading) -> None:
+    reading.it._passes.run(
+        reading.microbatch, 1, [], over=lambda: False, begin=lambda j: None, failed=lambda j, error: None
+    )
+    kill(reading.process)
+
+
 def test_a_loaders_process_that_is_killed_while_a_microbatch_reads_is_told_at_once(reading: Reading) -> None:
     def microbatch(step: int, j: int) -> torch.Tensor:
         if step == 2:
