@@ -101,12 +101,28 @@ def look(dataset: Any) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     try:
+        for line in of_blend(dataset, get_args(), _loaded):
+            log.warning(line)
         for one in getattr(dataset, "datasets", [dataset]):
             if getattr(getattr(one, "index_split", None), "name", "") == "train" and hasattr(one, "_get_num_epochs"):
                 for line in warnings(one, get_args(), _loaded):
                     log.warning(line)
     except Exception as error:  # noqa: BLE001  nothing that is written for people ends a run
         log.debug(f"the order of samples was not looked at: {error!r}")
+
+
+def of_blend(dataset: Any, now: Any, then: Any) -> list[str]:
+    """Warnings about a blend: it has as many samples as a training asks for, and cyclic ones are shuffled by that."""
+    before, after = _asked(then), _asked(now)
+    shuffled = hasattr(dataset, "datasets") and getattr(now, "dataloader_type", None) == "cyclic"
+    if not shuffled or dataset.split.name != "train" or not before or not after or before == after:
+        return []
+    return [
+        f"the run of the checkpoint was to read {before} samples of a blend, and this one is to read {after}, which "
+        "--dataloader-type cyclic shuffles in another order: some are read again, and others never. To keep the order, "
+        "give the number of that run, and --exit-interval to end earlier. A run that may be made longer needs the "
+        "larger number from its first launch on"
+    ]
 
 
 def warnings(dataset: Any, now: Any, then: Any) -> list[str]:

@@ -16,6 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from recover_megatron.errors import UserError
 from recover_megatron.megatron_hooks import resumed
 from recover_megatron.megatron_hooks.data import _with_sources
+from recover_megatron.megatron_hooks.microbatches import Shuffled
 
 LENGTH = 8
 
@@ -109,6 +110,29 @@ def test_the_first_worker_tells_when_it_builds_its_loader(
 
     assert [str(corpus) in line for corpus, line in zip(corpora, said(rank=0), strict=True)] == [True, True]
     assert said(rank=1) == []
+
+
+def test_cyclic_samples_of_a_blend_are_shuffled_by_the_length_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where each data set of it is dealt as before."""
+    corpora = [tmp_path / "one", tmp_path / "other"]
+    for corpus in corpora:
+        write(corpus, documents=50)
+    old, new = (Shuffled(len(read(corpora, samples)), 1, 2, sharded=True) for samples in (100, 104))
+    assert [old.samples(at) for at in range(50)] != [new.samples(at) for at in range(50)]
+
+    def said(after: int, kind: str) -> list[str]:
+        caplog.clear()
+        now = SimpleNamespace(**{**vars(asks(after)), "dataloader_type": kind})
+        monkeypatch.setattr(resumed, "get_args", lambda: now)
+        monkeypatch.setattr(resumed, "_loaded", asks(100))
+        resumed.look(read(corpora, after))
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    (line,) = said(104, "cyclic")
+    assert "was to read 100 samples of a blend, and this one is to read 104" in line
+    assert said(104, "single") == said(100, "cyclic") == []
 
 
 @pytest.fixture
