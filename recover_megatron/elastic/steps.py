@@ -144,10 +144,11 @@ def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
             raise
         except BaseException as error:
             self._failed = error
-            self._exchange.withdraw()  # the script may catch it and change the state, which others may be getting
             if isinstance(error, Exception):
                 self._report("update" if _half_updated(self) else "step", None, error)
             raise
+        finally:  # a script that catches it may change the state, which others may be getting
+            self._exchange.withdraw()
 
     return called
 

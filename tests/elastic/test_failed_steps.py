@@ -236,9 +236,10 @@ def test_a_handler_of_a_signal_gets_no_state_in_the_middle_of_an_update(monkeypa
     assert len(saved) == 1, "before the step"
 
 
-def test_after_a_failed_step_nobody_gets_the_state_any_more() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("a loader"), Fenced("too late")], ids=repr)
+def test_after_a_failed_step_nobody_gets_the_state_any_more(error: Exception) -> None:
     """The script that has caught the error may change it, and a worker that comes may be fetching it."""
     it = worker(Two())
     it._exchange.withdraw = lambda: it.said.append("withdrawn")
-    fail(it, RuntimeError("a loader"), updating=False)
+    fail(it, error, updating=False)
     assert it.said == ["withdrawn"]
