@@ -205,6 +205,8 @@ class ModelParallelGroups:
         self._leaving: Leaving | None = None
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
+        self._mixed: list[socket.socket] = []
+        """Of groups while which were made another thread has opened connections, too, which gloo does not close."""
         self._shut = set[Identity]()
         """Connections that ``end`` has shut, and gloo has perhaps not closed yet."""
         self._groups: list[SwappableGroup] = []
@@ -234,9 +236,13 @@ class ModelParallelGroups:
         if dist.get_backend(group) == "nccl":
             self._nccl.append(group)
             return group
+        noted = len(self._sockets)
         for descriptor, identity in open_sockets().items():
             if identity not in before:
                 self._note(descriptor)
+        if len(self._sockets) - noted >= group.size():  # one for each other member is gloo's
+            self._mixed += self._sockets[noted:]
+            del self._sockets[noted:]
         return group
 
     def _note(self, descriptor: int) -> None:
@@ -270,6 +276,7 @@ class ModelParallelGroups:
             leaving = self._leaving = self._leaving_of(nccl, self._device, all_heard)
             # Before the token lets anybody out of an operation: what a mate sends later must not reach its tensors.
             self._shut |= shut(sockets)
+            shut(self._mixed)
             if gloo is not None:
                 gloo.abort()
                 self._shut |= gloo.shut

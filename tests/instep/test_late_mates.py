@@ -67,6 +67,7 @@ def of_launch() -> Pair:
 
     mates: list[dist.ProcessGroup] = []
     first = mine.make(both)
+    mine._sockets, mine._mixed = mine._mixed, []  # both ends are in this process, one more than a member has
     del dist.distributed_c10d._world.pg_map[first]
     return mine, kept(mine, first, 0), kept(inside(), mates[0], 1)
 
@@ -158,16 +159,19 @@ def test_a_connection_that_its_other_end_has_reset_is_waited_for_too() -> None:
 
 
 class Connection:
-    """A connection of a group, of which gloo closes its own descriptor after ``looks`` of the worker."""
+    """A connection of a group, of which gloo closes its own descriptor after ``looks`` of the worker.
 
-    def __init__(self, looks: int) -> None:
+    ``members``: of the group; where it has one, the connection is another thread's.
+    """
+
+    def __init__(self, looks: int, members: int = 2) -> None:
         self._looks = looks
         self.seen: list[int] = []
         """How many descriptors each look could see; of all of this process: -1."""
         self.groups = inside()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.of_gloo: socket.socket | None = None
-        inner = dist.ProcessGroup(0, 1)
+        inner = dist.ProcessGroup(0, members)
 
         def create() -> dist.ProcessGroup:
             self.of_gloo = socket.create_connection(self._listener.getsockname())
@@ -225,6 +229,19 @@ def test_a_worker_whose_gloo_does_not_close_its_connections_ends(
     connection.groups.end()
     connection.groups.left()
     assert reasons == ["gloo has not closed 1 connections that were shut"]
+
+
+def test_a_connection_of_the_program_that_stays_open_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = Connection(-1, members=1)
+    reasons: list[str] = []
+    monkeypatch.setattr(model_parallel_groups, "end_process", reasons.append)
+    monkeypatch.setattr(model_parallel_groups, "LEAVE_SECONDS", 0.01)
+    connection.groups.end()
+    connection.groups.left()
+    assert connection.of_gloo is not None
+    assert connection.of_gloo.recv(1) == b"", "it is shut: it may be gloo's"
+    assert reasons == []
+    connection.close_all()
 
 
 _released = threading.Event()
