@@ -138,11 +138,13 @@ class Reading:
         self.it: ElasticDataParallel = worker(self.model)
         self.batches: Any = None
 
+    def open(self) -> None:
+        self.batches = iter(torch.utils.data.DataLoader(Numbers(), batch_size=1, num_workers=1, prefetch_factor=1))
+        (self.process,) = self.batches._workers
+
     def microbatch(self, step: int, j: int) -> torch.Tensor:
         if self.batches is None:
-            loader = torch.utils.data.DataLoader(Numbers(), batch_size=1, num_workers=1, prefetch_factor=1)
-            self.batches = iter(loader)
-            (self.process,) = self.batches._workers
+            self.open()
         return self.model.plain() * float(next(self.batches))
 
     def close(self) -> None:
@@ -174,6 +176,7 @@ def test_a_loaders_process_that_is_killed_in_the_update_is_told_by_the_next_micr
 
 
 def test_a_loaders_process_is_told_by_no_sum_of_a_step_in_which_this_worker_has_no_microbatch(reading: Reading) -> None:
+    reading.open()
     reading.it._passes.run(
         reading.microbatch, 1, [], over=lambda: False, begin=lambda j: None, failed=lambda j, error: None
     )
