@@ -316,7 +316,7 @@ class Job:
         folder: Path,
         *options: str,
         name: str = "recover.sbatch",
-        nodes: int = 3,
+        nodes: int | str = 3,
         workers: int = 1,
         iterations: int = 30,
         flags: str = "",

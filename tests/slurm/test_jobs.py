@@ -82,8 +82,10 @@ def check_secret(job: Job, running_commands: bool = False) -> None:
 def test_a_worker_and_a_whole_node_are_killed_and_the_job_completes(
     cluster: Cluster, tmp_path: Path, expected: list[StepRecord]
 ) -> None:
-    job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
+    """A range of nodes is asked for, and the job gets all three, since they are idle."""
+    job = Job(cluster, tmp_path / "job", nodes="2-3", iterations=ITERATIONS)
     job.wait_iteration(4)
+    assert job.steps()[0].replicas == 3
     check_secret(job, running_commands=True)
     os.kill(job.pid_of(0), signal.SIGKILL)
     job.wait_iteration(12)
