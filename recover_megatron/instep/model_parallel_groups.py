@@ -206,9 +206,10 @@ class ModelParallelGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._mixed: list[socket.socket] = []
-        """Of groups while which were made another thread has opened connections, too, which gloo does not close."""
+        """Of groups during whose making another thread opened connections, too: gloo leaves those open."""
         self._shut = set[Identity]()
         """Connections that ``end`` has shut, and gloo has perhaps not closed yet."""
+        self._settled = True
         self._groups: list[SwappableGroup] = []
         self._gloo: GlooGroups | None = None
         """Those that were made anew."""
@@ -277,6 +278,7 @@ class ModelParallelGroups:
             # Before the token lets anybody out of an operation: what a mate sends later must not reach its tensors.
             self._shut |= shut(sockets)
             shut(self._mixed)
+            self._settled = False
             if gloo is not None:
                 gloo.abort()
                 self._shut |= gloo.shut
@@ -297,8 +299,8 @@ class ModelParallelGroups:
     def _settle(self) -> None:
         with self._lock:
             closing, self._shut = self._shut, set()
-            guard = self.guard
-        if not closing:
+            settled, self._settled, guard = self._settled, True, self.guard
+        if settled:
             return
 
         def still_open(among: Iterable[int] | None = None) -> dict[int, Identity]:

@@ -232,8 +232,8 @@ def test_a_worker_whose_gloo_does_not_close_its_connections_ends(
 
 
 def test_a_connection_of_the_program_that_stays_open_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = Connection(-1, members=1)
-    reasons: list[str] = []
+    connection, under_way, reasons = Connection(-1, members=1), Sum(), list[str]()
+    connection.groups.guard.method("allreduce", lambda: under_way)()
     monkeypatch.setattr(model_parallel_groups, "end_process", reasons.append)
     monkeypatch.setattr(model_parallel_groups, "LEAVE_SECONDS", 0.01)
     connection.groups.end()
@@ -241,6 +241,7 @@ def test_a_connection_of_the_program_that_stays_open_ends_no_worker(monkeypatch:
     assert connection.of_gloo is not None
     assert connection.of_gloo.recv(1) == b"", "it is shut: it may be gloo's"
     assert reasons == []
+    assert under_way.over
     connection.close_all()
 
 
