@@ -11,7 +11,8 @@ The other kernel answers whatever its process does: one that is stopped, or that
 
 Forks (``close_in_children``): a forked process, such as a data loader, closes what its parent holds open. Else a
 worker's connections would stay open after its death, and nobody would see an end. Sockets are closed, never shut down:
-that would reach the parent's connection.
+that would reach the parent's connection.  And it collects no garbage of its parent's: the destructor of a process group
+of gloo waits for threads that a forked process has not, for ever.
 
 What is not everywhere (``lacking``, ``memory_file``): a Python that was built for an older system lacks what is newer
 (uv's and conda's until 2026: os.memfd_create, os.pidfd_open), and a filter of system calls answers ENOSYS or EPERM.
@@ -23,6 +24,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import gc
 import glob
 import multiprocessing.process
 import os
@@ -327,6 +329,8 @@ class Forked(Protocol):
 
 _known: weakref.WeakKeyDictionary[Forked, threading.Condition | None] = weakref.WeakKeyDictionary()
 _held: list[threading.Condition] = []
+_collects: list[bool] = []
+"""For each fork under way, whether this process collects garbage by itself."""
 
 
 def close_in_children(owner: Forked, lock: threading.Condition | None = None) -> None:
@@ -343,6 +347,8 @@ def forget(owner: Forked) -> None:
 
 
 def _before_fork() -> None:
+    _collects.append(gc.isenabled())
+    gc.disable()
     for lock in list(_known.values()):
         if lock is not None:
             lock.acquire()
@@ -350,11 +356,17 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
+    if _collects.pop():
+        gc.enable()
     while _held:
         _held.pop().release()
 
 
 def _after_fork_in_child() -> None:
+    gc.freeze()
+    if any(_collects):
+        gc.enable()
+    _collects.clear()
     _held.clear()
     owners = list(_known)
     _known.clear()  # a child of this process closes what this one opens; who is reset, not closed, says so again

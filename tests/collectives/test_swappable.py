@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +64,42 @@ def test_collectives_are_carried_another_way_for_a_while_and_messages_are_not() 
         assert group.barrier() == "over the epoch"
     assert group.allreduce([]) == "renewed"
     assert "barrier" not in vars(group), "the inner group has none: torch's own answers"
+
+
+def test_a_forked_process_collects_no_group_that_its_parent_has_dropped() -> None:
+    """A loader's process would wait in the group's destructor for threads of its parent's."""
+    dropped: list[Any] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=1))]
+    dropped.append(dropped)
+    gc.disable()
+    try:
+        del dropped
+        pid = os.fork()
+        if pid == 0:
+            gc.collect()
+            os._exit(0)
+        assert not gc.isenabled()
+        try:
+            eventually(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            status = os.waitpid(pid, 0)[1]
+        assert status == 0
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_fork_leaves_the_collection_of_garbage_as_it_is(collects: bool) -> None:
+    (gc.enable if collects else gc.disable)()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(gc.isenabled())
+        assert gc.isenabled() is collects
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == collects
+    finally:
+        gc.enable()
 
 
 ONE, TWO = torch.ones(1), torch.ones(2)
