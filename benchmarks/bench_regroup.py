@@ -324,7 +324,7 @@ def transfers() -> None:
 
 
 GROUPS = (1, 8)
-"""How many are made anew at a time."""
+"""Numbers of groups that are made anew at a time."""
 
 
 def grouping_end(port: int, barrier: Any, me: int, report: TextIO) -> None:

@@ -33,7 +33,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
 def raised(call):
-    """Whether ``call`` raises."""
+    """Say whether ``call`` raises or returns."""
     try:
         call()
     except RuntimeError:

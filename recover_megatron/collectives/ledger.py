@@ -260,12 +260,12 @@ class Bucket:
 
 def _shard(parameter: Any) -> torch.Tensor:
     """What of ``parameter`` is in this worker's memory."""
-    return parameter.to_local() if _is_distributed(parameter) else parameter
+    return parameter.to_local() if is_distributed(parameter) else parameter
 
 
 def _laid_out_as(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
     """The tensor of which ``shard`` is in this worker's memory as ``_shard(parameter)`` is of ``parameter``."""
-    if not _is_distributed(parameter):
+    if not is_distributed(parameter):
         return shard
     from torch.distributed.tensor import DTensor  # half a second, for those that have it loaded anyway
 
@@ -275,7 +275,8 @@ def _laid_out_as(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _is_distributed(parameter: Any) -> bool:
+def is_distributed(parameter: Any) -> bool:
+    """Tell if ``parameter`` is a DTensor, of which this process may have a part alone."""
     return hasattr(parameter, "device_mesh")
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from recover_megatron.collectives.ledger import is_distributed
 from recover_megatron.collectives.state_transport import digest
 from recover_megatron.elastic.restoring import NotRestored, as_sent, contents, difference, is_container
 from recover_megatron.errors import UserError
@@ -145,11 +146,6 @@ class State:
 
 def _types(saved: Mapping[str, Any]) -> dict[str, torch.dtype]:
     return {name: value.dtype for name, value in saved.items() if torch.is_tensor(value)}
-
-
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """Tell if ``tensor`` is a DTensor, of which this process may have a part alone."""
-    return hasattr(tensor, "device_mesh")
 
 
 def _cannot_be_sent(tree: Any) -> str:

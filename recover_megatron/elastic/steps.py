@@ -92,19 +92,25 @@ type Method[**P, T] = Callable[Concatenate[Any, P], T]
 
 
 def takes_part[**P, T](method: Method[P, T]) -> Method[P, T]:
-    """Decorator of a method which ends the process instead, once an exception has left ``step``.
+    """Decorator: once an exception has left ``step``, the method ends the process instead.
 
     Gradients, sum or update may be half done then, on this worker alone.
     """
-    return _refused_if(lambda its: its._failed is not None, method)
+
+    @wraps(method)
+    def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._failed is not None:
+            _end(self, method.__name__)
+        return method(self, *args, **kwargs)
+
+    return called
 
 
 def gives_state[**P, T](method: Method[P, T]) -> Method[P, T]:
-    """Decorator of a method which does so where that step is final in the run and not applied here.
+    """Decorator: once an exception has left ``step`` after the sum, the method ends the process instead.
 
-    The method raises RuntimeError inside of the optimizer's step: in the handler of a signal, say.
+    Inside the optimizer's step, in the handler of a signal say, the method raises RuntimeError.
     """
-    refused = _refused_if(_half_updated, method)
 
     @wraps(method)
     def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -113,15 +119,7 @@ def gives_state[**P, T](method: Method[P, T]) -> Method[P, T]:
                 f"{method.__name__}() in the middle of the update of step {self.completed + 1}, which is half done: "
                 "have a signal's handler set a flag, and save in the loop's body"
             )
-        return refused(self, *args, **kwargs)
-
-    return called
-
-
-def _refused_if[**P, T](condition: Callable[[Any], bool], method: Method[P, T]) -> Method[P, T]:
-    @wraps(method)
-    def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        if condition(self):
+        if _half_updated(self):
             _end(self, method.__name__)
         return method(self, *args, **kwargs)
 
@@ -129,11 +127,12 @@ def _refused_if[**P, T](condition: Callable[[Any], bool], method: Method[P, T]) 
 
 
 def _half_updated(elastic: Any) -> bool:
+    """Tell if the step is final in the run, and its update was left by an exception here."""
     return elastic._failed is not None and elastic._column.committed > elastic.completed
 
 
 def one_step[**P, T](step: Method[P, T]) -> Method[P, T]:
-    """Decorator of ``step``: the first exception that leaves it is kept, and the coordinator is told."""
+    """Decorator of ``step``: keep the first exception that leaves it, and tell the coordinator."""
 
     @takes_part
     @wraps(step)

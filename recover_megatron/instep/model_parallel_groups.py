@@ -206,7 +206,7 @@ class ModelParallelGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._mixed: list[socket.socket] = []
-        """Of groups during whose making another thread opened connections, too: gloo leaves those open."""
+        """Connections of groups during whose making another thread opened some, too: gloo leaves those open."""
         self._shut = set[Identity]()
         """Connections that ``end`` has shut, and gloo has perhaps not closed yet."""
         self._settled = True

@@ -61,12 +61,12 @@ def _plain(handler: Any) -> Any:
 
 
 _OF_TORCH = "DataLoader worker (pid "
-"""With this an error begins that torch's handler of SIGCHLD raises."""
+"""Beginning of the error that torch's handler of SIGCHLD raises."""
 
 
 @dataclass(frozen=True)
 class _OfLoaders:
-    """The handler of SIGCHLD of torch's DataLoader; ``told``: gets the error that it raises."""
+    """Wrapper of the handler of SIGCHLD of torch's DataLoader; ``told`` gets the error that the handler raises."""
 
     handler: Callable[[int, Any], Any]
     told: Callable[[RuntimeError], None]
@@ -81,10 +81,10 @@ class _OfLoaders:
 
 
 def tell_readers(told: Callable[[RuntimeError], None]) -> None:
-    """Have ``told`` called with an error of torch's handler of SIGCHLD, which raises it only where data is read.
+    """Give the errors of torch's handler of SIGCHLD to ``told``, which raises them only while data is read.
 
-    What is not raised then, the loader raises when it is read next.  Torch has a handler from its first loader on that
-    has processes: call this again after a read.
+    An error that ``told`` drops is raised by the loader at its next read.  Torch sets its handler with the first loader
+    that has processes: call this again after a read.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     of_torch = handler.handler if isinstance(handler, _OfLoaders) else handler

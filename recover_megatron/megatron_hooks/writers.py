@@ -47,6 +47,7 @@ WRITERS = {
 }
 """Megatron's writers -> their names, what opens them, the argument that asks for them."""
 NOT_OF_WANDB = ("flush", "close")
+"""Methods that TensorBoard's writer has, and W&B's has not."""
 
 
 class Stub:

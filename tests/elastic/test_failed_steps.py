@@ -43,7 +43,7 @@ class Two(Striking):
 
 
 def worker(model: Striking) -> Any:
-    """One that leads, and writes down in ``said`` what is done for others, or asked of them."""
+    """A worker that leads, and notes in ``said`` what it does for the others, or asks of them."""
     it: Any = stepping(model, [])
     it._known, it.said = set(map(id, model.parameters())), []
     it._column.leave = lambda: it.said.append("left")

@@ -88,7 +88,7 @@ def made_anew() -> Pair:
 
 
 class Tensors:
-    """What one member brings to an operation, and what it gets."""
+    """Tensors that one member brings to an operation, and those that it gets."""
 
     def __init__(self, value: float) -> None:
         self.mine, self.twice = torch.full((4,), value), torch.full((8,), value)
@@ -167,7 +167,7 @@ class Connection:
     def __init__(self, looks: int, members: int = 2) -> None:
         self._looks = looks
         self.seen: list[int] = []
-        """How many descriptors each look could see; of all of this process: -1."""
+        """Number of descriptors that each look could see; -1: all of this process."""
         self.groups = inside()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.of_gloo: socket.socket | None = None

@@ -174,7 +174,7 @@ def test_a_loader_of_the_users_own_goes_on_where_a_microbatch_begins(monkeypatch
 
 
 def test_a_worker_that_comes_later_has_the_order_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has loaded no checkpoint; the argument comes with the counters of a state."""
+    """A worker that comes later has loaded no checkpoint: the argument comes with the counters of a state."""
     assert resumed.SHUFFLED_FOR in CONSUMED
     late = resumes(monkeypatch, 0, 3)
     setattr(late.args, resumed.SHUFFLED_FOR, 4)  # type: ignore[attr-defined]

@@ -184,7 +184,7 @@ def boards(folder: Path) -> Iterator[Stub]:
 
 
 def steps_told(folder: Path) -> list[list[int]]:
-    """Those in each file, which are read by their names."""
+    """Steps in each file, the files in the order of their names, in which they are read."""
     return [
         [event.step for event in LegacyEventFileLoader(str(file)).Load() if event.HasField("summary")]
         for file in sorted(folder.iterdir())

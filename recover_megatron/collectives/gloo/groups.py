@@ -36,7 +36,7 @@ NO_TIMEOUT = timedelta(days=7)
 """gloo's own timeout must never fire: what hangs is ended by a revocation."""
 
 Identity = tuple[int, int]
-"""Of a socket of this process, whichever of its descriptors is looked at: device and inode."""
+"""Device and inode of a socket: the same for all descriptors of it."""
 
 _creating = threading.Lock()
 """Two devices made at the same time could not tell their listeners apart."""
@@ -50,14 +50,13 @@ _DROP_SECONDS = 1.0
 def _sockets() -> list[socket.socket]:
     """A duplicate of every TCP socket of this process; the caller closes them."""
     found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                sock = socket.socket(fileno=os.dup(int(name)))
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                    found.append(sock)
-                else:
-                    sock.close()
+    for descriptor in open_sockets():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            sock = socket.socket(fileno=os.dup(descriptor))
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                found.append(sock)
+            else:
+                sock.close()
     return found
 
 
