@@ -62,6 +62,11 @@ class Gradients:
         self._ready = [False] * len(self._parts)
         self._handles, self._next = [], 0
 
+    @property
+    def submitted(self) -> bool:
+        """True when other workers may hold a sum with gradients of this worker's present pass."""
+        return self._next > 0
+
     def ready(self, number: int) -> None:
         """The last gradient of this pass has been added to bucket ``number``; called during the backward pass."""
         self._ready[number] = True

@@ -29,6 +29,7 @@ from typing import Protocol
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.gradients import Gradients, Tail, alive
 from recover_megatron.instep.recovery import Recovery
 
@@ -112,7 +113,10 @@ class Step:
 
     def run(self) -> Outcome:
         """Return when the step is committed; raises ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``),
-        ``Disagreement``, and what ``Trainer.compute`` raises."""
+        ``Disagreement``, and what ``Trainer.compute`` raises.
+
+        Where a ``Disagreement`` is found after gradients of this worker may have been summed, the run ends for all.
+        """
         parts = {
             State.COMPUTE: self._compute,
             State.REDUCE: self._reduce,
@@ -128,6 +132,11 @@ class Step:
                 following = parts[state]()
             except EpochRevoked:
                 following = State.RENDEZVOUS
+            except Disagreement as error:
+                # If this worker alone ended, the others would keep what is REDUCED, and commit it with the error in it.
+                if state is State.REDUCE or self._trainer.gradients.submitted:
+                    self._progress.end_run(f"worker {self._assignment.me} has found wrong gradients", error)
+                raise
             if recovering and state is not State.RERUN:  # which tells its parts
                 self._took(state.value, time.perf_counter() - started)
             recovering, state = recovering or following is State.RENDEZVOUS, following

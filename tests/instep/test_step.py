@@ -29,12 +29,13 @@ class Parts:
         self.gradients = self
         self.columns: list[Any] = []
         self.column: tuple[int, ...] = (0, 1)
-        self.replica, self.inner_rank, self.live = 0, 0, frozenset({0, 1})
+        self.me, self.replica, self.inner_rank, self.live = 0, 0, 0, frozenset({0, 1})
         self.epoch_groups = SimpleNamespace(over=False, open_rings=lambda rings: None, ring=lambda ring: None)
         self.tried: set[int] = set()
         self.decision = SimpleNamespace(rerun={0: [[2, 3]]})
         self.extras_of_all, self.seconds = torch.zeros(1), dict[int, float]()
         self.over = NUMBER - 1
+        self.submitted = False
 
     def quiet(self, *args: object, **named: object) -> None:
         """What is of no interest here."""
@@ -53,6 +54,9 @@ class Parts:
 
     def agree(self, number: int) -> None:
         self.calls.append(f"agree {number}")
+
+    def end_run(self, what: str, error: Exception) -> None:
+        self.calls.append(f"the run ends: {what}: {error}")
 
     # rendezvous
     def committed_before_the_end(self, number: int) -> bool:
@@ -113,6 +117,40 @@ def test_after_a_death_the_lost_microbatches_alone_are_run_and_all_is_summed_and
     assert outcome.reran == {0: [2, 3]}
     assert not outcome.by_plan
     assert set(outcome.seconds) == {"rendezvous", "regroup", "pull", "rerun", "reduce", "agree"}
+
+
+class Wrong(Parts):
+    """A worker that finds its gradients wrong: in the pass (``submitted``: when a part is summed), or in the sum."""
+
+    def __init__(self, where: str, submitted: bool = False) -> None:
+        super().__init__()
+        self._where, self.submitted = where, submitted
+
+    def compute(self, ids: list[int], *, again: bool) -> None:
+        super().compute(ids, again=again)
+        if self._where == "pass":
+            raise Disagreement("one is missing")
+
+    def verify(self) -> dict[int, list[int]]:
+        raise Disagreement("one is missing")
+
+
+END = "the run ends: worker 0 has found wrong gradients: one is missing"
+
+
+@pytest.mark.parametrize(
+    ("parts", "calls"),
+    [
+        (Wrong("pass"), ["compute [0, 1]"]),
+        (Wrong("pass", submitted=True), ["compute [0, 1]", END]),
+        (Wrong("sum"), ["compute [0, 1]", "sum", END]),
+    ],
+    ids=["in a pass of which nothing is summed", "in a pass of which a part is summed", "in the sum"],
+)
+def test_gradients_that_are_found_wrong_end_the_run_once_others_may_hold_them(parts: Parts, calls: list[str]) -> None:
+    with pytest.raises(Disagreement):
+        step(parts)
+    assert parts.calls == calls
 
 
 class Clocked(Parts):

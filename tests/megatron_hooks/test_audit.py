@@ -45,8 +45,19 @@ def test_a_worker_that_reads_other_samples_than_asked_is_put_down(forkserver: Fo
 def test_a_step_whose_microbatches_were_counted_twice_is_not_committed(forkserver: ForkServer, tmp_path: Path) -> None:
     run = sabotaged(forkserver, tmp_path, "same-share")
     assert run.codes == [1, 1], run.tail()
-    assert "microbatches counted other than once, of 8: {0: 2.0, 1: 0.0" in run.logs[0].read_text()
+    for log in run.logs:
+        assert "microbatches counted other than once, of 8: {0: 2.0, 1: 0.0" in log.read_text()
     assert not list(tmp_path.glob("steps.jsonl"))
+
+
+def test_a_step_whose_sum_lacks_the_gradient_of_a_backward_pass_is_not_committed(
+    forkserver: ForkServer, tmp_path: Path
+) -> None:
+    run = sabotaged(forkserver, tmp_path, "lost-and-summed", "--overlap-grad-reduce", "--ddp-num-buckets", "6")
+    assert run.codes == [1, 1], run.tail()
+    for log in run.logs:
+        assert "added the gradients of 3 microbatches, not of its 4" in log.read_text()
+    assert [step.iteration for step in read_steps(tmp_path / "steps.jsonl")] == [1, 2]
 
 
 def test_worker_processes_that_prefetch_do_not_blur_the_audit(forkserver: ForkServer, tmp_path: Path) -> None:
