@@ -42,6 +42,8 @@ from recover_megatron import __version__
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutations/mutations.toml")
 PRODUCT = "recover_megatron"
+ALL = (("RECOVER_TESTS", "all"), ("RECOVER_MATRIX", "all"))
+"""Nothing is left out of the long families; without these variables pytest draws what CI draws (tests/drawn.py)."""
 _running: set[subprocess.Popen[bytes]] = set()
 _stopped = Event()
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
@@ -58,12 +60,16 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A deliberate bug.  ``tests``: node ids of pytest; one of them must fail."""
+    """A deliberate bug.  ``tests``: node ids of pytest; one of them must fail.
+
+    ``drawn_in``: which tests pytest draws from the long families, as variables of its environment.
+    """
 
     name: str
     promise: str
     edits: tuple[Edit, ...]
     tests: tuple[str, ...]
+    drawn_in: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ def read(path: Path) -> list[Mutation]:
             entry["promise"],
             tuple(Edit(one["file"], one["old"], one["new"]) for one in (entry, *entry.get("also", ()))),
             tuple(entry["tests"]),
+            ALL if entry.get("all") else (),
         )
         for entry in tomllib.loads(path.read_text())["mutation"]
     ]
@@ -155,7 +162,7 @@ def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
             path = tree / edit.file
             path.write_text(path.read_text().replace(edit.old, edit.new))
         started = time.monotonic()
-        code, output = pytest(["-x", *mutation.tests], tree, limit)
+        code, output = pytest(["-x", *mutation.tests], tree, limit, mutation.drawn_in)
         seconds = time.monotonic() - started
     failed = _FAILED.findall(output)
     if code == 1 and failed:
@@ -163,13 +170,15 @@ def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
     return Verdict(mutation, "survived" if code == 0 else "no verdict", seconds, output=output)
 
 
-def pytest(arguments: Sequence[str], tree: Path, limit: float) -> tuple[int | None, str]:
+def pytest(
+    arguments: Sequence[str], tree: Path, limit: float, drawn_in: Sequence[tuple[str, str]] = ()
+) -> tuple[int | None, str]:
     """Exit status (None: it took longer than ``limit`` seconds and was ended) and output of pytest in ``tree``."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-n", "0", f"--basetemp={tree.parent / 'base'}", *arguments]
-    # Names of drawn tests, and what they catch, depend on the seed: CI's (tests/drawn.py).
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RECOVER_TESTS", "RECOVER_MATRIX")}
-    environment = {"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": str(tree)}
+    # Names of drawn tests, and what they catch, depend on these variables.
+    inherited = {name: value for name, value in os.environ.items() if name not in dict(ALL)}
+    environment = {"OMP_NUM_THREADS": "1", **inherited, **dict(drawn_in), "PYTHONPATH": str(tree)}
     with (tree.parent / "output").open("w+") as file:
         process = subprocess.Popen(
             command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
@@ -234,12 +243,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if not options.no_baseline:
         say("the named tests, without a mutation")
-        tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
-        with copied(root) as tree:
-            code, output = pytest(tests, tree, options.timeout * len(mutations))
-        if code != 0:
-            say(f"{output}\nthese must pass before a mutation can be judged by them")
-            return 2
+        for drawn_in in dict.fromkeys(mutation.drawn_in for mutation in mutations):
+            judged = [mutation for mutation in mutations if mutation.drawn_in == drawn_in]
+            tests = list(dict.fromkeys(test for mutation in judged for test in mutation.tests))
+            with copied(root) as tree:
+                code, output = pytest(tests, tree, options.timeout * len(judged), drawn_in)
+            if code != 0:
+                say(f"{output}\nthese must pass before a mutation can be judged by them")
+                return 2
     verdicts = []
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
