@@ -54,6 +54,10 @@ class Disagreement(InStepError):
     """Workers tell of what no order of events explains, or a sum is not what was agreed: nothing is committed."""
 
 
+class WrongGradients(Disagreement):
+    """A pass of this worker is over, and has not added the gradients of its microbatches alone."""
+
+
 class StateLost(InStepError):
     """Workers enough for a replica live, but nobody holds the state of one of its positions: exit code 12."""
 

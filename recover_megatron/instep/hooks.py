@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.epoch_groups import EpochGroups
-from recover_megatron.membership.records import EXIT_SAME_FAULT
+from recover_megatron.membership.records import EXIT_SAME_FAULT, CoordinatorLost, Fenced
 from recover_megatron.membership.session import Session
 from recover_megatron.network.peer_store import PeerStoreServer
 
@@ -127,10 +127,15 @@ class ProgressReports:
     def end_run(self, what: str, error: Exception) -> None:
         """End the run for all workers, with exit code 1, before the iteration under way is committed.
 
-        Does not wait.  ``what``: the beginning of the reason, as in "worker 3 has found wrong gradients".
+        Returns when this worker is out of the run: while it lives no epoch begins without it, so nothing is committed,
+        and it tells the next coordinator where this one is lost.  ``what``: the beginning of the reason, as in
+        "worker 3 has found wrong gradients".
         """
         reason = f"{what} in iteration {self._hooks.iteration()}, which no worker applies: {error}"
         self._session.give_up(EXIT_SAME_FAULT, reason)
+        self.mark(self.phase, waiting=True)
+        with suppress(CoordinatorLost, Fenced):
+            self._session.wait_lost((), threading.TIMEOUT_MAX)
 
     def begin_anew(self) -> None:
         """Until the next decision is done this worker may take as long as in its first one.

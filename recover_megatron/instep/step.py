@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.faults import Disagreement, WrongGradients
 from recover_megatron.instep.gradients import Gradients, Tail, alive
 from recover_megatron.instep.recovery import Recovery
 
@@ -115,7 +115,7 @@ class Step:
         """Return when the step is committed; raises ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``),
         ``Disagreement``, and what ``Trainer.compute`` raises.
 
-        Where a ``Disagreement`` is found after gradients of this worker may have been summed, the run ends for all.
+        Where a ``Disagreement`` is found after gradients of this replica may have been summed, the run ends for all.
         """
         parts = {
             State.COMPUTE: self._compute,
@@ -134,7 +134,8 @@ class Step:
                 following = State.RENDEZVOUS
             except Disagreement as error:
                 # If this worker alone ended, the others would keep what is REDUCED, and commit it with the error in it.
-                if state is State.REDUCE or self._trainer.gradients.submitted:
+                mates = isinstance(error, WrongGradients) and len(self._assignment.mates) > 1  # they may have submitted
+                if state is State.REDUCE or self._trainer.gradients.submitted or mates:
                     self._progress.end_run(f"worker {self._assignment.me} has found wrong gradients", error)
                 raise
             if recovering and state is not State.RERUN:  # which tells its parts

@@ -25,7 +25,7 @@ from megatron.core import fp8_utils, parallel_state
 from megatron.core.utils import get_model_config
 
 from recover_megatron.errors import UserError
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.faults import WrongGradients
 from recover_megatron.integrate import misfit, wrap
 from recover_megatron.megatron_hooks.refused import Settled, say, scales_by_history
 
@@ -321,7 +321,7 @@ class Scales(_Maxima):
         for chunk in list(self._under_way):
             self._end_backward(chunk)
         if self._awaited:
-            raise Disagreement(f"of {sorted(self._awaited)} (chunk, microbatch) no backward pass was seen")
+            raise WrongGradients(f"of {sorted(self._awaited)} (chunk, microbatch) no backward pass was seen")
         groups = [parallel_state.get_tensor_and_context_parallel_group()] if self._width else []
         if groups and parallel_state.get_expert_model_parallel_world_size() > 1:
             groups.append(parallel_state.get_expert_tensor_and_model_parallel_group())

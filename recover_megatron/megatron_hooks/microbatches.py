@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.moe_utils import RandomSTEShared
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.faults import WrongGradients
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.workload.assign import group_size
@@ -102,15 +102,15 @@ class Accumulated:
         return [list(self._counts.get(chunk, ())) for chunk in model]
 
     def check(self, model: Sequence[Any], before: Sequence[list[int]], microbatches: Sequence[int]) -> None:
-        """Raise Disagreement unless exactly so many of its ``microbatches`` were added to each chunk since ``before``.
+        """Raise WrongGradients unless exactly its ``microbatches`` were added to each chunk since ``before``.
 
-        By chunk; without those of which Megatron runs no backward pass, see ``has_gradient``.
+        Both by chunk; without those of which Megatron runs no backward pass, see ``has_gradient``.
         """
         counts = zip(before, self.counts(model), microbatches, strict=True)
         for number, (old, new, its) in enumerate(counts):
             added = max((now - then for now, then in zip(new, old, strict=True)), default=its)
             if added != its:
-                raise Disagreement(
+                raise WrongGradients(
                     f"chunk {number} added the gradients of {added} microbatches, not of its {its}: "
                     "stopping before this step is reported as good"
                 )

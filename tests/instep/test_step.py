@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.faults import Disagreement, WrongGradients
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.step import REGROUP_SECONDS, Outcome, Step
 
@@ -29,7 +29,7 @@ class Parts:
         self.gradients = self
         self.columns: list[Any] = []
         self.column: tuple[int, ...] = (0, 1)
-        self.me, self.replica, self.inner_rank, self.live = 0, 0, 0, frozenset({0, 1})
+        self.me, self.replica, self.inner_rank, self.live, self.mates = 0, 0, 0, frozenset({0, 1}), {0}
         self.epoch_groups = SimpleNamespace(over=False, open_rings=lambda rings: None, ring=lambda ring: None)
         self.tried: set[int] = set()
         self.decision = SimpleNamespace(rerun={0: [[2, 3]]})
@@ -120,16 +120,17 @@ def test_after_a_death_the_lost_microbatches_alone_are_run_and_all_is_summed_and
 
 
 class Wrong(Parts):
-    """A worker that finds its gradients wrong: in the pass (``submitted``: when a part is summed), or in the sum."""
+    """A worker that finds its gradients wrong: in the pass (``submitted``: when a part is summed), after it, or in the
+    sum.  ``mates``: the workers of its replica."""
 
-    def __init__(self, where: str, submitted: bool = False) -> None:
+    def __init__(self, where: str, submitted: bool = False, mates: Collection[int] = (0,)) -> None:
         super().__init__()
-        self._where, self.submitted = where, submitted
+        self._where, self.submitted, self.mates = where, submitted, set(mates)
 
     def compute(self, ids: list[int], *, again: bool) -> None:
         super().compute(ids, again=again)
-        if self._where == "pass":
-            raise Disagreement("one is missing")
+        if self._where != "sum":
+            raise {"pass": Disagreement, "after": WrongGradients}[self._where]("one is missing")
 
     def verify(self) -> dict[int, list[int]]:
         raise Disagreement("one is missing")
@@ -144,8 +145,18 @@ END = "the run ends: worker 0 has found wrong gradients: one is missing"
         (Wrong("pass"), ["compute [0, 1]"]),
         (Wrong("pass", submitted=True), ["compute [0, 1]", END]),
         (Wrong("sum"), ["compute [0, 1]", "sum", END]),
+        (Wrong("after"), ["compute [0, 1]"]),
+        (Wrong("after", mates={0, 1}), ["compute [0, 1]", END]),
+        (Wrong("pass", mates={0, 1}), ["compute [0, 1]"]),
     ],
-    ids=["in a pass of which nothing is summed", "in a pass of which a part is summed", "in the sum"],
+    ids=[
+        "in a pass of which nothing is summed",
+        "in a pass of which a part is summed",
+        "in the sum",
+        "after a pass without mates",
+        "after a pass whose mates may have submitted",
+        "in a pass that mates cannot finish alone",
+    ],
 )
 def test_gradients_that_are_found_wrong_end_the_run_once_others_may_hold_them(parts: Parts, calls: list[str]) -> None:
     with pytest.raises(Disagreement):

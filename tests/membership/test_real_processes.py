@@ -229,6 +229,24 @@ def test_a_worker_that_gives_up_ends_the_run_for_all_with_its_code(tmp_path: Pat
         assert not run.logged("lead", candidate=1)
 
 
+def test_gradients_that_are_found_wrong_while_there_is_no_coordinator_are_told_to_the_next(tmp_path: Path) -> None:
+    then = tmp_path / "then"
+    with cluster(tmp_path, **QUICK) as run:
+        run.start(3, {1: {"wrong_at": 5, "then": str(then)}}, candidates=2)
+        run.workers[1].event("found")
+        for number in (0, 2):  # the new coordinator does not lead without one of them
+            run.workers[number].kill(signal.SIGSTOP)
+        run.coordinators[0].kill()
+        then.touch()
+        run.wait_event("attached", candidate=1, worker=1)
+        for number in (0, 2):
+            run.workers[number].kill(signal.SIGCONT)
+        for number in (0, 2):
+            line = run.workers[number].wait_for(lambda line: line["event"] == "out" or line.get("iteration", 0) > 4)
+            assert "worker 1 has found wrong gradients in iteration 5" in line.get("reason", "")
+        assert run.exit_codes() == [1, 1, 1]
+
+
 def test_an_exception_that_ends_one_worker_is_logged_and_one_that_ends_another_too_ends_the_run(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK) as run:
         run.start(3, {0: {"raise_at": 9, "step": 0.05}, 1: {"raise_at": 9, "step": 0.2}, 2: {"step": 0.01}})

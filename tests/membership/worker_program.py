@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from recover_megatron.membership import CoordinatorLost, EpochRevoked, Fenced, Plan, Session, Settings, find_secret
@@ -42,6 +43,18 @@ def raise_and_tell(session: Session, iteration: int, options: dict[str, Any]) ->
         heard = session.report_exception(iteration, 5, said, text, options["worker"])
         tell("last_words", heard=heard, seconds=time.monotonic() - started)
         os._exit(1)
+
+
+def find_wrong_gradients(session: Session, iteration: int, options: dict[str, Any]) -> None:
+    """This worker ends the run, as a step does (``Step.run``), once the file ``then`` is there, and then itself."""
+    from recover_megatron.instep.hooks import ProgressReports
+
+    tell("found")
+    while not Path(options["then"]).exists():
+        time.sleep(0.01)
+    hooks: Any = SimpleNamespace(iteration=lambda: iteration)
+    ProgressReports(session, hooks).end_run("worker 1 has found wrong gradients", RuntimeError("one is missing"))
+    raise_and_tell(session, iteration, options)
 
 
 def meet(session: Session, iteration: int, options: dict[str, Any]) -> None:
@@ -80,6 +93,8 @@ def work(session: Session, options: dict[str, Any]) -> int:
         try:
             if options.get("give_up_at") == iteration:
                 session.give_up(42, "the disk is full")
+            if options.get("wrong_at") == iteration:
+                find_wrong_gradients(session, iteration, options)
             if iteration == options.get("raise_at"):
                 raise_and_tell(session, iteration, options)
             session.mark(iteration, str(options.get("phase", "compute")), options.get("microbatch"))
