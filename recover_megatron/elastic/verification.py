@@ -35,12 +35,13 @@ class Verdict:
         if not self.most:
             return (
                 f"the states of workers {odd} differ after step {step} ({self.names}), and no state is that of most "
-                "workers: nobody knows which is right; start again from the last checkpoint"
+                "workers: nobody knows which is right; start again from a checkpoint no newer than the comparison "
+                "before"
             )
         most = ", ".join(map(str, self.most))
         return (
             f"the state of worker {odd} after step {step} is not that of workers {most} ({self.names}): worker {odd} "
-            "takes over theirs"
+            "takes over theirs.  A checkpoint that was saved since the comparison before may hold the wrong one"
         )
 
 

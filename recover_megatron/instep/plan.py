@@ -23,7 +23,10 @@ from recover_megatron.workload.domains import touched_by
 from recover_megatron.workload.placement import Edge, edge, seated
 from recover_megatron.workload.snapshots import FIRST_INTERVAL, Spread, copies
 
-_DISPUTED = "the states of workers {} differ, and as many say one thing as another: nobody knows which is right"
+_DISPUTED = (
+    "the states of workers {} differ, and as many say one thing as another: nobody knows which is right; what was "
+    "saved since they were compared last may be wrong, too"
+)
 
 
 def decide(

@@ -52,7 +52,10 @@ class StateExchange:
         self._served = decision.epoch
         me = self._assignment.me
         if me in decision.mended:
-            log.info(f"the state of worker {me} differs from that of its column: it takes over one that does not")
+            log.warning(
+                f"the state of worker {me} differs from that of its column: it takes over one that does not. A "
+                "checkpoint that was saved since states were compared last may hold a part of the wrong one"
+            )
             try:
                 self._receive(decision)
             except INTERRUPTED as error:

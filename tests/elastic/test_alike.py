@@ -103,7 +103,8 @@ def test_the_tensors_are_named_and_the_worker_whose_state_is_not_that_of_most() 
     assert verdicts == [Verdict((11,), (10, 12), names)] * 3
     assert verdicts[0] is not None
     assert verdicts[0].text(50) == (
-        f"the state of worker 11 after step 50 is not that of workers 10, 12 ({names}): worker 11 takes over theirs"
+        f"the state of worker 11 after step 50 is not that of workers 10, 12 ({names}): worker 11 takes over theirs.  "
+        "A checkpoint that was saved since the comparison before may hold the wrong one"
     )
 
 
@@ -112,7 +113,7 @@ def test_where_no_state_is_that_of_most_nobody_takes_over_anything(states: tuple
     verdicts = compared(*map(state, states))
     assert verdicts == [Verdict(tuple(range(10, 10 + len(states))), (), "model.bias, model.weight")] * len(states)
     assert verdicts[0] is not None
-    assert "start again from the last checkpoint" in verdicts[0].text(50)
+    assert "start again from a checkpoint no newer than the comparison before" in verdicts[0].text(50)
 
 
 def test_states_with_other_tensors_and_numbers_are_compared_too() -> None:

@@ -98,4 +98,4 @@ def test_a_worker_whose_state_is_not_that_of_most_takes_over_theirs(tmp_path: Pa
 def test_a_run_of_two_whose_states_differ_ends_with_12_and_names_what_differs(tmp_path: Path) -> None:
     said = finish(start(tmp_path, "tests/elastic/drifting.py", tmp_path, workers=2), code=12)
     assert "the states of workers 0, 1 differ after step 4 (model.2.bias)" in said
-    assert "start again from the last checkpoint" in said
+    assert "start again from a checkpoint no newer than the comparison before" in said
