@@ -12,7 +12,9 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.instep.faults import Disagreement, WrongGradients
 from recover_megatron.instep.gradients import EXTRAS, Tail
+from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.step import REGROUP_SECONDS, Outcome, Step
+from recover_megatron.membership.records import EXIT_SAME_FAULT, CoordinatorLost, Fenced, MembershipError
 
 NUMBER, TOTAL = 7, 4
 
@@ -162,6 +164,37 @@ def test_gradients_that_are_found_wrong_end_the_run_once_others_may_hold_them(pa
     with pytest.raises(Disagreement):
         step(parts)
     assert parts.calls == calls
+
+
+class Out:
+    """The session of a worker of iteration 5, and its framework: the run ends when the worker waits for that."""
+
+    def __init__(self, error: MembershipError) -> None:
+        self.said: list[tuple[object, ...]] = []
+        self._error = error
+
+    def iteration(self) -> int:
+        return 5
+
+    def give_up(self, *what: object) -> None:
+        self.said.append(what)
+
+    def mark(self, iteration: int, phase: str, microbatch: None, waiting: bool, allow: float) -> None:
+        self.said.append((iteration, waiting))
+
+    def wait_lost(self, workers: Collection[int], timeout: float) -> bool:
+        assert timeout > 1e6
+        self.said.append(("waited for the end",))
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [CoordinatorLost("it ends", 1), Fenced("late")])
+def test_who_ends_the_run_stays_until_that_was_heard(error: MembershipError) -> None:
+    """Or the next coordinator would not hear it, where there is none now (tests/membership/test_real_processes.py)."""
+    session: Any = Out(error)
+    ProgressReports(session, session).end_run("worker 1 has found wrong gradients", Disagreement("one is missing"))
+    reason = "worker 1 has found wrong gradients in iteration 5, which no worker applies: one is missing"
+    assert session.said == [(EXIT_SAME_FAULT, reason), (5, True), ("waited for the end",)]
 
 
 class Clocked(Parts):
