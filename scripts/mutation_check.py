@@ -42,8 +42,8 @@ from recover_megatron import __version__
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutations/mutations.toml")
 PRODUCT = "recover_megatron"
-ALL = (("RECOVER_TESTS", "all"), ("RECOVER_MATRIX", "all"))
-"""Nothing is left out of the long families; without these variables pytest draws what CI draws (tests/drawn.py)."""
+ALL = {"RECOVER_TESTS": "all", "RECOVER_MATRIX": "all"}
+"""Variables by which nothing is left out of the long families; without them it is what CI draws (tests/drawn.py)."""
 _running: set[subprocess.Popen[bytes]] = set()
 _stopped = Event()
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
@@ -62,14 +62,14 @@ class Edit:
 class Mutation:
     """A deliberate bug.  ``tests``: node ids of pytest; one of them must fail.
 
-    ``drawn_in``: which tests pytest draws from the long families, as variables of its environment.
+    ``of_all``: CI leaves them out, and they run as those of ``scripts/test.sh --all`` do.
     """
 
     name: str
     promise: str
     edits: tuple[Edit, ...]
     tests: tuple[str, ...]
-    drawn_in: tuple[tuple[str, str], ...] = ()
+    of_all: bool
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def read(path: Path) -> list[Mutation]:
             entry["promise"],
             tuple(Edit(one["file"], one["old"], one["new"]) for one in (entry, *entry.get("also", ()))),
             tuple(entry["tests"]),
-            ALL if entry.get("all") else (),
+            entry.get("all", False),
         )
         for entry in tomllib.loads(path.read_text())["mutation"]
     ]
@@ -162,7 +162,7 @@ def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
             path = tree / edit.file
             path.write_text(path.read_text().replace(edit.old, edit.new))
         started = time.monotonic()
-        code, output = pytest(["-x", *mutation.tests], tree, limit, mutation.drawn_in)
+        code, output = pytest(["-x", *mutation.tests], tree, limit, mutation.of_all)
         seconds = time.monotonic() - started
     failed = _FAILED.findall(output)
     if code == 1 and failed:
@@ -170,15 +170,12 @@ def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
     return Verdict(mutation, "survived" if code == 0 else "no verdict", seconds, output=output)
 
 
-def pytest(
-    arguments: Sequence[str], tree: Path, limit: float, drawn_in: Sequence[tuple[str, str]] = ()
-) -> tuple[int | None, str]:
+def pytest(arguments: Sequence[str], tree: Path, limit: float, of_all: bool = False) -> tuple[int | None, str]:
     """Exit status (None: it took longer than ``limit`` seconds and was ended) and output of pytest in ``tree``."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-n", "0", f"--basetemp={tree.parent / 'base'}", *arguments]
-    # Names of drawn tests, and what they catch, depend on these variables.
-    inherited = {name: value for name, value in os.environ.items() if name not in dict(ALL)}
-    environment = {"OMP_NUM_THREADS": "1", **inherited, **dict(drawn_in), "PYTHONPATH": str(tree)}
+    inherited = {name: value for name, value in os.environ.items() if name not in ALL}
+    environment = {"OMP_NUM_THREADS": "1", **inherited, **(ALL if of_all else {}), "PYTHONPATH": str(tree)}
     with (tree.parent / "output").open("w+") as file:
         process = subprocess.Popen(
             command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
@@ -243,11 +240,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if not options.no_baseline:
         say("the named tests, without a mutation")
-        for drawn_in in dict.fromkeys(mutation.drawn_in for mutation in mutations):
-            judged = [mutation for mutation in mutations if mutation.drawn_in == drawn_in]
+        for of_all in sorted({mutation.of_all for mutation in mutations}):
+            judged = [mutation for mutation in mutations if mutation.of_all == of_all]
             tests = list(dict.fromkeys(test for mutation in judged for test in mutation.tests))
             with copied(root) as tree:
-                code, output = pytest(tests, tree, options.timeout * len(judged), drawn_in)
+                code, output = pytest(tests, tree, options.timeout * len(judged), of_all)
             if code != 0:
                 say(f"{output}\nthese must pass before a mutation can be judged by them")
                 return 2

@@ -122,6 +122,20 @@ while True:
 """
 
 
+@pytest.mark.parametrize(("entry", "drawn"), [("", None), ("all = true\n", "all")], ids=["of CI", "of --all"])
+def test_the_tests_of_a_bug_are_drawn_as_its_entry_says(
+    project: Path, monkeypatch: pytest.MonkeyPatch, entry: str, drawn: str | None
+) -> None:
+    monkeypatch.setenv("RECOVER_MATRIX", "all")  # of whoever calls it
+    told = project / "told"
+    (project / "pytest.py").write_text(
+        f"import os\nwith open({str(told)!r}, 'a') as file:\n    print(os.environ.get('RECOVER_MATRIX'), file=file)\n"
+    )
+    (project / LIST).write_text(FAIR + entry)
+    assert run(project) == 1, "a pytest that does nothing lets the bug survive"
+    assert told.read_text().split() == [str(drawn)] * 2, "without the bug, and with it"
+
+
 @pytest.mark.parametrize("options", [[], ["--no-baseline"]], ids=["without a mutation", "with one"])
 def test_a_check_that_is_stopped_ends_the_tests_that_it_runs(project: Path, options: list[str]) -> None:
     told = project / "pid"
