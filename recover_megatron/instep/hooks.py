@@ -132,7 +132,8 @@ class ProgressReports:
         "worker 3 has found wrong gradients".
         """
         reason = f"{what} in iteration {self._hooks.iteration()}, which no worker applies: {error}"
-        self._session.give_up(EXIT_SAME_FAULT, reason)
+        then = "start again from the last checkpoint; if this comes back, it is a fault of the code and of no device"
+        self._session.give_up(EXIT_SAME_FAULT, f"{reason}; {then}")
         self.mark(self.phase, waiting=True)
         with suppress(CoordinatorLost, Fenced):
             self._session.wait_lost((), threading.TIMEOUT_MAX)

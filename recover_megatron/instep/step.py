@@ -133,9 +133,7 @@ class Step:
             except EpochRevoked:
                 following = State.RENDEZVOUS
             except Disagreement as error:
-                # If this worker alone ended, the others would keep what is REDUCED, and commit it with the error in it.
-                mates = isinstance(error, WrongGradients) and len(self._assignment.mates) > 1  # they may have submitted
-                if state is State.REDUCE or self._trainer.gradients.submitted or mates:
+                if state is State.REDUCE or self._may_be_summed(error):
                     self._progress.end_run(f"worker {self._assignment.me} has found wrong gradients", error)
                 raise
             if recovering and state is not State.RERUN:  # which tells its parts
@@ -225,6 +223,15 @@ class Step:
         return State.REDUCE
 
     # ---- parts of the above
+
+    def _may_be_summed(self, error: Disagreement) -> bool:
+        """Tell if a sum may have what is wrong in it, which other workers would keep and commit without this one.
+
+        After a pass the mates may have submitted gradients that they have reduced with this worker's.  In the middle of
+        a pass they have not: they cannot finish it without this worker.
+        """
+        after_pass = isinstance(error, WrongGradients)
+        return self._trainer.gradients.submitted or (after_pass and len(self._assignment.mates) > 1)
 
     def _open_rings(self) -> None:
         """Open the rings of this epoch before anything depends on them."""

@@ -102,18 +102,15 @@ class Accumulated:
         return [list(self._counts.get(chunk, ())) for chunk in model]
 
     def check(self, model: Sequence[Any], before: Sequence[list[int]], microbatches: Sequence[int]) -> None:
-        """Raise WrongGradients unless exactly its ``microbatches`` were added to each chunk since ``before``.
+        """Raise WrongGradients unless each chunk has added as many ``microbatches`` as it should since ``before``.
 
-        Both by chunk; without those of which Megatron runs no backward pass, see ``has_gradient``.
+        Both are by chunk; microbatches of which Megatron runs no backward pass do not count (``has_gradient``).
         """
         counts = zip(before, self.counts(model), microbatches, strict=True)
         for number, (old, new, its) in enumerate(counts):
             added = max((now - then for now, then in zip(new, old, strict=True)), default=its)
             if added != its:
-                raise WrongGradients(
-                    f"chunk {number} added the gradients of {added} microbatches, not of its {its}: "
-                    "stopping before this step is reported as good"
-                )
+                raise WrongGradients(f"chunk {number} added the gradients of {added} microbatches, not of its {its}")
 
 
 def has_gradient(output: Any) -> bool:
