@@ -84,7 +84,7 @@ class Clock:
 
             group_factory._slots = lambda *_: None
         if self._state:
-            from recover_megatron.instep.shards import Shards
+            from recover_megatron.instep.state.shards import Shards
 
             training.train = self._around(training.train, self._train)
             Shards.exchange = self._around(Shards.exchange, self._exchange)  # type: ignore[method-assign]

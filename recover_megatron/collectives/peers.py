@@ -3,7 +3,7 @@
     every worker    PeerStoreServer: a key-value service in a thread; its address goes with the worker's status
     every group     PeerStoreClient: this worker's view of the store that the group uses: a member's, chosen alike
     every ring      Neighbours: everybody tells on its own store, and asks on that of its successor
-    one worker      Fetcher: bytes that another worker holds, in no epoch and without meeting it (``instep.overlap``)
+    one worker      Fetcher: bytes of another worker, in no epoch and without meeting it (``instep.state.overlap``)
     one worker      unreached: whom of the others it cannot connect to
 
 If the member that keeps a group's store dies the epoch is over anyway, and in the next one the group uses another's.

@@ -4,7 +4,7 @@
     receiver   receive(parts)  -> check sum of what arrived
 
 The transport does not know who holds what, which pieces are asked for, whether the two sums agree or what happens when
-a holder is lost (`instep.state_holder` and `instep.state_receiver` do).  ``SocketTransport`` goes by way of the hosts,
+a holder is lost (`instep.state.holder` and `instep.state.receiver` do).  ``SocketTransport`` goes by way of the hosts,
 `nccl.pairs` from device to device.  The check sums (``check_sum``, ``Digest``) notice what accidents have changed.
 """
 

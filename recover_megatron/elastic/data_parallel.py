@@ -39,7 +39,7 @@ from recover_megatron.elastic.state import Exchange, Optimizers, State, Stateful
 from recover_megatron.elastic.steps import Microbatch, StepResult, ends_in_order, gives_state, one_step, takes_part
 from recover_megatron.elastic.verification import compare
 from recover_megatron.errors import EXIT_USAGE
-from recover_megatron.instep.comparison import OwnDescription
+from recover_megatron.instep.meeting.comparison import OwnDescription
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_STATE_LOST, CoordinatorLost
 from recover_megatron.membership.session import is_newcomer

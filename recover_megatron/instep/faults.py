@@ -130,8 +130,8 @@ _IN_A_GROUP = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/c10d_logger.py",
     "recover_megatron/collectives/",
-    "recover_megatron/instep/process_group.py",
-    "recover_megatron/instep/traffic.py",
+    "recover_megatron/instep/groups/process_group.py",
+    "recover_megatron/instep/groups/traffic.py",
 )
 """Where operations on groups are: files of frames."""
 

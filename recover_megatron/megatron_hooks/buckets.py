@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.gradients import Column, Gradients
-from recover_megatron.instep.overlap import Overlap
-from recover_megatron.instep.shards import Shards, ring_order
+from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.state.overlap import Overlap
+from recover_megatron.instep.state.shards import Shards, ring_order
 from recover_megatron.integrate import Wrapper
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import column_of, launched_of

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from megatron.training import async_utils, get_args
 
 from recover_megatron.instep.attempts import Attempt, clean, discard, publish
-from recover_megatron.instep.decision import NON_PERSISTENT, Checkpoint
 from recover_megatron.instep.faults import (
     DISK_QUOTA,
     CheckpointFailed,
@@ -38,8 +37,9 @@ from recover_megatron.instep.faults import (
     is_write,
     signature,
 )
+from recover_megatron.instep.meeting.decision import NON_PERSISTENT, Checkpoint
+from recover_megatron.instep.meeting.timelines import merged
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.timelines import merged
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import checkpoint_writers, monkeypatch
 from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed, Parts
@@ -70,7 +70,7 @@ class UnderWay:
     writers: list[int]
     """The workers that write it."""
     source: str
-    """What names its folder (``instep.decision.Checkpoint``)."""
+    """What names its folder (``instep.meeting.decision.Checkpoint``)."""
 
 
 class Checkpoints:

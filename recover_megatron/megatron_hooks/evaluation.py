@@ -22,9 +22,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
-from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.groups.traffic import Mode
+from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data import of_ids, sources_of

@@ -30,15 +30,15 @@ from megatron.training import get_args
 from recover_megatron import integrate
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peers import PeerStoreClient
-from recover_megatron.instep import out_of_turn
-from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.epoch_groups import CommunicationConfig
-from recover_megatron.instep.grid import LaunchGrid, Slot, launch_grid
-from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
-from recover_megatron.instep.process_group import EpochGroup, register, register_new, renumber, stands_in
+from recover_megatron.instep.groups import out_of_turn
+from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
+from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
+from recover_megatron.instep.groups.process_group import EpochGroup, register, register_new, renumber, stands_in
+from recover_megatron.instep.groups.traffic import WORLD, Caller, Mode, Traffic, caller
+from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.meeting.decision import Decision
+from recover_megatron.instep.meeting.grid import LaunchGrid, Slot, launch_grid
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.traffic import WORLD, Caller, Mode, Traffic, caller
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, writers
 from recover_megatron.megatron_hooks.fsdp.state import install_meshes

@@ -2,7 +2,7 @@
 
     boundary   every K iterations, and when other workers are to keep copies: a section, "snapshot"
                    all have what was begun last?  --> that one is complete; K from what it has cost
-                   the step goes on; meanwhile `instep.snapshots` copies the state to the host, and does the rest
+                   the step goes on; meanwhile `instep.state.snapshots` copies the state to the host, and does the rest
     update     not before all is copied
     rollback   the plan goes back to one: everybody loads its position's (`rejoin`)
 
@@ -25,12 +25,12 @@ import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
-from recover_megatron.instep.decision import Decision, Kept, Rollback
 from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.meeting.decision import Decision, Kept, Rollback
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.snapshot_parts import available_memory
-from recover_megatron.instep.snapshots import Spoiled, Taking
-from recover_megatron.instep.state_holder import flatten
+from recover_megatron.instep.state.holder import flatten
+from recover_megatron.instep.state.snapshot_parts import available_memory
+from recover_megatron.instep.state.snapshots import Spoiled, Taking
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import (
     InOrder,

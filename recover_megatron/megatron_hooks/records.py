@@ -26,9 +26,9 @@ from megatron.training import get_args, global_vars
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import is_last_rank
 
-from recover_megatron.instep import losses
-from recover_megatron.instep.decision import HELD, Rollback, Timeline
-from recover_megatron.instep.losses import Failure
+from recover_megatron.instep.meeting import losses
+from recover_megatron.instep.meeting.decision import HELD, Rollback, Timeline
+from recover_megatron.instep.meeting.losses import Failure
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.logger import get_logger

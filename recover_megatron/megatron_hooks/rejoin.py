@@ -9,8 +9,8 @@
 
 Meanwhile the others train. They meet this worker at the boundary before a step (`training_parts`), give it its state
 while they compute that step (`state_exchange`), and need it from there on.  What has no Megatron in it is
-`instep.orphan`.  Where a worker builds alone, its groups hold nobody else (see `groups`): nothing is sent and nothing
-is waited for, and what it would learn from others comes with the state later.
+`instep.meeting.orphan`.  Where a worker builds alone, its groups hold nobody else (see `groups`): nothing is sent and
+nothing is waited for, and what it would learn from others comes with the state later.
 
 Where the state is lost all go back to one checkpoint, in place (``Rollback``).
 """
@@ -33,8 +33,6 @@ from megatron.training import checkpointing, get_args
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.decision import HELD, MEMORY, NON_PERSISTENT, Decision
-from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.instep.faults import (
     InStepError,
     Orphaned,
@@ -45,9 +43,11 @@ from recover_megatron.instep.faults import (
     is_own,
     signature,
 )
+from recover_megatron.instep.groups.traffic import Mode
+from recover_megatron.instep.meeting.decision import HELD, MEMORY, NON_PERSISTENT, Decision
+from recover_megatron.instep.meeting.decision import Rollback as Target
+from recover_megatron.instep.meeting.spare import UntakenPlaces
 from recover_megatron.instep.recovery import Blame, Recovery
-from recover_megatron.instep.spare import UntakenPlaces
-from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch, writers
@@ -293,8 +293,8 @@ class Rollback:
            v
         all have loaded it: train() is entered, at the iteration after the checkpoint's
 
-    Which it is is the plan's word (`instep.timelines`), so that all take the same.  Where it is the state of workers
-    that were set aside there is nothing to load.  The main thread calls it, with the model that the worker has.
+    The plan says which checkpoint it is (`instep.meeting.timelines`), so that all take the same.  Where it is the state
+    of workers that were set aside there is nothing to load.  The main thread calls it, with the model of this worker.
     """
 
     _recovery: Recovery

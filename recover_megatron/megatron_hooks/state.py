@@ -28,7 +28,7 @@ from megatron.training import get_args, get_timers
 
 from recover_megatron.collectives.state_transport import digest
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Path, Place, at, flatten, in_place, new_memory
+from recover_megatron.instep.state.holder import Path, Place, at, flatten, in_place, new_memory
 from recover_megatron.megatron_hooks import dumps
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.layout import no_way_back
@@ -76,7 +76,7 @@ class TrainingState:
         self.no_way_back = no_way_back(args, self._optimizers)
         """Why the run cannot go back to a checkpoint in place; empty: it can."""
         self.timeline = 0
-        """The epoch of the timeline that this state is of (``instep.decision.Timeline``)."""
+        """The epoch of the timeline that this state is of (``instep.meeting.decision.Timeline``)."""
         self.last_step = (0, 0)
         """The iteration of the last step that was begun from this state, and which decision it is; (0, 0): none was."""
         self.counters = self._loop.read(self.version)
@@ -136,7 +136,7 @@ class TrainingState:
         return json.dumps([self._loop.schedule_state(), groups], sort_keys=True)
 
     def tree(self) -> dict[str, Any]:
-        """See ``instep.state_holder``; its tensors are the living ones."""
+        """See ``instep.state.holder``; its tensors are the living ones."""
         return {
             "column": self._column(),
             "own": {

@@ -14,12 +14,12 @@ from contextlib import suppress
 from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
-from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.faults import Disagreement, Orphaned
-from recover_megatron.instep.grid import Slot
+from recover_megatron.instep.groups.epoch_groups import EpochGroups
+from recover_megatron.instep.meeting.decision import Decision
+from recover_megatron.instep.meeting.grid import Slot
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.state_holder import Offer
+from recover_megatron.instep.state.holder import Offer
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.state import TrainingState, shared_tensors
 

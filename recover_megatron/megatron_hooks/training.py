@@ -22,12 +22,12 @@ from megatron.training import get_args
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
-from recover_megatron.instep.decision import Checkpoint
 from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
+from recover_megatron.instep.groups.traffic import Mode
+from recover_megatron.instep.meeting.decision import Checkpoint
 from recover_megatron.instep.recovery import Blame, Recovery
 from recover_megatron.instep.step import Outcome, Step
-from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import buckets, dumps, microbatches, trackers, writers

@@ -23,9 +23,9 @@ from megatron.training import get_args
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.device import drained
 from recover_megatron.instep.gradients import alive
+from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
-from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Services
 from recover_megatron.megatron_hooks import dumps
 from recover_megatron.megatron_hooks.buckets import Buckets

@@ -23,8 +23,8 @@ from recover_megatron.elastic.passes import Passes
 from recover_megatron.elastic.standing import Standing, Status, shares, standing
 from recover_megatron.elastic.state import State
 from recover_megatron.errors import UserError
-from recover_megatron.instep.comparison import OwnDescription
 from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.meeting.comparison import OwnDescription
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.harness.processes import python
 

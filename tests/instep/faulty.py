@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover_megatron.instep.snapshots import SnapshotStore
-from recover_megatron.instep.state_holder import flatten
+from recover_megatron.instep.state.holder import flatten
+from recover_megatron.instep.state.snapshots import SnapshotStore
 from tests.harness.patience import patient
 from tests.harness.processes import processes_with
 
@@ -80,7 +80,7 @@ def giving(worker: str, how: str) -> None:
 
     All workers: have states go in small chunks.
     """
-    from recover_megatron.instep import state_holder
+    from recover_megatron.instep.state import holder as state_holder
 
     state_holder.CHUNK = 1 << 10
     parts, left = state_holder.Offer.parts, [3]
@@ -104,7 +104,7 @@ def idle_from(replica: str, first: str) -> None:
     """The same from the first plan that is made in iteration ``first`` or later."""
     from megatron.training import get_args
 
-    from recover_megatron.instep.assignment import Quotas
+    from recover_megatron.instep.meeting.assignment import Quotas
 
     counts = Quotas.counts
 

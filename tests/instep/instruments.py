@@ -260,7 +260,7 @@ def over_nccl(settings: str) -> None:
     A worker's log tells which calls of NCCL's made and ended its communicators.
     """
     from recover_megatron.collectives.nccl import library as libraries
-    from recover_megatron.instep.epoch_groups import CommunicationConfig
+    from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
     from recover_megatron.megatron_hooks.entry import fault_tolerance
     from tests.doubles.nccl import library as nccl_double
 
@@ -290,7 +290,7 @@ def _late_device(double: Callable[[], Library]) -> None:
     made anew gets another one.
     """
     from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
-    from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
+    from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
 
     # Megatron refuses one queue with Megatron-FSDP, and more than one with tensor parallelism before Blackwell.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "2" if "--use-megatron-fsdp" in sys.argv else "1"

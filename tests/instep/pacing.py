@@ -19,14 +19,14 @@ from typing import Any
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.chaos import spec
 from recover_megatron.instep import edges
-from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.hooks import ProgressReports
-from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
+from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.meeting.decision import Decision
+from recover_megatron.instep.meeting.rendezvous import Boundary, Rendezvous, Sections
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.rendezvous import Boundary, Rendezvous, Sections
-from recover_megatron.instep.snapshot_parts import Copy
-from recover_megatron.instep.snapshots import SnapshotStore
+from recover_megatron.instep.state.snapshot_parts import Copy
+from recover_megatron.instep.state.snapshots import SnapshotStore
 from recover_megatron.instep.step import Step
 from recover_megatron.membership.client import Client
 from recover_megatron.membership.session import Session, is_newcomer, worker_id

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.instep.faults import is_communication
-from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
+from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
 from tests.harness.patience import patient
 
 ROUNDS = 24

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from recover_megatron.instep import losses
-from recover_megatron.instep.decision import Decision, JoinStatus
-from recover_megatron.instep.edges import news
-from recover_megatron.instep.grid import launch_grid
-from recover_megatron.instep.losses import READY, Failure, Failures, LostWorker
+from recover_megatron.instep.meeting import losses
+from recover_megatron.instep.meeting.decision import Decision, JoinStatus
+from recover_megatron.instep.meeting.edges import news
+from recover_megatron.instep.meeting.grid import launch_grid
+from recover_megatron.instep.meeting.losses import READY, Failure, Failures, LostWorker
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, Case, Strike

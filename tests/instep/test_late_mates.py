@@ -24,9 +24,9 @@ from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.gloo import swappable_group
 from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, Identity, open_sockets, shut
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, SwappableGroup
-from recover_megatron.instep import model_parallel_groups
 from recover_megatron.instep.faults import is_communication
-from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
+from recover_megatron.instep.groups import model_parallel_groups
+from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
 from tests.harness.waiting import DEADLINE, eventually
 
 CPU = torch.device("cpu")

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.faults import OtherPosition, RunOver
-from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.hooks import FIRST_SECONDS, ProgressReports
-from recover_megatron.instep.orphan import Orphan
-from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.spare import (
+from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.meeting.decision import Decision, JoinStatus
+from recover_megatron.instep.meeting.grid import launch_grid
+from recover_megatron.instep.meeting.orphan import Orphan
+from recover_megatron.instep.meeting.spare import (
     BUILD_SECONDS,
     MOST,
     PAUSE_SECONDS,
@@ -27,6 +26,7 @@ from recover_megatron.instep.spare import (
     Spare,
     UntakenPlaces,
 )
+from recover_megatron.instep.recovery import Recovery
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, EpochRevoked
 from tests.harness.waiting import DEADLINE
 
@@ -167,7 +167,7 @@ def test_who_keeps_the_state_of_the_last_replica_does_so_as_long_as_the_epoch_la
     assert session.waits.get(timeout=DEADLINE) is None
     session.ends.put(True)  # the epoch is over, and with it the mirror's work: it is to arrive as an orphan is
     assert 0 < (session.waits.get(timeout=DEADLINE) or 0) <= STUCK_SECONDS
-    monkeypatch.setattr("recover_megatron.instep.spare.LINGER_SECONDS", DEADLINE)
+    monkeypatch.setattr("recover_megatron.instep.meeting.spare.LINGER_SECONDS", DEADLINE)
     session.ends.put(False)
     wait_until(spare, lambda: spare._outcome is not None)
     stuck = spare.arrive(version=6)
@@ -194,7 +194,7 @@ def test_who_builds_a_model_may_take_longer_than_who_leaves_the_training() -> No
 def test_an_epoch_does_not_wait_for_the_main_thread_of_a_spare_that_builds_a_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("recover_megatron.instep.spare.GRACE_SECONDS", 100 * DEADLINE)
+    monkeypatch.setattr("recover_megatron.instep.meeting.spare.GRACE_SECONDS", 100 * DEADLINE)
     session, joined = Epochs(), queue.Queue[JoinStatus]()
     asked = Decision(5, {0: (0, 1)}, (4,), at=7, rebuild={4: 1})
     planner = planner_of()
@@ -238,7 +238,7 @@ def test_a_death_before_the_first_plan_ends_who_waits_for_it_with_a_code_that_is
     def end(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr("recover_megatron.instep.orphan.os._exit", end)
+    monkeypatch.setattr("recover_megatron.instep.meeting.orphan.os._exit", end)
     session: Any = SimpleNamespace(plan=None, dead={1}, opened_members={0})
     mine: Any = SimpleNamespace(present=lambda: (None, False))
     others: Any = SimpleNamespace(why="", opened=lambda epoch, workers: None)

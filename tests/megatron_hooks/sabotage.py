@@ -18,7 +18,8 @@ from megatron.core.pipeline_parallel import schedules
 import pretrain_gpt_recover
 from recover_megatron.collectives.ring.executor import Ring, RingTask
 from recover_megatron.collectives.ring.schedule import Action, Receive
-from recover_megatron.instep import assignment, gradients
+from recover_megatron.instep import gradients
+from recover_megatron.instep.meeting import assignment
 from recover_megatron.megatron_hooks import data, microbatches
 from recover_megatron.megatron_hooks.entry import gpt_script
 

@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.meeting.grid import launch_grid
 from recover_megatron.megatron_hooks import buckets as module
 from recover_megatron.megatron_hooks import microbatches as passes
 from recover_megatron.megatron_hooks.buckets import Buckets

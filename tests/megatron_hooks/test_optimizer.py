@@ -18,8 +18,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
-from recover_megatron.instep.shards import ElementRange
-from recover_megatron.instep.state_holder import flatten, unflatten
+from recover_megatron.instep.state.holder import flatten, unflatten
+from recover_megatron.instep.state.shards import ElementRange
 from recover_megatron.megatron_hooks import memory_tier
 from recover_megatron.megatron_hooks import monkeypatch as seams
 from recover_megatron.megatron_hooks.fsdp.state import _gradient_where_it_is_read

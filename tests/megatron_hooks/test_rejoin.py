@@ -20,13 +20,13 @@ from megatron.core import parallel_state
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
-from recover_megatron.instep.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.faults import Orphaned, RunOver
-from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.hooks import ProgressReports
-from recover_megatron.instep.plan import decide
-from recover_megatron.instep.snapshots import Taking
-from recover_megatron.instep.spare import MOST, PAUSE_SECONDS
+from recover_megatron.instep.meeting.decision import Decision, JoinStatus, Rules
+from recover_megatron.instep.meeting.grid import Slot, launch_grid
+from recover_megatron.instep.meeting.plan import decide
+from recover_megatron.instep.meeting.spare import MOST, PAUSE_SECONDS
+from recover_megatron.instep.state.snapshots import Taking
 from recover_megatron.launch import forecast
 from recover_megatron.megatron_hooks import groups as groups_module
 from recover_megatron.megatron_hooks import memory_tier, writers

@@ -21,10 +21,10 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training import training
 
 from recover_megatron.hostdevice.apex_stub import FusedAdam
-from recover_megatron.instep.decision import MEMORY, Rollback
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.grid import Slot, launch_grid
-from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
+from recover_megatron.instep.meeting.decision import MEMORY, Rollback
+from recover_megatron.instep.meeting.grid import Slot, launch_grid
+from recover_megatron.instep.state.holder import flatten, new_memory, unflatten
 from recover_megatron.megatron_hooks import loop_counters, microbatches, rejoin, state, trackers
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH

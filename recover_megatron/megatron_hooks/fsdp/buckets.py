@@ -25,11 +25,11 @@ import torch
 from megatron.core import parallel_state
 
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.gradients import Column, Gradients
-from recover_megatron.instep.overlap import Overlap
-from recover_megatron.instep.shards import Shards, ring_order
+from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.state.overlap import Overlap
+from recover_megatron.instep.state.shards import Shards, ring_order
 from recover_megatron.megatron_hooks.fsdp import version2
 from recover_megatron.megatron_hooks.fsdp.outer import OuterBucket
 from recover_megatron.megatron_hooks.groups import column_of

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, debug
 from recover_megatron import integrate
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.errors import UserError
-from recover_megatron.instep.process_group import EpochGroup
+from recover_megatron.instep.groups.process_group import EpochGroup
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.fsdp import version2
 from recover_megatron.megatron_hooks.layout import spreads_optimizer

@@ -3,8 +3,8 @@
 Before a step whose members are not those of the layout that the state is held by (``change_hands``)::
 
     section    the layout for who is there now; pieces for what this worker is to hold by it (``make``); what
-       |       these lack is fetched from the workers that hold it (``instep.shards``).  A worker is lost: again, with
-       v       who is left
+       |       these lack is fetched from the workers that hold it (``instep.state.shards``).  A worker is lost: again,
+       v       with those who are left
     the new pieces are those of the optimizer, and the layout is what is held
 
 With --recover-shadow-device cpu, while the next step computes (``HostShadows``)::
@@ -31,8 +31,8 @@ import torch
 
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.shards import ElementRange, Shards
-from recover_megatron.instep.state_holder import Path, Place, in_place
+from recover_megatron.instep.state.holder import Path, Place, in_place
+from recover_megatron.instep.state.shards import ElementRange, Shards
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets

@@ -6,7 +6,7 @@
        |
     section   exchange the units' norms over the column; then, once: Megatron's own step() clips and updates the pieces
        |        (owners and shadows alike) and copies them to the model; then the parameters are gathered (with
-       |        --overlap-param-gather after it, while the next forward pass runs: ``instep.overlap``)
+       |        --overlap-param-gather after it, while the next forward pass runs: ``instep.state.overlap``)
        |      revoked: again with whoever is left; who has updated does not do so twice, and the norm comes out bit for
        |        bit the same, since units, not workers, are summed up, and a shadow's sum is its owner's
        v
@@ -35,9 +35,9 @@ from megatron.training import get_args
 
 from recover_megatron.instep.faults import Orphaned
 from recover_megatron.instep.gradients import Parameters, alive
-from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.shards import Column
+from recover_megatron.instep.state.overlap import Overlap
+from recover_megatron.instep.state.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets

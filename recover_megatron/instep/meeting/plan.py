@@ -13,11 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from recover_megatron.instep import timelines
-from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Kept, Rollback, Rules, Timeline
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.standing import Grid, Members, draining_of, leaving_of, most, whole_replicas, without
+from recover_megatron.instep.meeting import timelines
+from recover_megatron.instep.meeting.decision import HELD, Beyond, Decision, JoinStatus, Kept, Rollback, Rules, Timeline
+from recover_megatron.instep.meeting.grid import LaunchGrid
+from recover_megatron.instep.meeting.standing import (
+    Grid,
+    Members,
+    draining_of,
+    leaving_of,
+    most,
+    whole_replicas,
+    without,
+)
 from recover_megatron.workload import Placement, reassign
 from recover_megatron.workload.domains import touched_by
 from recover_megatron.workload.placement import Edge, edge, seated

@@ -26,9 +26,9 @@ import torch
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.collectives.nccl.pairs import Pair, Pairs
 from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, lost, receive_into
-from recover_megatron.instep import state_holder
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Chunk, Place
+from recover_megatron.instep.state import holder as state_holder
+from recover_megatron.instep.state.holder import Chunk, Place
 from recover_megatron.logger import get_logger
 from recover_megatron.network.connection import Unreachable
 from recover_megatron.network.system import watch

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from recover_megatron.instep.decision import Decision, JoinStatus, Rollback
-from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.meeting.decision import Decision, JoinStatus, Rollback
+from recover_megatron.instep.meeting.grid import LaunchGrid
 from recover_megatron.membership.records import ranges
 
 READY = "is a spare, and ready"

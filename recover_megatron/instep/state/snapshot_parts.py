@@ -15,7 +15,7 @@ import torch
 
 from recover_megatron.collectives.state_transport import bytes_of, check_sum
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, in_place, new_memory, unflatten
+from recover_megatron.instep.state.holder import Path, Place, at, chunks_of, flatten, in_place, new_memory, unflatten
 from recover_megatron.network.system import control_groups
 
 

@@ -24,12 +24,12 @@ from typing import Any
 
 from recover_megatron.collectives.device import beside, made_so_far
 from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.instep.decision import Decision, Kept, Snapshot
-from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.faults import Disagreement, InStepError
-from recover_megatron.instep.snapshot_parts import Copy, apart, checks_of, room, wrong_chunks
-from recover_megatron.instep.state_holder import Offer, Place, flatten, gpu_of, new_memory
-from recover_megatron.instep.state_receiver import Receiver
+from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
+from recover_megatron.instep.meeting.decision import Decision, Kept, Snapshot
+from recover_megatron.instep.state.holder import Offer, Place, flatten, gpu_of, new_memory
+from recover_megatron.instep.state.receiver import Receiver
+from recover_megatron.instep.state.snapshot_parts import Copy, apart, checks_of, room, wrong_chunks
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from recover_megatron.instep.decision import (
+from recover_megatron.instep.meeting.decision import (
     HELD,
     MEMORY,
     NON_PERSISTENT,

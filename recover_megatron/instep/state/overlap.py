@@ -33,7 +33,7 @@ from recover_megatron.collectives.peers import Fetcher
 from recover_megatron.collectives.ring.progress import Handle
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.shards import Shards
+from recover_megatron.instep.state.shards import Shards
 from recover_megatron.logger import get_logger
 from recover_megatron.network.peer_store import MOST_BYTES
 from recover_megatron.workload.shards import owned

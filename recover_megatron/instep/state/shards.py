@@ -20,10 +20,10 @@ from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.epoch_groups import EpochGroups
-from recover_megatron.instep.grid import LaunchGrid, Slot
-from recover_megatron.instep.state_holder import Offer, Place, flatten
+from recover_megatron.instep.groups.epoch_groups import EpochGroups
+from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
+from recover_megatron.instep.state.holder import Offer, Place, flatten
 from recover_megatron.workload import shards as parts
 from recover_megatron.workload.domains import stride_of
 from recover_megatron.workload.shards import AnyLayout, Instances, Layout, Move

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.faults import InStepError, Orphaned
 from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
-from recover_megatron.instep.planner import Planner
-from recover_megatron.instep.spare import LINGER_SECONDS, STUCK_SECONDS, Mirror, Spare
+from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.meeting.decision import Decision
+from recover_megatron.instep.meeting.edges import Edges
+from recover_megatron.instep.meeting.planner import Planner
+from recover_megatron.instep.meeting.spare import LINGER_SECONDS, STUCK_SECONDS, Mirror, Spare
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
 from recover_megatron.membership.session import Session

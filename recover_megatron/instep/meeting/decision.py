@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.grid import LaunchGrid, Slot
+from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
 from recover_megatron.workload.placement import Edge
 
 _SEQUENCES = (
@@ -81,7 +81,7 @@ class JoinStatus:
     peer_store: str = ""
     """Where it keeps what the members of an epoch tell each other (``collectives.peers``)."""
     unreached: Sequence[int] = ()
-    """Live workers that it has tried to reach, and could not (``instep.edges``)."""
+    """Live workers that it has tried to reach, and could not (``instep.meeting.edges``)."""
     building: bool = False
     """A spare's: it builds its model, and has no state."""
     timeline: Timeline = (0, 0)
