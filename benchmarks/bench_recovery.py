@@ -72,7 +72,7 @@ from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
-from recover_megatron.launch.dying import ending
+from recover_megatron.launch.workers.dying import ending
 from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import WorkerId
 from recover_megatron.membership.session import Session

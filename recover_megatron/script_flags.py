@@ -2,7 +2,7 @@
 
 A worker that joined with another learning rate or batch would train another model into the run, and nobody would see
 it.  So all compare what they were given: the launchers of several nodes before any of them starts a worker
-(`launch.guest`), the workers whenever they meet (`instep.meeting.planner`).
+(`launch.nodes.guest`), the workers whenever they meet (`instep.meeting.planner`).
 
 What may differ from worker to worker is left out: see ``OWN``, and ``--recover-may-differ``.  Of a value with a slash
 in it only the part behind the last one counts (data may lie elsewhere on another host), and numbers are compared as

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recover_megatron import __version__, arguments, variables  # noqa: E402
-from recover_megatron.launch import arguments as launch_arguments  # noqa: E402
+from recover_megatron.launch.command_line import arguments as launch_arguments  # noqa: E402
 from recover_megatron.options import Flag  # noqa: E402
 from recover_megatron.variables import Rule  # noqa: E402
 

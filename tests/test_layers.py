@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "hostdevice": {"torch"},
     "integrate": set(),
     "launch": {"network", "membership", "workload", "psutil"},
-    "launch.preflight": {"chaos"},
-    "launch.store": {"torch"},
+    "launch.command_line.preflight": {"chaos"},
+    "launch.nodes.store": {"torch"},
     "launch.device_test": {"torch"},
     "chaos": {"membership", "run_log"},
     "megatron_hooks": {
@@ -91,7 +91,7 @@ def imported(path: Path) -> set[str]:
 def allowed(path: Path) -> set[str]:
     parts = path.relative_to(REPOSITORY / PACKAGE).with_suffix("").parts
     layer = parts[0]
-    rules = ALLOWED.get(layer, set()) | ALLOWED.get(".".join(parts[:2]), set())
+    rules = ALLOWED.get(layer, set()) | ALLOWED.get(".".join(parts), set())
     return rules | {layer} | ANYWHERE | set(sys.stdlib_module_names)
 
 

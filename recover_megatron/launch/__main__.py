@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from recover_megatron.launch.command import run_guarded
-    from recover_megatron.launch.processes import START_AGAIN, start_again, take_attempt, take_left_out
+    from recover_megatron.launch.workers.processes import START_AGAIN, start_again, take_attempt, take_left_out
     from recover_megatron.variables import FIRST_START_VARIABLE
 
     attempt = take_attempt()

@@ -18,18 +18,20 @@ from typing import NoReturn
 from recover_megatron import variables
 from recover_megatron.arguments import config_or_defaults, listed_domains, own_domains, spares_from_argv
 from recover_megatron.errors import UserError
-from recover_megatron.launch import arguments, peers, preflight, readers, slurm, store
+from recover_megatron.launch import slurm
+from recover_megatron.launch.command_line import arguments, preflight, readers
+from recover_megatron.launch.command_line.forecast import LOSSES, Forecast, given_flags, of_launch
+from recover_megatron.launch.command_line.plan import Domains, LaunchPlan, is_known, loopback, saves_checkpoints
 from recover_megatron.launch.conclusion import save_folder
-from recover_megatron.launch.control_plane import has_secret, own_address
 from recover_megatron.launch.device_test import command_of
-from recover_megatron.launch.forecast import LOSSES, Forecast, given_flags, of_launch
-from recover_megatron.launch.leasing import AUTO, OFF, lease_path
-from recover_megatron.launch.log_folder import NOBODY, Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count, goes_on_without
-from recover_megatron.launch.plan import Domains, LaunchPlan, is_known, loopback, saves_checkpoints
-from recover_megatron.launch.processes import AGAIN_SECONDS
-from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
+from recover_megatron.launch.nodes import peers, store
+from recover_megatron.launch.nodes.control_plane import has_secret, own_address
+from recover_megatron.launch.nodes.leasing import AUTO, OFF, lease_path
 from recover_megatron.launch.supervisor import Supervisor
+from recover_megatron.launch.workers.log_folder import NOBODY, Claim, FolderLock
+from recover_megatron.launch.workers.processes import AGAIN_SECONDS
+from recover_megatron.launch.workers.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.logger import get_logger, use_lines
 from recover_megatron.membership.records import SecretError
 from recover_megatron.membership.wire import find_secret

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.peers import Peers
-from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.processes import START_AGAIN
-from recover_megatron.launch.states import (
+from recover_megatron.launch.command_line.plan import LaunchPlan
+from recover_megatron.launch.nodes.control_plane import ControlPlane
+from recover_megatron.launch.nodes.peers import Peers
+from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.launch.workers.processes import START_AGAIN
+from recover_megatron.launch.workers.states import (
     LAUNCH_FAILED,
     NO_FAULT,
     REFUSED,
@@ -25,7 +25,7 @@ from recover_megatron.launch.states import (
     run_exit_code,
     start_exit_code,
 )
-from recover_megatron.launch.worker_table import WorkerTable
+from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
 
 OWN_END_SECONDS = 3.0

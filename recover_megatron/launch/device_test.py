@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
-from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.processes import Child, kill_group, spawn
-from recover_megatron.launch.states import describe_end
+from recover_megatron.launch.workers.loop import EventLoop, Timer
+from recover_megatron.launch.workers.processes import Child, kill_group, spawn
+from recover_megatron.launch.workers.states import describe_end
 
 if TYPE_CHECKING:
     import torch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recover_megatron.launch.dying import WRITES_CORE, Ending
-from recover_megatron.launch.plan import LaunchPlan, join_addresses
-from recover_megatron.launch.states import WorkerProcess, WorkerState, signal_name
+from recover_megatron.launch.command_line.plan import LaunchPlan, join_addresses
+from recover_megatron.launch.workers.dying import WRITES_CORE, Ending
+from recover_megatron.launch.workers.states import WorkerProcess, WorkerState, signal_name
 from recover_megatron.membership.records import ranges
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 

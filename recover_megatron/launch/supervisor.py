@@ -14,21 +14,29 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 
-from recover_megatron.launch import messages, successors
+from recover_megatron.launch import messages
+from recover_megatron.launch.command_line.plan import Candidates, LaunchPlan, WorkerEnvironment, sets_omp_threads
 from recover_megatron.launch.conclusion import START_GRACE_SECONDS, Conclusion, StartUp
-from recover_megatron.launch.control_plane import ControlPlane, has_secret
-from recover_megatron.launch.dying import Ending
-from recover_megatron.launch.hosted import ExporterProcess
-from recover_megatron.launch.log_folder import FolderLock, LogFolder
-from recover_megatron.launch.loop import EventLoop, LaunchSignals
-from recover_megatron.launch.output import Console, flush
-from recover_megatron.launch.peers import Peers
-from recover_megatron.launch.plan import Candidates, LaunchPlan, WorkerEnvironment, sets_omp_threads
-from recover_megatron.launch.processes import START_AGAIN, Subreaper, leave_out
-from recover_megatron.launch.reaper import Reaper
-from recover_megatron.launch.states import LAUNCH_FAILED, NO_FAULT, REFUSED, LaunchState, WorkerProcess, WorkerState
-from recover_megatron.launch.successors import LateNewcomers, Successors
-from recover_megatron.launch.worker_table import Shutdown, WorkerTable
+from recover_megatron.launch.nodes.control_plane import ControlPlane, has_secret
+from recover_megatron.launch.nodes.hosted import ExporterProcess
+from recover_megatron.launch.nodes.peers import Peers
+from recover_megatron.launch.workers import successors
+from recover_megatron.launch.workers.dying import Ending
+from recover_megatron.launch.workers.log_folder import FolderLock, LogFolder
+from recover_megatron.launch.workers.loop import EventLoop, LaunchSignals
+from recover_megatron.launch.workers.output import Console, flush
+from recover_megatron.launch.workers.processes import START_AGAIN, Subreaper, leave_out
+from recover_megatron.launch.workers.reaper import Reaper
+from recover_megatron.launch.workers.states import (
+    LAUNCH_FAILED,
+    NO_FAULT,
+    REFUSED,
+    LaunchState,
+    WorkerProcess,
+    WorkerState,
+)
+from recover_megatron.launch.workers.successors import LateNewcomers, Successors
+from recover_megatron.launch.workers.worker_table import Shutdown, WorkerTable
 from recover_megatron.membership.records import SecretError
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.network.death_notice import FATAL

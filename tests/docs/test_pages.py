@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.launch.forecast import forecast
+from recover_megatron.launch.command_line.forecast import forecast
 from recover_megatron.workload.domains import Loss, data_parallel_ranks_per_replica
 from recover_megatron.workload.snapshots import interval
 from tests.harness import REPOSITORY

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron import errors
-from recover_megatron.launch.dying import ending
-from recover_megatron.launch.processes import kill_found, process_table
-from recover_megatron.launch.states import describe_end
+from recover_megatron.launch.workers.dying import ending
+from recover_megatron.launch.workers.processes import kill_found, process_table
+from recover_megatron.launch.workers.states import describe_end
 from recover_megatron.network.death_notice import DeathWatch
 from recover_megatron.network.system import keep_sockets, remove_sockets
 from recover_megatron.variables import LAUNCH_ID_VARIABLE

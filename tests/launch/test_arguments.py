@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from recover_megatron.launch import arguments, command, store
+from recover_megatron.launch import command
+from recover_megatron.launch.command_line import arguments
+from recover_megatron.launch.nodes import store
 
 from .conftest import UNTIL_TOLD
 

@@ -17,14 +17,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch import control_plane
+from recover_megatron.launch.command_line.plan import Address, listen
 from recover_megatron.launch.conclusion import Conclusion, last_checkpoint
-from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.hosted import HostedCandidate
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import Address, listen
-from recover_megatron.launch.processes import spawn
-from recover_megatron.launch.states import ExitOutcome, exit_code_after
+from recover_megatron.launch.nodes import control_plane
+from recover_megatron.launch.nodes.control_plane import ControlPlane
+from recover_megatron.launch.nodes.hosted import HostedCandidate
+from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.launch.workers.processes import spawn
+from recover_megatron.launch.workers.states import ExitOutcome, exit_code_after
 from recover_megatron.membership.events import Connected, Lost
 from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, Settings

@@ -363,7 +363,7 @@ def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_n
 
 
 def reaper_of(launch):
-    name = "recover_megatron.launch.reaper"
+    name = "recover_megatron.launch.workers.reaper"
     reapers = [pid for pid in children(launch.pid) if any(name in word for word in command_line(pid))]
     assert len(reapers) == 1
     return reapers[0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recover_megatron.launch import device_test
-from recover_megatron.launch.arguments import parse
+from recover_megatron.launch.command_line.arguments import parse
 from recover_megatron.launch.device_test import DEFAULT, command_of
 from tests.harness.patience import patient
 from tests.launch.test_newcomers import LONGER, SCRIPT, awaits, training

@@ -21,13 +21,15 @@ from uuid import uuid4
 
 import pytest
 
-from recover_megatron.launch import dying, messages, preflight
-from recover_megatron.launch.dying import Ending, ProcessWatch, ending, writes_core
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.output import Console
-from recover_megatron.launch.states import WorkerProcess, WorkerState
+from recover_megatron.launch import messages
+from recover_megatron.launch.command_line import preflight
 from recover_megatron.launch.supervisor import Supervisor
-from recover_megatron.launch.worker_table import WorkerTable
+from recover_megatron.launch.workers import dying
+from recover_megatron.launch.workers.dying import Ending, ProcessWatch, ending, writes_core
+from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.launch.workers.output import Console
+from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
+from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.session import Session
 from recover_megatron.network import death_notice, system
 from recover_megatron.network.death_notice import DeathWatch

@@ -11,10 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from recover_megatron.arguments import parse_addresses
-from recover_megatron.launch import arguments, command, control_plane, plan, successors
-from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import interface_of, interfaces, loopback, variables_for
+from recover_megatron.launch import command
+from recover_megatron.launch.command_line import arguments, plan
+from recover_megatron.launch.command_line.plan import interface_of, interfaces, loopback, variables_for
+from recover_megatron.launch.nodes import control_plane
+from recover_megatron.launch.nodes.control_plane import ControlPlane
+from recover_megatron.launch.workers import successors
+from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.membership.__main__ import address_of, make_listener
 from recover_megatron.network.connection import family_of
 from tests.harness.waiting import DEADLINE

@@ -14,10 +14,11 @@ from dataclasses import replace
 
 import pytest
 
-from recover_megatron.launch import command, log_folder
-from recover_megatron.launch.arguments import UsageError
-from recover_megatron.launch.log_folder import Claim, FolderLock, SecretFile, WorkersFile
-from recover_megatron.launch.states import WorkerProcess, WorkerState
+from recover_megatron.launch import command
+from recover_megatron.launch.command_line.arguments import UsageError
+from recover_megatron.launch.workers import log_folder
+from recover_megatron.launch.workers.log_folder import Claim, FolderLock, SecretFile, WorkersFile
+from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
 from tests.harness.processes import free_port
 from tests.harness.waiting import DEADLINE, eventually
 

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from recover_megatron import __version__
-from recover_megatron.launch import readers
+from recover_megatron.launch.command_line import readers
 from recover_megatron.tools import __main__ as tools
 from tests.harness import REPOSITORY
 from tests.harness.processes import python

@@ -15,8 +15,9 @@ import pytest
 
 from recover_megatron.chaos.__main__ import main as chaos
 from recover_megatron.collectives.transport.handshake import RingListener
-from recover_megatron.launch import preflight, processes
-from recover_megatron.launch.forecast import Needs, needs_of
+from recover_megatron.launch.command_line import preflight
+from recover_megatron.launch.command_line.forecast import Needs, needs_of
+from recover_megatron.launch.workers import processes
 from recover_megatron.network import system
 from recover_megatron.network.system import TaskLimit
 from tests.harness import REPOSITORY

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch import successors
-from recover_megatron.launch.states import WorkerProcess
-from recover_megatron.launch.successors import Successors
+from recover_megatron.launch.workers import successors
+from recover_megatron.launch.workers.states import WorkerProcess
+from recover_megatron.launch.workers.successors import Successors
 from recover_megatron.membership.records import MAX_WORKERS
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient

@@ -11,9 +11,9 @@ from collections import Counter
 import pytest
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.output import MOST_PENDING, Sink, Voice
-from recover_megatron.launch.reaper import MISSED, StandIn, beat
-from recover_megatron.launch.states import WorkerProcess, WorkerState
+from recover_megatron.launch.workers.output import MOST_PENDING, Sink, Voice
+from recover_megatron.launch.workers.reaper import MISSED, StandIn, beat
+from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE, eventually
 

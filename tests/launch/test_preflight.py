@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import pytest
 
-from recover_megatron.launch import arguments, command, preflight, readers
-from recover_megatron.launch.forecast import Control, Forecast, forecast
-from recover_megatron.launch.host import Host
-from recover_megatron.launch.plan import hosting
+from recover_megatron.launch import command
+from recover_megatron.launch.command_line import arguments, preflight, readers
+from recover_megatron.launch.command_line.forecast import Control, Forecast, forecast
+from recover_megatron.launch.command_line.plan import hosting
+from recover_megatron.launch.nodes.host import Host
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
 

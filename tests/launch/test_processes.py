@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.launch import processes
-from recover_megatron.launch import reaper as reaper_module
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.processes import (
+from recover_megatron.launch.workers import processes
+from recover_megatron.launch.workers import reaper as reaper_module
+from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.launch.workers.processes import (
     Process,
     Subreaper,
     belonging,
@@ -31,9 +31,9 @@ from recover_megatron.launch.processes import (
     process_table,
     spawn,
 )
-from recover_megatron.launch.reaper import Reaper, beat
-from recover_megatron.launch.states import WorkerProcess, WorkerState
-from recover_megatron.launch.worker_table import WorkerTable
+from recover_megatron.launch.workers.reaper import Reaper, beat
+from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
+from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.network import system
 from tests.harness.processes import children, environment
 from tests.harness.waiting import eventually

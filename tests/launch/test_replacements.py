@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
-from recover_megatron.launch import successors
-from recover_megatron.launch.states import WorkerProcess, WorkerState
-from recover_megatron.launch.successors import JOIN_SECONDS, LateNewcomers, Successors
+from recover_megatron.launch.workers import successors
+from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
+from recover_megatron.launch.workers.successors import JOIN_SECONDS, LateNewcomers, Successors
 from tests.launch.conftest import plan_of
 from tests.launch.test_newcomers import ended
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.launch.states import LEFT_OUT
+from recover_megatron.launch.workers.states import LEFT_OUT
 from recover_megatron.membership.records import from_runs
 from tests.drawn import some
 from tests.examples.launching import losses as losses_in

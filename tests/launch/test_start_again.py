@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch import guest
-from recover_megatron.launch.states import LEFT_OUT
+from recover_megatron.launch.nodes import guest
+from recover_megatron.launch.workers.states import LEFT_OUT
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.drawn import some

@@ -13,16 +13,16 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from recover_megatron.launch import processes, successors
+from recover_megatron.launch.command_line.plan import hosting, launch_environment, listen
 from recover_megatron.launch.conclusion import Conclusion, StartUp
-from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.hosted import HostedCandidate
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.peers import Line
-from recover_megatron.launch.plan import hosting, launch_environment, listen
-from recover_megatron.launch.processes import START_AGAIN, spawn
-from recover_megatron.launch.states import ExitOutcome, run_exit_code, start_exit_code
+from recover_megatron.launch.nodes.control_plane import ControlPlane
+from recover_megatron.launch.nodes.hosted import HostedCandidate
+from recover_megatron.launch.nodes.peers import Line
 from recover_megatron.launch.supervisor import Supervisor
+from recover_megatron.launch.workers import processes, successors
+from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.launch.workers.processes import START_AGAIN, spawn
+from recover_megatron.launch.workers.states import ExitOutcome, run_exit_code, start_exit_code
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost
 from recover_megatron.variables import ATTEMPT_VARIABLE, WITHOUT_VARIABLE
 from tests.harness import REPOSITORY

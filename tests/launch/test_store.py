@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch import guest, host, store
-from recover_megatron.launch.guest import Guest
-from recover_megatron.launch.host import Host, _Member
-from recover_megatron.launch.processes import START_AGAIN
-from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
-from recover_megatron.launch.store import PREFIX, Seal, Unproved
+from recover_megatron.launch.nodes import guest, host, store
+from recover_megatron.launch.nodes.guest import Guest
+from recover_megatron.launch.nodes.host import Host, _Member
+from recover_megatron.launch.nodes.store import PREFIX, Seal, Unproved
+from recover_megatron.launch.workers.processes import START_AGAIN
+from recover_megatron.launch.workers.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.membership.wire import Secret
 from recover_megatron.script_flags import codes

@@ -27,7 +27,7 @@ from recover_megatron.instep.meeting.grid import Slot, launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.instep.meeting.spare import MOST, PAUSE_SECONDS
 from recover_megatron.instep.state.snapshots import Taking
-from recover_megatron.launch import forecast
+from recover_megatron.launch.command_line import forecast
 from recover_megatron.megatron_hooks import groups as groups_module
 from recover_megatron.megatron_hooks import memory_tier, writers
 from recover_megatron.megatron_hooks import rejoin as rejoin_module

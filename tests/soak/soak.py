@@ -35,7 +35,7 @@ from pathlib import Path
 
 import psutil
 
-from recover_megatron.launch.forecast import needs_of
+from recover_megatron.launch.command_line.forecast import needs_of
 from recover_megatron.membership.client import Observer
 from recover_megatron.membership.records import MembershipError
 from recover_megatron.membership.wire import Secret

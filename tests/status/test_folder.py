@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from recover_megatron.launch import log_folder
-from recover_megatron.launch.log_folder import Claim
+from recover_megatron.launch.workers import log_folder
+from recover_megatron.launch.workers.log_folder import Claim
 from recover_megatron.membership.records import FIRST_JOINED, AuthenticationError
 from recover_megatron.membership.server import Journal
 from recover_megatron.report.history import history

@@ -8,14 +8,23 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from recover_megatron.launch import leasing
-from recover_megatron.launch.forecast import LOSSES, of_launch
-from recover_megatron.launch.leasing import AUTO, OFF, LeaseTrial, lease_path
+from recover_megatron.launch.command_line.forecast import LOSSES, of_launch
+from recover_megatron.launch.command_line.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
 from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without, spared
-from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
-from recover_megatron.launch.processes import START_AGAIN
-from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED, ExitOutcome
-from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, Unproved, one_line, timed_out
+from recover_megatron.launch.nodes import leasing
+from recover_megatron.launch.nodes.leasing import AUTO, OFF, LeaseTrial, lease_path
+from recover_megatron.launch.nodes.store import (
+    BEAT_SECONDS,
+    PREFIX,
+    NodeEvents,
+    Seal,
+    Store,
+    Unproved,
+    one_line,
+    timed_out,
+)
+from recover_megatron.launch.workers.processes import START_AGAIN
+from recover_megatron.launch.workers.states import LAUNCH_FAILED, LEFT_OUT, REFUSED, ExitOutcome
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.script_flags import codes
 

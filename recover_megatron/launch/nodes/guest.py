@@ -12,14 +12,30 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from recover_megatron.launch import leasing
-from recover_megatron.launch.host import LOST_SECONDS
-from recover_megatron.launch.leasing import lease_path, try_lease
+from recover_megatron.launch.command_line.plan import (
+    Candidates,
+    LaunchPlan,
+    OwnPlace,
+    address_from,
+    join_addresses,
+    listen,
+)
 from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without
-from recover_megatron.launch.plan import Candidates, LaunchPlan, OwnPlace, address_from, join_addresses, listen
-from recover_megatron.launch.processes import START_AGAIN, keep_attempt
-from recover_megatron.launch.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
-from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, NodeEvents, Seal, Store, join_store, one_line, timed_out
+from recover_megatron.launch.nodes import leasing
+from recover_megatron.launch.nodes.host import LOST_SECONDS
+from recover_megatron.launch.nodes.leasing import lease_path, try_lease
+from recover_megatron.launch.nodes.store import (
+    BEAT_SECONDS,
+    PREFIX,
+    NodeEvents,
+    Seal,
+    Store,
+    join_store,
+    one_line,
+    timed_out,
+)
+from recover_megatron.launch.workers.processes import START_AGAIN, keep_attempt
+from recover_megatron.launch.workers.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
 from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.script_flags import codes, differences, listed

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.launch.plan import LaunchPlan, hosting
+from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
 from recover_megatron.membership.lease import publish
 from recover_megatron.membership.testimony import ACCOUNT, KUBERNETES, SLURM, SOURCES, NoAnswer, Scope
 

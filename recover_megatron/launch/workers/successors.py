@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.control_plane import ControlPlane
+from recover_megatron.launch.command_line.plan import LaunchPlan
 from recover_megatron.launch.device_test import DeviceTests
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.states import REFUSED, RUN_VERDICTS, WorkerProcess, WorkerState
-from recover_megatron.launch.worker_table import WorkerTable
+from recover_megatron.launch.nodes.control_plane import ControlPlane
+from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.launch.workers.states import REFUSED, RUN_VERDICTS, WorkerProcess, WorkerState
+from recover_megatron.launch.workers.worker_table import WorkerTable
 from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EXIT_FENCED, JOINED_FROM, MAX_WORKERS, WorkerId
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recover_megatron.arguments import config_or_defaults, metrics_address
-from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.plan import LaunchPlan, hosting
-from recover_megatron.launch.processes import Child, program, spawn
-from recover_megatron.launch.states import has_ended
+from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
+from recover_megatron.launch.workers.loop import EventLoop, Timer
+from recover_megatron.launch.workers.processes import Child, program, spawn
+from recover_megatron.launch.workers.states import has_ended
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST, Settings
 from recover_megatron.membership.testimony import Scope

@@ -47,12 +47,12 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from recover_megatron.arguments import times_from_argv
-from recover_megatron.launch.guest import Guest
-from recover_megatron.launch.host import LOST_SECONDS, WAITING_SECONDS, Host
-from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.plan import Address, Candidates, LaunchPlan
-from recover_megatron.launch.states import LAUNCH_FAILED, ExitOutcome
-from recover_megatron.launch.store import Seal, Store, join_store, one_line, serve_store
+from recover_megatron.launch.command_line.plan import Address, Candidates, LaunchPlan
+from recover_megatron.launch.nodes.guest import Guest
+from recover_megatron.launch.nodes.host import LOST_SECONDS, WAITING_SECONDS, Host
+from recover_megatron.launch.nodes.store import Seal, Store, join_store, one_line, serve_store
+from recover_megatron.launch.workers.loop import EventLoop, Timer
+from recover_megatron.launch.workers.states import LAUNCH_FAILED, ExitOutcome
 from recover_megatron.membership.records import EXIT_NO_REPLICA, Settings, ranges
 from recover_megatron.membership.wire import Secret
 

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from recover_megatron.launch import processes
-from recover_megatron.launch.dying import WRITES_CORE, Ending, ProcessWatch
-from recover_megatron.launch.log_folder import LogFolder
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.output import Console, LogFile, Stream
-from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.processes import find_launch, kill_found, spawn
-from recover_megatron.launch.reaper import Reaper
-from recover_megatron.launch.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
+from recover_megatron.launch.command_line.plan import LaunchPlan
+from recover_megatron.launch.workers import processes
+from recover_megatron.launch.workers.dying import WRITES_CORE, Ending, ProcessWatch
+from recover_megatron.launch.workers.log_folder import LogFolder
+from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.launch.workers.output import Console, LogFile, Stream
+from recover_megatron.launch.workers.processes import find_launch, kill_found, spawn
+from recover_megatron.launch.workers.reaper import Reaper
+from recover_megatron.launch.workers.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
 from recover_megatron.membership.records import ranges
 from recover_megatron.network import system
 from recover_megatron.network.death_notice import DeathWatch

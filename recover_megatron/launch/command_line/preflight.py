@@ -22,7 +22,7 @@ from pathlib import Path
 from recover_megatron.arguments import FLAGS, RecoverConfig, config_from_argv, problems
 from recover_megatron.chaos.spec import BadSpec, parse_spec
 from recover_megatron.errors import UserError
-from recover_megatron.launch.forecast import (
+from recover_megatron.launch.command_line.forecast import (
     EXPERT,
     EXPERT_TENSOR,
     INSTANCES,
@@ -33,9 +33,9 @@ from recover_megatron.launch.forecast import (
     needs_of,
     training_of,
 )
+from recover_megatron.launch.command_line.plan import is_known, is_megatrons
+from recover_megatron.launch.command_line.readers import count_gpus, why_not_written
 from recover_megatron.launch.messages import count
-from recover_megatron.launch.plan import is_known, is_megatrons
-from recover_megatron.launch.readers import count_gpus, why_not_written
 from recover_megatron.network import death_notice, system
 from recover_megatron.options import Flag, add_options
 

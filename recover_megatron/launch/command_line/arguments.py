@@ -24,8 +24,8 @@ from typing import Any
 from recover_megatron import __version__
 from recover_megatron.arguments import FLAGS as SCRIPT_FLAGS
 from recover_megatron.arguments import config_or_defaults, parse_addresses
-from recover_megatron.launch import readers
-from recover_megatron.launch.readers import (
+from recover_megatron.launch.command_line import readers
+from recover_megatron.launch.command_line.readers import (
     RUNNER,
     check_module,
     check_script,
@@ -38,7 +38,7 @@ from recover_megatron.launch.readers import (
     workers_here,
 )
 from recover_megatron.launch.slurm import shape_of
-from recover_megatron.launch.states import REFUSED
+from recover_megatron.launch.workers.states import REFUSED
 from recover_megatron.options import Flag, add_options, flags_of, option
 
 DEFAULT_ADDR = "127.0.0.1"

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.output import LogFile
-from recover_megatron.launch.states import WorkerProcess
+from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.launch.workers.output import LogFile
+from recover_megatron.launch.workers.states import WorkerProcess
 from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, flush_all
 from recover_megatron.membership.wire import SECRET_FILE
 

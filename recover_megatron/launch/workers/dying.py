@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from recover_megatron.launch.loop import Callback, EventLoop
-from recover_megatron.launch.states import describe_end, signal_name
+from recover_megatron.launch.workers.loop import Callback, EventLoop
+from recover_megatron.launch.workers.states import describe_end, signal_name
 from recover_megatron.network.death_notice import FATAL, DeathWatch
 
 _PF_EXITING = 0x4  # include/linux/sched.h; in field 9 of /proc/PID/stat

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.network.system import lacking
 from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WITHOUT_VARIABLE, WORKER_ID_VARIABLE
 
@@ -193,7 +193,7 @@ class Child:
 def program(module: str, *options: str) -> list[str]:
     """The command that runs a module's ``main`` whatever folder and variables are; ``options``: the interpreter's."""
     boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
-    return [sys.executable, "-I", *options, "-c", boot, str(Path(__file__).resolve().parents[2])]
+    return [sys.executable, "-I", *options, "-c", boot, str(Path(__file__).resolve().parents[3])]
 
 
 def become_subreaper() -> None:

@@ -29,10 +29,7 @@ from pathlib import Path
 
 from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch import messages
-from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate, Shared
-from recover_megatron.launch.leasing import lease_is_here, slack_of
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import (
+from recover_megatron.launch.command_line.plan import (
     LOOPBACK,
     Address,
     Candidates,
@@ -44,6 +41,9 @@ from recover_megatron.launch.plan import (
     local_address,
     loopback,
 )
+from recover_megatron.launch.nodes.hosted import CandidateCommand, HostedCandidate, Shared
+from recover_megatron.launch.nodes.leasing import lease_is_here, slack_of
+from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,

@@ -31,8 +31,8 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.processes import (
+from recover_megatron.launch.workers.loop import EventLoop
+from recover_megatron.launch.workers.processes import (
     DEAF_TO,
     Child,
     find_launch,
@@ -160,7 +160,7 @@ class Reaper:
         environment = {"PATH": os.defpath, **kept}
         try:
             pid = spawn_leader(
-                program("recover_megatron.launch.reaper", "-S"),
+                program("recover_megatron.launch.workers.reaper", "-S"),
                 environment,
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, its.fileno(), 0),

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recover_megatron.launch.dying import FatalError
-from recover_megatron.launch.loop import Callback, EventLoop, Timer
+from recover_megatron.launch.workers.dying import FatalError
+from recover_megatron.launch.workers.loop import Callback, EventLoop, Timer
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
 
