@@ -73,9 +73,9 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.launch.workers.dying import ending
-from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.records import WorkerId
-from recover_megatron.membership.session import Session
+from recover_megatron.membership.sides.node_agent import NodeAgent
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network import death_notice
 

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, SCRIPT, environment, lines
-from recover_megatron.membership.session import Session
+from recover_megatron.membership.io.session import Session
 
 WORKERS, KILLED, ITERATION = 4, 2, 5
 MICROBATCH = "0.4"

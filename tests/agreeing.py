@@ -22,7 +22,7 @@ from pathlib import Path
 
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.membership import CoordinatorLost, EpochRevoked, Plan, Session, Settings
-from recover_megatron.membership.session import connect, is_newcomer, worker_id
+from recover_megatron.membership.io.session import connect, is_newcomer, worker_id
 
 PLACE = "RANK LOCAL_RANK WORLD_SIZE RECOVER_JOIN RECOVER_SPARE RECOVER_REPLACED RECOVER_NODE_NAME".split()
 """Variables that say who a worker is."""

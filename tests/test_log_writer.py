@@ -347,13 +347,13 @@ def test_a_process_beside_a_launcher_writes_lines_of_the_form_that_was_asked_for
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LINES_VARIABLE, "json node-0")
-    get_logger("recover_megatron.membership.server").warning("it's \u2018full\u2019")
+    get_logger("recover_megatron.membership.io.server").warning("it's \u2018full\u2019")
     told = json.loads(capsys.readouterr().err)
     assert told.pop("time").endswith("Z")
     text = "recover: warning: it's \u2018full\u2019"
     assert told == {"node": "node-0", "worker": "-", "stream": "stderr", "text": text}
     monkeypatch.setenv(LINES_VARIABLE, "iso node-0")
-    get_logger("recover_megatron.membership.server").info("said")
+    get_logger("recover_megatron.membership.io.server").info("said")
     assert capsys.readouterr().err.endswith("Z node-0 worker -: recover: said\n")
 
 

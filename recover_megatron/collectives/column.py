@@ -46,8 +46,8 @@ from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.errors import refuse
 from recover_megatron.logger import get_logger
+from recover_megatron.membership.io.session import Session, connect, is_newcomer, worker_id
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_LOST_MAJORITY, CoordinatorLost, Json, Plan
-from recover_megatron.membership.session import Session, connect, is_newcomer, worker_id
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import HOST_VARIABLE, REPLACED_VARIABLE
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.records import EpochRevoked, Plan
-from recover_megatron.membership.session import Session
 
 __all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost"]
 

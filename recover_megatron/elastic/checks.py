@@ -18,8 +18,8 @@ from recover_megatron.elastic.state import Optimizers, Stateful
 from recover_megatron.errors import EXIT_USAGE, UserError, refuse, traceback_wanted
 from recover_megatron.instep.meeting.comparison import OwnDescription, Told, odd_ones
 from recover_megatron.logger import get_logger
+from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.records import Json
-from recover_megatron.membership.session import Session
 from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
 
 log = get_logger(__name__)

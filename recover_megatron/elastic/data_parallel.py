@@ -41,8 +41,8 @@ from recover_megatron.elastic.verification import compare
 from recover_megatron.errors import EXIT_USAGE
 from recover_megatron.instep.meeting.comparison import OwnDescription
 from recover_megatron.logger import get_logger
+from recover_megatron.membership.io.session import is_newcomer
 from recover_megatron.membership.records import EXIT_STATE_LOST, CoordinatorLost
-from recover_megatron.membership.session import is_newcomer
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import HOST_VARIABLE
 

@@ -22,7 +22,7 @@ from recover_megatron.instep.meeting.orphan import BLAME_SECONDS, Orphan
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.instep.meeting.rendezvous import Boundary, Rendezvous, Sections
 from recover_megatron.instep.state.snapshots import SnapshotStore
-from recover_megatron.membership.session import Session
+from recover_megatron.membership.io.session import Session
 
 
 class Recovery:

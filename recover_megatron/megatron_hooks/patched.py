@@ -183,7 +183,7 @@ def _speaks() -> bool:
 def say_if_unprotected() -> None:
     """At the end of a script with --recover: that nothing of it was used."""
     asked = "--recover" in sys.orig_argv and not {"-h", "--help"} & set(sys.argv)
-    if asked and "recover_megatron.membership.session" not in sys.modules and _speaks():
+    if asked and "recover_megatron.membership.io.session" not in sys.modules and _speaks():
         log.warning(
             f"{Path(sys.argv[0]).name} has ended and has called neither Megatron's pretrain() nor anything of "
             "recover_megatron: of --recover nothing was used, and it would have survived no death"

@@ -4,7 +4,7 @@ docs/membership.md has the protocol. A worker uses ``Session``, a launcher ``Nod
 (``python -m recover_megatron.membership``).
 """
 
-from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.records import (
     AuthenticationError,
     CoordinatorLost,
@@ -17,7 +17,7 @@ from recover_megatron.membership.records import (
     SecretError,
     Settings,
 )
-from recover_megatron.membership.session import Session
+from recover_megatron.membership.sides.node_agent import NodeAgent
 from recover_megatron.membership.wire import Secret, find_secret
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from recover_megatron.collectives.ring.executor import RingGroup
-from recover_megatron.membership.session import Session
+from recover_megatron.membership.io.session import Session
 
 
 def strikes_of(worker: int, text: str) -> set[tuple[int, str]]:

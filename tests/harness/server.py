@@ -285,7 +285,7 @@ class _Recovering:
         start: Callable[[_Worker], int],
         address: Any,
     ) -> None:
-        from recover_megatron.membership.node_agent import NodeAgent
+        from recover_megatron.membership.sides.node_agent import NodeAgent
         from recover_megatron.membership.wire import Secret
 
         self._children, self._watches, self._start = children, watches, start

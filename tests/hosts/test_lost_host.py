@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 STEPS = """
     import json, os, pathlib, time
     from recover_megatron.membership import EpochRevoked
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
 
     session = connect()
     while True:
@@ -99,7 +99,7 @@ def test_a_host_without_power_costs_its_own_workers_alone(three_hosts: Hosts, tm
 
 AT_THE_START = """
     import os, pathlib, time
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
 
     session = connect()
     pathlib.Path(f"up-{os.environ['RECOVER_WORKER_ID']}").touch()

@@ -35,8 +35,8 @@ from recover_megatron.instep.groups.process_group import EpochGroup
 from recover_megatron.instep.groups.traffic import WORLD, Mode, Traffic
 from recover_megatron.instep.meeting.grid import launch_grid
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.membership.io.session import connect
 from recover_megatron.membership.records import Settings
-from recover_megatron.membership.session import connect
 from recover_megatron.network.peer_store import PeerStoreServer
 
 ITERATIONS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])

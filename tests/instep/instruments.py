@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.nccl.library import Library
+from recover_megatron.membership.io.session import worker_id
 from recover_megatron.membership.records import MembershipError
-from recover_megatron.membership.session import worker_id
 from tests.doubles.nccl.model import TensorParallel
 from tests.harness.forkserver import FEW_DOCUMENTS
 from tests.harness.recording import record_training, write_before_kills

@@ -28,8 +28,8 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.snapshot_parts import Copy
 from recover_megatron.instep.state.snapshots import SnapshotStore
 from recover_megatron.instep.step import Step
-from recover_megatron.membership.client import Client
-from recover_megatron.membership.session import Session, is_newcomer, worker_id
+from recover_megatron.membership.io.client import Client
+from recover_megatron.membership.io.session import Session, is_newcomer, worker_id
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.status.source import Watch
 from tests.harness.patience import patient as patiently

@@ -35,7 +35,7 @@ UNTIL_TOLD = """
     """
 IN_THE_RUN = """
     import os, time
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
 
     session = connect()
     session.join({})

@@ -19,7 +19,7 @@ POINTS = {
     "groups": ("new_group", "distributed_c10d.py"),
     "dataset": ("build", "blended_megatron_dataset_builder.py"),
     "checkpoint": ("load_checkpoint", "checkpointing.py"),
-    "join": ("join", "membership/session.py"),
+    "join": ("join", "membership/io/session.py"),
 }
 """Where a function is named the worker is killed when it is called first."""
 

@@ -26,8 +26,8 @@ from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.processes import spawn
 from recover_megatron.launch.workers.states import ExitOutcome, exit_code_after
 from recover_megatron.membership.events import Connected, Lost
-from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, Settings
+from recover_megatron.membership.sides.node_agent import NodeAgent
 from recover_megatron.membership.wire import Secret
 from tests.harness.processes import children, closed_port, command_line
 from tests.harness.waiting import DEADLINE, eventually
@@ -37,7 +37,7 @@ from .conftest import IN_THE_RUN, SECRET, plan_of
 ORDERS = ("put_out", "epoch_wanted", "noted", "draining")
 USES_IT = """
     import os, signal, sys
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
 
     session = connect()
     plan = session.join({"hello": os.environ["RANK"]})
@@ -59,7 +59,7 @@ def test_a_run_whose_last_members_left_in_order_ends_with_0_whoever_died_before(
 
 AFTER_IT = """
     import os, signal, sys
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
 
     session = connect()
     session.join({})
@@ -158,7 +158,7 @@ GIVES_UP = """
     import os, pathlib, sys, time
     from recover_megatron.arguments import config_from_argv, parse_addresses
     from recover_megatron.membership import CoordinatorLost
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
 
     config = config_from_argv(sys.argv[2:])
     over = pathlib.Path("over")
@@ -239,7 +239,7 @@ def test_the_last_checkpoint_is_that_of_the_tracker_file(tmp_path, arguments, to
 REPORTS_ITS_EXCEPTION = """
     import os, sys
     from recover_megatron.membership import CoordinatorLost
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
 
     session = connect()
     session.join({})
@@ -264,7 +264,7 @@ def test_a_fault_that_every_replica_repeats_ends_the_run_with_1(bench):
 
 COMMAND_LINES = """
     import pathlib
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
 
     session = connect()
     session.join({})

@@ -154,7 +154,7 @@ def test_the_sockets_that_a_killed_worker_has_left_are_removed_and_no_others(ben
         """
         import multiprocessing, os, time
         from multiprocessing.connection import Listener
-        from recover_megatron.membership.session import connect
+        from recover_megatron.membership.io.session import connect
 
         def listen(method):
             listener = Listener()
@@ -336,7 +336,7 @@ def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_n
     script = bench.script(
         f"""
         import signal, time
-        from recover_megatron.membership.session import connect
+        from recover_megatron.membership.io.session import connect
 
         def main():
             asked = []

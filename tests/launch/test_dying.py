@@ -30,7 +30,7 @@ from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.output import Console
 from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
 from recover_megatron.launch.workers.worker_table import WorkerTable
-from recover_megatron.membership.session import Session
+from recover_megatron.membership.io.session import Session
 from recover_megatron.network import death_notice, system
 from recover_megatron.network.death_notice import DeathWatch
 from recover_megatron.status.model import Gone, _ended

@@ -82,7 +82,7 @@ def test_the_console_says_why_a_newcomer_of_the_library_cannot_make_a_process_gr
     script = bench.script(
         """
         import os, time
-        from recover_megatron.membership.session import connect
+        from recover_megatron.membership.io.session import connect
 
         os.environ["MASTER_ADDR"]  # as torch asks for it
         session = connect()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch.nodes import leasing
-from recover_megatron.membership.testimony import KUBERNETES, SLURM, NoAnswer, Scope
+from recover_megatron.membership.io.testimony import KUBERNETES, SLURM, NoAnswer, Scope
 from tests.drawn import some
 from tests.harness.processes import free_port
 from tests.harness.waiting import eventually

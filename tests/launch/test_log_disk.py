@@ -25,7 +25,7 @@ WORKER = """
     import os, signal, sys, time
     from pathlib import Path
     from recover_megatron.membership.records import EpochRevoked
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
     from recover_megatron.run_log.events import EventsFile
     from recover_megatron.run_log.steps import StepRecord, StepsFile
 

@@ -45,7 +45,7 @@ ENDLESS = """
 CONNECTED = """
     import os, sys, time
     from recover_megatron.membership.records import CoordinatorLost
-    from recover_megatron.membership.session import connect
+    from recover_megatron.membership.io.session import connect
 
     session = connect()
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron.membership import NodeAgent, Settings
-from recover_megatron.membership.node_agent import NodeAgentEvents
+from recover_megatron.membership.sides.node_agent import NodeAgentEvents
 from recover_megatron.membership.wire import read_secret_file
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE, eventually

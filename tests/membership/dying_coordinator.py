@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recover_megatron.membership import __main__ as program
-from recover_megatron.membership.server import CoordinatorServer
+from recover_megatron.membership.io.server import CoordinatorServer
 
 
 class Dying(CoordinatorServer):

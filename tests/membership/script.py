@@ -14,9 +14,9 @@ import pytest
 from simulation import SETTINGS, World
 
 from recover_megatron.membership.events import State
-from recover_megatron.membership.follower import Stage
-from recover_megatron.membership.node_agent import NodeAgentClient
 from recover_megatron.membership.records import CoordinatorLost, Settings
+from recover_megatron.membership.sides.follower import Stage
+from recover_megatron.membership.sides.node_agent import NodeAgentClient
 
 
 def table(text: str) -> pytest.MarkDecorator:

@@ -44,12 +44,12 @@ from recover_megatron.membership.events import (
     Tick,
     Verdict,
 )
-from recover_megatron.membership.follower import Follower, Stage
-from recover_megatron.membership.lease import is_due, may_take
-from recover_megatron.membership.member import Member
-from recover_megatron.membership.node_agent import NodeAgentClient
+from recover_megatron.membership.io.lease import is_due, may_take
 from recover_megatron.membership.records import JOINED_FROM, Settings, from_runs
 from recover_megatron.membership.roster import Fate
+from recover_megatron.membership.sides.follower import Follower, Stage
+from recover_megatron.membership.sides.member import Member
+from recover_megatron.membership.sides.node_agent import NodeAgentClient
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse
 
 SETTINGS = Settings(

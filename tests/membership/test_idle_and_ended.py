@@ -14,11 +14,11 @@ from simulation import SETTINGS, World
 
 from recover_megatron.membership.ending import ExceptionReport, ExceptionReports, alike, true_cause
 from recover_megatron.membership.events import Heard, Lost, Notify, Outbox, Say, Tick
-from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.leadership import can_tell
-from recover_megatron.membership.member import Member
-from recover_megatron.membership.node_agent import NodeAgentClient
 from recover_megatron.membership.records import WorkerId, cut_middle
+from recover_megatron.membership.sides.follower import Stage
+from recover_megatron.membership.sides.member import Member
+from recover_megatron.membership.sides.node_agent import NodeAgentClient
 from recover_megatron.membership.wire import MAX_TRACEBACK
 
 

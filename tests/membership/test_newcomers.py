@@ -11,9 +11,9 @@ from script import Script, play, table
 from simulation import SETTINGS
 
 from recover_megatron.membership.events import Received, Send
-from recover_megatron.membership.follower import Stage
-from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import Fenced, Presentation, presentation_to_wire
+from recover_megatron.membership.sides.follower import Stage
+from recover_megatron.membership.sides.member import Member
 
 # -- the state machines, one delivery after the other -----------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from recover_megatron.membership import CoordinatorLost, MembershipError, Sessio
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.detect import Judgement, WorkerProgress, apart, judge
 from recover_megatron.membership.events import AskForLease, Log, Received, Settle, State, Verdict
+from recover_megatron.membership.io.lease import Lease
 from recover_megatron.membership.leadership import Standing, may_go_on, standing
-from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.records import Formed, Presentation, Settings, presentation_to_wire
 from recover_megatron.membership.wire import Secret, read_secret_file
 from recover_megatron.network.connection import nonce

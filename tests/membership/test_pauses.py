@@ -16,11 +16,11 @@ from script import play, table
 from simulation import SETTINGS, World
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.client import Client
 from recover_megatron.membership.events import Abandon
-from recover_megatron.membership.follower import Stage
-from recover_megatron.membership.node_agent import NodeAgentClient
+from recover_megatron.membership.io.client import Client
 from recover_megatron.membership.records import Opened
+from recover_megatron.membership.sides.follower import Stage
+from recover_megatron.membership.sides.node_agent import NodeAgentClient
 from recover_megatron.membership.wire import Secret
 from tests.harness.patience import patient
 

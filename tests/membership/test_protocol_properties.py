@@ -16,9 +16,9 @@ from recover_megatron.membership import leadership
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.epochs import Epochs, Hearing, Rendezvous
 from recover_megatron.membership.events import State
-from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.records import Evidence, Formed, Presentation
 from recover_megatron.membership.roster import Member, Roster
+from recover_megatron.membership.sides.follower import Stage
 from tests.drawn import some
 from tests.formal import check as model
 

@@ -18,9 +18,9 @@ import pytest
 
 from recover_megatron.membership import EpochRevoked, Secret, Session, Settings
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.io.server import CoordinatorServer, Journal
 from recover_megatron.membership.records import CoordinatorLost
-from recover_megatron.membership.server import CoordinatorServer, Journal
+from recover_megatron.membership.sides.node_agent import NodeAgent
 from tests.harness import REPOSITORY
 
 PACKAGE = str(REPOSITORY / "recover_megatron") + "/"
@@ -119,7 +119,7 @@ def test_the_files_of_the_docs_are_those_that_are_entered_and_no_part_calls_the_
     calls = recorded(tmp_path)
     assert sorted(listed()) == sorted({called for _, called in calls})
     coordinator = "membership/coordinator.py"
-    assert {caller for caller, called in calls if called == coordinator} == {coordinator, "membership/server.py"}
+    assert {caller for caller, called in calls if called == coordinator} == {coordinator, "membership/io/server.py"}
 
 
 class Quiet:

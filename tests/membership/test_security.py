@@ -22,8 +22,8 @@ from cluster import Cluster, cluster
 from recover_megatron.membership import wire
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import CoordinatorEffect, CoordinatorEvent, Tick
+from recover_megatron.membership.io.server import CoordinatorServer
 from recover_megatron.membership.records import SecretError, Settings
-from recover_megatron.membership.server import CoordinatorServer
 from recover_megatron.membership.wire import Secret, find_secret, read_secret_file
 from recover_megatron.network.system import use_all_descriptors
 from tests.harness.processes import python

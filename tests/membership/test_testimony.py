@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.membership import testimony
 from recover_megatron.membership.events import Statement
-from recover_megatron.membership.testimony import (
+from recover_megatron.membership.io import testimony
+from recover_megatron.membership.io.testimony import (
     KUBERNETES,
     SLURM,
     NoAnswer,

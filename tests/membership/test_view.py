@@ -16,9 +16,9 @@ from test_wire import JSON
 
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import Close, Closed, Exit, Received, Send, Settle, State
+from recover_megatron.membership.io.server import CoordinatorServer
+from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.roster import Fate
-from recover_megatron.membership.server import CoordinatorServer
-from recover_megatron.membership.session import Session
 from recover_megatron.membership.view import LAST, MAX_OBSERVERS, MAX_ROWS, History, statuses_of
 from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, Secret, encode, parse
 

@@ -13,8 +13,8 @@ from simulation import SETTINGS, World
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.events import Connected, Heard, Received, Settle, State
-from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import MAX_WORKERS, from_runs, to_runs
+from recover_megatron.membership.sides.member import Member
 
 SCHEMAS = {**wire.TO_COORDINATOR, **wire.TO_MEMBER, **wire.HANDSHAKE_TO_COORDINATOR, **wire.HANDSHAKE_TO_MEMBER}
 JSON = st.recursive(

@@ -14,9 +14,9 @@ from test_protocol_properties import MOVES, NODE, Moves, explore, moves_of, worl
 from recover_megatron.membership import witness
 from recover_megatron.membership.admission import AddedCandidates
 from recover_megatron.membership.events import Outbox, Send, Statement
-from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import JOINED_FROM
 from recover_megatron.membership.roster import NodeAgentStatus, Roster
+from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.wire import TO_MEMBER, encode, parse
 from recover_megatron.membership.witness import Witness, alone
 

@@ -179,7 +179,7 @@ def test_a_megatron_whose_functions_are_others_is_refused_by_name(
         ("", ["--recover", "--help"], False),
         ("", ["--recover-log-dir", "logs"], False),
         ("import sys\nsys.exit(3)", ["--recover"], False),
-        ("import recover_megatron.membership.session", ["--recover"], False),  # by which one takes part in a run
+        ("import recover_megatron.membership.io.session", ["--recover"], False),  # by which one takes part in a run
     ],
 )
 def test_a_script_that_used_nothing_of_recover_is_told_at_its_end(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.membership.testimony import Slurm
+from recover_megatron.membership.io.testimony import Slurm
 from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import StepRecord, audit_problem
 from tests.harness.forkserver import ForkServer

@@ -18,7 +18,7 @@ import pytest
 from cluster import ROOT, Cluster, cluster
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.client import Observer
+from recover_megatron.membership.io.client import Observer
 from recover_megatron.membership.view import MAX_OBSERVERS
 from recover_megatron.membership.wire import read_secret_file
 from tests.harness.waiting import DEADLINE

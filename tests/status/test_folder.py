@@ -14,8 +14,8 @@ import pytest
 
 from recover_megatron.launch.workers import log_folder
 from recover_megatron.launch.workers.log_folder import Claim
+from recover_megatron.membership.io.server import Journal
 from recover_megatron.membership.records import FIRST_JOINED, AuthenticationError
-from recover_megatron.membership.server import Journal
 from recover_megatron.report.history import history
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile, read_run_events
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from simulation import World, over_the_wire
 
-from recover_megatron.membership.client import NoAnswer
+from recover_megatron.membership.io.client import NoAnswer
 from recover_megatron.membership.records import AuthenticationError
 from recover_megatron.membership.wire import TO_MEMBER, Secret
 from recover_megatron.status.headline import Headline, Level, headline, span

@@ -9,7 +9,7 @@ from functools import partial
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.meeting.decision import Decision
 from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
-from recover_megatron.membership.session import Session
+from recover_megatron.membership.io.session import Session
 from recover_megatron.workload import Balance, assign, quotas
 
 NEARLY_STILL = 1e-9

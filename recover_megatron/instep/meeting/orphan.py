@@ -29,8 +29,8 @@ from recover_megatron.instep.meeting.edges import Edges
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.instep.meeting.spare import LINGER_SECONDS, STUCK_SECONDS, Mirror, Spare
 from recover_megatron.logger import get_logger
+from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
-from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)
 

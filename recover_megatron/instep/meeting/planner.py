@@ -31,8 +31,8 @@ from recover_megatron.instep.meeting.standing import finished_of, room
 from recover_megatron.instep.meeting.timelines import merged
 from recover_megatron.instep.state.snapshots import SnapshotStore
 from recover_megatron.logger import get_logger
+from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, CoordinatorLost
-from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)
 

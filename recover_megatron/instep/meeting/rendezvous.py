@@ -25,7 +25,7 @@ from recover_megatron.instep.meeting.decision import JoinStatus
 from recover_megatron.instep.meeting.edges import why_out
 from recover_megatron.instep.meeting.orphan import Orphan
 from recover_megatron.instep.meeting.planner import Planner
-from recover_megatron.membership.session import Session
+from recover_megatron.membership.io.session import Session
 
 
 @dataclass(eq=False)

@@ -32,8 +32,8 @@ from recover_megatron.instep.meeting.losses import READY
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.ending import alike
+from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, EpochRevoked, Fenced
-from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)
 

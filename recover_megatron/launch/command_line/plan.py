@@ -30,7 +30,7 @@ from recover_megatron import script_flags, variables
 from recover_megatron.arguments import config_from_argv, config_or_defaults, own_domains
 from recover_megatron.launch.command_line.readers import imports_pretrain
 from recover_megatron.launch.workers.states import WorkerProcess
-from recover_megatron.membership.testimony import Scope
+from recover_megatron.membership.io.testimony import Scope
 from recover_megatron.network.connection import family_of
 from recover_megatron.variables import (
     HOST_VARIABLE,

@@ -44,7 +44,6 @@ from recover_megatron.launch.command_line.plan import (
 from recover_megatron.launch.nodes.hosted import CandidateCommand, HostedCandidate, Shared
 from recover_megatron.launch.nodes.leasing import lease_is_here, slack_of
 from recover_megatron.launch.workers.loop import EventLoop
-from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.records import (
     EXIT_LOST_MAJORITY,
     EXIT_NO_REPLICA,
@@ -52,6 +51,7 @@ from recover_megatron.membership.records import (
     CoordinatorLost,
     Settings,
 )
+from recover_megatron.membership.sides.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import (
     COORDINATOR_VARIABLE,

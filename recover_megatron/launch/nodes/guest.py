@@ -36,8 +36,8 @@ from recover_megatron.launch.nodes.store import (
 )
 from recover_megatron.launch.workers.processes import START_AGAIN, keep_attempt
 from recover_megatron.launch.workers.states import LAUNCH_FAILED, LEFT_OUT, REFUSED
+from recover_megatron.membership.io.testimony import Scope
 from recover_megatron.membership.records import EXIT_NO_REPLICA
-from recover_megatron.membership.testimony import Scope
 from recover_megatron.script_flags import codes, differences, listed
 
 _AGAIN_SECONDS = 0.25

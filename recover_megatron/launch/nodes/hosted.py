@@ -27,9 +27,9 @@ from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
 from recover_megatron.launch.workers.loop import EventLoop, Timer
 from recover_megatron.launch.workers.processes import Child, program, spawn
 from recover_megatron.launch.workers.states import has_ended
-from recover_megatron.membership.node_agent import NoAgent, NodeAgent
+from recover_megatron.membership.io.testimony import Scope
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST, Settings
-from recover_megatron.membership.testimony import Scope
+from recover_megatron.membership.sides.node_agent import NoAgent, NodeAgent
 from recover_megatron.network.system import memory_file
 from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 

@@ -1,7 +1,7 @@
 """What a launch over several nodes finds out at its start: whether its candidates share a lease, and have a witness.
 
-The lease (membership/lease.py) is tried out. Node 0 writes a random word to PATH.try, by the same call by which a lease
-is taken. A node with a candidate tries to write that file, too: it must be refused, read the word, and tell it to node
+The lease (membership/io/lease.py) is tried out. Node 0 writes a random word to PATH.try, by the call that takes a
+lease. A node with a candidate tries to write that file, too: it must be refused, read the word, and tell it to node
 0 with what it says when it joins. So all of them see one folder, and of two hosts that want the same name there one
 gets it. Storage that hangs is no storage.
 
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
-from recover_megatron.membership.lease import publish
-from recover_megatron.membership.testimony import ACCOUNT, KUBERNETES, SLURM, SOURCES, NoAnswer, Scope
+from recover_megatron.membership.io.lease import publish
+from recover_megatron.membership.io.testimony import ACCOUNT, KUBERNETES, SLURM, SOURCES, NoAnswer, Scope
 
 AUTO, OFF = "auto", "off"
 TRY_SECONDS = 5.0

@@ -72,6 +72,7 @@ from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rejoin import build_elsewhere, install_building_alone
 from recover_megatron.megatron_hooks.training import TrainingHooks
 from recover_megatron.megatron_hooks.turning_points import FaultInjection, TurningPoints
+from recover_megatron.membership.io.session import EXCEPTION_REPORT_SECONDS, connect, is_newcomer, worker_id
 from recover_megatron.membership.records import (
     EXIT_FENCED,
     EXIT_NO_REPLICA,
@@ -82,7 +83,6 @@ from recover_megatron.membership.records import (
     SecretError,
     Settings,
 )
-from recover_megatron.membership.session import EXCEPTION_REPORT_SECONDS, connect, is_newcomer, worker_id
 from recover_megatron.membership.wire import find_secret
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.variables import HOST_VARIABLE, NODE_NAME_VARIABLE, NODE_VARIABLE, REPLACED_VARIABLE

@@ -8,9 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from recover_megatron.membership.client import Address, Client
 from recover_megatron.membership.events import Accepted, Connected, Dial, Lost, MemberEffect, MemberEvent, Notify
-from recover_megatron.membership.follower import Follower
+from recover_megatron.membership.io.client import Address, Client
 from recover_megatron.membership.records import (
     CoordinatorLost,
     MembershipError,
@@ -21,6 +20,7 @@ from recover_megatron.membership.records import (
     from_runs,
     to_runs,
 )
+from recover_megatron.membership.sides.follower import Follower
 from recover_megatron.membership.wire import Secret
 
 

@@ -39,8 +39,8 @@ from recover_megatron.membership.events import (
     Say,
     Tick,
 )
-from recover_megatron.membership.follower import Follower, Stage
 from recover_megatron.membership.records import AuthenticationError, MembershipError
+from recover_megatron.membership.sides.follower import Follower, Stage
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import proves
 from recover_megatron.network.system import close_in_children

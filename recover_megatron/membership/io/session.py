@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from recover_megatron.arguments import parse_addresses
-from recover_megatron.membership.client import Address, Client
 from recover_megatron.membership.events import MemberEffect, Notify
-from recover_megatron.membership.member import Member
+from recover_megatron.membership.io.client import Address, Client
 from recover_megatron.membership.records import (
     EpochRevoked,
     Fenced,
@@ -25,6 +24,7 @@ from recover_megatron.membership.records import (
     Workers,
     cut_middle,
 )
+from recover_megatron.membership.sides.member import Member
 from recover_megatron.membership.wire import (
     MAX_ERROR,
     MAX_TO_COORDINATOR,

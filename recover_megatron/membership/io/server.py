@@ -46,9 +46,9 @@ from recover_megatron.membership.events import (
     StepDown,
     Tick,
 )
-from recover_megatron.membership.lease import Lease
+from recover_megatron.membership.io.lease import Lease
+from recover_megatron.membership.io.testimony import WitnessThread
 from recover_megatron.membership.records import Json, WorkerId
-from recover_megatron.membership.testimony import WitnessThread
 from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import nonce, proves
 from recover_megatron.network.system import all_delivered, unacknowledged, use_all_descriptors

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify, Say
-from recover_megatron.membership.follower import Follower, Stage
 from recover_megatron.membership.records import CoordinatorLost, Json, MembershipError, Opened, Plan, Settings
+from recover_megatron.membership.sides.follower import Follower, Stage
 
 
 class Member(Follower):
