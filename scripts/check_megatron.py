@@ -26,7 +26,7 @@ import recover_megatron
 from recover_megatron.hostdevice.megatron_fixes import FIXES
 from recover_megatron.integrate import Seam, unlike
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.loops.megatron_lm import SEAMS
+from recover_megatron.megatron_hooks.loop.megatron_lm import SEAMS
 
 PACKAGE = Path(recover_megatron.__file__).parent
 Found = tuple[str, ast.AST]
@@ -220,7 +220,7 @@ def main() -> int:
     of_host: dict[str, tuple[Seam, str | None]] = {}
     newer = False
     if is_bridge := (root / "megatron" / "bridge").is_dir():
-        from recover_megatron.megatron_hooks.loops.bridge import seams  # imports Megatron, which takes its time
+        from recover_megatron.megatron_hooks.loop.bridge import seams  # imports Megatron, which takes its time
 
         wanted = seams()
     elif (root / "megatron" / "core").is_dir():

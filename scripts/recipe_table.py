@@ -86,8 +86,8 @@ def verdicts() -> list[Verdict]:
     """What is said of each, in order.  Imports Megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
+    from recover_megatron.megatron_hooks.entry.refused import cannot_recover, cannot_shard, settle
     from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
-    from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard, settle
 
     plain, untested = RecoverConfig(enabled=True), RecoverConfig(enabled=True, untested=True)
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)

@@ -135,7 +135,7 @@ _IN_A_GROUP = (
 )
 """Where operations on groups are: files of frames."""
 
-_IN_THE_DATA = ("torch/utils/data/", "recover_megatron/megatron_hooks/data.py")
+_IN_THE_DATA = ("torch/utils/data/", "recover_megatron/megatron_hooks/data/source.py")
 """Where samples are read.  What fails below is no mate's doing, whatever it looks like: a store of data has hung up."""
 
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)

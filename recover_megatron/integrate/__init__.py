@@ -8,8 +8,8 @@ Each role is one function of the loop.  Its wrapper is called in place of the lo
 ``parameters`` first, by position or by name, and whatever the loop has besides; it calls the loop's function with the
 same, and returns what that returns.  A loop whose function takes its arguments otherwise translates (``Seam.adapt``).
 
-The loops that come with this package are Megatron-LM's (``megatron_hooks.loops.megatron_lm``) and Megatron-Bridge's
-(``megatron_hooks.loops.bridge``); docs/integrate.md says how another one is written, and what is promised.
+The loops that come with this package are Megatron-LM's (``megatron_hooks.loop.megatron_lm``) and Megatron-Bridge's
+(``megatron_hooks.loop.bridge``); docs/integrate.md says how another one is written, and what is promised.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Services(Protocol):
     """What the recovery asks of a loop, besides wrapping it.  By the main thread of a worker.
 
     It reads the settings of the run by the names of Megatron's flags, from ``megatron.training.get_args()``.  A loop
-    that has no such namespace sets a view of its own settings there, as ``megatron_hooks.loops.bridge`` does.
+    that has no such namespace sets a view of its own settings there, as ``megatron_hooks.loop.bridge`` does.
 
     A loop that counts the time of the run has ``running(seconds: float) -> float``, too: it makes the loop count at
     least ``seconds`` until now, and returns how many the loop counts then.

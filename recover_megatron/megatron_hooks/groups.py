@@ -40,9 +40,10 @@ from recover_megatron.instep.meeting.decision import Decision
 from recover_megatron.instep.meeting.grid import LaunchGrid, Slot, launch_grid
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
-from recover_megatron.megatron_hooks import monkeypatch, writers
+from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.fsdp.state import install_meshes
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
+from recover_megatron.megatron_hooks.logging import writers
 
 
 def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> None:

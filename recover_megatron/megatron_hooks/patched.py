@@ -54,7 +54,7 @@ UNKNOWN = (
 ANOTHER_LOOP = (
     "--recover: this script makes Megatron's process groups without Megatron's pretrain(), so whatever it does is not "
     "protected: leave --recover out. A training loop of your own is connected by recover_megatron.integrate, and "
-    "Megatron-Bridge's by loops.bridge (docs/integrate.md)"
+    "Megatron-Bridge's by loop.bridge (docs/integrate.md)"
 )
 GROUPS_BEFORE = (
     "--recover: this script has made process groups before it calls Megatron's pretrain(), which cannot be made anew "

@@ -49,10 +49,12 @@ def code_spans(page: Path) -> Iterator[str]:
 @cache
 def files() -> frozenset[str]:
     """The repository's files and folders, relative to its root; what set-up and runs leave there is not among them."""
-    skipped = {".git", ".venv", "__pycache__", "build", "dist", "data", "runs"}
+    skipped, of_the_root = {".git", ".venv", "__pycache__", "build", "dist"}, {"data", "runs"}
     names: set[str] = set()
     for folder, folders, inside in os.walk(ROOT):
-        folders[:] = [name for name in folders if name not in skipped]
+        folders[:] = [
+            name for name in folders if name not in (skipped | of_the_root if folder == str(ROOT) else skipped)
+        ]
         names |= {str((Path(folder) / name).relative_to(ROOT)) for name in (*folders, *inside)}
     return frozenset(names)
 

@@ -185,7 +185,7 @@ def in_shard_group(worker: str, iteration: str, operation: str, visit: str, how:
 
 def broken_device() -> None:
     """Have every orphan find its device broken when it comes out of the training."""
-    from recover_megatron.megatron_hooks import rejoin
+    from recover_megatron.megatron_hooks.loop import rejoin
 
     def check_device(device: torch.device) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -195,7 +195,7 @@ def broken_device() -> None:
 
 def poor_host(worker: str) -> None:
     """Have a worker see 1,000 bytes of memory on its host."""
-    from recover_megatron.megatron_hooks import memory_tier
+    from recover_megatron.megatron_hooks.checkpoint import memory_tier
 
     if os.environ["RANK"] == worker:
         memory_tier.available_memory = lambda: 1000

@@ -281,7 +281,9 @@ def late_states() -> None:
 
     Where the epoch ends before that the state comes unsaid.
     """
-    from recover_megatron.megatron_hooks.state_exchange import StateExchange  # when the script has chosen the device
+    from recover_megatron.megatron_hooks.checkpoint.state_exchange import (
+        StateExchange,
+    )  # when the script has chosen the device
 
     folder, receive, compute = log_folder(), StateExchange._receive, Step._compute
 
@@ -369,7 +371,7 @@ def late_session() -> None:
 
 def blocked(folder: str, worker: str) -> None:
     """Have one worker wait for its data, from its third microbatch on, until FOLDER/go is there."""
-    from recover_megatron.megatron_hooks.data import Source
+    from recover_megatron.megatron_hooks.data.source import Source
 
     get = Source.get
     reads = 0

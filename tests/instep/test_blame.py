@@ -75,7 +75,7 @@ def test_a_broken_connection_is_a_mates_fault_only_where_it_is_a_groups(path: st
 def test_what_fails_below_the_data_set_is_no_mates_fault_whatever_its_type() -> None:
     error = dist.DistNetworkError("the client socket has timed out")
     assert is_communication(error)
-    assert not is_communication(raised(error, "/v/recover_megatron/megatron_hooks/data.py"))
+    assert not is_communication(raised(error, "/v/recover_megatron/megatron_hooks/data/source.py"))
 
 
 @pytest.mark.parametrize(

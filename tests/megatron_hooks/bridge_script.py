@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles" / "bridge"))
 
 from megatron.bridge.training.config import tiny
 
-from recover_megatron.megatron_hooks.loops import bridge
+from recover_megatron.megatron_hooks.loop import bridge
 from tests.instep.pacing import hold
 
 

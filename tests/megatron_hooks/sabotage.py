@@ -20,8 +20,9 @@ from recover_megatron.collectives.ring.executor import Ring, RingTask
 from recover_megatron.collectives.ring.schedule import Action, Receive
 from recover_megatron.instep import gradients
 from recover_megatron.instep.meeting import assignment
-from recover_megatron.megatron_hooks import data, microbatches
+from recover_megatron.megatron_hooks.data import source as data
 from recover_megatron.megatron_hooks.entry import gpt_script
+from recover_megatron.megatron_hooks.gradients import microbatches
 
 what = sys.argv.pop(1)
 if os.environ["RANK"] == "1":

@@ -18,8 +18,8 @@ import torch
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.megatron_hooks.loops import bridge
-from recover_megatron.megatron_hooks.loops.bridge_arguments import SECTIONS, BridgeArguments
+from recover_megatron.megatron_hooks.loop import bridge
+from recover_megatron.megatron_hooks.loop.bridge_arguments import SECTIONS, BridgeArguments
 from recover_megatron.run_log.steps import StepRecord, read_steps, violations
 from scripts.check_megatron import Sources, misfits, signatures
 from tests.harness import REPOSITORY

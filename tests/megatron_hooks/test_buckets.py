@@ -14,13 +14,13 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.meeting.grid import launch_grid
-from recover_megatron.megatron_hooks import buckets as module
-from recover_megatron.megatron_hooks import microbatches as passes
-from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp import buckets as fsdp_buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, padding
 from recover_megatron.megatron_hooks.fsdp.state import abandon
-from recover_megatron.megatron_hooks.microbatches import Accumulated, whole_pass
+from recover_megatron.megatron_hooks.gradients import buckets as module
+from recover_megatron.megatron_hooks.gradients import microbatches as passes
+from recover_megatron.megatron_hooks.gradients.buckets import Buckets
+from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated, whole_pass
 
 SCALE = 1 / 4
 

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.megatron_hooks import checkpoint_writers, data
-from recover_megatron.megatron_hooks.checkpoint_writers import (
+from recover_megatron.megatron_hooks.checkpoint import checkpoint_writers
+from recover_megatron.megatron_hooks.checkpoint.checkpoint_writers import (
     PartFailed,
     Parts,
     WriterDied,
@@ -43,9 +43,10 @@ from recover_megatron.megatron_hooks.checkpoint_writers import (
     nothing,
     write,
 )
-from recover_megatron.megatron_hooks.checkpoints import _reason
+from recover_megatron.megatron_hooks.checkpoint.checkpoints import _reason
+from recover_megatron.megatron_hooks.data import source as data
 from recover_megatron.megatron_hooks.entry import flags
-from recover_megatron.megatron_hooks.microbatches import InOrder
+from recover_megatron.megatron_hooks.gradients.microbatches import InOrder
 from tests.harness.processes import python
 from tests.harness.waiting import eventually
 
@@ -238,7 +239,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed, Parts, write
+from recover_megatron.megatron_hooks.checkpoint.checkpoint_writers import PartFailed, Parts, write
 
 def megatrons(threads):
     buckets = [

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.instep.attempts import Attempt
 from recover_megatron.instep.faults import CheckpointFailed, is_full
-from recover_megatron.megatron_hooks import checkpoints
-from recover_megatron.megatron_hooks.checkpoints import Checkpoints
+from recover_megatron.megatron_hooks.checkpoint import checkpoints
+from recover_megatron.megatron_hooks.checkpoint.attempts import Attempt
+from recover_megatron.megatron_hooks.checkpoint.checkpoints import Checkpoints
 
 
 def test_what_is_written_after_the_tracker_file_belongs_to_the_checkpoint(

@@ -32,10 +32,11 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.meeting.decision import NON_PERSISTENT
 from recover_megatron.instep.meeting.decision import Rollback as Target
-from recover_megatron.megatron_hooks import data, microbatches, rejoin, resumed
-from recover_megatron.megatron_hooks.data import Kept, LoaderKilled, Source, TaggedDataset, _reading
-from recover_megatron.megatron_hooks.loop_counters import CONSUMED
-from recover_megatron.megatron_hooks.microbatches import (
+from recover_megatron.megatron_hooks.checkpoint import resumed
+from recover_megatron.megatron_hooks.data import source as data
+from recover_megatron.megatron_hooks.data.source import Kept, LoaderKilled, Source, TaggedDataset, _reading
+from recover_megatron.megatron_hooks.gradients import microbatches
+from recover_megatron.megatron_hooks.gradients.microbatches import (
     ByNumber,
     InOrder,
     InTurn,
@@ -43,6 +44,8 @@ from recover_megatron.megatron_hooks.microbatches import (
     skipped_before,
     with_skipped,
 )
+from recover_megatron.megatron_hooks.loop import rejoin
+from recover_megatron.megatron_hooks.loop.loop_counters import CONSUMED
 from recover_megatron.workload import quotas
 from recover_megatron.workload.assign import group_size, runs
 from tests.harness.loaders import groups, kill, strike_in_update

@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.moe.moe_utils import RandomSTEShared
 
-from recover_megatron.megatron_hooks import microbatches
+from recover_megatron.megatron_hooks.gradients import microbatches
 
 DRAWS = {
     "weights, which travel with the state": {

@@ -15,10 +15,12 @@ from megatron.core.transformer.moe import router_trace
 from megatron.core.transformer.moe.router_trace import RouterTracer, load_hidden_states_for_record
 from megatron.training import activation_logging, dgrad_logging
 
-from recover_megatron.megatron_hooks import dumps, evaluation, state
-from recover_megatron.megatron_hooks.evaluation import Evaluation
-from recover_megatron.megatron_hooks.state import TrainingState
-from recover_megatron.megatron_hooks.training_parts import TrainingParts
+from recover_megatron.megatron_hooks.checkpoint import state
+from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
+from recover_megatron.megatron_hooks.logging import dumps
+from recover_megatron.megatron_hooks.loop import evaluation
+from recover_megatron.megatron_hooks.loop.evaluation import Evaluation
+from recover_megatron.megatron_hooks.loop.training_parts import TrainingParts
 
 Make = Callable[..., RouterTracer]
 

@@ -20,12 +20,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from recover_megatron import log_writer
 from recover_megatron.instep.meeting.grid import launch_grid
-from recover_megatron.megatron_hooks import trackers as module
-from recover_megatron.megatron_hooks import writers
-from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
-from recover_megatron.megatron_hooks.trackers import Trackers
-from recover_megatron.megatron_hooks.trainer import MegatronTrainer
-from recover_megatron.megatron_hooks.writers import Stub
+from recover_megatron.megatron_hooks.logging import trackers as module
+from recover_megatron.megatron_hooks.logging import writers
+from recover_megatron.megatron_hooks.logging.trackers import Trackers
+from recover_megatron.megatron_hooks.logging.writers import Stub
+from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
+from recover_megatron.megatron_hooks.loop.trainer import MegatronTrainer
 from tests.harness.waiting import DEADLINE
 
 ARGS = SimpleNamespace(

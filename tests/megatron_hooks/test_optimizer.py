@@ -20,8 +20,9 @@ from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.instep.state.holder import flatten, unflatten
 from recover_megatron.instep.state.shards import ElementRange
-from recover_megatron.megatron_hooks import memory_tier
 from recover_megatron.megatron_hooks import monkeypatch as seams
+from recover_megatron.megatron_hooks.checkpoint import memory_tier
+from recover_megatron.megatron_hooks.checkpoint.state import _load_optimizer, _optimizer_tree
 from recover_megatron.megatron_hooks.fsdp.state import _gradient_where_it_is_read
 from recover_megatron.megatron_hooks.optimizer import precision, sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces, differing_units
@@ -32,7 +33,6 @@ from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import (
     UnitSums,
     groups_with_parameters,
 )
-from recover_megatron.megatron_hooks.state import _load_optimizer, _optimizer_tree
 from tests.harness.waiting import DEADLINE
 
 CLIP = 0.5

@@ -33,16 +33,15 @@ from recover_megatron.collectives.nccl import library
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.integrate import Loop, Seam
 from recover_megatron.megatron_hooks import monkeypatch as patches
-from recover_megatron.megatron_hooks import refused
-from recover_megatron.megatron_hooks.entry import fault_tolerance, flags, program
+from recover_megatron.megatron_hooks.entry import fault_tolerance, flags, program, refused
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
 from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
 from recover_megatron.megatron_hooks.entry.flags import arguments_provider
 from recover_megatron.megatron_hooks.entry.program import HANDLERS, EndedEarly, with_those_of_checkpoint
+from recover_megatron.megatron_hooks.entry.refused import cannot_recover, cannot_shard
 from recover_megatron.megatron_hooks.layout import batches_to_come
-from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
-from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard
-from recover_megatron.megatron_hooks.training import _check_batches
+from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
+from recover_megatron.megatron_hooks.loop.training import _check_batches
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer

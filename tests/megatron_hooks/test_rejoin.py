@@ -29,16 +29,17 @@ from recover_megatron.instep.meeting.spare import MOST, PAUSE_SECONDS
 from recover_megatron.instep.state.snapshots import Taking
 from recover_megatron.launch.command_line import forecast
 from recover_megatron.megatron_hooks import groups as groups_module
-from recover_megatron.megatron_hooks import memory_tier, writers
-from recover_megatron.megatron_hooks import rejoin as rejoin_module
+from recover_megatron.megatron_hooks.checkpoint import memory_tier
+from recover_megatron.megatron_hooks.checkpoint.memory_tier import MemoryTier
+from recover_megatron.megatron_hooks.checkpoint.state_exchange import StateExchange
 from recover_megatron.megatron_hooks.groups import Groups, renew_rank_copies
 from recover_megatron.megatron_hooks.layout import no_way_back
-from recover_megatron.megatron_hooks.loops.bridge_arguments import BridgeArguments
-from recover_megatron.megatron_hooks.memory_tier import MemoryTier
-from recover_megatron.megatron_hooks.rejoin import Rejoin, stop_profiler
-from recover_megatron.megatron_hooks.state_exchange import StateExchange
-from recover_megatron.megatron_hooks.training import TrainingHooks
-from recover_megatron.megatron_hooks.training_parts import StepGuard
+from recover_megatron.megatron_hooks.logging import writers
+from recover_megatron.megatron_hooks.loop import rejoin as rejoin_module
+from recover_megatron.megatron_hooks.loop.bridge_arguments import BridgeArguments
+from recover_megatron.megatron_hooks.loop.rejoin import Rejoin, stop_profiler
+from recover_megatron.megatron_hooks.loop.training import TrainingHooks
+from recover_megatron.megatron_hooks.loop.training_parts import StepGuard
 
 BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
 

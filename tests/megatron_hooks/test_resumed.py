@@ -14,9 +14,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from recover_megatron.errors import UserError
-from recover_megatron.megatron_hooks import resumed
-from recover_megatron.megatron_hooks.data import _with_sources
-from recover_megatron.megatron_hooks.microbatches import Shuffled
+from recover_megatron.megatron_hooks.checkpoint import resumed
+from recover_megatron.megatron_hooks.data.source import _with_sources
+from recover_megatron.megatron_hooks.gradients.microbatches import Shuffled
 
 LENGTH = 8
 
@@ -95,7 +95,7 @@ def test_the_first_worker_tells_when_it_builds_its_loader(
     for corpus in corpora:
         write(corpus, documents=50)
     monkeypatch.setattr(resumed, "get_args", lambda: asks(220))
-    monkeypatch.setattr("recover_megatron.megatron_hooks.data.get_args", lambda: asks(220))
+    monkeypatch.setattr("recover_megatron.megatron_hooks.data.source.get_args", lambda: asks(220))
     monkeypatch.setattr(resumed, "_loaded", asks(200))
 
     def build(*args: Any) -> Any:

@@ -13,8 +13,8 @@ import torch
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.megatron_hooks import maxima
-from recover_megatron.megatron_hooks.maxima import FORGOTTEN, Scales
+from recover_megatron.megatron_hooks.gradients import maxima
+from recover_megatron.megatron_hooks.gradients.maxima import FORGOTTEN, Scales
 from tests.doubles import transformer_engine as double
 
 RECIPE = double.DelayedScaling(amax_history_len=2)

@@ -25,13 +25,16 @@ from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.meeting.decision import MEMORY, Rollback
 from recover_megatron.instep.meeting.grid import Slot, launch_grid
 from recover_megatron.instep.state.holder import flatten, new_memory, unflatten
-from recover_megatron.megatron_hooks import loop_counters, microbatches, rejoin, state, trackers
+from recover_megatron.megatron_hooks.checkpoint import state
+from recover_megatron.megatron_hooks.checkpoint.state import TrainingState, load_groups, plain_groups
+from recover_megatron.megatron_hooks.gradients import microbatches
+from recover_megatron.megatron_hooks.gradients.maxima import Scales
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
-from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
-from recover_megatron.megatron_hooks.maxima import Scales
-from recover_megatron.megatron_hooks.state import TrainingState, load_groups, plain_groups
-from recover_megatron.megatron_hooks.trackers import LogTotals
+from recover_megatron.megatron_hooks.logging import trackers
+from recover_megatron.megatron_hooks.logging.trackers import LogTotals
+from recover_megatron.megatron_hooks.loop import loop_counters, rejoin
+from recover_megatron.megatron_hooks.loop.loop_counters import CONSUMED, LAUNCH
+from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
 from tests.megatron_hooks.in_checkpoints import travels
 
 BATCH = 10

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
+from recover_megatron.megatron_hooks.loop.loop_counters import CONSUMED, LAUNCH
 from recover_megatron.megatron_hooks.monkeypatch import NEWEST, OLDEST, parse_release
 from recover_megatron.run_log.steps import StepRecord, audit_problem, read_steps
 from tests.harness import REPOSITORY

@@ -143,7 +143,7 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
     expert, fsdp = number(EXPERT, 1), FSDP in found
     instances = number(INSTANCES, 1)
     if fsdp:
-        instances = max(instances, 2)  # --recover makes two of one (``megatron_hooks.refused``)
+        instances = max(instances, 2)  # --recover makes two of one (``megatron_hooks.entry.refused``)
     expert_tensor = number(EXPERT_TENSOR, sizes["tensor"])
     inner_ranks = data_parallel_ranks_per_replica(
         tensor=sizes["tensor"], context=sizes["context"], expert=expert, expert_tensor=expert_tensor

@@ -62,16 +62,20 @@ from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
-from recover_megatron.megatron_hooks import checkpoint_writers, children, data, monkeypatch, writers
-from recover_megatron.megatron_hooks.checkpoint_writers import WriterKilled
+from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks.checkpoint import checkpoint_writers
+from recover_megatron.megatron_hooks.checkpoint.checkpoint_writers import WriterKilled
+from recover_megatron.megatron_hooks.data import children
+from recover_megatron.megatron_hooks.data import source as data
 from recover_megatron.megatron_hooks.entry.program import NO_DATA, EndedEarly, check_exit_was_asked_for, has_hooks
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.layout import optimizer_instances, spreads_optimizer
-from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
-from recover_megatron.megatron_hooks.records import Records
-from recover_megatron.megatron_hooks.rejoin import build_elsewhere, install_building_alone
-from recover_megatron.megatron_hooks.training import TrainingHooks
-from recover_megatron.megatron_hooks.turning_points import FaultInjection, TurningPoints
+from recover_megatron.megatron_hooks.logging import writers
+from recover_megatron.megatron_hooks.logging.records import Records
+from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
+from recover_megatron.megatron_hooks.loop.rejoin import build_elsewhere, install_building_alone
+from recover_megatron.megatron_hooks.loop.training import TrainingHooks
+from recover_megatron.megatron_hooks.loop.turning_points import FaultInjection, TurningPoints
 from recover_megatron.membership.io.session import EXCEPTION_REPORT_SECONDS, connect, is_newcomer, worker_id
 from recover_megatron.membership.records import (
     EXIT_FENCED,

@@ -29,9 +29,7 @@ from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError, traceback_wanted
 from recover_megatron.log_writer import why_not_used
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
-from recover_megatron.megatron_hooks.layout import batches_to_come, inner_ranks_of, misfits
-from recover_megatron.megatron_hooks.refused import (
+from recover_megatron.megatron_hooks.entry.refused import (
     EMERGING,
     cannot_grow,
     cannot_recover,
@@ -41,6 +39,8 @@ from recover_megatron.megatron_hooks.refused import (
     say,
     settle,
 )
+from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
+from recover_megatron.megatron_hooks.layout import batches_to_come, inner_ranks_of, misfits
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 

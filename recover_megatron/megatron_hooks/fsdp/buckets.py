@@ -32,8 +32,8 @@ from recover_megatron.instep.state.overlap import Overlap
 from recover_megatron.instep.state.shards import Shards, ring_order
 from recover_megatron.megatron_hooks.fsdp import version2
 from recover_megatron.megatron_hooks.fsdp.outer import OuterBucket
+from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated
 from recover_megatron.megatron_hooks.groups import column_of
-from recover_megatron.megatron_hooks.microbatches import Accumulated
 
 OUTER_SUM = "outer_fsdp_group_grad_reduce"
 

@@ -1,4 +1,4 @@
-"""Megatron's flags that --recover refuses with --use-megatron-fsdp; the others: ``megatron_hooks.refused``."""
+"""Megatron's flags that --recover refuses with --use-megatron-fsdp; the others: ``megatron_hooks.entry.refused``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.hostdevice.flags import Rule, all_of, is_above_one, is_one_of, is_set, reasons, unless
-from recover_megatron.megatron_hooks.refused import BF16, keeps, yet
+from recover_megatron.megatron_hooks.entry.refused import BF16, keeps, yet
 
 _WITH = "--recover with --use-megatron-fsdp"
 _TAKEN = ("optim_grads_params", "optim_grads", "optim")

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 
 from recover_megatron.instep.state.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 

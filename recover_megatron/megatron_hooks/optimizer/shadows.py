@@ -34,8 +34,8 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.holder import Path, Place, in_place
 from recover_megatron.instep.state.shards import ElementRange, Shards
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
+from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments, in_order
 
 log = get_logger(__name__)

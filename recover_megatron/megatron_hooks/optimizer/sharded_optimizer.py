@@ -39,8 +39,8 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.overlap import Overlap
 from recover_megatron.instep.state.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
+from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces

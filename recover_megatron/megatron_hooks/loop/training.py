@@ -30,21 +30,22 @@ from recover_megatron.instep.recovery import Blame, Recovery
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import buckets, dumps, microbatches, trackers, writers
-from recover_megatron.megatron_hooks.buckets import Buckets
-from recover_megatron.megatron_hooks.checkpoints import Checkpoints
-from recover_megatron.megatron_hooks.data import sources_of
-from recover_megatron.megatron_hooks.evaluation import Evaluation
+from recover_megatron.megatron_hooks.checkpoint.checkpoints import Checkpoints
+from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
+from recover_megatron.megatron_hooks.data.source import sources_of
+from recover_megatron.megatron_hooks.gradients import buckets, microbatches
+from recover_megatron.megatron_hooks.gradients.buckets import Buckets
+from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated, MicrobatchSeeds
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.layout import batches_to_come, misfits
-from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds
+from recover_megatron.megatron_hooks.logging import dumps, trackers, writers
+from recover_megatron.megatron_hooks.logging.records import Console, Records
+from recover_megatron.megatron_hooks.loop.evaluation import Evaluation
+from recover_megatron.megatron_hooks.loop.rejoin import Rejoin, Rollback
+from recover_megatron.megatron_hooks.loop.trainer import MegatronTrainer, NominalCount
+from recover_megatron.megatron_hooks.loop.training_parts import StepGuard, TrainingParts, rebalance
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.records import Console, Records
-from recover_megatron.megatron_hooks.rejoin import Rejoin, Rollback
-from recover_megatron.megatron_hooks.state import TrainingState
-from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
-from recover_megatron.megatron_hooks.training_parts import StepGuard, TrainingParts, rebalance
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 log = get_logger(__name__)

@@ -27,7 +27,7 @@ from megatron.core.utils import get_model_config
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import WrongGradients
 from recover_megatron.integrate import misfit, wrap
-from recover_megatron.megatron_hooks.refused import Settled, say, scales_by_history
+from recover_megatron.megatron_hooks.entry.refused import Settled, say, scales_by_history
 
 
 class _Maxima:

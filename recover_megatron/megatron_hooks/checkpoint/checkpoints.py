@@ -4,7 +4,7 @@ save_checkpoint()              a section; one that is saved asynchronously is un
 maybe_finalize_async_save()    a section where something is under way.  All give that up where one of its writers is
                                gone, or not all have the same of it; then it is saved again if no step was made since
 
-Each run of the section writes into a folder of its own (``instep.attempts``), by way of what Megatron asks for:
+Each run of the section writes into a folder of its own (`attempts`), by way of what Megatron asks for:
 
 get_checkpoint_name()               the attempt's folder instead of ``iter_``
 get_checkpoint_tracker_filename()   asked for by rank 0 when all have written: the folder is renamed first
@@ -25,7 +25,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import async_utils, get_args
 
-from recover_megatron.instep.attempts import Attempt, clean, discard, publish
 from recover_megatron.instep.faults import (
     DISK_QUOTA,
     CheckpointFailed,
@@ -41,12 +40,14 @@ from recover_megatron.instep.meeting.decision import NON_PERSISTENT, Checkpoint
 from recover_megatron.instep.meeting.timelines import merged
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
-from recover_megatron.megatron_hooks import checkpoint_writers, monkeypatch
-from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed, Parts
-from recover_megatron.megatron_hooks.children import moved
+from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks.checkpoint import checkpoint_writers
+from recover_megatron.megatron_hooks.checkpoint.attempts import Attempt, clean, discard, publish
+from recover_megatron.megatron_hooks.checkpoint.checkpoint_writers import PartFailed, Parts
+from recover_megatron.megatron_hooks.data.children import moved
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.records import Records
-from recover_megatron.megatron_hooks.training_parts import TrainingParts
+from recover_megatron.megatron_hooks.logging.records import Records
+from recover_megatron.megatron_hooks.loop.training_parts import TrainingParts
 from recover_megatron.membership.records import MembershipError
 
 _WRITERS = (

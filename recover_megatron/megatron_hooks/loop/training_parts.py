@@ -27,22 +27,22 @@ from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.integrate import Services
-from recover_megatron.megatron_hooks import dumps
-from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.checkpoint.memory_tier import MemoryTier
+from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
+from recover_megatron.megatron_hooks.checkpoint.state_exchange import StateExchange
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, FsdpBuckets2
 from recover_megatron.megatron_hooks.fsdp.outer import InShardGroups
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp
 from recover_megatron.megatron_hooks.fsdp.version2 import is_version2
+from recover_megatron.megatron_hooks.gradients.buckets import Buckets
+from recover_megatron.megatron_hooks.gradients.maxima import AttentionLogits, Scales
+from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
-from recover_megatron.megatron_hooks.maxima import AttentionLogits, Scales
-from recover_megatron.megatron_hooks.memory_tier import MemoryTier
-from recover_megatron.megatron_hooks.microbatches import Accumulated
+from recover_megatron.megatron_hooks.logging import dumps
+from recover_megatron.megatron_hooks.logging.trackers import RouterSums, Trackers
 from recover_megatron.megatron_hooks.optimizer.keeping import InBuckets
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.state import TrainingState
-from recover_megatron.megatron_hooks.state_exchange import StateExchange
-from recover_megatron.megatron_hooks.trackers import RouterSums, Trackers
 
 
 class StepGuard:

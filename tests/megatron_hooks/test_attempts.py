@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.instep import attempts, hooks
-from recover_megatron.instep.attempts import Attempt, clean, publish
-from recover_megatron.megatron_hooks import children
+from recover_megatron.instep import hooks
+from recover_megatron.megatron_hooks.checkpoint import attempts
+from recover_megatron.megatron_hooks.checkpoint.attempts import Attempt, clean, publish
+from recover_megatron.megatron_hooks.data import children
 from tests.harness.waiting import eventually
 
 FIRST = Attempt(8, term=0x1ABCDEF01, epoch=3, decision=17)

@@ -29,8 +29,9 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.groups.out_of_turn import tell_readers
 from recover_megatron.integrate import Loop
-from recover_megatron.megatron_hooks import monkeypatch, resumed
-from recover_megatron.megatron_hooks.microbatches import ByNumber, InOrder, InTurn, Order, Shuffled
+from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks.checkpoint import resumed
+from recover_megatron.megatron_hooks.gradients.microbatches import ByNumber, InOrder, InTurn, Order, Shuffled
 from recover_megatron.network.system import share_by_lasting_socket
 
 SAMPLE = "recover_sample"

@@ -32,7 +32,7 @@ from recover_megatron.instep.meeting.losses import Failure
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.microbatches import skipped_before, to_skip
+from recover_megatron.megatron_hooks.gradients.microbatches import skipped_before, to_skip
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile

@@ -20,9 +20,9 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.training import get_args
 
-from recover_megatron.megatron_hooks.data import sources_of
-from recover_megatron.megatron_hooks.microbatches import to_skip, with_skipped
-from recover_megatron.megatron_hooks.resumed import SHUFFLED_FOR
+from recover_megatron.megatron_hooks.checkpoint.resumed import SHUFFLED_FOR
+from recover_megatron.megatron_hooks.data.source import sources_of
+from recover_megatron.megatron_hooks.gradients.microbatches import to_skip, with_skipped
 from recover_megatron.variables import FIRST_START_VARIABLE
 
 CONSUMED = (

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.megatron_hooks.maxima import LOGIT_FLAGS
-from recover_megatron.megatron_hooks.refused import SETTLED, cannot_recover, cannot_shard, cannot_use_nccl
-from recover_megatron.megatron_hooks.resumed import SHUFFLED_FOR
+from recover_megatron.megatron_hooks.checkpoint.resumed import SHUFFLED_FOR
+from recover_megatron.megatron_hooks.entry.refused import SETTLED, cannot_recover, cannot_shard, cannot_use_nccl
+from recover_megatron.megatron_hooks.gradients.maxima import LOGIT_FLAGS
 
 SECTIONS = (
     "model", "train", "validation", "optimizer", "ddp", "dist", "rng", "rerun_state_machine", "checkpoint", "dataset",

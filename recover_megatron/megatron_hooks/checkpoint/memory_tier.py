@@ -32,6 +32,7 @@ from recover_megatron.instep.state.holder import flatten
 from recover_megatron.instep.state.snapshot_parts import available_memory
 from recover_megatron.instep.state.snapshots import Spoiled, Taking
 from recover_megatron.logger import get_logger
+from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import (
     InOrder,
     ShardFragment,
@@ -40,7 +41,6 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import (
     part_of_state,
 )
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.workload.shards import owned, primary
 from recover_megatron.workload.snapshots import interval, needed, part_of
 

@@ -29,15 +29,15 @@ from megatron.training import get_args, get_timers
 from recover_megatron.collectives.state_transport import digest
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state.holder import Path, Place, at, flatten, in_place, new_memory
-from recover_megatron.megatron_hooks import dumps
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
+from recover_megatron.megatron_hooks.gradients.maxima import Scales
+from recover_megatron.megatron_hooks.gradients.microbatches import to_skip, with_skipped
 from recover_megatron.megatron_hooks.layout import no_way_back
-from recover_megatron.megatron_hooks.loop_counters import LoopCounters
-from recover_megatron.megatron_hooks.maxima import Scales
-from recover_megatron.megatron_hooks.microbatches import to_skip, with_skipped
+from recover_megatron.megatron_hooks.logging import dumps
+from recover_megatron.megatron_hooks.logging.trackers import LogTotals, biases
+from recover_megatron.megatron_hooks.loop.loop_counters import LoopCounters
 from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
-from recover_megatron.megatron_hooks.trackers import LogTotals, biases
 
 
 class TrainingState:

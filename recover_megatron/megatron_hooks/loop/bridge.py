@@ -28,7 +28,7 @@ from recover_megatron.errors import UserError, refuse
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.integrate import Loop, Seam, Wrapper
 from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
-from recover_megatron.megatron_hooks.loops.bridge_arguments import BridgeArguments, problems
+from recover_megatron.megatron_hooks.loop.bridge_arguments import BridgeArguments, problems
 
 SUPPORTED = "Megatron-Bridge 0.6; its seams are compared with those of 0.6.0 and 0.6.2"
 

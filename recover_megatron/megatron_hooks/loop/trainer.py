@@ -24,15 +24,15 @@ from megatron.core.utils import get_model_config
 from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.data import of_ids
-from recover_megatron.megatron_hooks.microbatches import (
+from recover_megatron.megatron_hooks.data.source import of_ids
+from recover_megatron.megatron_hooks.gradients.microbatches import (
     Accumulated,
     MicrobatchSeeds,
     grouped,
     has_gradient,
     whole_pass,
 )
-from recover_megatron.megatron_hooks.training_parts import TrainingParts
+from recover_megatron.megatron_hooks.loop.training_parts import TrainingParts
 
 
 @dataclass(eq=False)

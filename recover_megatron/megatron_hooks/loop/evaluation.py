@@ -27,9 +27,9 @@ from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.data import of_ids, sources_of
+from recover_megatron.megatron_hooks.data.source import of_ids, sources_of
+from recover_megatron.megatron_hooks.gradients.microbatches import grouped
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.microbatches import grouped
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 
 

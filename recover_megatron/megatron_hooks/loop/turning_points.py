@@ -19,8 +19,8 @@ from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.meeting.decision import Checkpoint, Decision
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.records import Records
-from recover_megatron.megatron_hooks.training import TrainingHooks
+from recover_megatron.megatron_hooks.logging.records import Records
+from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
 """Boundaries of a collective -> the phase of a fault specification."""

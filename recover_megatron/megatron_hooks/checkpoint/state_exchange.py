@@ -21,7 +21,7 @@ from recover_megatron.instep.meeting.grid import Slot
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.holder import Offer
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.state import TrainingState, shared_tensors
+from recover_megatron.megatron_hooks.checkpoint.state import TrainingState, shared_tensors
 
 log = get_logger(__name__)
 

@@ -50,14 +50,15 @@ from recover_megatron.instep.meeting.spare import UntakenPlaces
 from recover_megatron.instep.recovery import Blame, Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import monkeypatch, writers
-from recover_megatron.megatron_hooks.checkpoints import Checkpoints
-from recover_megatron.megatron_hooks.children import moved
+from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks.checkpoint.checkpoints import Checkpoints
+from recover_megatron.megatron_hooks.checkpoint.state_exchange import INTERRUPTED, first_iteration
+from recover_megatron.megatron_hooks.data.children import moved
 from recover_megatron.megatron_hooks.fsdp.state import forget_meshes
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.records import Console, Records
-from recover_megatron.megatron_hooks.state_exchange import INTERRUPTED, first_iteration
-from recover_megatron.megatron_hooks.training_parts import StepGuard, TrainingParts
+from recover_megatron.megatron_hooks.logging import writers
+from recover_megatron.megatron_hooks.logging.records import Console, Records
+from recover_megatron.megatron_hooks.loop.training_parts import StepGuard, TrainingParts
 from recover_megatron.membership.records import MembershipError
 
 log = get_logger(__name__)

@@ -1,0 +1,1 @@
+"""Checkpoints of a run that loses workers, and the states that its workers give each other."""

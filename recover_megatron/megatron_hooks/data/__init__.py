@@ -1,0 +1,1 @@
+"""Microbatches by their number, and the processes that read them ahead."""
