@@ -35,10 +35,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import command_line, head, load_average, reported, row, store, write
+from recover_megatron.collectives.chunks import even_chunks
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.ring.executor import RingGroup
-from recover_megatron.collectives.ring.schedule import even_chunks, segments
+from recover_megatron.collectives.ring.schedule import segments
 
 MIB = 1 << 20
 COLUMNS = (

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from recover_megatron.collectives.chunks import Chunks, even_chunks, frozen, within
 from recover_megatron.collectives.epoch import CollectiveMismatch, Epoch, LedgerError, PeerLost
 from recover_megatron.collectives.ledger import Bucket, Held, Ledger, Span, from_digest, merge
-from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
-from recover_megatron.collectives.ring.schedule import Chunks, even_chunks, frozen, within
+from recover_megatron.collectives.progress import Executor, Handle, ProgressThread, Task
 
 
 class Memo[V]:

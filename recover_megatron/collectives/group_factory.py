@@ -14,8 +14,8 @@ from recover_megatron.collectives.native import NativeGroup
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.groups import open_native
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.ring.executor import Hook, RingGroup, Tuning
-from recover_megatron.collectives.ring.progress import ProgressThread
+from recover_megatron.collectives.progress import Hook, ProgressThread
+from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.collectives.transport.interface import StagedTransport, Transport
 from recover_megatron.collectives.transport.tcp import TcpTransport

@@ -30,13 +30,12 @@ from typing import Any
 
 import torch
 
+from recover_megatron.collectives.chunks import Chunks, even_part, frozen
 from recover_megatron.collectives.device import Order
 from recover_megatron.collectives.epoch import Epoch
 from recover_megatron.collectives.group import MOST_SPANS, BucketCollective, Group, Memo
 from recover_megatron.collectives.ledger import Ledger, Span
-from recover_megatron.collectives.ring.executor import Hook
-from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
-from recover_megatron.collectives.ring.schedule import Chunks, even_part, frozen
+from recover_megatron.collectives.progress import Executor, Handle, Hook, ProgressThread, Task
 from recover_megatron.collectives.transport.interface import Scratch
 
 Message = tuple[torch.Tensor, int]

@@ -41,8 +41,8 @@ from recover_megatron.collectives.group_factory import open_group, progress_thre
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
+from recover_megatron.collectives.progress import Handle
 from recover_megatron.collectives.ring.executor import Tuning
-from recover_megatron.collectives.ring.progress import Handle
 from tests.collectives.together import DEADLINE, PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from recover_megatron.collectives.chunks import even_chunks
 from recover_megatron.collectives.epoch import CollectiveMismatch, EpochRevoked
 from recover_megatron.collectives.gloo.groups import GlooGroups
 from recover_megatron.collectives.group import Group
@@ -24,7 +25,6 @@ from recover_megatron.collectives.group_factory import cancel_token_of, open_gro
 from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span
 from recover_megatron.collectives.nccl import library
 from recover_megatron.collectives.ring.executor import RingGroup, Tuning
-from recover_megatron.collectives.ring.schedule import even_chunks
 from tests.collectives.expected import elements, in_order_of_the_ring
 from tests.collectives.together import DEADLINE, PlainEpoch, together
 from tests.doubles.nccl import library as nccl_double

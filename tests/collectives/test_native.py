@@ -16,13 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recover_megatron.collectives.chunks import within
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span
 from recover_megatron.collectives.native import ALIGNED_BYTES, Message, Operation, rounds
 from recover_megatron.collectives.nccl import communicator, groups, library
 from recover_megatron.collectives.nccl.groups import NcclNative
-from recover_megatron.collectives.ring.schedule import within
 from tests.collectives.expected import elements
 from tests.collectives.together import DEADLINE, together
 from tests.doubles.nccl import library as nccl_double

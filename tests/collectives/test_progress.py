@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, EpochRevoked, PeerLost
-from recover_megatron.collectives.ring.progress import Executor, ProgressThread, Task
+from recover_megatron.collectives.progress import Executor, ProgressThread, Task
 from tests.harness.waiting import DEADLINE
 
 ABORTED = dist.DistBackendError("NCCL communicator was aborted on rank 1.")

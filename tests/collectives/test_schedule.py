@@ -26,18 +26,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recover_megatron.collectives.chunks import even_chunks, even_part, within
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.collectives.ring.executor import LOOKAHEAD, Tuning
-from recover_megatron.collectives.ring.schedule import (
-    Action,
-    Program,
-    even_chunks,
-    even_part,
-    plan,
-    segment_length,
-    segments,
-    within,
-)
+from recover_megatron.collectives.ring.schedule import Action, Program, plan, segment_length, segments
 from tests.collectives.expected import elements
 
 

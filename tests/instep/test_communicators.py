@@ -15,7 +15,7 @@ import torch
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
-from recover_megatron.collectives.ring.progress import ProgressThread, Task
+from recover_megatron.collectives.progress import ProgressThread, Task
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.model_parallel_groups import calls_under_way
 from recover_megatron.instep.meeting.assignment import Assignment

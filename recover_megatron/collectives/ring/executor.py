@@ -27,17 +27,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from recover_megatron.collectives.chunks import Chunks, frozen
 from recover_megatron.collectives.epoch import Epoch
 from recover_megatron.collectives.group import BucketCollective, Group, Memo
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
+from recover_megatron.collectives.progress import Executor, Handle, Hook, ProgressThread, Task
 from recover_megatron.collectives.ring.schedule import (
     Action,
-    Chunks,
     Program,
     Receive,
     Send,
-    frozen,
     most_partials,
     plan,
     segment_length,
@@ -49,15 +48,6 @@ LOOKAHEAD = 1
 _MESSAGES = 32
 """So many messages are handled at most before what was handed in meanwhile is taken on."""
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
-
-Hook = Callable[[str, int], None]
-"""For tests: called at every boundary of a message with its name and its hop.
-
-``send`` before a message is handed to the transport, ``sent`` after; ``arrived`` when one is complete in scratch;
-``written`` between the write of a finished segment and its mark; ``add``, ``finish`` or ``store`` after (``gather``
-instead of ``store`` in an all-gather).
-"""
-
 
 Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 """What a program sends and receives, as parts of the bucket."""

@@ -29,10 +29,11 @@ members with room for one segment more can't block each other (tests/collectives
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from recover_megatron.collectives.chunks import Chunks, even_part
 from recover_megatron.collectives.ledger import Span
 
 
@@ -70,58 +71,6 @@ class Program:
     receives: tuple[Receive, ...]
     partials: int
     """The most partial sums that are held at a time when no neighbour lags."""
-
-
-Chunks = Sequence[Sequence[Span]]
-"""For each rank what it owns."""
-
-
-def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
-    return tuple(map(tuple, chunks))
-
-
-def even_part(total: int, size: int, cut: int = 1) -> int:
-    """The longest of ``size`` even parts of ``total`` elements that are cut at multiples of ``cut``."""
-    return -(-total // (size * cut)) * cut
-
-
-def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Span]]:
-    """Share ``spans`` out evenly, in order: equal parts of their concatenation, the last ones shorter or empty.
-
-    ``cut``: parts begin at multiples of so many elements of the concatenation.
-    """
-    part = even_part(sum(map(len, spans)), size, cut)
-    chunks: list[list[Span]] = [[] for _ in range(size)]
-    rank, room = 0, part
-    for span in spans:
-        start = span.start
-        while start < span.stop:
-            if not room:
-                rank, room = rank + 1, part
-            stop = min(span.stop, start + room)
-            chunks[rank].append(Span(start, stop))
-            room -= stop - start
-            start = stop
-    return chunks
-
-
-def within(spans: Sequence[Span], shards: Chunks) -> list[list[Span]]:
-    """The part of ``spans`` that lies in each rank's shard; all ascending."""
-    return [list(_overlaps(spans, shard)) for shard in shards]
-
-
-def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
-    """What two ascending sequences have in common, in one pass."""
-    one = other = 0
-    while one < len(spans) and other < len(others):
-        a, b = spans[one], others[other]
-        start, stop = max(a.start, b.start), min(a.stop, b.stop)
-        if start < stop:
-            yield Span(start, stop)
-        if a.stop <= b.stop:
-            one += 1
-        else:
-            other += 1
 
 
 def segments(chunk: Sequence[Span], length: int) -> list[Span]:

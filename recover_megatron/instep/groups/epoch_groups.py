@@ -30,8 +30,7 @@ from recover_megatron.collectives.group_factory import Collective, TransportKind
 from recover_megatron.collectives.nccl.pairs import Pairs
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
-from recover_megatron.collectives.ring.executor import Hook
-from recover_megatron.collectives.ring.progress import ProgressThread
+from recover_megatron.collectives.progress import Hook, ProgressThread
 from recover_megatron.collectives.tree import Tree, TreeBackend
 from recover_megatron.instep.meeting.grid import Slot
 from recover_megatron.instep.state.holder import KIND, LARGE_CHUNK, Offer, Offers, Place, new_memory

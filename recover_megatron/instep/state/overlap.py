@@ -30,7 +30,7 @@ from recover_megatron.collectives.device import beside, made_so_far, within
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.peers import Fetcher
-from recover_megatron.collectives.ring.progress import Handle
+from recover_megatron.collectives.progress import Handle
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.shards import Shards

@@ -30,6 +30,14 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 
+Hook = Callable[[str, int], None]
+"""For tests: called at every boundary of a message with its name and its hop.
+
+``send`` before a message is handed to the transport, ``sent`` after; ``arrived`` when one is complete in scratch;
+``written`` between the write of a finished segment and its mark; ``add``, ``finish`` or ``store`` after (``gather``
+instead of ``store`` in an all-gather).
+"""
+
 
 class Handle:
     """A collective under way."""
