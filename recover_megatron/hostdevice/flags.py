@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from recover_megatron.rules import (
+    SCALED,
+    Condition,
+    Rule,
+    all_of,
+    has_cuda_graphs,
+    has_layers,
+    is_above_one,
+    is_given,
+    is_one_of,
+    is_set,
+    keeps,
+    reasons,
+    unless,
+)
 
 
 def host_defaults() -> list[str]:
@@ -20,75 +34,6 @@ def host_defaults() -> list[str]:
         "--no-masked-softmax-fusion",
         "--no-rope-fusion",
     ]
-
-
-Condition = Callable[[Any], bool]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What is refused: ``reason`` holds where ``when(args)``, and may name an argument ("{args.seed}")."""
-
-    reason: str
-    when: Condition
-
-
-def is_set(*names: str) -> Condition:
-    """Any of these attributes; one that this version of Megatron lacks counts as not set."""
-    return lambda args: any(getattr(args, name, None) for name in names)
-
-
-def is_one_of(name: str, *values: Any) -> Condition:
-    return lambda args: getattr(args, name, None) in values
-
-
-def is_given(flag: str) -> Condition:
-    return is_set(flag.removeprefix("--").replace("-", "_"))
-
-
-def is_above_one(name: str) -> Condition:
-    return lambda args: (getattr(args, name, None) or 1) > 1
-
-
-def has_layers(kinds: str) -> Condition:
-    """Whether a hybrid model has layers of any of these kinds."""
-
-    def when(args: Any) -> bool:
-        pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
-        return any(kind in pattern for kind in kinds)
-
-    return when
-
-
-def all_of(*conditions: Condition) -> Condition:
-    return lambda args: all(condition(args) for condition in conditions)
-
-
-def unless(condition: Condition) -> Condition:
-    return lambda args: not condition(args)
-
-
-def has_cuda_graphs(args: Any) -> bool:
-    older = is_set("enable_cuda_graph", "external_cuda_graph")
-    return getattr(args, "cuda_graph_impl", None) not in (None, "none") or older(args)
-
-
-BF16, SCALED = ("bf16", "bfloat16"), ("fp16", "float16", "fp8", "uint8")
-"""Types of the precision-aware optimizer, as they are given and as torch calls them."""
-
-
-def keeps(*types: str) -> Condition:
-    """Whether the precision-aware optimizer is given, to keep anything in one of ``types``."""
-    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    aware = is_set("use_precision_aware_optimizer")
-    return lambda args: (
-        aware(args) and any(str(getattr(args, name, "fp32")).removeprefix("torch.") in types for name in names)
-    )
-
-
-def reasons(rules: Iterable[Rule], args: Any) -> list[str]:
-    """All that apply to Megatron's arguments, in the rules' order."""
-    return [rule.reason.format(args=args) for rule in rules if rule.when(args)]
 
 
 def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str = "leave it out") -> Rule:

@@ -22,7 +22,9 @@ from typing import Any
 from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
-from recover_megatron.hostdevice.flags import (
+from recover_megatron.logger import get_logger
+from recover_megatron.megatron_hooks.layout import batches_to_come
+from recover_megatron.rules import (
     BF16,
     SCALED,
     Condition,
@@ -37,8 +39,6 @@ from recover_megatron.hostdevice.flags import (
     reasons,
     unless,
 )
-from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.layout import batches_to_come
 from recover_megatron.workload.assign import runs
 
 log = get_logger(__name__)

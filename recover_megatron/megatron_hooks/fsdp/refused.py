@@ -6,8 +6,8 @@ import argparse
 from functools import partial
 
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.hostdevice.flags import Rule, all_of, is_above_one, is_one_of, is_set, reasons, unless
-from recover_megatron.megatron_hooks.entry.refused import BF16, keeps, yet
+from recover_megatron.megatron_hooks.entry.refused import yet
+from recover_megatron.rules import BF16, Rule, all_of, is_above_one, is_one_of, is_set, keeps, reasons, unless
 
 _WITH = "--recover with --use-megatron-fsdp"
 _TAKEN = ("optim_grads_params", "optim_grads", "optim")
