@@ -196,7 +196,7 @@ import threading
 import torch
 from tests.doubles.nccl import streams
 from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
-from recover_megatron.instep import model_parallel_groups
+from recover_megatron.instep.groups import model_parallel_groups
 model_parallel_groups.LEAVE_SECONDS = 0.5
 model_parallel_groups._CALLS += ("/tests/doubles/",)
 fabric = Fabric()

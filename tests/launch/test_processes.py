@@ -150,7 +150,7 @@ def test_a_reaper_starts_where_python_finds_its_library_by_a_variable_and_has_no
 
 WATCHES = """
 import sys
-from recover_megatron.launch import reaper
+from recover_megatron.launch.workers import reaper
 reaper.LOOK_SECONDS = reaper.RELIEF_SECONDS = 0.01
 launch, sessions = reaper._watch()
 print(launch, *sorted(sessions), file=sys.stderr)

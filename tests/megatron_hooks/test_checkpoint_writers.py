@@ -384,7 +384,7 @@ PROGRAM = """
 import multiprocessing, os, signal, sys
 from multiprocessing import resource_tracker
 
-from recover_megatron.megatron_hooks import children
+from recover_megatron.megatron_hooks.data import children
 
 def echo(pipe, number):
     signal.signal(number, lambda *_: None)  # as Megatron has its loaders do
