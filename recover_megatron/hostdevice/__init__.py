@@ -6,22 +6,19 @@ ordinary host memory.  Importing this package changes nothing and imports neithe
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import subprocess
 import sys
-from typing import Any
 
 from recover_megatron.hostdevice.flags import host_defaults as host_defaults
 from recover_megatron.hostdevice.flags import never_summed as never_summed
-from recover_megatron.hostdevice.flags import norm_of_version_2, outer_sharding
+from recover_megatron.hostdevice.flags import speaks as speaks
 from recover_megatron.hostdevice.flags import unsupported as unsupported
+from recover_megatron.hostdevice.flags import warn_of_what_is_never_summed as warn_of_what_is_never_summed
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
 
 _active = False
-_warned = False
 
 DEADLINE_S = 60.0
 """Longest wait for the driver's answer; initialising a node's eight GPUs takes some seconds at worst."""
@@ -127,23 +124,6 @@ def usable_device_count() -> int:
 def is_active() -> bool:
     """Whether ``activate`` has run in this process (or in the one it was forked from)."""
     return _active
-
-
-def warn_of_what_is_never_summed(args: Any) -> None:
-    """Say once in a run, by the process of rank 0, what ``never_summed`` and its like find."""
-    global _warned
-    if _warned or not speaks():
-        return
-    for line in [*never_summed(args), *outer_sharding(args), *norm_of_version_2(args)]:
-        _warned = True
-        log.warning(line)
-
-
-def speaks() -> bool:
-    """Whether what all processes of a run find is said by this one: rank 0's, and none that multiprocessing started."""
-    main = sys.modules.get("__mp_main__")  # of a spawned process that still imports its parent's main module; or ours
-    spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
-    return os.environ.get("RANK", "0") == "0" and not spawned
 
 
 def activate(within: str | None = None) -> None:

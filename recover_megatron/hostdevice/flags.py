@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
 from typing import Any
 
+from recover_megatron.logger import get_logger
 from recover_megatron.rules import (
     SCALED,
     Condition,
@@ -19,6 +23,10 @@ from recover_megatron.rules import (
     reasons,
     unless,
 )
+
+log = get_logger(__name__)
+
+_warned = False
 
 
 def host_defaults() -> list[str]:
@@ -179,3 +187,20 @@ def outer_sharding(args: Any) -> list[str]:
         "--outer-dp-sharding-strategy optim: this Megatron sums gradients without dividing them by the number of "
         "data-parallel ranks, and each instance clips its part of them by the norm of that part alone; take no_shard"
     ]
+
+
+def warn_of_what_is_never_summed(args: Any) -> None:
+    """Say once in a run, by the process of rank 0, what ``never_summed`` and its like find."""
+    global _warned
+    if _warned or not speaks():
+        return
+    for line in [*never_summed(args), *outer_sharding(args), *norm_of_version_2(args)]:
+        _warned = True
+        log.warning(line)
+
+
+def speaks() -> bool:
+    """Whether what all processes of a run find is said by this one: rank 0's, and none that multiprocessing started."""
+    main = sys.modules.get("__mp_main__")  # of a spawned process that still imports its parent's main module; or ours
+    spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
+    return os.environ.get("RANK", "0") == "0" and not spawned

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from recover_megatron.hostdevice.flags import warn_of_what_is_never_summed
+
 SUPPORTED = "0.18 to 0.19"
 
 
@@ -109,8 +111,6 @@ def _preload_copies(module: ModuleType) -> None:
 
 
 def _warn_of_instances(module: ModuleType) -> None:
-    from recover_megatron.hostdevice import warn_of_what_is_never_summed
-
     validate = module.validate_args
 
     @functools.wraps(validate)

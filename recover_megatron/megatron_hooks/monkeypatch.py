@@ -34,6 +34,19 @@ NEWER = (
 SCRIPT = "pretrain_gpt"
 """Name of the GPT script at the root of a Megatron-LM checkout."""
 
+_surviving = False
+
+
+def is_surviving() -> bool:
+    """Whether the hooks of --recover are installed in this process, whichever loop it has."""
+    return _surviving
+
+
+def has_hooks() -> None:
+    """Have ``is_surviving`` say so."""
+    global _surviving
+    _surviving = True
+
 
 @dataclass(frozen=True)
 class Megatron:

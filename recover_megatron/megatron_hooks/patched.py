@@ -30,13 +30,8 @@ from recover_megatron.hostdevice import megatron_fixes
 from recover_megatron.integrate import Wrapper
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.entry import flags
-from recover_megatron.megatron_hooks.entry.program import (
-    choose_device,
-    is_in_charge,
-    is_surviving,
-    with_those_of_checkpoint,
-)
-from recover_megatron.megatron_hooks.monkeypatch import ENTRY, SUPPORTED, find_megatron
+from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge, with_those_of_checkpoint
+from recover_megatron.megatron_hooks.monkeypatch import ENTRY, SUPPORTED, find_megatron, is_surviving
 from recover_megatron.variables import JOIN_VARIABLE
 
 log = get_logger(__name__)

@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.hostdevice import (
-    flags,
-    host_defaults,
-    never_summed,
-    norm_of_version_2,
-    outer_sharding,
-    unsupported,
-)
+from recover_megatron.hostdevice import flags, host_defaults, never_summed, unsupported
+from recover_megatron.hostdevice.flags import norm_of_version_2, outer_sharding
 
 CANNOT = {
     "transformer_impl": "transformer_engine",

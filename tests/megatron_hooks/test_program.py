@@ -35,9 +35,10 @@ from recover_megatron.integrate import Loop, Seam
 from recover_megatron.megatron_hooks import monkeypatch as patches
 from recover_megatron.megatron_hooks.entry import fault_tolerance, flags, program, refused
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
+from recover_megatron.megatron_hooks.entry.endings import HANDLERS, EndedEarly
 from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
 from recover_megatron.megatron_hooks.entry.flags import arguments_provider
-from recover_megatron.megatron_hooks.entry.program import HANDLERS, EndedEarly, with_those_of_checkpoint
+from recover_megatron.megatron_hooks.entry.program import with_those_of_checkpoint
 from recover_megatron.megatron_hooks.entry.refused import cannot_recover, cannot_shard
 from recover_megatron.megatron_hooks.layout import batches_to_come
 from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM

@@ -3,7 +3,7 @@
 install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
 run(call)   calls Megatron's pretrain(), and decides what its end means:
 
-    it returns, or exits with 0     the training is over: leave in order (but not where it never was: `program`)
+    it returns, or exits with 0     the training is over: leave in order (but not where it never was: `endings`)
     Orphaned, or the replica's      a spare until the run ends (in the training itself: until it has a place again,
       communication failed            see `training`)
     OtherPosition                   a spare that is wanted elsewhere: Megatron is forgotten, and pretrain() called again
@@ -67,7 +67,7 @@ from recover_megatron.megatron_hooks.checkpoint import checkpoint_writers
 from recover_megatron.megatron_hooks.checkpoint.checkpoint_writers import WriterKilled
 from recover_megatron.megatron_hooks.data import children
 from recover_megatron.megatron_hooks.data import source as data
-from recover_megatron.megatron_hooks.entry.program import NO_DATA, EndedEarly, check_exit_was_asked_for, has_hooks
+from recover_megatron.megatron_hooks.entry.endings import NO_DATA, EndedEarly, check_exit_was_asked_for
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.layout import optimizer_instances, spreads_optimizer
 from recover_megatron.megatron_hooks.logging import writers
@@ -76,6 +76,7 @@ from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.loop.rejoin import build_elsewhere, install_building_alone
 from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 from recover_megatron.megatron_hooks.loop.turning_points import FaultInjection, TurningPoints
+from recover_megatron.megatron_hooks.monkeypatch import has_hooks
 from recover_megatron.membership.io.session import EXCEPTION_REPORT_SECONDS, connect, is_newcomer, worker_id
 from recover_megatron.membership.records import (
     EXIT_FENCED,
