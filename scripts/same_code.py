@@ -10,10 +10,15 @@ imports and docstrings.  Other strings that differ are printed: names of modules
 
 from __future__ import annotations
 
+import argparse
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recover_megatron import __version__
 
 
 def git(*arguments: str) -> str:
@@ -59,10 +64,15 @@ def bare(revision: str, path: str) -> tuple[str, list[str]]:
     return ast.dump(tree), visitor.strings
 
 
-def main(before: str = "HEAD~1", after: str = "HEAD") -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("before", nargs="?", default="HEAD~1")
+    parser.add_argument("after", nargs="?", default="HEAD")
+    given = parser.parse_args()
     equal, different = 0, []
-    for old, new in changed(before, after):
-        (old_code, old_strings), (new_code, new_strings) = bare(before, old), bare(after, new)
+    for old, new in changed(given.before, given.after):
+        (old_code, old_strings), (new_code, new_strings) = bare(given.before, old), bare(given.after, new)
         if old_code != new_code:
             different.append(new or old)
             continue
@@ -75,4 +85,4 @@ def main(before: str = "HEAD~1", after: str = "HEAD") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

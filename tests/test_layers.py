@@ -45,6 +45,19 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 
 
+CLIENTS = ("megatron_hooks", "elastic", "hostdevice", "collectives")
+INTERFACE = {"manager", "view", "hooks", "faults", "step", "gradients", "meeting.decision", "meeting.grid"}
+"""What a client of ``instep`` imports from it: the manager and what it is given, the errors, and the plan's records."""
+NOT_YET = {
+    "megatron_hooks": {
+        "groups.out_of_turn", "groups.epoch_groups", "groups.model_parallel_groups", "groups.process_group",
+        "groups.traffic", "meeting.losses", "meeting.spare", "meeting.timelines", "state.holder", "state.overlap",
+        "state.shards", "state.snapshot_parts", "state.snapshots",
+    },
+    "elastic": {"groups.out_of_turn", "meeting.comparison", "state.holder", "state.receiver"},
+}  # fmt: skip
+"""Client -> modules that it imports besides.  They only become fewer."""
+
 MODULES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 NAMES = {
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES
@@ -92,6 +105,14 @@ def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
 def test_only_the_megatron_hooks_import_megatron() -> None:
     importers = {path.relative_to(REPOSITORY / PACKAGE).parts[0] for path in MODULES if "megatron" in imported(path)}
     assert importers == {"megatron_hooks"}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_clients_of_instep_know_its_interface_and_nothing_behind_it(client: str) -> None:
+    folder, package = REPOSITORY / PACKAGE / client, f"{PACKAGE}.instep."
+    found = {name for path in MODULES if folder in path.parents for name in names(ast.walk(tree(path)))}
+    beside = {name.removeprefix(package) for name in found if name.startswith(package)} - INTERFACE
+    assert beside == NOT_YET.get(client, set())
 
 
 @pytest.mark.parametrize("viewer", ["report", "status"])

@@ -1,12 +1,13 @@
-"""A worker's part in the run, put together: each part knows its own matter, and those that were made before it.
+"""The parts of a worker's recovery, put together: each part knows its own matter, and those that were made before it.
 
-All that takes part in a run, a training step (`step`), too, is given a ``Recovery`` and uses the part that it needs.
-``Blame`` judges with it whether a worker's mates may be to blame for an error, and for how long that is believed.
+Only modules of this package use them: what trains has a ``Manager`` (`manager`).  A training step (`step`) and whatever
+else takes part in a run is given the ``Recovery`` and uses the part that it needs.  ``Blame`` judges with it whether a
+worker's mates may be to blame for an error, and for how long that is believed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from recover_megatron.instep.faults import Orphaned, is_communication, is_in_a_group, is_of_device, is_own
@@ -22,6 +23,7 @@ from recover_megatron.instep.meeting.orphan import BLAME_SECONDS, Orphan
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.instep.meeting.rendezvous import Boundary, Rendezvous, Sections
 from recover_megatron.instep.state.snapshots import SnapshotStore
+from recover_megatron.instep.view import View
 from recover_megatron.membership.io.session import Session
 
 
@@ -86,6 +88,72 @@ class Recovery:
             hooks, comm_config, self.progress, mine, self.planner, self.edges, self.orphan, announcements
         )
         session.on_revoke(self.orphan.revoked)
+
+    def view(self) -> View:
+        """See ``Manager.view``."""
+        mine, progress, session, planner = self.assignment, self.progress, self.session, self.planner
+        decision = mine.taken_up
+        started = decision is not None
+        return View(
+            worker=mine.me,
+            grid=mine.grid,
+            communication=self.comm_config,
+            plan=decision,
+            slot=mine.slot,
+            replica=mine.replica,
+            inner_rank=mine.inner_rank,
+            position=mine.position,
+            standing=mine.standing if started else {},
+            epoch_groups=mine.present()[0],
+            quotas=mine.shares,
+            snapshots=self.snapshots,
+            number=progress.at,
+            iteration=self.hooks.iteration(),
+            phase=progress.phase,
+            microbatch=progress.microbatch,
+            tried=frozenset(progress.tried),
+            section=self.sections.kind,
+            joining_next=started and self.boundary.joining_next,
+            verifying=self.boundary.verifying,
+            in_section_of_others=started and self.boundary.in_section_of_others,
+            orphaned=self.orphan.orphaned,
+            spare_seconds=self.orphan.spare_seconds,
+            reachable=session.opened_members | session.aside,
+            lost=planner.lost,
+            whereabouts=planner.losses.whereabouts,
+            term=session.term,
+        )
+
+    def show(self, total: int) -> None:
+        """Tell the coordinator where this worker stands, and how much of a step of ``total`` its replica runs."""
+        self.assignment.show(total, self.planner.can_go_back)
+
+    def rebalance(self, speeds: Mapping[int, float], total: int, agree: Callable[[list[int]], list[int]]) -> None:
+        """Take up quotas for the next step by the paces of the one just committed; every worker of a replica calls it.
+
+        How long a replica took per microbatch is summed with the gradients (``Tail``), so every worker of a column
+        knows the same numbers when a step is committed.  Columns measure different ones (stages wait for each other
+        differently), so ``agree`` gives all of a group that stands in one column what its first rank has.  No worker
+        changes anything after a step that fresh replicas began late: they ran little of it.  ``speeds``: replica ->
+        seconds per microbatch.
+        """
+        decision, shares = self.assignment.decision, self.assignment.shares
+        if shares.easing:
+            return
+        current = shares.counts(decision, total)
+        paces = {replica: speeds[replica] for replica in decision.replicas if replica in speeds}
+        if len(paces) == len(decision.replicas):
+            shares.balance.measured(paces)
+        wanted = shares.balance.counts(current, total, multiple_of=shares.granularity, least=shares.least)
+        told = agree([wanted[replica] for replica in decision.replicas])
+        wanted = dict(zip(decision.replicas, told, strict=True))
+        if wanted != current:
+            shares.rebalance(wanted)
+            self.hooks.log(
+                "quotas",
+                quotas={str(replica): count for replica, count in wanted.items()},
+                seconds_per_microbatch={str(replica): round(pace, 6) for replica, pace in paces.items()},
+            )
 
     def finish(self) -> None:
         """The training is over for this worker: leave in order, when all have come this far."""

@@ -31,14 +31,13 @@ from recover_megatron import integrate
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.instep.groups import out_of_turn
-from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.groups.process_group import EpochGroup, register, register_new, renumber, stands_in
 from recover_megatron.instep.groups.traffic import WORLD, Caller, Mode, Traffic, caller
-from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.decision import Decision
 from recover_megatron.instep.meeting.grid import LaunchGrid, Slot, launch_grid
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.view import View
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.fsdp.state import install_meshes
@@ -118,8 +117,6 @@ class Groups:
         self._most = most
         self._ports = ports
         self._device = device
-        self.recovery: Recovery | None = None
-        """None as long as the training has not begun: then evaluations, checkpoints and the like are Megatron's own."""
         self._begin(slot, alone=alone)
 
     def _begin(self, slot: Slot, *, alone: bool) -> None:
@@ -247,9 +244,7 @@ class Groups:
             ranks = None if ranks is None else sorted(ranks)
             if self.traffic.mode in (Mode.STARTING, Mode.ALONE):
                 return make(ranks, *args, **kwargs)
-            slots = [Slot(rank) for rank in range(dist.get_world_size())]
-            if self.traffic.recovery is not None:
-                slots = list(self.traffic.recovery.assignment.standing)
+            slots = self.traffic.standing or [Slot(rank) for rank in range(dist.get_world_size())]
             members = tuple(slots if ranks is None else (slots[rank] for rank in ranks))
             if self.traffic.me in members and len({self.grid.place(slot)[0] for slot in members}) > 1:
                 its = EpochGroup(self.traffic, None, members, str(kwargs.get("group_desc") or "new_group").lower())
@@ -290,38 +285,37 @@ class Groups:
                     stack.enter_context(group.carried_by(over_epoch))
             yield
 
-    def regroup(self, mine: Assignment, comm_config: CommunicationConfig) -> None:
+    def regroup(self, view: View) -> None:
         """This worker has a place in a replica with other workers: make the groups inside it anew, among them.
 
         Every worker of that replica calls it.  Raises ``EpochRevoked`` and ``PeerLost``.
         """
         default = dist.distributed_c10d._get_default_group()
         assert isinstance(default, EpochGroup)
-        slots = self.grid.replicas[mine.replica]
+        slots = self.grid.replicas[view.replica]
         if self._mates is None:
             # The default group's messages inside the replica need a transport: see EpochGroup.
             everyone = range(self.grid.size)
             alone = EpochGroup(self.traffic, None, slots, "mates")
-            self._mates = SwappableGroup(alone, everyone, mine.position or 0, "mates", str(dist.get_backend(default)))
+            self._mates = SwappableGroup(alone, everyone, view.position or 0, "mates", str(dist.get_backend(default)))
             self.inside.keep(self._mates)
         # The groups outlive the epoch, so their peer store is one that lives as long as the replica.
-        peer_store = mine.decision.peer_stores[mine.decision.grid[mine.replica][0]]
-        store = PeerStoreClient(peer_store, comm_config.secret)
-        self.inside.rebuild(mine.epoch_groups, mine.replica, store, comm_config.host)
+        peer_store = view.decision.peer_stores[view.decision.grid[view.replica][0]]
+        store = PeerStoreClient(peer_store, view.communication.secret)
+        self.inside.rebuild(view.groups, view.replica, store, view.communication.host)
         default.mates = (self._mates, slots)
         moved = dict(zip(self.grid.replicas[self._replica], slots, strict=True))
         for group in self._own:
             stands_in(group, [slots[position] for position in group.positions])
         self._lists = {name: _moved(value, moved) for name, value in self._lists.items()}
-        self._replica = mine.replica
+        self._replica = view.replica
 
-    def left(self) -> None:
+    def left(self, manager: Manager) -> None:
         """In the main thread, out of the training: it uses no group of these, or of an epoch, until it has a place.
 
         The epoch's are closed first, while whoever watches over its way out still does: that may wait for the device.
         """
-        if self.recovery is not None:
-            self.recovery.assignment.close()
+        manager.release()
         self.inside.left()
 
     def planned(self, decision: Decision) -> None:

@@ -102,9 +102,9 @@ def test_an_orphan_closes_its_columns_while_somebody_watches_its_way_out() -> No
     """That may wait for a device that is stuck."""
     order: list[str] = []
     groups = Groups(Slot(0), (), CPU)
-    groups.recovery = SimpleNamespace(assignment=SimpleNamespace(close=lambda: order.append("closed")))  # type: ignore[assignment]
+    manager: Any = SimpleNamespace(release=lambda: order.append("closed"))
     groups.inside.left = lambda: order.append("left")  # type: ignore[method-assign]
-    groups.left()
+    groups.left(manager)
     assert order == ["closed", "left"]
 
 

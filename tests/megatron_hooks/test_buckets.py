@@ -29,7 +29,7 @@ def test_gradients_are_scaled_before_the_sum_and_local_ones_back_for_lost_microb
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grid = launch_grid(4, tensor=1, context=1, pipeline=1, inner_ranks=1)
-    assignment: Any = SimpleNamespace(grid=grid, me=0)
+    manager: Any = SimpleNamespace(view=SimpleNamespace(grid=grid), shards=lambda *_: None)
     monkeypatch.setattr(module, "column_of", lambda group: (0, 1, 2, 3))
     monkeypatch.setattr(module, "launched_of", lambda group: (0, 1, 2, 3))
     gradients = torch.arange(1.0, 9.0)
@@ -44,7 +44,7 @@ def test_gradients_are_scaled_before_the_sum_and_local_ones_back_for_lost_microb
         dp_cp_group=None,
         expt_dp_group=None,
     )
-    buckets = Buckets([chunk], assignment, 1)
+    buckets = Buckets([chunk], manager, 1)
     buckets.new_pass(again=False)
     buckets.ready(group)
     buckets.settle()
@@ -119,7 +119,7 @@ def buckets_of(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> tuple[FsdpBuc
         param_and_grad_buffer=SimpleNamespace(parameter_groups=[frozen, group]),
         module=SimpleNamespace(grad_reduce_pipeline=pipeline, raw_param={}),
     )
-    return FsdpBuckets([chunk], SimpleNamespace(grid=grid), Accumulated(), None), pipeline
+    return FsdpBuckets([chunk], SimpleNamespace(view=SimpleNamespace(grid=grid)), Accumulated(), None), pipeline
 
 
 def microbatches(pipeline: Any, count: int) -> None:

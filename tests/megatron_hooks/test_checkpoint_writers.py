@@ -259,9 +259,9 @@ class Full(FileSystemWriter):
 
 def torchs():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    recovery = SimpleNamespace(assignment=SimpleNamespace(decision=SimpleNamespace(workers=[0])))
+    manager = SimpleNamespace(view=SimpleNamespace(decision=SimpleNamespace(workers=[0])))
     try:
-        with Parts().told(recovery):
+        with Parts().told(manager):
             save({"x": b"x" * 100000}, storage_writer=Full(sys.argv[1]))
     except PartFailed as error:
         return str(error)
@@ -296,8 +296,8 @@ class Peers:
         self._me = me
         groups = SimpleNamespace(any=self._any)
         decision = SimpleNamespace(workers=[10, 11, 12, 13])
-        self.recovery: Any = SimpleNamespace(
-            assignment=SimpleNamespace(epoch_groups=groups, decision=decision, live={10, 11, 12, 13})
+        self.manager: Any = SimpleNamespace(
+            view=SimpleNamespace(groups=groups, decision=decision, live={10, 11, 12, 13})
         )
 
     def all_gather_object(self, told: list[Any], mine: Any) -> None:
@@ -329,7 +329,7 @@ def test_who_cannot_write_its_part_ends_where_others_can_else_all(
         monkeypatch.setattr("torch.distributed.get_rank", lambda me=me: me)
         monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
         monkeypatch.setattr("torch.distributed.all_gather_object", peers.all_gather_object)
-        with pytest.raises((PartFailed, EpochRevoked)) as raised, parts.told(peers.recovery):
+        with pytest.raises((PartFailed, EpochRevoked)) as raised, parts.told(peers.manager):
             raise peers.error
         if me in ends:
             assert isinstance(raised.value, PartFailed)

@@ -26,11 +26,11 @@ def test_what_is_written_after_the_tracker_file_belongs_to_the_checkpoint(
     def get_checkpoint_name(path: str, iteration: int, release: bool = False, return_base_dir: bool = False) -> str:
         return f"{path}/iter_{iteration:07d}"
 
-    recovery: Any = SimpleNamespace(session=SimpleNamespace(be_in_touch=lambda: None))
+    manager: Any = SimpleNamespace(be_in_touch=lambda: None)
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(checkpoints, "get_args", lambda: SimpleNamespace(async_save=False))
-    groups: Any = SimpleNamespace(recovery=recovery)
-    ours = Checkpoints(groups, SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+    unused: Any = None
+    ours = Checkpoints(unused, unused, lambda: None, lambda: manager)
     ours._attempt = Attempt(8, term=1, epoch=3, decision=17)
     name, tracker = ours._name(get_checkpoint_name), ours._written(lambda path: f"{path}/latest")
     folder = Path(name(str(tmp_path), 8))
@@ -39,7 +39,7 @@ def test_what_is_written_after_the_tracker_file_belongs_to_the_checkpoint(
     assert tracker(str(tmp_path)) == f"{tmp_path}/latest"
     added = Path(name(str(tmp_path), 8, return_base_dir=True)) / "tokenizer"
     added.mkdir(parents=True)
-    ours._publish(recovery, ours._folders)
+    ours._publish(manager, ours._folders)
     final = tmp_path / "iter_0000008"
     assert sorted(path.name for path in final.iterdir()) == ["part", "tokenizer"]
 
@@ -69,7 +69,7 @@ def test_that_a_folder_cannot_be_written_is_said_where_a_write_to_it_has_failed(
     groups: Any = None
     records: Any = SimpleNamespace(last_checkpoint=lambda: "none")
     with pytest.raises(CheckpointFailed) as failed:
-        Checkpoints(groups, records, lambda: None)._explain(error, "the checkpoint of iteration 4")
+        Checkpoints(groups, records, lambda: None, lambda: None)._explain(error, "the checkpoint of iteration 4")
     words = "cannot be written to /save" if to_folder else "has failed"
     told = "No space left on device" if is_full(error, "/save") else f"{type(error).__name__}: {error}"
     assert str(failed.value) == f"the checkpoint of iteration 4 {words}: {told}. The last checkpoint: none"

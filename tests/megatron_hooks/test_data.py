@@ -492,8 +492,9 @@ def going_back(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(rejoin, "checkpointing", checkpointing)
     unused: Any = None
     groups: Any = SimpleNamespace(in_section=nullcontext)
-    recovery: Any = SimpleNamespace(comm_config=SimpleNamespace(device=torch.device("cpu")))
-    rollback = rejoin.Rollback(recovery, groups, unused, unused, unused, unused)
+    communication = SimpleNamespace(device=torch.device("cpu"))
+    manager: Any = SimpleNamespace(view=SimpleNamespace(communication=communication))
+    rollback = rejoin.Rollback(manager, groups, unused, unused, unused)
     told = torch.tensor([0, 1])  # by another
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda its, op: its.copy_(its.maximum(told)))
 

@@ -177,8 +177,8 @@ def test_the_norm_is_that_of_all_parameters_of_the_model_where_main_parameters_a
     monkeypatch: pytest.MonkeyPatch, model: torch.nn.Linear, bf16: bool, type: torch.dtype, norm: float
 ) -> None:
     monkeypatch.setattr(evaluation, "get_args", lambda: SimpleNamespace(bf16=bf16))
-    groups, sharded = SimpleNamespace(recovery=None), OnTheirWay(model.to(type))
-    wrapper = Evaluation(cast(Any, groups), lambda: cast(Any, sharded))._norm
+    sharded = OnTheirWay(model.to(type))
+    wrapper = Evaluation(cast(Any, None), lambda: cast(Any, sharded), lambda: None)._norm
     assert wrapper(lambda model: float(model[0].weight.norm()))([model]) == norm
 
 

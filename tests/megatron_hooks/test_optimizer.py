@@ -359,10 +359,10 @@ def test_while_the_norm_of_all_parameters_is_computed_nobody_is_said_to_write_a_
     optimizer: Any = object.__new__(ShardedOptimizer)
     optimizer.complete, optimizer.shards, optimizer._fragments = (lambda: None), None, []
     optimizer._keeping = SimpleNamespace(has_all=True)
-    optimizer._progress = SimpleNamespace(mark=lambda phase, **_: marks.append(phase))
-    optimizer._recovery = SimpleNamespace(
-        assignment=SimpleNamespace(epoch_groups=None, live=frozenset()),
-        sections=SimpleNamespace(run=lambda _, run: run()),
+    optimizer._manager = SimpleNamespace(
+        mark=lambda phase, **_: marks.append(phase),
+        view=SimpleNamespace(groups=None, live=frozenset()),
+        section=lambda _, run: run(),
     )
     for moments in (False, True):
         with ShardedOptimizer.saving(optimizer, moments=moments):

@@ -6,8 +6,8 @@ And which runs have a last resort.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Orphaned, RunOver
-from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.meeting.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.meeting.grid import Slot, launch_grid
 from recover_megatron.instep.meeting.plan import decide
@@ -50,17 +49,14 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
     slept: list[float] = []
     offers: list[dict[str, Any]] = []
 
-    def wait(**offer: Any) -> None:
+    def wait(note: str, **offer: Any) -> None:
+        notes.append(note)
         offers.append(offer)
         raise RunOver(0, "the training is over")
 
-    nothing: Any = SimpleNamespace(traffic=SimpleNamespace(mode=None), left=lambda: None)
-    recovery: Any = SimpleNamespace(
-        orphan=SimpleNamespace(leave=left.append, wait=wait),
-        session=SimpleNamespace(note=notes.append),
-        assignment=SimpleNamespace(me=4),
-    )
-    rejoin = Rejoin(recovery, nothing, nothing, nothing, nothing, nothing)
+    nothing: Any = SimpleNamespace(traffic=SimpleNamespace(mode=None), left=lambda manager: None)
+    manager: Any = SimpleNamespace(leave=left.append, wait_for_place=wait, view=SimpleNamespace(worker=4))
+    rejoin = Rejoin(manager, nothing, nothing, nothing, nothing)
     tries = iter(range(MOST))
     monkeypatch.setattr(rejoin, "_wait", lambda: (next(tries), BESIDE)[1])
     monkeypatch.setattr("time.sleep", slept.append)
@@ -183,16 +179,12 @@ def tier(
     """
     store = Store()
     groups = SimpleNamespace(check=lambda: None, most=lambda values, slots: list(values))
-    mine = SimpleNamespace(
-        me=me, position=GRID.place(me)[1], grid=GRID, decision=decision, epoch_groups=groups, live=frozenset(range(4))
-    )
-    recovery: Any = SimpleNamespace(
-        assignment=mine,
-        snapshots=store,
-        progress=SimpleNamespace(mark=lambda *_, **__: None),
-        hooks=SimpleNamespace(log=lambda *_, **__: None),
-        boundary=SimpleNamespace(joining_next=False, in_section_of_others=True),
-        sections=SimpleNamespace(run=lambda kind, run: run()),
+    view = SimpleNamespace(
+        worker=me, position=GRID.place(me)[1], grid=GRID, decision=decision, groups=groups, live=frozenset(range(4)),
+        snapshots=store, joining_next=False, in_section_of_others=True,
+    )  # fmt: skip
+    manager: Any = SimpleNamespace(
+        view=view, mark=lambda *_, **__: None, log=lambda *_, **__: None, section=lambda kind, run: run()
     )
     without: Any = [torch.zeros(to_come)]
     piece: Any = SimpleNamespace(tensor=without[0], state={}, bucket=0, start=0, stop=to_come, give=lambda a, b: {})
@@ -200,7 +192,7 @@ def tier(
         version=version, first=1, tree=lambda: {"column": [torch.zeros(100)]}, without_moments=lambda: without
     )
     shards: Any = SimpleNamespace(complete=lambda: None, primaries=lambda: [(None, [piece])]) if sharded else None
-    return MemoryTier(recovery, state, shards, wanted=True, every=2), store
+    return MemoryTier(manager, state, shards, wanted=True, every=2), store
 
 
 def test_the_parts_of_all_who_take_a_snapshot_are_those_that_the_plan_wants() -> None:
@@ -361,8 +353,8 @@ def test_a_worker_that_comes_in_late_gets_no_profiler_of_other_iterations(
     args = SimpleNamespace(rank=1, **flags)
     monkeypatch.setattr(rejoin_module, "get_args", lambda: args)
     nothing: Any = SimpleNamespace(traffic=SimpleNamespace(mode=None))
-    recovery: Any = SimpleNamespace(assignment=SimpleNamespace(me=4))
-    rejoin = Rejoin(recovery, nothing, nothing, nothing, nothing, nothing)
+    manager: Any = SimpleNamespace(view=SimpleNamespace(worker=4))
+    rejoin = Rejoin(manager, nothing, nothing, nothing, nothing)
     monkeypatch.setattr(rejoin, "_wait", lambda: BESIDE)
     monkeypatch.setattr(rejoin, "_take_place", lambda decision: None)
     rejoin.come_back()
@@ -376,24 +368,22 @@ def taking_a_place(monkeypatch: pytest.MonkeyPatch, *, left_in: int) -> list[str
     def does(what: str) -> Any:
         return lambda *_: did.append(what) or 0
 
-    def iteration() -> int:
-        return 7 if "state" in did else left_in
-
     parts: Any = SimpleNamespace(
         open_rings=does("rings"), places=SimpleNamespace(fetch_state=does("state")), state=SimpleNamespace()
     )
     groups: Any = SimpleNamespace(traffic=SimpleNamespace(), regroup=does("mates"))
-    recovery: Any = SimpleNamespace(
-        assignment=SimpleNamespace(me=2, position=0, replica=1),
-        comm_config=None,
-        hooks=SimpleNamespace(planned=does("planned"), iteration=iteration),
-        orphan=SimpleNamespace(come_back=does("place")),
-        planner=SimpleNamespace(log=lambda *_: None),
-        progress=SimpleNamespace(mark=lambda *_, **__: None, inject=lambda *_: None),
-    )
+
+    @contextmanager
+    def take_place(decision: Decision, traffic: Any) -> Iterator[None]:
+        did.append("place")
+        yield
+        did.append("planned")
+
+    view = SimpleNamespace(worker=2, position=0, replica=1, iteration=left_in)
+    manager: Any = SimpleNamespace(view=view, take_place=take_place, inject=lambda *_: None)
     guard: Any = SimpleNamespace(reset=lambda: None)
     monkeypatch.setattr(writers, "missed_steps", does("writers"))
-    Rejoin(recovery, groups, parts, Mock(), Mock(), guard)._take_place(replace(BESIDE, version=6))
+    Rejoin(manager, groups, parts, Mock(), guard)._take_place(replace(BESIDE, version=6))
     return did
 
 
@@ -423,16 +413,15 @@ def mended(fetch: Any) -> tuple[StateExchange, list[str], list[Any]]:
     grid = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)
     left: list[str] = []
     noted: list[Any] = []
-    told: Any = SimpleNamespace(mark=lambda iteration, phase, microbatch, waits, allow: noted.append((phase, waits)))
-    hooks: Any = SimpleNamespace(iteration=lambda: 7)
-    recovery: Any = SimpleNamespace(
-        progress=ProgressReports(told, hooks),
-        assignment=SimpleNamespace(me=2, decision=decision, grid=grid, epoch_groups=SimpleNamespace(fetch=fetch)),
-        orphan=SimpleNamespace(leave=left.append),
-        session=SimpleNamespace(opened_members={0, 2}, aside=set()),
+    manager: Any = SimpleNamespace(
+        mark=lambda phase, waiting=False: noted.append((phase, waiting)),
+        leave=left.append,
+        view=SimpleNamespace(
+            worker=2, decision=decision, grid=grid, groups=SimpleNamespace(fetch=fetch), reachable={0, 2}
+        ),
     )
     state: Any = SimpleNamespace(room=lambda version: None, load=noted.append)
-    return StateExchange(recovery, state), left, noted
+    return StateExchange(manager, state), left, noted
 
 
 @pytest.mark.parametrize(
@@ -467,16 +456,15 @@ def test_a_worker_that_receives_a_state_makes_progress_as_long_as_it_comes() -> 
     assert (noted, left) == ([("state", False), ("state", False), "the state"], [])
 
 
-def test_a_holder_is_lost_when_the_run_does_not_count_on_it_and_has_not_set_it_aside() -> None:
-    """A worker that was set aside lives, and gives its state."""
+def test_a_holder_is_lost_when_it_can_be_reached_no_more() -> None:
     slots: list[set[int]] = []
 
     def fetch(*unused: Any, lost: Any, **named: Any) -> tuple[str, int]:
-        for members, aside in (({0, 2}, set()), ({2}, set()), ({2}, {0})):
-            exchange._session.opened_members, exchange._session.aside = members, aside  # type: ignore[misc]
+        for reachable in ({0, 2}, {2}):
+            exchange._manager.view.reachable = reachable  # type: ignore[misc]
             slots.append(lost())
         return "the state", 0
 
     exchange, _, _ = mended(fetch)
     exchange.at_boundary()
-    assert slots == [set(), {0}, set()]
+    assert slots == [set(), {0}]

@@ -228,18 +228,18 @@ def test_all_who_go_back_to_a_checkpoint_count_the_time_of_the_run(
     newcomer = make(loaded=False, running=here.running)
     monkeypatch.setattr(loop_counters.dist, "all_reduce", lambda its, op: its.fill_(max(float(its), 9000.0)))
     decision = SimpleNamespace(rollback=Rollback(4, source, 0), epoch=2, timeline=[0], workers=[0])
-    nothing = SimpleNamespace(inject=lambda *_: None, moving=lambda name, run, moved: run)
-    recovery: Any = SimpleNamespace(
-        assignment=SimpleNamespace(decision=decision, me=1),
-        progress=nothing,
-        sections=SimpleNamespace(run=lambda name, run: run()),
-        comm_config=SimpleNamespace(device=torch.device("cpu")),
+    communication = SimpleNamespace(device=torch.device("cpu"))
+    manager: Any = SimpleNamespace(
+        view=SimpleNamespace(decision=decision, worker=1, communication=communication),
+        inject=lambda *_: None,
+        section=lambda name, run, moved: run(),
+        log=lambda *_, **__: None,
     )
     memory = SimpleNamespace(load=lambda target: lambda: None)
     parts: Any = SimpleNamespace(state=newcomer.state, sharded=None, memory=memory)
-    said: Any = SimpleNamespace(log=lambda *_, **__: None, rolled_back=lambda *_: None, went_back=lambda _: None)
+    said: Any = SimpleNamespace(rolled_back=lambda *_: None, went_back=lambda _: None)
     groups: Any = SimpleNamespace(in_section=nullcontext)
-    back = rejoin.Rollback(recovery, groups, parts, said, said, said)
+    back = rejoin.Rollback(manager, groups, parts, said, said)
     monkeypatch.setattr(back, "_load", lambda *_: 0)
     monkeypatch.setattr(rejoin, "_folder", lambda _: "")
     back.carry_out(None, None, None)
@@ -383,6 +383,6 @@ def test_a_worker_gives_its_model_back_before_it_builds_that_of_another_position
     del model
     loop: Any = SimpleNamespace(services=SimpleNamespace(forget=lambda: None))
     grid = launch_grid(2, tensor=1, context=1, pipeline=2, inner_ranks=1)
-    recovery: Any = SimpleNamespace(assignment=SimpleNamespace(me=0, position=0, grid=grid))
-    rejoin.build_elsewhere(recovery, groups, loop, 1, built=True)
+    manager: Any = SimpleNamespace(view=SimpleNamespace(worker=0, grid=grid))
+    rejoin.build_elsewhere(manager, groups, loop, 1, built=True)
     assert gone() is None

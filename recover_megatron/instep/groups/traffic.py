@@ -258,6 +258,12 @@ class Traffic:
         return group.among(self.recovery.assignment.live)
 
     @property
+    def standing(self) -> list[Slot]:
+        """The slots in which somebody stands now, by rank; empty before the first epoch."""
+        recovery = self.recovery
+        return [] if recovery is None or not recovery.assignment.started else list(recovery.assignment.standing)
+
+    @property
     def me(self) -> Slot:
         if self.recovery is None or not self.recovery.assignment.started:
             return self.slot

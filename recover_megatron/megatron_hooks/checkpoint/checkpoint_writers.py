@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch.distributed.checkpoint.api import CheckpointException
 
 from recover_megatron.instep.faults import signature
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.manager import Manager
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
 
@@ -288,7 +288,7 @@ class Parts:
         return retrieve_write_results
 
     @contextmanager
-    def told(self, recovery: Recovery) -> Iterator[None]:
+    def told(self, manager: Manager) -> Iterator[None]:
         """Where a part fails in the block: raises ``PartFailed`` in the workers that end, ``EpochRevoked`` in others.
 
         All workers of the epoch enter it.
@@ -298,7 +298,7 @@ class Parts:
             yield
         except CheckpointException as error:
             forget_variables(error)
-            mine = recovery.assignment
+            view = manager.view
             told: list[Any] = [None] * dist.get_world_size()
             known = {rank: signature(each).rpartition(_WORKER_FAILURE)[2] for rank, (each, _) in error.failures.items()}
             dist.all_gather_object(told, (known, self._idle))
@@ -306,10 +306,10 @@ class Parts:
             me = dist.get_rank()
             others_can = any(rank not in failed and not idle for rank, (_, idle) in enumerate(told))
             if others_can and me not in failed:
-                mine.epoch_groups.any(False, tuple(sorted(mine.live)))  # until those who cannot are gone
+                view.groups.any(False, tuple(sorted(view.live)))  # until those who cannot are gone
             whose = me if me in failed else min(failed, default=me)
             text = failed.get(whose, signature(error))
-            raise PartFailed(f"worker {mine.decision.workers[whose]}: {text}", own=others_can) from error
+            raise PartFailed(f"worker {view.decision.workers[whose]}: {text}", own=others_can) from error
 
 
 def forget_variables(error: BaseException) -> None:

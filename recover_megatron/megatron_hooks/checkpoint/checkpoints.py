@@ -36,9 +36,9 @@ from recover_megatron.instep.faults import (
     is_write,
     signature,
 )
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.decision import NON_PERSISTENT, Checkpoint
 from recover_megatron.instep.meeting.timelines import merged
-from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoint import checkpoint_writers
@@ -75,10 +75,21 @@ class UnderWay:
 
 
 class Checkpoints:
-    """The checkpoints of one worker.  ``trained``: the parts of the model that is trained; None: there is none."""
+    """The checkpoints of one worker.
 
-    def __init__(self, groups: Groups, records: Records, trained: Callable[[], TrainingParts | None]) -> None:
+    ``trained``: the parts of the model that is trained; None: there is none.  ``manager``: None as long as the training
+    has not begun; a checkpoint is then Megatron's own.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        records: Records,
+        trained: Callable[[], TrainingParts | None],
+        manager: Callable[[], Manager | None],
+    ) -> None:
         self._groups = groups
+        self._manager = manager
         self._records = records
         self._trained = trained
         self._parts = Parts()
@@ -114,8 +125,8 @@ class Checkpoints:
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            recovery = self._groups.recovery
-            if recovery is None:
+            manager = self._manager()
+            if manager is None:
                 return original(iteration, *args, **kwargs)
 
             begun = False
@@ -123,24 +134,24 @@ class Checkpoints:
 
             def run() -> Any:
                 nonlocal begun
-                recovery.progress.inject("checkpoint")
+                manager.inject("checkpoint")
                 if begun:  # what the last attempt has left here is not to be taken for a part of this one
-                    self._abandon(recovery)
-                self._settle(recovery)
+                    self._abandon(manager)
+                self._settle(manager)
                 if not self._under_way:
                     checkpoint_writers.without_lost_sockets()
                 begun = True
-                epoch = recovery.assignment.decision.epoch
-                self._attempt = Attempt(iteration, recovery.session.term, epoch, recovery.progress.at)
+                view = manager.view
+                self._attempt = Attempt(iteration, view.term, view.epoch, view.number)
                 self._folders = {}
                 self._told.clear()
                 try:
                     # When workers are lost, others write what they wrote: it is planned anew each time.
                     anew = monkeypatch.replaced(get_args(), ckpt_assume_constant_structure=False)
-                    with self._groups.in_section(), anew, self._parts.told(recovery):
+                    with self._groups.in_section(), anew, self._parts.told(manager):
                         result = original(iteration, *args, **kwargs)
                     if not get_args().async_save:
-                        self._publish(recovery, self._folders)
+                        self._publish(manager, self._folders)
                     return result
                 except BaseException as error:  # torch's CheckpointException is none of Exception
                     self._explain(error, f"the checkpoint of iteration {iteration}")
@@ -151,13 +162,13 @@ class Checkpoints:
             if (trained := self._trained()) is not None:
                 trained.before_checkpoint()
             with nullcontext() if trained is None else trained.saving():
-                result = recovery.sections.run("checkpoint", recovery.progress.moving("checkpoint", run, moved))
+                result = manager.section("checkpoint", run, moved=moved)
             if get_args().async_save:
                 again = partial(_with_counters, _counters(), partial(save_checkpoint, iteration, *args, **kwargs))
                 self._lost, self._again = False, (iteration, again)
-                recovery.hooks.log("checkpoint begun", begun=iteration)
+                manager.log("checkpoint begun", begun=iteration)
             else:
-                self._completed(recovery, iteration, source)
+                self._completed(manager, iteration, source)
             self._tell_now()
             return result
 
@@ -165,25 +176,25 @@ class Checkpoints:
 
     def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
-            recovery = self._groups.recovery
+            manager = self._manager()
             # The same answer on all workers: who ran the last section together has the same under way, and at the
             # boundary where others come in nothing is.
-            if recovery is None or async_utils.is_empty_async_queue():
+            if manager is None or async_utils.is_empty_async_queue():
                 return original(*args, **kwargs)
             written: list[Checkpoint] = []
 
             def run() -> Any:
                 written.clear()
-                self._settle(recovery)
-                if self._lost and self._again is not None and self._again[0] == recovery.hooks.iteration():
+                self._settle(manager)
+                if self._lost and self._again is not None and self._again[0] == manager.view.iteration:
                     return _LOST
                 finalized: UnderWay | None = None
                 try:
-                    with self._groups.in_section(), self._parts.told(recovery):
+                    with self._groups.in_section(), self._parts.told(manager):
                         result = original(*args, **kwargs)
                     while len(self._under_way) > _calls():
                         finalized = self._under_way.pop(0)
-                        self._publish(recovery, finalized.folders)
+                        self._publish(manager, finalized.folders)
                         written.append((finalized.attempt.iteration, finalized.source))
                     return result
                 except BaseException as error:  # torch's CheckpointException is none of Exception
@@ -194,35 +205,35 @@ class Checkpoints:
                     self._explain(error, f"the checkpoint {which}")
                     raise
 
-            attempt = recovery.progress.moving("checkpoint", run, moved)
-            while (result := recovery.sections.run("asynchronous checkpoint", attempt)) is _LOST:
+            section = partial(manager.section, "asynchronous checkpoint", run, phase="checkpoint", moved=moved)
+            while (result := section()) is _LOST:
                 assert self._again is not None
                 self._again[1]()
             for iteration, source in written:
-                self._completed(recovery, iteration, source)
+                self._completed(manager, iteration, source)
             self._tell_now()
             return result
 
         return maybe_finalize_async_save
 
-    def _settle(self, recovery: Recovery) -> None:
+    def _settle(self, manager: Manager) -> None:
         """First of all in a section, by all workers: where not all have the same under way, all give it up.
 
         Within an epoch they have.  With its end, in the middle of a section, some may have finalized what others have
         not, or given it up to begin again, and others may not have begun; and the part of one that is gone may be
         incomplete.  Raises ``EpochRevoked``.
         """
-        mine = recovery.assignment
-        if mine.decision.epoch == self._settled:
+        view = manager.view
+        if view.epoch == self._settled:
             return
-        same, lost = self._fingerprint(mine.decision.workers), float(self._lost)
-        highest, lowest, lost = mine.epoch_groups.most([same, -same, lost], tuple(sorted(mine.live)))
+        same, lost = self._fingerprint(view.decision.workers), float(self._lost)
+        highest, lowest, lost = view.groups.most([same, -same, lost], tuple(sorted(view.live)))
         same_for_all = highest == -lowest and highest >= 0
-        self._settled, self._lost = mine.decision.epoch, bool(lost) or not same_for_all
+        self._settled, self._lost = view.epoch, bool(lost) or not same_for_all
         if not same_for_all:
-            self._abandon(recovery)
+            self._abandon(manager)
             # Beginning another one removes the folders of this one: not while others' writers are writing there.
-            mine.epoch_groups.any(False, tuple(sorted(mine.live)))
+            view.groups.any(False, tuple(sorted(view.live)))
 
     def _fingerprint(self, workers: list[int]) -> float:
         """Of what is under way: the same for all that have the same; 0: nothing is; -1: it cannot be completed."""
@@ -230,8 +241,8 @@ class Checkpoints:
             return -1.0
         return 1.0 + zlib.crc32(repr([each.attempt for each in self._under_way]).encode()) if self._under_way else 0.0
 
-    def _completed(self, recovery: Recovery, iteration: int, source: str) -> None:
-        self._records.saved(recovery, iteration)
+    def _completed(self, manager: Manager, iteration: int, source: str) -> None:
+        self._records.saved(manager, iteration)
         self.unreadable.discard(iteration)
         self.complete = merged(self.complete, [(iteration, source)])
 
@@ -250,8 +261,8 @@ class Checkpoints:
             if folder not in self._folders:
                 self._folders[folder] = final
                 if dist.get_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # disks may be each host's own
-                    if (recovery := self._groups.recovery) is not None:
-                        recovery.session.be_in_touch()
+                    if (manager := self._manager()) is not None:
+                        manager.be_in_touch()
                     clean(checkpoints_path, attempt, [other.attempt for other in self._under_way])
             return folder + name[len(final) :]
 
@@ -259,10 +270,10 @@ class Checkpoints:
 
     def _written(self, original: Callable[..., str]) -> Callable[..., str]:
         def written(path: str, *args: Any, **kwargs: Any) -> str:
-            recovery = self._groups.recovery
+            manager = self._manager()
             complete = self._attempt is not None and dist.get_rank() == 0 and not get_args().async_save
-            if complete and recovery is not None:
-                self._publish(recovery, self._folders)
+            if complete and manager is not None:
+                self._publish(manager, self._folders)
                 self._attempt = None  # what is written from here on (main: the tokenizer) belongs to the checkpoint
             return original(self._folders.get(path, path), *args, **kwargs)
 
@@ -270,27 +281,27 @@ class Checkpoints:
 
     def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def schedule_async_save(async_request: Any) -> Any:
-            attempt, folders, recovery = self._attempt, self._folders, self._groups.recovery
-            if attempt is not None and recovery is not None and attempt not in (o.attempt for o in self._under_way):
-                self._under_way.append(UnderWay(attempt, folders, recovery.assignment.decision.workers, self._source))
+            attempt, folders, manager = self._attempt, self._folders, self._manager()
+            if attempt is not None and manager is not None and attempt not in (o.attempt for o in self._under_way):
+                self._under_way.append(UnderWay(attempt, folders, manager.view.decision.workers, self._source))
                 # Megatron counts the calls, and compares the numbers: a worker that came late, or that an attempt was
                 # over for before it came so far, has counted fewer.
-                _queue().call_idx = 2 * recovery.progress.at
+                _queue().call_idx = 2 * manager.view.number
             for at, function in enumerate(async_request.finalize_fns):
-                if recovery is not None and getattr(function, "__name__", "") == "iter_finalize_fn":
-                    async_request.finalize_fns.insert(at, lambda: self._publish(recovery, folders))
+                if manager is not None and getattr(function, "__name__", "") == "iter_finalize_fn":
+                    async_request.finalize_fns.insert(at, lambda: self._publish(manager, folders))
                     break
             return original(async_request)
 
         return schedule_async_save
 
-    def _publish(self, recovery: Recovery, folders: dict[str, str]) -> None:
+    def _publish(self, manager: Manager, folders: dict[str, str]) -> None:
         """All have written: give the folders their names.  Rank 0 does it first; who comes later finds it done, unless
         its host has a disk of its own.
 
         Not if this worker was put out and does not know yet, because it was stopped: what follows is the tracker file.
         """
-        recovery.session.be_in_touch()
+        manager.be_in_touch()
         for folder, final in folders.items():
             if dist.get_rank() == 0:
                 publish(folder, final)
@@ -330,10 +341,10 @@ class Checkpoints:
             f"{what} {failed}: {why}. The last checkpoint: {last}", own=own, to_folder=to_folder
         ) from error
 
-    def _abandon(self, recovery: Recovery) -> None:
+    def _abandon(self, manager: Manager) -> None:
         """Give up checkpoints under way.  The tracker file names the one before."""
         if number := self._forget_calls():
-            recovery.hooks.log("checkpoint abandoned", number=number)
+            manager.log("checkpoint abandoned", number=number)
 
     def went_back(self, iteration: int) -> None:
         """The run goes on after ``iteration``: what could not be loaded then is not to be gone forward to later."""

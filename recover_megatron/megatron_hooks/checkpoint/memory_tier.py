@@ -26,8 +26,8 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.decision import Decision, Kept, Rollback
-from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.holder import flatten
 from recover_megatron.instep.state.snapshot_parts import available_memory
 from recover_megatron.instep.state.snapshots import Spoiled, Taking
@@ -54,7 +54,7 @@ SNAPSHOT_SECONDS = 600.0
 class MemoryTier:
     """The snapshots that one worker has a part in, with the model that it has; its main thread calls it."""
 
-    _recovery: Recovery
+    _manager: Manager
     _state: TrainingState
     _sharded: ShardedOptimizer | None
     wanted: bool
@@ -78,33 +78,33 @@ class MemoryTier:
 
     def at_boundary(self) -> None:
         """Take a snapshot if one is due before the next step."""
-        decision = self._recovery.assignment.decision
+        decision = self._manager.view.decision
         if not self._told and not decision.copies:
             self._say_off(decision)
         if self._due(decision):
-            self._recovery.sections.run("snapshot", self._take)
+            self._manager.section("snapshot", self._take)
             self._cost = time.monotonic() - self._met
 
     def _due(self, decision: Decision) -> bool:
         """The same answer on all workers at this boundary, though some of them may be an epoch ahead of others."""
-        recovery, version = self._recovery, self._state.version
-        if recovery.boundary.joining_next:
+        view, version = self._manager.view, self._state.version
+        if view.joining_next:
             return False
-        if recovery.snapshots.wanted and recovery.boundary.in_section_of_others:
+        if view.snapshots.wanted and view.in_section_of_others:
             return True
         if not decision.copies or version is None:
             return False
         missing = not decision.covered and self._taken < decision.epoch
-        return missing or version % recovery.snapshots.interval == 0
+        return missing or version % view.snapshots.interval == 0
 
     # ---- a snapshot is taken
 
     def _take(self) -> None:
         """What all do in the section; again from the start, with whoever is left, if one is lost."""
-        recovery, version = self._recovery, self._state.version
-        decision, groups, store = recovery.assignment.decision, recovery.assignment.epoch_groups, recovery.snapshots
+        view, version = self._manager.view, self._state.version
+        decision, groups, store = view.decision, view.groups, view.snapshots
         assert version is not None
-        recovery.progress.mark("snapshot", waiting=True, allow=SNAPSHOT_SECONDS)
+        self._manager.mark("snapshot", waiting=True, allow=SNAPSHOT_SECONDS)
         came = time.monotonic()
         each = (came - self._last[0]) / (version - self._last[1]) if self._last and version > self._last[1] else 0.0
         whole, behind = store.finish(decision.epoch, groups.check)
@@ -113,7 +113,7 @@ class MemoryTier:
         if not missing:
             store.settle()
             seconds = {"waited": round(cost, 6), "behind": round(behind, 6)}
-            recovery.hooks.log("snapshot", epoch=decision.epoch, after=store.newest, seconds=seconds)
+            self._manager.log("snapshot", epoch=decision.epoch, after=store.newest, seconds=seconds)
             if not self.every and each > 0:
                 store.interval = interval(cost, behind, each, _nodes(decision))
         if decision.copies and not (decision.leaving and self._sharded is not None):
@@ -129,35 +129,35 @@ class MemoryTier:
 
     def _own(self, decision: Decision) -> dict[int, Any]:
         """The parts of which this worker has the state: its position's, if it is to keep that, and its shards."""
-        me, position = self._recovery.assignment.me, self._recovery.assignment.position
+        me, position = self._manager.view.worker, self._manager.view.position
         assert position is not None
         found: dict[int, Any] = {}
         if self._sharded is not None:
             self._sharded.complete()
-            found[part_of(me, decision.workers, self._recovery.assignment.grid.size)] = pieces(self._sharded)
+            found[part_of(me, decision.workers, self._manager.view.grid.size)] = pieces(self._sharded)
         if me in decision.copies[position]:
             found[position] = {**self._state.tree(), "workers": decision.workers}
         return dict(sorted(found.items()))
 
     def _others(self, decision: Decision) -> dict[int, tuple[int, str]]:
         """The parts that this worker is to keep and gets from others: who gives them, and where."""
-        me, position = self._recovery.assignment.me, self._recovery.assignment.position
+        me, position = self._manager.view.worker, self._manager.view.position
         mine = {part: giver for part, (giver, keeper) in decision.copies.items() if keeper == me and part != position}
         return {part: (giver, decision.peer_stores[giver]) for part, giver in mine.items()}
 
     def before_update(self) -> None:
         """The state is about to change: not before it is copied."""
         began = time.monotonic()
-        self._recovery.snapshots.copied()
+        self._manager.view.snapshots.copied()
         self._cost += time.monotonic() - began
 
     def _most(self, *values: float) -> list[float]:
-        mine = self._recovery.assignment
-        return mine.epoch_groups.most(values, tuple(sorted(mine.live)))
+        view = self._manager.view
+        return view.groups.most(values, tuple(sorted(view.live)))
 
     def _too_large(self, decision: Decision, own: Mapping[int, Any]) -> bool:
         """Whether the hosts lack the memory, or one does; and what the tier costs is said, once."""
-        me, positions = self._recovery.assignment.me, self._recovery.assignment.grid.size
+        me, positions = self._manager.view.worker, self._manager.view.grid.size
         sizes = {part: sum(tensor.nbytes for tensor in flatten(tree)[1]) for part, tree in own.items()}
         states = max((size for part, size in sizes.items() if part < positions), default=0)
         shards = max((size for part, size in sizes.items() if part >= positions), default=0)
@@ -171,7 +171,7 @@ class MemoryTier:
         for part, keepers in decision.copies.items():
             for worker in keepers:
                 needs[worker] += needed(1, states if part < positions else shards)
-        mine = needs[me] - self._recovery.snapshots.size
+        mine = needs[me] - self._manager.view.snapshots.size
         free = available_memory()
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         (short,) = self._most(float(free is not None and mine > free // here))
@@ -187,11 +187,11 @@ class MemoryTier:
 
     def _say_off(self, decision: Decision) -> None:
         self._told = True
-        if self.wanted and _nodes(decision) > 1 and self._recovery.assignment.me == min(decision.workers):
+        if self.wanted and _nodes(decision) > 1 and self._manager.view.worker == min(decision.workers):
             log.info("memory tier: off: no node or other domain has all that hold a part of the state")
 
     def _say(self, size: int, short: bool) -> None:
-        every = f"every {self._recovery.snapshots.interval} iterations"
+        every = f"every {self._manager.view.snapshots.interval} iterations"
         first = "" if self.every else " at first, then as often as measured costs say"
         told = f"memory tier: snapshots {every}{first}; up to {size / 2**30:.3f} GiB of host memory a worker"
         log.info(told + (", which a host does not have: none is taken" if short else ""))
@@ -203,29 +203,31 @@ class MemoryTier:
 
         Raises ``Spoiled`` where nobody has it as it was taken, ``EpochRevoked`` where nobody can be reached.
         """
-        mine, kept = self._recovery.assignment, self._recovery.assignment.decision.kept
-        assert mine.position is not None
+        view = self._manager.view
+        position, kept = view.position, view.decision.kept
+        assert position is not None
         if kept is None or kept.iteration != target.iteration:
             raise Spoiled("those who held it are lost")
         if self._sharded is not None:
             self._sharded.forget()
-        tree = self._part(mine.position, kept)
+        tree = self._part(position, kept)
         self._state.load(tree)
-        self._state.timeline = mine.decision.timeline[0]
+        self._state.timeline = view.decision.timeline[0]
         if self._state.version != target.iteration:
             raise ValueError(f"it is of iteration {self._state.version}")
         if self._sharded is None:
             return lambda: None
         told, workers = tree["own"]["shards"], tree["workers"]
-        return restored(self._sharded, told, workers, mine.grid.size, lambda part: self._part(part, kept))
+        return restored(self._sharded, told, workers, view.grid.size, lambda part: self._part(part, kept))
 
     def _part(self, part: int, kept: Kept) -> Any:
-        mine = self._recovery.assignment
+        view = self._manager.view
+        groups = view.groups
         try:
-            return self._recovery.snapshots.load(part, kept, mine.epoch_groups.check)[0]
+            return view.snapshots.load(part, kept, groups.check)[0]
         except PeerLost as error:
-            mine.epoch_groups.end(PeerLost(f"a snapshot could not be had: {error}"))
-            raise EpochRevoked(mine.epoch_groups.number, str(error)) from error
+            groups.end(PeerLost(f"a snapshot could not be had: {error}"))
+            raise EpochRevoked(groups.number, str(error)) from error
 
 
 def moments_of(tensors: Iterable[torch.Tensor]) -> int:

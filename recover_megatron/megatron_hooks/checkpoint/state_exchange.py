@@ -16,9 +16,9 @@ from typing import Any
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.instep.faults import Disagreement, Orphaned
 from recover_megatron.instep.groups.epoch_groups import EpochGroups
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.decision import Decision
 from recover_megatron.instep.meeting.grid import Slot
-from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.holder import Offer
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoint.state import TrainingState, shared_tensors
@@ -32,9 +32,8 @@ INTERRUPTED = (EpochRevoked, PeerLost, TimeoutError)
 class StateExchange:
     """The state of one worker, ``state``, given and got.  Called by its main thread."""
 
-    def __init__(self, recovery: Recovery, state: TrainingState) -> None:
-        self._progress, self._assignment, self._orphan = recovery.progress, recovery.assignment, recovery.orphan
-        self._session = recovery.session
+    def __init__(self, manager: Manager, state: TrainingState) -> None:
+        self._manager = manager
         self._state = state
         self._served = 0
         self._offer: Offer | None = None
@@ -44,13 +43,14 @@ class StateExchange:
 
         Raises ``Orphaned`` if its state should have been replaced and was not: it must not compute with it.
         """
-        decision = self._assignment.decision
+        view = self._manager.view
+        decision = view.decision
         if decision.mirrors and not decision.holders:
             self._feed_mirrors(decision)
         if decision.epoch == self._served or not decision.holders:
             return
         self._served = decision.epoch
-        me = self._assignment.me
+        me = view.worker
         if me in decision.mended:
             log.warning(
                 f"the state of worker {me} differs from that of its column: it takes over one that does not. A "
@@ -59,13 +59,13 @@ class StateExchange:
             try:
                 self._receive(decision)
             except INTERRUPTED as error:
-                self._orphan.leave(f"its state differs from that of its column, and no other came: {error}")
+                self._manager.leave(f"its state differs from that of its column, and no other came: {error}")
                 raise Orphaned(f"worker {me} holds a state that is not to be computed with") from error
         if any(me in holders for holders in decision.holders.values()):
             tree = self._state.tree()
-            self._progress.inject("transfer", first_iteration(decision))
+            self._manager.inject("transfer", first_iteration(decision))
             self.withdraw()
-            groups = self._assignment.epoch_groups
+            groups = self._manager.view.groups
             self._offer = groups.offer("state", tree, shared_tensors(tree))
 
     def withdraw(self) -> None:
@@ -81,7 +81,7 @@ class StateExchange:
         that cannot be right.
         """
         size = 0
-        if self._assignment.me in decision.holders:
+        if self._manager.view.worker in decision.holders:
             size = self._receive(decision)
         elif self._state.version is not None:
             self._state.resume()
@@ -93,11 +93,12 @@ class StateExchange:
 
     def _feed_mirrors(self, decision: Decision) -> None:
         """Not beside the step: a worker that dies in it must have left its state behind."""
-        mine = [spare for spare, donor in decision.mirrors.items() if donor == self._assignment.me]
-        groups, offers = self._assignment.epoch_groups, dict[int, Offer]()
+        view = self._manager.view
+        mine = [spare for spare, donor in decision.mirrors.items() if donor == view.worker]
+        groups, offers = view.groups, dict[int, Offer]()
         spare = -1
         try:
-            with self._progress.waiting("mirror"):
+            with self._manager.waiting("mirror"):
                 tree = self._state.tree() if mine else {}
                 for spare in mine:
                     offers[spare] = groups.offer(f"mirror/{spare}", tree, shared_tensors(tree))
@@ -113,7 +114,7 @@ class StateExchange:
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
         """Keep another worker's state until the epoch ends; what this spare can offer then."""
-        me, slots = self._assignment.me, self._slots(decision)
+        me, slots = self._manager.view.worker, self._slots(decision)
         tree: Any = None
         with suppress(*INTERRUPTED):
             while True:  # what is interrupted here has changed nothing
@@ -128,15 +129,16 @@ class StateExchange:
     def _receive(self, decision: Decision) -> int:
         self.withdraw()  # the tensors that are written to
         slots = self._slots(decision)
-        holders = decision.holders[self._assignment.me]
-        tree, size = self._assignment.epoch_groups.fetch(
+        view = self._manager.view
+        holders = decision.holders[view.worker]
+        tree, size = view.groups.fetch(
             "state",
             [slots[holder] for holder in holders],
             shared_tensors,
             place=self._state.room(decision.version),
             by_devices=True,
             stay=self._stay,
-            progress=lambda: self._progress.mark("state"),
+            progress=lambda: self._manager.mark("state"),
             lost=lambda: {slots[holder] for holder in self._lost(holders)},
         )
         self._state.load(tree)
@@ -148,16 +150,16 @@ class StateExchange:
         All who live wait then for this worker, and nobody changes the state: whoever is lost, the rest can give it.
         """
         try:
-            self._orphan.stay()
+            self._manager.check()
         except Orphaned as error:
-            raise EpochRevoked(self._assignment.decision.epoch, str(error)) from error
+            raise EpochRevoked(self._manager.view.epoch, str(error)) from error
 
     def _lost(self, holders: Sequence[int]) -> set[int]:
         """Return the holders that have died or were put out; a worker that was set aside still gives its state."""
-        return {*holders} - self._session.opened_members - self._session.aside
+        return {*holders} - self._manager.view.reachable
 
     def _slots(self, decision: Decision) -> dict[int, Slot]:
-        return {worker: slot for slot, worker in decision.slots(self._assignment.grid).items()}
+        return {worker: slot for slot, worker in decision.slots(self._manager.view.grid).items()}
 
 
 def first_iteration(decision: Decision) -> int:

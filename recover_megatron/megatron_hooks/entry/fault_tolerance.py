@@ -42,7 +42,6 @@ from recover_megatron.instep.faults import (
     CheckpointFailed,
     Drained,
     NoReplica,
-    Orphaned,
     OtherPosition,
     RunOver,
     StateLost,
@@ -57,9 +56,9 @@ from recover_megatron.instep.faults import (
 )
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.traffic import Mode
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.decision import Rules
 from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
-from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
 from recover_megatron.megatron_hooks import monkeypatch
@@ -135,7 +134,7 @@ class FaultTolerance:
         self._training = TrainingHooks(
             loop,
             self._groups,
-            self._make_recovery,
+            self._make_manager,
             self._records,
             self._device,
             config,
@@ -182,8 +181,8 @@ class FaultTolerance:
         try:
             self._train_wherever_wanted(call, arguments)
             if self._training.begun:
-                self._training.recovery.finish()
-                self._records.log(self._training.recovery, "end")
+                self._training.manager.finish()
+                self._training.manager.log("end")
                 self._records.close()
                 writers.finish()
                 self._progress_log.finish()
@@ -221,23 +220,23 @@ class FaultTolerance:
 
     def _wait_for_a_position(self, args: Any) -> None:
         grid = grid_of(args, int(os.environ["WORLD_SIZE"]), self._config.max_replicas)
-        self._groups.recovery = self._make_recovery(args, grid)
+        self._training.open(args, grid)
         self._records.joined_late()
         log.info(f"worker {self._me} waits for a place")
-        self._training.recovery.orphan.wait()
+        self._training.manager.wait_for_place()
 
     def _build_for(self, position: int) -> None:
         """Forget what was built, and see to it that the next pretrain() builds for ``position``, alone."""
         built = not self._newcomer or self._training.state is not None
         if built:
             self._training.forget()
-        build_elsewhere(self._training.recovery, self._groups, self._loop, position, built=built)
+        build_elsewhere(self._training.manager, self._groups, self._loop, position, built=built)
 
     # ---- how it ends
 
     def _ended_by(self, error: BaseException) -> NoReturn:
-        recovery = self._training.recovery if self._training.begun else None
-        started = recovery is not None and recovery.assignment.started
+        manager = self._training.manager if self._training.begun else None
+        started = manager is not None and manager.view.started
         for kind, code in ((NoReplica, EXIT_NO_REPLICA), (StateLost, EXIT_STATE_LOST), (UnknownOperation, 1)):
             if isinstance(error, kind):
                 self._end(code, f"the run ends: {error}")
@@ -254,8 +253,8 @@ class FaultTolerance:
                 self._wait_to_be_ended()
             self._end(error.code, f"the run ends for worker {self._me}: {error}")
         # Whatever an orphan's main thread ends by: its replica was broken first.
-        if recovery is not None and self._training.state is not None and self._training.replica_broken(error):
-            self._be_spare(recovery, error)
+        if manager is not None and self._training.state is not None and self._training.replica_broken(error):
+            self._be_spare(manager, error)
         if broken := is_of_device(error):
             ends_soon()
         if isinstance(error, EndedEarly) and not started:
@@ -272,21 +271,22 @@ class FaultTolerance:
             lost = "lost touch with another one before the training began"
             _end(EXIT_NO_REPLICA, f"worker {self._me} {lost} ({signature(error)[:200]}); its traceback is above")
         if started:
-            assert recovery is not None
+            assert manager is not None
+            view = manager.view
             self._session.report_exception(
                 self._training.iteration,
-                recovery.progress.microbatch,
+                view.microbatch,
                 signature(error),
                 text,
-                recovery.assignment.replica,
-                phase=recovery.progress.phase,
-                tried=recovery.progress.tried,
+                view.replica,
+                phase=view.phase,
+                tried=view.tried,
                 own=is_own(error)
                 # Somebody's end has aborted kernels here, or has taken memory away that they read.
-                or (broken and (recovery.orphan.orphaned or self._session.revoked))
+                or (broken and (view.orphaned or self._session.revoked))
                 or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
             )
-            if isinstance(error, CheckpointFailed) and len(recovery.assignment.decision.replicas) == 1:
+            if isinstance(error, CheckpointFailed) and len(view.decision.replicas) == 1:
                 self._session.give_up(EXIT_SAME_FAULT, str(error))  # there is nobody left to try it
                 with suppress(CoordinatorLost, Fenced):
                     self._session.wait_revoked(EXCEPTION_REPORT_SECONDS)
@@ -306,17 +306,16 @@ class FaultTolerance:
             threading.Event().wait(TOLD_SECONDS)
             _end(EXIT_NO_REPLICA, f"worker {self._me} ends: {out}")
 
-    def _be_spare(self, recovery: Recovery, error: BaseException) -> NoReturn:
+    def _be_spare(self, manager: Manager, error: BaseException) -> NoReturn:
         reason = in_short(error)
-        if not isinstance(error, Orphaned):
-            recovery.orphan.replica_failed(error)
+        manager.leave(error)
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = None
-        self._groups.left()
+        self._groups.left(manager)
         log.info(f"worker {self._me} has no place any more ({reason}); it waits as a spare")
         try:
             # The training is over for it: it has no position to come back to.
-            recovery.orphan.wait(position=None, ready=False)
+            manager.wait_for_place(position=None, ready=False)
         except RunOver as over:
             self._end(over.code, f"the run has ended; spare worker {self._me} ends with it: {over}")
         raise AssertionError("a worker that cannot come back was given a place")
@@ -336,7 +335,7 @@ class FaultTolerance:
         except (SecretError, ValueError) as error:
             raise UserError(f"--recover: {error}") from None
 
-    def _make_recovery(self, args: Any = None, grid: LaunchGrid | None = None) -> Recovery:
+    def _make_manager(self, args: Any = None, grid: LaunchGrid | None = None) -> Manager:
         """``args`` and ``grid``: of a newcomer, which has no Megatron yet."""
         config = self._config
         slot = None if self._newcomer else Slot(int(os.environ["RANK"]))
@@ -353,7 +352,7 @@ class FaultTolerance:
         node = os.environ.get(NODE_NAME_VARIABLE) or os.environ.get(NODE_VARIABLE) or socket.gethostname()
         spread, instances = spreads_optimizer(args), optimizer_instances(args)
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
-        return Recovery(
+        return Manager(
             self._session,
             self._me,
             grid,

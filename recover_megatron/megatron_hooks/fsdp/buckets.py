@@ -27,9 +27,9 @@ from megatron.core import parallel_state
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.gradients import Column, Gradients
-from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.state.overlap import Overlap
-from recover_megatron.instep.state.shards import Shards, ring_order
+from recover_megatron.instep.state.shards import ring_order
 from recover_megatron.megatron_hooks.fsdp import version2
 from recover_megatron.megatron_hooks.fsdp.outer import OuterBucket
 from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated
@@ -51,10 +51,8 @@ class FsdpBuckets:
     """A forward pass gathers parameters inside the shard group, by Megatron; over the shard groups the update does."""
     instances = 1
 
-    def __init__(
-        self, model: Sequence[Any], assignment: Assignment, accumulated: Accumulated, shadows: int | None
-    ) -> None:
-        grid = assignment.grid
+    def __init__(self, model: Sequence[Any], manager: Manager, accumulated: Accumulated, shadows: int | None) -> None:
+        grid = manager.view.grid
         index = model[0].megatron_fsdp_dist_index
         self.tail = ring_order(column_of(index.get_dp_group()), grid)
         """The column of what is summed last: all ranks that run microbatches of their own."""
@@ -93,7 +91,7 @@ class FsdpBuckets:
             reduce = pipeline._bucket_group_gradient_reduce
             pipeline._bucket_group_gradient_reduce = wraps(reduce)(self._inside_alone(pipeline)(reduce))
             accumulated.watch(chunk, chunk.module.raw_param.values())
-        self.shards = None if shadows is None else Shards(columns, shadows, assignment)
+        self.shards = None if shadows is None else manager.shards(columns, shadows)
         self.gradients = Gradients(parts, self.shards)
         self.rings = tuple(dict.fromkeys([*self.gradients.columns, self.tail]))
         """The columns over which a step sums."""
@@ -160,8 +158,8 @@ class FsdpBuckets2:
     shards = None
     """Each shard group has all of the optimizer's state."""
 
-    def __init__(self, model: Sequence[Any], assignment: Assignment, accumulated: Accumulated) -> None:
-        grid = assignment.grid
+    def __init__(self, model: Sequence[Any], manager: Manager, accumulated: Accumulated) -> None:
+        grid = manager.view.grid
         everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.tail = ring_order(column_of(everyone), grid)
         """The column of what is summed last: all ranks that run microbatches of their own."""

@@ -22,7 +22,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.gradients import Column, Gradients
-from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.state.overlap import Overlap
 from recover_megatron.instep.state.shards import Shards, ring_order
 from recover_megatron.integrate import Wrapper
@@ -36,8 +36,8 @@ class Buckets:
     ``shadows``: how many other workers have a copy of each part of a distributed optimizer's state.
     """
 
-    def __init__(self, model: Sequence[Any], assignment: Assignment, shadows: int) -> None:
-        grid = assignment.grid
+    def __init__(self, model: Sequence[Any], manager: Manager, shadows: int) -> None:
+        grid = manager.view.grid
         sharded = bool(model[0].ddp_config.use_distributed_optimizer)
         self.instances = int(getattr(model[0].ddp_config, "num_distributed_optimizer_instances", 1)) if sharded else 1
         # The order of the backward pass: the last chunk first, and in a chunk as Megatron made them.
@@ -86,7 +86,7 @@ class Buckets:
         self.overlap: Overlap | None = None
         self.shards: Shards | None = None
         if sharded:
-            self.shards = Shards(columns, shadows, assignment, self.instances)
+            self.shards = manager.shards(columns, shadows, self.instances)
         self.gradients = Gradients(parts, self.shards)
         self.rings = tuple(dict.fromkeys([*self.gradients.columns, self.tail]))
         """The columns over which a step sums."""

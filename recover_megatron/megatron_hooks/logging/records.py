@@ -26,10 +26,10 @@ from megatron.training import get_args, global_vars
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import is_last_rank
 
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting import losses
 from recover_megatron.instep.meeting.decision import HELD, Rollback, Timeline
 from recover_megatron.instep.meeting.losses import Failure
-from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.gradients.microbatches import skipped_before, to_skip
@@ -71,9 +71,9 @@ class Records:
         """The run has begun without this worker."""
         self._first = False
 
-    def step(self, recovery: Recovery, outcome: Outcome, result: tuple[Any, ...], seconds: float) -> None:
+    def step(self, manager: Manager, outcome: Outcome, result: tuple[Any, ...], seconds: float) -> None:
         """A step is over: ``result`` is what train_step returned."""
-        _to_megatrons_writers(recovery, outcome, seconds, self._recoveries)
+        _to_megatrons_writers(manager, outcome, seconds, self._recoveries)
         self._recoveries = 0
         args = get_args()
         iteration = args.curr_iteration + 1
@@ -82,7 +82,7 @@ class Records:
         # Megatron adds to them what the batch of this iteration was decreased by, when train_step has returned.
         decreased = get_current_global_batch_size() - get_current_running_global_batch_size()
         self._left_out = iteration, left_out_now + decreased
-        if not self._candidate(recovery):
+        if not self._candidate(manager):
             return
         loss, grad_norm = result[0].get("lm loss"), result[5]
         total = sum(map(len, outcome.counted.values()))
@@ -91,7 +91,7 @@ class Records:
             loss=None if loss is None else float(loss),
             grad_norm=None if grad_norm is None else float(grad_norm),
             consumed_samples=args.consumed_train_samples + total * args.micro_batch_size,
-            epoch=recovery.assignment.decision.epoch,
+            epoch=manager.view.epoch,
             replicas=len(outcome.counted),
             seconds=seconds,
             microbatches=outcome.counted,
@@ -101,27 +101,28 @@ class Records:
             micro_batch_size=args.micro_batch_size,
         )
         self._keep(step)
-        if self._writes(recovery):
-            self._write(recovery)
+        if self._writes(manager):
+            self._write(manager)
             if outcome.seconds:
                 reran = {str(replica): ids for replica, ids in outcome.reran.items()}
                 phases = {name: round(value, 6) for name, value in outcome.seconds.items()}
                 aside = outcome.aside_bytes
-                self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=phases, aside_bytes=aside)
+                self.log(manager, "recovery", epoch=step.epoch, reran=reran, seconds=phases, aside_bytes=aside)
         self._first = False
 
-    def planned(self, recovery: Recovery) -> None:
+    def planned(self, manager: Manager) -> None:
         """A new epoch: a worker that has become the writer adds what the lost one left out: no other step may come."""
-        decision, failure = recovery.assignment.decision, recovery.planner.lost
+        view = manager.view
+        decision, failure = view.decision, view.lost
         self._recoveries += decision.epoch != self._epoch and failure is not None and bool(failure.replicas)
         self._epoch = decision.epoch
         self._follow(decision.timeline)
-        if not self._writes(recovery):
+        if not self._writes(manager):
             if self._file is not None:
                 self._file.give_up()
             self._file = None  # somebody else writes on; should it be this worker's turn again, it looks how far
         elif self._lines:
-            self._write(recovery)
+            self._write(manager)
 
     def _follow(self, timeline: Timeline) -> None:
         """If the run has gone back: forget the steps that are run again."""
@@ -134,18 +135,18 @@ class Records:
             self._file.close()
             self._file = None
 
-    def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
+    def log(self, manager: Manager, event: str, **fields: Any) -> None:
         """Add an event, if this worker is the writer."""
-        if self._folder is None or not recovery.assignment.started or not self._writes(recovery):
+        if self._folder is None or not manager.view.started or not self._writes(manager):
             return
         if self._events is None:
             self._events = EventsFile(self._folder / EVENTS_FILE)
-        self._events.append(event, worker=recovery.assignment.me, iteration=get_args().curr_iteration + 1, **fields)
+        self._events.append(event, worker=manager.view.worker, iteration=get_args().curr_iteration + 1, **fields)
 
-    def saved(self, recovery: Recovery, iteration: int) -> None:
+    def saved(self, manager: Manager, iteration: int) -> None:
         """A checkpoint of ``iteration`` is complete."""
         args = get_args()
-        self.log(recovery, "checkpoint", saved=iteration, folder=str(args.save), asynchronous=bool(args.async_save))
+        self.log(manager, "checkpoint", saved=iteration, folder=str(args.save), asynchronous=bool(args.async_save))
         self._checkpoint = f"iteration {iteration} in {args.save}"
 
     def last_checkpoint(self) -> str:
@@ -159,19 +160,19 @@ class Records:
             return f"iteration {args.iteration} in {args.load} (from which this run started)"
         return "none was written (--save and --save-interval write them)"
 
-    def _candidate(self, recovery: Recovery) -> bool:
+    def _candidate(self, manager: Manager) -> bool:
         return (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0
-            and recovery.assignment.inner_rank == 0
+            and manager.view.inner_rank == 0
         )
 
-    def _writes(self, recovery: Recovery) -> bool:
+    def _writes(self, manager: Manager) -> bool:
         # Not a fresh replica, if there is another: it does not know what was committed before.
-        decision = recovery.assignment.decision
+        decision = manager.view.decision
         first = next((r for r in decision.replicas if r not in decision.fresh), decision.replicas[0])
-        return recovery.assignment.replica == first and self._candidate(recovery)
+        return manager.view.replica == first and self._candidate(manager)
 
     def close(self) -> None:
         """This worker ends: write what is left, as long as the disk takes it."""
@@ -187,12 +188,12 @@ class Records:
         while self._kept > KEPT_BYTES and len(self._lines) > 1:
             self._kept -= len(self._lines.popleft()[1])
 
-    def _write(self, recovery: Recovery) -> None:
+    def _write(self, manager: Manager) -> None:
         if self._folder is None:
             return
         if self._file is None:
             path = self._folder / STEPS_FILE
-            may_write = partial(_still_in, recovery)
+            may_write = partial(_still_in, manager)
             epoch, went_back_to = self._timeline
             if epoch:
                 self._file = StepsFile(path, went_back_to + 1, may_write, epoch)
@@ -206,13 +207,13 @@ class Records:
         self._kept = 0
 
 
-def _still_in(recovery: Recovery) -> bool:
+def _still_in(manager: Manager) -> bool:
     """Whether this worker was not put out: a process that was stopped may have been, and not know yet.
 
     Then somebody else has written its lines.  Waits until the coordinator is heard, or the run is known to be over.
     """
     try:
-        recovery.session.be_in_touch(in_epoch=False)
+        manager.be_in_touch(in_epoch=False)
     except Fenced:
         return False
     except CoordinatorLost:  # the end of the run, for one
@@ -220,13 +221,13 @@ def _still_in(recovery: Recovery) -> bool:
     return True
 
 
-def _to_megatrons_writers(recovery: Recovery, outcome: Outcome, seconds: float, recoveries: int) -> None:
+def _to_megatrons_writers(manager: Manager, outcome: Outcome, seconds: float, recoveries: int) -> None:
     """Scalars for TensorBoard and W&B, on the rank that has Megatron's writers: the names are those of docs/metrics.md.
 
     What is a counter there is here how much this iteration has added to it: a worker that writes from now on knows no
     sums.
     """
-    decision, launched = recovery.assignment.decision, recovery.assignment.grid.launched
+    decision, launched = manager.view.decision, manager.view.grid.launched
     recovering = sum(outcome.seconds.values())
     share = min(1.0, len(outcome.counted) / launched) * max(0.0, 1.0 - recovering / seconds)
     numbers = {
@@ -271,12 +272,13 @@ class Console:
         self._reminded = 0.0
         self._epoch = 0
 
-    def planned(self, recovery: Recovery, iteration: int) -> None:
-        decision, failure = recovery.assignment.decision, recovery.planner.lost
+    def planned(self, manager: Manager, iteration: int) -> None:
+        view = manager.view
+        decision, failure = view.decision, view.lost
         if decision.epoch == self._epoch:
             return
         self._epoch = decision.epoch
-        of = recovery.assignment.grid.launched
+        of = view.grid.launched
         if failure is not None and failure.replicas:
             iteration = failure.iteration
             self._gone |= dict.fromkeys(failure.replicas, iteration)
@@ -287,23 +289,23 @@ class Console:
         elif failure is not None:
             _say(losses.spares_line(iteration, failure, len(decision.spares)))
         if decision.fresh and decision.rollback is None:
-            _say(losses.return_line(iteration, decision, recovery.planner.losses.whereabouts, self._gone, of))
+            _say(losses.return_line(iteration, decision, view.whereabouts, self._gone, of))
         self._gone = {replica: at for replica, at in self._gone.items() if replica not in decision.replicas}
         if len(decision.replicas) >= of:
             self._degraded = None
         elif self._degraded is None:
             self._degraded, self._reminded = (iteration, time.monotonic()), time.monotonic()
 
-    def rolled_back(self, recovery: Recovery, target: Rollback, folder: str, seconds: float) -> None:
+    def rolled_back(self, manager: Manager, target: Rollback, folder: str, seconds: float) -> None:
         """The run has gone back to a checkpoint in ``folder``, or to a state in memory, and goes on from there."""
-        replicas = losses.of_all(recovery.assignment.decision, recovery.assignment.grid.launched)
+        replicas = losses.of_all(manager.view.decision, manager.view.grid.launched)
         source = f"from disk, {folder}" if folder else "from memory"
         if target.source == HELD:
             source = "which workers that were set aside hold"
         _say(losses.rollback_line(target, source, seconds, replicas))
 
-    def step(self, recovery: Recovery, outcome: Outcome, iteration: int) -> None:
-        decision, of = recovery.assignment.decision, recovery.assignment.grid.launched
+    def step(self, manager: Manager, outcome: Outcome, iteration: int) -> None:
+        decision, of = manager.view.decision, manager.view.grid.launched
         if self._kept:
             seconds = sum(outcome.seconds.values())
             told = losses.recovery_line(iteration, self._kept, outcome.reran, seconds, losses.of_all(decision, of))

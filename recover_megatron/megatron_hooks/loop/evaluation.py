@@ -23,8 +23,8 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from recover_megatron.instep.groups.traffic import Mode
-from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.manager import Manager
+from recover_megatron.instep.view import View
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data.source import of_ids, sources_of
@@ -39,8 +39,11 @@ class Evaluation:
     ``sharded``: the distributed optimizer, where there is one.
     """
 
-    def __init__(self, groups: Groups, sharded: Callable[[], ShardedOptimizer | None]) -> None:
-        self._groups, self._sharded = groups, sharded
+    def __init__(
+        self, groups: Groups, sharded: Callable[[], ShardedOptimizer | None], manager: Callable[[], Manager | None]
+    ) -> None:
+        """``manager``: None as long as the training has not begun; an evaluation is then Megatron's own."""
+        self._groups, self._sharded, self._manager = groups, sharded, manager
 
     def install(self, loop: Loop) -> None:
         """Wrap the seams; raises UserError if the loop's are not the ones we know."""
@@ -52,7 +55,7 @@ class Evaluation:
     def _with_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
             megatron_args = get_args()
-            if self._groups.recovery is None or not getattr(megatron_args, "full_validation", False):
+            if self._manager() is None or not getattr(megatron_args, "full_validation", False):
                 return original(*args, **kwargs)
             megatron_args.eval_iters = _steps(megatron_args)
             # Megatron would have it from rank 0 of the world, who may be lost before all have it.
@@ -63,7 +66,7 @@ class Evaluation:
 
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            if (recovery := self._groups.recovery) is None:
+            if (manager := self._manager()) is None:
                 return original(forward_step_func, data_iterator, model, *args, **kwargs)
             megatron_args = get_args()
             consumed = megatron_args.consumed_valid_samples
@@ -78,28 +81,28 @@ class Evaluation:
                 for source, position in starts:
                     source.position = position
 
-            return recovery.sections.run("eval", run, reset=reset, together=True)
+            return manager.section("eval", run, reset=reset, together=True)
 
         return evaluate
 
     @staticmethod
-    def forward_only(recovery: Recovery, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
+    def forward_only(manager: Manager, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
         """One evaluation step.  ``call``: the keyword arguments with which Megatron called the schedule."""
-        args, mine, progress = get_args(), recovery.assignment, recovery.progress
+        args, view = get_args(), manager.view
         total = call["num_microbatches"] * args.data_parallel_size
-        share = mine.share(total)[mine.inner_rank]
-        ids = share or _borrowed(mine, total)
+        share = view.share(total)[view.inner_rank]
+        ids = share or _borrowed(view, total)
         for source in sources_of(call["data_iterator"]):
             source.begin(source.position, ids, total)
             source.position += total * source.size
-        progress.inject("eval")
+        manager.inject("eval")
         forward_step_func = call["forward_step_func"]
 
         def forward_step(*args: Any, **kwargs: Any) -> Any:
-            progress.mark("eval")
+            manager.mark("eval")
             return forward_step_func(*args, **kwargs)
 
-        given = of_ids(call["data_iterator"], ids, lambda: progress.storage("eval-data"))
+        given = of_ids(call["data_iterator"], ids, lambda: manager.waiting("eval-data", storage=True))
         mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(ids)}
         with grouped(call["model"], len(ids)):
             found = schedule(**{**call, **mine_only})
@@ -132,24 +135,24 @@ class Evaluation:
         return calc_params_l2_norm
 
     def _section(self, kind: str, run: Callable[[], Any]) -> Any:
-        recovery = self._groups.recovery
-        if recovery is None or self._groups.traffic.mode is not Mode.OPEN:
+        manager = self._manager()
+        if manager is None or self._groups.traffic.mode is not Mode.OPEN:
             return run()
 
         def inside() -> Any:
-            recovery.progress.mark(kind, waiting=True)
+            manager.mark(kind, waiting=True)
             with self._groups.in_section():
                 return run()
 
-        return recovery.sections.run(kind, inside)
+        return manager.section(kind, inside)
 
 
-def _borrowed(mine: Assignment, total: int) -> list[int]:
+def _borrowed(view: View, total: int) -> list[int]:
     """What a replica evaluates that has no share of so few microbatches (the run has grown): some of the others'.
 
     All sum up the same losses, and only a pass tells which those are.
     """
-    return list(range(total))[mine.inner_rank : mine.shares.least : mine.shares.granularity]
+    return list(range(total))[view.inner_rank : view.quotas.least : view.quotas.granularity]
 
 
 def _with_count(loss: torch.Tensor) -> torch.Tensor:

@@ -44,10 +44,10 @@ from recover_megatron.instep.faults import (
     signature,
 )
 from recover_megatron.instep.groups.traffic import Mode
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.decision import HELD, MEMORY, NON_PERSISTENT, Decision
 from recover_megatron.instep.meeting.decision import Rollback as Target
 from recover_megatron.instep.meeting.spare import UntakenPlaces
-from recover_megatron.instep.recovery import Blame, Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
@@ -57,7 +57,7 @@ from recover_megatron.megatron_hooks.data.children import moved
 from recover_megatron.megatron_hooks.fsdp.state import forget_meshes
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.logging import writers
-from recover_megatron.megatron_hooks.logging.records import Console, Records
+from recover_megatron.megatron_hooks.logging.records import Console
 from recover_megatron.megatron_hooks.loop.training_parts import StepGuard, TrainingParts
 from recover_megatron.membership.records import MembershipError
 
@@ -68,26 +68,23 @@ log = get_logger(__name__)
 class Rejoin:
     """Takes one worker out of the training and back, with the model that it has.  Called by its main thread."""
 
-    _recovery: Recovery
+    _manager: Manager
     _groups: Groups
     _parts: TrainingParts
     _checkpoints: Checkpoints
-    _blame: Blame
     _step_guard: StepGuard
     _untaken: UntakenPlaces = field(default_factory=UntakenPlaces, init=False)
 
     def leave(self, error: BaseException) -> None:
         """Leave the training, which ``error`` has ended: have all others told, and forget what was begun."""
-        recovery = self._recovery
-        if not isinstance(error, Orphaned):
-            recovery.orphan.replica_failed(error)
-            self._blame.left(recovery)
-            if not is_communication(error):
-                traceback.print_exception(error)
+        self._manager.leave(error)
+        if not isinstance(error, Orphaned) and not is_communication(error):
+            traceback.print_exception(error)
         self._groups.traffic.mode = Mode.ALONE
+        view = self._manager.view
         log.info(
-            f"worker {recovery.assignment.me} has no place any more ({in_short(error)}); it waits as a spare, "
-            f"out of the training {recovery.orphan.spare_seconds:.3f} s after its replica broke"
+            f"worker {view.worker} has no place any more ({in_short(error)}); it waits as a spare, "
+            f"out of the training {view.spare_seconds:.3f} s after its replica broke"
         )
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = error.__context__ = error.__cause__ = None
@@ -108,29 +105,29 @@ class Rejoin:
                 return
             except INTERRUPTED as error:
                 why = self._untaken.failed(error, decision)
-                self._recovery.orphan.leave(why)
+                self._manager.leave(why)
             if self._untaken.aside:
                 self._stay_aside(why)
             time.sleep(self._untaken.pause)
 
     def _stay_aside(self, why: str) -> NoReturn:
         """Wait for the end of the run.  Raises ``RunOver``."""
-        me = self._recovery.assignment.me
+        me = self._manager.view.worker
         log.warning(
             f"worker {me}: {why}; it gets no other, and the run goes on without it. Look at what connects its host to "
             "the others, end it, and bring another with recover-run --join"
         )
-        self._recovery.session.note(why)
-        self._groups.left()
-        self._recovery.orphan.wait(position=None, ready=False)
+        self._groups.left(self._manager)
+        self._manager.wait_for_place(note=why, position=None, ready=False)
         raise AssertionError("a worker that is put aside was given a place")
 
     def _wait(self) -> Decision:
         """Wait for the plan that has a place for this worker.  Raises a CUDA error where its device is broken."""
         state, sharded = self._parts.state, self._parts.sharded
-        check_device(self._recovery.comm_config.device)
-        self._groups.left()
-        stop_profiler(self._recovery.comm_config.device)
+        device = self._manager.view.communication.device
+        check_device(device)
+        self._groups.left(self._manager)
+        stop_profiler(device)
         state.tidy()
         if sharded is not None:  # what others have updated meanwhile is of no use
             sharded.forget()
@@ -141,11 +138,15 @@ class Rejoin:
             state.make_room()
         state.settle()
         digest = "" if state.version is None else state.digest()
-        mine = self._recovery.assignment
-        log.info(f"worker {mine.me} is ready for position {mine.position}")
-        hooks = self._recovery.hooks
-        newest = {"iteration": hooks.iteration(), "state_of": state.timeline, "last_step": state.last_step}
-        return self._recovery.orphan.wait(version=state.version, digest=digest, **newest)
+        view = self._manager.view
+        log.info(f"worker {view.worker} is ready for position {view.position}")
+        return self._manager.wait_for_place(
+            version=state.version,
+            digest=digest,
+            iteration=view.iteration,
+            state_of=state.timeline,
+            last_step=state.last_step,
+        )
 
     def _stay_unprofiled(self) -> None:
         """Have train() make no profiler of torch's, which counts its iterations from the entry of train()."""
@@ -154,7 +155,7 @@ class Rejoin:
         if getattr(args, "use_pytorch_profiler", False) and (not ranks or args.rank in ranks):
             setattr(args, "profile" if hasattr(args, "profile") else "use_pytorch_profiler", False)
             log.info(
-                f"worker {self._recovery.assignment.me} is not profiled: it has come into the training late, and "
+                f"worker {self._manager.view.worker} is not profiled: it has come into the training late, and "
                 "torch's profiler would record other iterations than --profile-step-start says, into the same file"
             )
 
@@ -163,34 +164,29 @@ class Rejoin:
 
         Raises what is in ``INTERRUPTED`` if this epoch ends first: this worker is then a spare with the state it had.
         """
-        recovery, started, back_to = self._recovery, time.perf_counter(), decision.rollback
+        manager, started, back_to = self._manager, time.perf_counter(), decision.rollback
         state = self._parts.state
         if back_to is not None and back_to.source == HELD:
             state.timeline = decision.timeline[0]  # also if this plan is over before it has its place
-        mine, progress, first = recovery.assignment, recovery.progress, first_iteration(decision)
-        if first > recovery.hooks.iteration():  # the one in which this worker left; with the state it is the first
+        first = first_iteration(decision)
+        if first > manager.view.iteration:  # the one in which this worker left; with the state it is the first
             writers.missed_steps()
-        recovery.orphan.come_back(decision)
-        progress.mark("regroup", waiting=True)
-        self._groups.traffic.recovery = recovery
-        # Now, beside the groups and the state: the others open theirs before they compute, and need this worker for it.
-        self._parts.open_rings()
-        self._groups.regroup(mine, recovery.comm_config)
-        progress.inject("regroup", first)
-        grouped = time.perf_counter()
-        size = 0
-        if back_to is not None and back_to.source != HELD:
-            state.go_back(back_to.iteration)  # loaded with the others, when all are here
-        else:
-            size = self._parts.places.fetch_state(decision)
-        progress.inject("regroup", first)
-        self._step_guard.reset()
-        recovery.hooks.planned(decision)
-        # Where a replica goes on, that one tells of the plan; this one only where all are new.
-        recovery.planner.log(decision, None, 0.0)
-        ended = time.perf_counter()
+        with manager.take_place(decision, self._groups.traffic):
+            # Now, beside the groups and the state: the others open theirs before they compute, and need this worker.
+            self._parts.open_rings()
+            self._groups.regroup(manager.view)
+            manager.inject("regroup", first)
+            grouped = time.perf_counter()
+            size = 0
+            if back_to is not None and back_to.source != HELD:
+                state.go_back(back_to.iteration)  # loaded with the others, when all are here
+            else:
+                size = self._parts.places.fetch_state(decision)
+            manager.inject("regroup", first)
+            self._step_guard.reset()
+        ended, view = time.perf_counter(), manager.view
         log.info(
-            f"worker {mine.me} takes position {mine.position} of replica {mine.replica} from iteration {first} on: "
+            f"worker {view.worker} takes position {view.position} of replica {view.replica} from iteration {first} on: "
             f"groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, {size} bytes"
         )
 
@@ -216,19 +212,18 @@ def stop_profiler(device: torch.device) -> None:
         log.warning(f"the profiler cannot be stopped: {in_short(error)}")
 
 
-def build_elsewhere(recovery: Recovery, groups: Groups, loop: Loop, position: int, *, built: bool) -> None:
+def build_elsewhere(manager: Manager, groups: Groups, loop: Loop, position: int, *, built: bool) -> None:
     """Prepare this process for another pretrain(), which builds the model of ``position`` without talking to anybody.
 
     ``built``: whether Megatron still holds a model from before, which is dropped.
     """
-    mine = recovery.assignment
-    slot = mine.grid.replicas[0][position]
-    log.info(f"worker {mine.me} builds the model of position {position}")
+    view = manager.view
+    slot = view.grid.replicas[0][position]
+    log.info(f"worker {view.worker} builds the model of position {position}")
     groups.again(slot)  # first: the groups know the model that is dropped
     if built:
         _forget_megatron(loop)
     os.environ["RANK"] = str(slot)
-    mine.position = position
 
 
 def _forget_megatron(loop: Loop) -> None:
@@ -298,11 +293,10 @@ class Rollback:
     of workers that were set aside there is nothing to load.  The main thread calls it, with the model of this worker.
     """
 
-    _recovery: Recovery
+    _manager: Manager
     _groups: Groups
     _parts: TrainingParts
     _checkpoints: Checkpoints
-    _records: Records
     _console: Console
     _done: int = field(default=0, init=False)
     """The epoch of the last one that was carried out."""
@@ -312,7 +306,7 @@ class Rollback:
 
         Raises ``Orphaned`` when this worker has no place any more: also where it could not read the checkpoint.
         """
-        recovery, decision = self._recovery, self._recovery.assignment.decision
+        manager, decision = self._manager, self._manager.view.decision
         target, state, sharded = decision.rollback, self._parts.state, self._parts.sharded
         if target is None or decision.epoch == self._done:
             return
@@ -321,7 +315,7 @@ class Rollback:
 
         def run() -> None:
             state.go_back(target.iteration)
-            recovery.progress.inject("rollback")
+            manager.inject("rollback")
             take_up.clear()
             try:
                 if target.source == MEMORY:
@@ -332,23 +326,24 @@ class Rollback:
                         state.loaded(target.iteration, operations, decision.timeline[0])
                     take_up.append(then)
                 with self._groups.in_section():
-                    state.agree_on_start(recovery.comm_config.device)
+                    state.agree_on_start(manager.view.communication.device)
             except BaseException as error:  # torch's CheckpointException is none of Exception
                 self._explain(error, target)
                 raise
-            recovery.progress.inject("rollback")
+            manager.inject("rollback")
 
         if target.source != HELD:  # else all have begun from that state when they took their places
-            recovery.sections.run("rollback", recovery.progress.moving("rollback", run, moved))
+            manager.section("rollback", run, moved=moved)
             take_up[0]()
         self._done = decision.epoch
         self._checkpoints.went_back(target.iteration)
         tier = "memory" if target.source in (HELD, MEMORY) else "disk"
         folder = "" if tier == "memory" else _folder(target)
         seconds = time.monotonic() - began
-        self._records.log(
-            recovery,
+        one = manager.view.worker == min(decision.workers)  # for recover-status, which asks no worker
+        manager.log(
             "rolled back",
+            note=f"rolled back to iteration {target.iteration} from {tier}, {target.lost} lost" if one else "",
             epoch=decision.epoch,
             to=target.iteration,
             lost=target.lost,
@@ -356,9 +351,7 @@ class Rollback:
             folder=folder,
             seconds=round(seconds, 6),
         )
-        self._console.rolled_back(recovery, target, folder, seconds)
-        if recovery.assignment.me == min(decision.workers):  # for recover-status, which asks no worker
-            recovery.session.note(f"rolled back to iteration {target.iteration} from {tier}, {target.lost} lost")
+        self._console.rolled_back(manager, target, folder, seconds)
 
     def _load(self, target: Target, model: Any, optimizer: Any, scheduler: Any) -> int:
         """Floating-point operations until then.  Raises whatever Megatron raises, and ValueError."""
@@ -382,7 +375,9 @@ class Rollback:
                 model, optimizer, scheduler, load_arg="load", strict=True
             )
             # One that was built alone, in a position without data, knows of no data, and no peer has told it.
-            there = torch.tensor([int(args.do_valid), int(args.do_test)], device=self._recovery.comm_config.device)
+            there = torch.tensor(
+                [int(args.do_valid), int(args.do_test)], device=self._manager.view.communication.device
+            )
             dist.all_reduce(there, op=dist.ReduceOp.MAX)
             args.do_valid, args.do_test = there.tolist()
         if iteration != target.iteration:
@@ -391,10 +386,9 @@ class Rollback:
 
     def _explain(self, error: BaseException, target: Target) -> None:
         """Return where ``error`` is to be raised as it is; else raise what it means."""
-        recovery = self._recovery
         if isinstance(error, (EpochRevoked, MembershipError, InStepError, KeyboardInterrupt)):
             return
-        epoch_groups = recovery.assignment.epoch_groups
+        epoch_groups = self._manager.view.groups
         if epoch_groups.over:  # whatever it is, the epoch's end may have led to it
             raise EpochRevoked(epoch_groups.number, signature(error)) from error
         if is_communication(error) or is_own(error) or is_of_device(error):
@@ -404,9 +398,9 @@ class Rollback:
         else:
             what = f"the checkpoint of iteration {target.iteration} in {_folder(target)}"
             self._checkpoints.unreadable.add(target.iteration)
-        why = f"worker {recovery.assignment.me} cannot load {what}: {signature(error)}"
+        why = f"worker {self._manager.view.worker} cannot load {what}: {signature(error)}"
         log.warning(f"{why}; the run goes back to one before it, if there is one")
-        recovery.orphan.leave(why[:500])
+        self._manager.leave(why[:500])
         raise Orphaned(why) from error
 
 

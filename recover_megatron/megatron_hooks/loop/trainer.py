@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.gradients import Gradients
-from recover_megatron.instep.hooks import ProgressReports
+from recover_megatron.instep.manager import Manager
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data.source import of_ids
 from recover_megatron.megatron_hooks.gradients.microbatches import (
@@ -64,7 +64,7 @@ class MegatronTrainer:
     _call: dict[str, Any]
     """The keyword arguments with which Megatron called the schedule."""
     _parts: TrainingParts
-    _progress: ProgressReports
+    _manager: Manager
     _seeds: MicrobatchSeeds
     _accumulated: Accumulated
     _iteration: int
@@ -90,7 +90,9 @@ class MegatronTrainer:
                 **{
                     **self._call,
                     "forward_step_func": self._forward_step(ids, backward),
-                    "data_iterator": of_ids(self._call["data_iterator"], ids, lambda: self._progress.storage("data")),
+                    "data_iterator": of_ids(
+                        self._call["data_iterator"], ids, lambda: self._manager.waiting("data", storage=True)
+                    ),
                     "num_microbatches": len(ids),
                 }
             )
@@ -173,8 +175,8 @@ class MegatronTrainer:
             chunk = chunks[id(model)]
             j = ids[calls[chunk]]
             calls[chunk] += 1
-            self._progress.mark("forward", microbatch=j)
-            self._progress.inject("forward")
+            self._manager.mark("forward", microbatch=j)
+            self._manager.inject("forward")
             self._seeds.seed(self._iteration, j, chunk)
             parts = self._parts
             parts.logits.begin_pass(chunk, j)

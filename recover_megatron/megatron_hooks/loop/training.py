@@ -25,9 +25,9 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.groups.traffic import Mode
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.decision import Checkpoint
-from recover_megatron.instep.recovery import Blame, Recovery
-from recover_megatron.instep.step import Outcome, Step
+from recover_megatron.instep.step import Outcome
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoint.checkpoints import Checkpoints
@@ -43,7 +43,7 @@ from recover_megatron.megatron_hooks.logging.records import Console, Records
 from recover_megatron.megatron_hooks.loop.evaluation import Evaluation
 from recover_megatron.megatron_hooks.loop.rejoin import Rejoin, Rollback
 from recover_megatron.megatron_hooks.loop.trainer import MegatronTrainer, NominalCount
-from recover_megatron.megatron_hooks.loop.training_parts import StepGuard, TrainingParts, rebalance
+from recover_megatron.megatron_hooks.loop.training_parts import StepGuard, TrainingParts, from_first_rank
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.membership.records import CoordinatorLost, Fenced
@@ -68,14 +68,15 @@ FINAL = (
 class TrainingHooks:
     """The hooks of one worker's training loop, and the parts that they need while it trains.
 
-    ``make_recovery`` opens this worker's part in the recovery; it is called when ``train`` is entered first.
+    ``make_manager`` opens this worker's part in the run.  It is called when ``train`` is entered first, or by ``open``
+    where a worker waits for a place before it has a model.
     """
 
     def __init__(
         self,
         loop: Loop,
         groups: Groups,
-        make_recovery: Callable[[], Recovery],
+        make_manager: Callable[..., Manager],
         records: Records,
         device: torch.device,
         config: RecoverConfig,
@@ -83,18 +84,18 @@ class TrainingHooks:
         self.loop = loop
         self._groups = groups
         self._config = config
-        self._make_recovery = make_recovery
+        self._make_manager = make_manager
+        self._manager: Manager | None = None
         self._records = records
         self.console = Console()
         self._device = device
-        self._blame = Blame()
         self.step_guard = StepGuard.of(device)
         self._seeds = MicrobatchSeeds(device)
         self._nominal = NominalCount()
         self._accumulated = Accumulated()
         self._outcome: Outcome | None = None
-        self._evaluation = Evaluation(groups, lambda: self.sharded)
-        self._checkpoints = Checkpoints(groups, records, lambda: self._parts)
+        self._evaluation = Evaluation(groups, lambda: self.sharded, lambda: self._manager)
+        self._checkpoints = Checkpoints(groups, records, lambda: self._parts, lambda: self._manager)
         self._parts: TrainingParts | None = None
         """None before ``train`` has been entered."""
 
@@ -116,9 +117,14 @@ class TrainingHooks:
         return None if self._parts is None else self._parts.sharded
 
     @property
-    def recovery(self) -> Recovery:
-        assert self._groups.recovery is not None, "training has not begun"
-        return self._groups.recovery
+    def manager(self) -> Manager:
+        """Of a worker whose training has begun, or that waits for a place."""
+        assert self._manager is not None, "training has not begun"
+        return self._manager
+
+    def open(self, *given: Any) -> None:
+        """Open this worker's part in the run; ``given``: for ``make_manager``."""
+        self._manager = self._make_manager(*given)
 
     @property
     def iteration(self) -> int:
@@ -152,7 +158,8 @@ class TrainingHooks:
 
     @property
     def begun(self) -> bool:
-        return self._groups.recovery is not None
+        """Whether there is a ``manager``; until then evaluations, checkpoints and the like are Megatron's own."""
+        return self._manager is not None
 
     def install(self) -> None:
         """Wrap the seams; raises UserError if this loop's or Megatron-Core's are not the ones we know."""
@@ -186,10 +193,10 @@ class TrainingHooks:
             late = self.begun  # a newcomer, which waited without a model until it was to build one
             if not late:
                 _check_batches(get_args())
-                self._groups.recovery = self._make_recovery()
+                self.open()
             parts = self._take_up(model, optimizer, scheduler, validation, late=late)
-            rejoin = Rejoin(self.recovery, self._groups, parts, self._checkpoints, self._blame, self.step_guard)
-            rollback = Rollback(self.recovery, self._groups, parts, self._checkpoints, self._records, self.console)
+            rejoin = Rejoin(self.manager, self._groups, parts, self._checkpoints, self.step_guard)
+            rollback = Rollback(self.manager, self._groups, parts, self._checkpoints, self.console)
             if late:
                 rejoin.come_back()
             else:
@@ -218,6 +225,7 @@ class TrainingHooks:
             optimizer,
             scheduler,
             validation,
+            manager=self.manager,
             groups=self._groups,
             accumulated=self._accumulated,
             services=self.loop.services,
@@ -230,25 +238,24 @@ class TrainingHooks:
 
     def _start(self) -> None:
         """Join the first epoch, with everybody who was launched."""
-        self.recovery.rendezvous.start()
-        args, mine = get_args(), self.recovery.assignment
+        self.manager.start(self._groups.traffic)
+        args, view = get_args(), self.manager.view
         if (
             (args.save or args.load)
             and (why := self._no_last_resort(self.parts.state))
-            and mine.me == min(mine.decision.workers)
+            and view.worker == min(view.decision.workers)
         ):
             log.info(
                 f"no last resort: {why}. Where the last holder of a part of the state is lost and no snapshot is in "
                 "memory, the run ends with exit code 12; a new launch goes on from the newest checkpoint"
             )
-        self._groups.traffic.recovery = self.recovery
         self._groups.traffic.mode = Mode.OPEN
         if self.sharded is not None:
             self.sharded.adopt()
 
     def replica_broken(self, error: BaseException) -> bool:
         """Whether ``error`` comes from a mate's loss: this worker becomes a spare then, instead of ending by it."""
-        return self._blame.of_mates(error, self.recovery)
+        return self.manager.is_of_mates(error)
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(
@@ -258,10 +265,10 @@ class TrainingHooks:
             started = time.perf_counter()
             with self._groups.traffic.during(Mode.STEP):
                 result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
-            self.recovery.progress.inject("optimizer")
+            self.manager.inject("optimizer")
             assert self._outcome is not None
-            self._records.step(self.recovery, self._outcome, result, time.perf_counter() - started)
-            self.console.step(self.recovery, self._outcome, get_args().curr_iteration + 1)
+            self._records.step(self.manager, self._outcome, result, time.perf_counter() - started)
+            self.console.step(self.manager, self._outcome, get_args().curr_iteration + 1)
             return result
 
         return train_step
@@ -288,7 +295,7 @@ class TrainingHooks:
                 if not self.begun:
                     return schedule(**call)
                 if call.get("forward_only"):
-                    return self._evaluation.forward_only(self.recovery, schedule, call)
+                    return self._evaluation.forward_only(self.manager, schedule, call)
                 return self._step(schedule, call)
 
             return forward_backward_func
@@ -297,37 +304,35 @@ class TrainingHooks:
 
     def _step(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
         """One step to its commit (`instep.step`), then what Megatron does once at its end; the losses for the log."""
-        args, recovery = get_args(), self.recovery
-        mine, progress, parts = recovery.assignment, recovery.progress, self.parts
+        args, manager, parts = get_args(), self.manager, self.parts
+        view = manager.view
         nominal = get_num_microbatches()
         total = nominal * args.data_parallel_size
-        mine.show(total, recovery.planner.can_go_back)
         column = parts.buckets.tail
-        in_column = set(column) & set(mine.grid.replicas[mine.replica])
+        in_column = set(column) & set(view.grid.replicas[view.replica])
         for source in sources_of(call["data_iterator"]):
-            source.begin(args.consumed_train_samples, mine.share(total)[mine.inner_rank], total)
+            source.begin(args.consumed_train_samples, view.share(total)[view.inner_rank], total)
         parts.trackers.begin()
         parts.routers.begin()
         parts.logits.begin(total)
         parts.scales.begin(total)
         parts.buckets.begin()
         trainer = MegatronTrainer(
-            schedule, call, parts, progress, self._seeds, self._accumulated, args.curr_iteration + 1
+            schedule, call, parts, manager, self._seeds, self._accumulated, args.curr_iteration + 1
         )
         room = EXTRAS + sum(its.size for its in parts.beside)
-        tail = Tail(column, total, len(mine.grid.replicas), self._device, room=room)
+        tail = Tail(column, total, len(view.grid.replicas), self._device, room=room)
         self._nominal.count = nominal
-        parts.state.last_step = args.curr_iteration + 1, progress.at + 1
+        parts.state.last_step = args.curr_iteration + 1, view.number + 1
         try:
-            outcome = Step(recovery, trainer, total, tail, 1 / len(in_column)).run()
+            balance = from_first_rank if self._config.balance else None
+            outcome = manager.step(trainer, total, tail, 1 / len(in_column), balance)
         finally:
             self._nominal.count = None
         self._outcome = outcome
-        if self._config.balance:
-            rebalance(recovery, outcome, total)
         losses = trainer.finish(outcome.extras)
-        progress.mark("optimizer")
-        progress.inject("optimizer")
+        manager.mark("optimizer")
+        manager.inject("optimizer")
         return losses
 
 

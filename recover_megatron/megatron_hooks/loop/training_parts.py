@@ -24,8 +24,7 @@ from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.device import drained
 from recover_megatron.instep.gradients import alive
 from recover_megatron.instep.groups.traffic import Mode
-from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.step import Outcome
+from recover_megatron.instep.manager import Manager
 from recover_megatron.integrate import Services
 from recover_megatron.megatron_hooks.checkpoint.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
@@ -120,23 +119,23 @@ class TrainingParts:
         scheduler: Any,
         validation: Any,
         *,
+        manager: Manager,
         groups: Groups,
         accumulated: Accumulated,
         services: Services,
         config: RecoverConfig,
         blank: bool,
     ) -> None:
-        args, recovery = get_args(), groups.recovery
-        assert recovery is not None, "train has not been entered"
-        self._recovery, self._traffic, self._services = recovery, groups.traffic, services
-        self.buckets = _buckets(model, recovery, accumulated, config.shadow_shards)
-        self.trackers = Trackers(args, self.buckets.tail, recovery.assignment.grid)
+        args = get_args()
+        self._manager, self._traffic, self._services = manager, groups.traffic, services
+        self.buckets = _buckets(model, manager, accumulated, config.shadow_shards)
+        self.trackers = Trackers(args, self.buckets.tail, manager.view.grid)
         self.routers = RouterSums(model)
         self.logits = AttentionLogits(args, model)
         self.scales = Scales(args, model)
         self.beside = (self.routers, self.trackers, self.logits, self.scales)
         """What is added up beside the gradients, in the order in which it travels in a step's tail."""
-        self.sharded = _sharded(optimizer, self.buckets, recovery, config)
+        self.sharded = _sharded(optimizer, self.buckets, manager, config)
         """None: every worker of a column has all of the optimizer's state."""
         self.state = TrainingState(
             model,
@@ -149,15 +148,15 @@ class TrainingParts:
             sharded=self.sharded,
             scales=self.scales,
         )
-        self.places = StateExchange(recovery, self.state)
+        self.places = StateExchange(manager, self.state)
         wanted = config.memory_tier != "off"
-        self.memory = MemoryTier(recovery, self.state, self.sharded, wanted=wanted, every=config.memory_interval)
+        self.memory = MemoryTier(manager, self.state, self.sharded, wanted=wanted, every=config.memory_interval)
 
     def wait_for_device(self) -> None:
         """Return when the device has computed what it was given.  Raises ``Orphaned`` when this replica is broken."""
-        device = self._recovery.comm_config.device
+        device = self._manager.view.communication.device
         if device.type == "cuda":
-            drained(device, self._recovery.orphan.stay)
+            drained(device, self._manager.check)
 
     def count_updates(self, optimizer: Any, step_guard: StepGuard) -> None:
         """Know whether the parameters are those before or after the step under way, whatever interrupts it."""
@@ -187,29 +186,29 @@ class TrainingParts:
 
         Raises ``Orphaned`` if this worker must not compute with the state that it has.
         """
-        recovery = self._recovery
+        manager = self._manager
         self._traffic.mode = Mode.OPEN
         self.state.begin()
-        recovery.boundary.meet_if_wanted(self._before_meeting)
-        if recovery.assignment.decision.holders:
+        manager.at_boundary(self._before_meeting)
+        if manager.view.decision.holders:
             self.complete()
             self.open_rings()  # beside the states that come, of others and perhaps of this worker
         self.places.at_boundary()
         self._settle()
-        if self.sharded is not None and recovery.boundary.verifying and not recovery.boundary.joining_next:
+        if self.sharded is not None and manager.view.verifying and not manager.view.joining_next:
             self.sharded.verify()
             self._settle()
         self.memory.at_boundary()
 
     def open_rings(self) -> None:
         """Begin to open the rings of the present epoch, in the order in which a step asks for them."""
-        mine = self._recovery.assignment
-        mine.epoch_groups.open_rings([alive(column, mine.live) for column in self.buckets.rings])
+        view = self._manager.view
+        view.groups.open_rings([alive(column, view.live) for column in self.buckets.rings])
 
     def _before_meeting(self) -> None:
         self._services.finish_saves()  # by those who began it
         self.complete()
-        if self._recovery.assignment.decision.leaving:
+        if self._manager.view.decision.leaving:
             self._settle()  # while those who leave are there to give what only they have
 
     def before_checkpoint(self) -> None:
@@ -233,52 +232,30 @@ class TrainingParts:
 
 
 def _buckets(
-    model: Any, recovery: Recovery, accumulated: Accumulated, shadows: int
+    model: Any, manager: Manager, accumulated: Accumulated, shadows: int
 ) -> Buckets | FsdpBuckets | FsdpBuckets2:
     if is_version2(model[0]):
-        return FsdpBuckets2(model, recovery.assignment, accumulated)
+        return FsdpBuckets2(model, manager, accumulated)
     if is_fsdp(model[0]):
-        return FsdpBuckets(model, recovery.assignment, accumulated, shadows if spreads_optimizer(get_args()) else None)
-    return Buckets(model, recovery.assignment, shadows)
+        return FsdpBuckets(model, manager, accumulated, shadows if spreads_optimizer(get_args()) else None)
+    return Buckets(model, manager, shadows)
 
 
 def _sharded(
-    optimizer: Any, buckets: Buckets | FsdpBuckets | FsdpBuckets2, recovery: Recovery, config: RecoverConfig
+    optimizer: Any, buckets: Buckets | FsdpBuckets | FsdpBuckets2, manager: Manager, config: RecoverConfig
 ) -> ShardedOptimizer | None:
     if isinstance(buckets, FsdpBuckets2) or buckets.shards is None:
         return None
     keeping = InBuckets(buckets) if isinstance(buckets, Buckets) else InShardGroups(buckets.outer)
     aside = torch.device("cpu") if config.shadow_device == "cpu" else None
-    return ShardedOptimizer(optimizer, buckets, keeping, recovery, config.shadow_shards, aside)
+    return ShardedOptimizer(optimizer, buckets, keeping, manager, config.shadow_shards, aside)
 
 
-def rebalance(recovery: Recovery, outcome: Outcome, total: int) -> None:
-    """Take up quotas for the next step by the paces of the one just committed; every worker of the replica calls it.
-
-    How long a replica took per microbatch is summed with the gradients (``Tail``), so every worker of a column knows
-    the same numbers when a step is committed.  Columns measure different ones (stages wait for each other differently),
-    so the first rank of each model-parallel group, all of which stand in one column, decides for its group.  A worker
-    that learnt of the commit from a plan changes nothing, nor do those whom the plan found further on; and no worker
-    does after a step that fresh replicas began late: they ran little of it.
-    """
-    shares = recovery.assignment.shares
-    if outcome.by_plan or shares.easing:
-        return
-    replicas = recovery.assignment.decision.replicas
-    current = shares.counts(recovery.assignment.decision, total)
-    paces = {replica: outcome.speeds[replica] for replica in replicas if replica in outcome.speeds}
-    if len(paces) == len(replicas):
-        shares.balance.measured(paces)
-    wanted = shares.balance.counts(current, total, multiple_of=shares.granularity, least=shares.least)
+def from_first_rank(counts: list[int]) -> list[int]:
+    """Give all ranks of the model-parallel group, which stands in one column, the numbers of its first one."""
     group = parallel_state.get_model_parallel_group()
-    if group.size() > 1:
-        counts = torch.tensor([wanted[replica] for replica in replicas], device=torch.cuda.current_device())
-        torch.distributed.broadcast(counts, group=group, group_src=0)
-        wanted = dict(zip(replicas, counts.tolist(), strict=True))
-    if wanted != current:
-        shares.rebalance(wanted)
-        recovery.hooks.log(
-            "quotas",
-            quotas={str(replica): count for replica, count in wanted.items()},
-            seconds_per_microbatch={str(replica): round(pace, 6) for replica, pace in paces.items()},
-        )
+    if group.size() == 1:
+        return counts
+    told = torch.tensor(counts, device=torch.cuda.current_device())
+    torch.distributed.broadcast(told, group=group, group_src=0)
+    return [int(count) for count in told.tolist()]

@@ -45,12 +45,12 @@ class FaultInjection:
     def inject(self, phase: str, iteration: int | None = None) -> None:
         """A phase was reached, of ``iteration``; None: of that under way."""
         if phase == "traffic":  # an operation inside a section: a further visit of its phase
-            phase = SECTIONS.get(self._training.recovery.sections.kind, "")
+            phase = SECTIONS.get(self._training.manager.view.section, "")
         self._injector.at(phase, self._training.iteration if iteration is None else iteration)
 
     def in_collective(self, boundary: str, hop: int) -> None:
         """At a boundary of a collective: see ``collectives.ring.executor.Hook``, and ``collectives.native``."""
-        phase, sharded = self._training.recovery.progress.phase, self._training.sharded
+        phase, sharded = self._training.manager.view.phase, self._training.sharded
         if boundary == "gather":  # with --overlap-param-gather in the next iteration already
             self.inject("param-gather", 0 if sharded is None else sharded.updated)
             return
@@ -95,8 +95,8 @@ class TurningPoints(Hooks):
     def planned(self, decision: Decision) -> None:
         self._groups.planned(decision)
         self._training.planned()
-        self._records.planned(self._training.recovery)
-        self._training.console.planned(self._training.recovery, get_args().curr_iteration + 1)
+        self._records.planned(self._training.manager)
+        self._training.console.planned(self._training.manager, get_args().curr_iteration + 1)
         if self._first_plan:
             self._first_plan = False
             self._log_start(decision)
@@ -111,7 +111,7 @@ class TurningPoints(Hooks):
         }
         self.log(
             "start",
-            world=self._training.recovery.assignment.grid.world,
+            world=self._training.manager.view.grid.world,
             shape=shape,
             replicas=list(decision.replicas),
             microbatches=_microbatches(),
@@ -135,15 +135,15 @@ class TurningPoints(Hooks):
             self._faults.inject(phase, iteration)
 
     def describe(self, decision: Decision) -> dict[str, Any]:
-        recovery = self._training.recovery
-        counts = recovery.assignment.shares.counts(decision, _microbatches())
+        view = self._training.manager.view
+        counts = view.quotas.counts(decision, _microbatches())
         return {
             "quotas": {str(replica): count for replica, count in counts.items()},
-            "phase": recovery.progress.phase,
+            "phase": view.phase,
         }
 
     def log(self, event: str, **fields: Any) -> None:
-        self._records.log(self._training.recovery, event, **fields)
+        self._records.log(self._training.manager, event, **fields)
 
     def version(self) -> int | None:
         state = self._training.state

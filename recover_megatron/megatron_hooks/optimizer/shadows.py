@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from recover_megatron.instep.gradients import Column, alive
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.state.holder import Path, Place, in_place
 from recover_megatron.instep.state.shards import ElementRange, Shards
 from recover_megatron.logger import get_logger
@@ -58,7 +58,7 @@ class LayoutPieces:
     """Those of each of Megatron's optimizers."""
     buckets: Buckets | FsdpBuckets
     shards: Shards
-    recovery: Recovery
+    manager: Manager
 
     def wanted(self) -> dict[Column, Any]:
         """The layouts for who is there now."""
@@ -71,7 +71,7 @@ class LayoutPieces:
 
     def make(self, fragments: ShardFragments, layouts: Layouts) -> Held:
         """New pieces of all that this worker is to hold, without a state."""
-        held = layouts[self.column(fragments)].held(self.recovery.assignment.me)
+        held = layouts[self.column(fragments)].held(self.manager.view.worker)
         return {
             unit: fragments.make(self.parts(fragments, unit, layouts), shadow=place > 0)
             for place, unit in enumerate(held)
@@ -88,36 +88,36 @@ class LayoutPieces:
 
     def change_hands(self) -> None:
         """Have the state change hands, for who is there now; a section: all or nobody."""
-        recovery, progress = self.recovery, self.recovery.progress
+        manager = self.manager
         layouts: dict[Column, Any] = {}
         held: list[Held] = []
         began, came = time.monotonic(), 0
 
         def mark() -> None:
-            progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
+            manager.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
 
         def run() -> None:
             nonlocal came
-            progress.inject("repartition")
+            manager.inject("repartition")
             mark()
             layouts.clear()
             layouts.update(self.wanted())
             held[:] = [self.make(fragments, layouts) for fragments in self.fragments]
             came = self.shards.exchange(
-                recovery.assignment.epoch_groups,
+                manager.view.groups,
                 self._element_ranges(layouts),
                 self._give,
                 partial(self._receive, held=held),
                 mark,
             )
-            progress.inject("repartition")
+            manager.inject("repartition")
 
-        recovery.sections.run("repartition", run)
+        manager.section("repartition", run)
         for fragments, its in zip(self.fragments, held, strict=True):
             fragments.install(its)
         self.shards.take_up(layouts)
-        seconds, epoch = round(time.monotonic() - began, 6), recovery.assignment.decision.epoch
-        recovery.hooks.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
+        seconds, epoch = round(time.monotonic() - began, 6), manager.view.epoch
+        manager.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
 
     def _element_ranges(self, layouts: Layouts) -> dict[tuple[int, int], list[ElementRange]]:
         """(who gives, who gets) -> what."""
@@ -165,18 +165,19 @@ class LayoutPieces:
 
         Where one differs, all are made anew with the next repartition, by all workers.
         """
-        recovery, mine = self.recovery, self.recovery.assignment
+        manager = self.manager
         held = self._digests()
 
         def run() -> tuple[list[int], bool]:
-            recovery.progress.mark("verify", waiting=True)
-            ring = mine.epoch_groups.ring(alive(self.buckets.tail, mine.live))
+            manager.mark("verify", waiting=True)
+            view = manager.view
+            ring = view.groups.ring(alive(self.buckets.tail, view.live))
             found = differing_units(ring.exchange(held))
-            return found, mine.epoch_groups.any(bool(found), tuple(sorted(mine.live)))
+            return found, view.groups.any(bool(found), tuple(sorted(view.live)))
 
-        different, anywhere = recovery.sections.run("verify shadows", run)
+        different, anywhere = manager.section("verify shadows", run)
         if different:
-            recovery.hooks.log("shadows differ", units=different)
+            manager.log("shadows differ", units=different)
             log.info(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
         if anywhere:
             self.shards.distrust_shadows()

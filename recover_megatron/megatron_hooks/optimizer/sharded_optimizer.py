@@ -33,9 +33,8 @@ import torch.distributed as dist
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.training import get_args
 
-from recover_megatron.instep.faults import Orphaned
 from recover_megatron.instep.gradients import Parameters, alive
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.state.overlap import Overlap
 from recover_megatron.instep.state.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
@@ -86,7 +85,7 @@ class ShardedOptimizer:
         optimizer: Any,
         buckets: Buckets | FsdpBuckets,
         keeping: Keeping,
-        recovery: Recovery,
+        manager: Manager,
         shadows: int,
         shadow_device: torch.device | None,
     ) -> None:
@@ -94,11 +93,11 @@ class ShardedOptimizer:
         self._optimizer = optimizer
         self._buckets, self._keeping = buckets, keeping
         self.shards = buckets.shards
-        self._recovery, self._progress = recovery, recovery.progress
+        self._manager = manager
         chained = getattr(optimizer, "chained_optimizers", [optimizer])
         real = [one for one in chained if not one.is_stub_optimizer]
         self._fragments = [keeping.fragments(one, _groups_of[one], shadow_device) for one in real]
-        self._pieces = LayoutPieces(self._fragments, buckets, self.shards, recovery)
+        self._pieces = LayoutPieces(self._fragments, buckets, self.shards, manager)
         self._parameters = Parameters(buckets.parameters, self.shards)
         device = buckets.parameters[0][1].device
         self.updated = 0
@@ -107,7 +106,7 @@ class ShardedOptimizer:
         self._aside = HostShadows(self._fragments, float(optimizer.config.clip_grad))
         self._overlap: Overlap | None = None
         if self._fragments and buckets.overlaps and shadow_device is None:
-            self._overlap = Overlap(buckets.parameters, self.shards, recovery, self._lose)
+            self._overlap = manager.overlap(buckets.parameters, self.shards, self._lose)
         buckets.overlap = self._overlap
         self._optimizers = real
         zeros = bool(optimizer.config.log_num_zeros_in_grad)
@@ -188,11 +187,7 @@ class ShardedOptimizer:
     def _lose(self, *units: int) -> None:
         names = ", ".join(map(str, units))
         whose = "workers" if self._buckets.instances == 1 else "shards"
-        lost = f"the optimizer state of {whose} {names} had no other copy"
-        if self._recovery.planner.can_go_back:
-            self._recovery.orphan.leave(lost)
-            raise Orphaned(lost)
-        self._recovery.planner.lose_state(lost)
+        self._manager.lose_state(f"the optimizer state of {whose} {names} had no other copy")
 
     def complete(self) -> None:
         """See to it that the model and the shadows are those of the last update: who reads them next does not ask."""
@@ -202,7 +197,7 @@ class ShardedOptimizer:
 
     def due(self) -> bool:
         """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
-        return self.shards.stale() and not self._recovery.boundary.joining_next
+        return self.shards.stale() and not self._manager.view.joining_next
 
     def renew(self) -> None:
         """Have the state change hands, for who is there now; a section: all or nobody."""
@@ -240,19 +235,19 @@ class ShardedOptimizer:
         A section before that of the checkpoint: who is left when a worker is lost in the latter has everything already,
         and nobody waits inside a replica for one who is told of a loss by its column.
         """
-        assignment = self._recovery.assignment
+        manager = self._manager
 
         def gather() -> None:
-            self._progress.mark("checkpoint" if moments else "parameters' norm", waiting=True)
+            manager.mark("checkpoint" if moments else "parameters' norm", waiting=True)
             found = [part for fragments in self._fragments for part in self._keeping.lend(fragments, moments=moments)]
             whole = Parameters(found, self.shards)
             whole.begin()
-            whole.gather(assignment.epoch_groups, assignment.live, again=False)
+            whole.gather(manager.view.groups, manager.view.live, again=False)
 
         with ExitStack() as shown:
             if self._keeping.has_all:
                 self.complete()
-                self._recovery.sections.run("state of checkpoint", gather)
+                manager.section("state of checkpoint", gather)
                 for fragments in self._fragments:
                     shown.enter_context(self._keeping.show(fragments))
             yield
@@ -261,8 +256,7 @@ class ShardedOptimizer:
 
     def step(self, original: Callable[[], Any]) -> Any:
         """Megatron's ``optimizer.step()``, ``original``, within the section that makes it survive; what it returns."""
-        recovery, parameters, overlap = self._recovery, self._parameters, self._overlap
-        assignment = recovery.assignment
+        manager, parameters, overlap = self._manager, self._parameters, self._overlap
         sums = self._norms.measure()
         # Megatron asks the replica once which norms there are: not in the section, of whose end one column may hear
         # while another one has passed it.
@@ -277,26 +271,26 @@ class ShardedOptimizer:
 
         def run() -> None:
             nonlocal begun
-            self._progress.inject("norm")
-            self._progress.mark("norm", waiting=True)
+            manager.inject("norm")
+            manager.mark("norm", waiting=True)
             told, again = self._norms.exchange(sums, begun)
             if not done:
-                self._progress.inject("update")
+                manager.inject("update")
                 done.append(self._update(original, told))
-                self._progress.inject("update")
+                manager.inject("update")
             if overlap is not None:
-                overlap.publish(self._progress.at)
+                overlap.publish(manager.view.number)
                 return
             self._speak_for_the_lost()
-            self._progress.mark("param-gather", waiting=True)
+            manager.mark("param-gather", waiting=True)
             begun = True
-            parameters.gather(assignment.epoch_groups, assignment.live, again=again)
+            parameters.gather(manager.view.groups, manager.view.live, again=again)
 
-        self.updated = recovery.hooks.iteration()
-        recovery.sections.run("update", run)
+        self.updated = manager.view.iteration
+        manager.section("update", run)
         if overlap is not None:
-            with self._progress.waiting("param-gather"):
-                overlap.start(self._progress.at)
+            with manager.waiting("param-gather"):
+                overlap.start(manager.view.number)
         self._keeping.gathered()
         return done[0]
 
@@ -363,7 +357,7 @@ class UnitNorms:
 
         A row has for each held unit: the unit, whether this worker speaks for it, and its sums.
         """
-        shards, assignment = self._pieces.shards, self._pieces.recovery.assignment
+        shards, view = self._pieces.shards, self._pieces.manager.view
         row = [float(begun)]
         for at, column in enumerate(shards.columns):
             held = shards.held(column)
@@ -371,8 +365,8 @@ class UnitNorms:
                 unit = held[place] if place < len(held) else -1
                 speaks = unit >= 0 and shards.speaks_for(column, unit)
                 row += [float(unit), float(speaks), *sums[at, place].tolist()]
-        column = alive(self._keeping.tells_norms, assignment.live)
-        rows = assignment.epoch_groups.ring(column).exchange_doubles(row)
+        column = alive(self._keeping.tells_norms, view.live)
+        rows = view.groups.ring(column).exchange_doubles(row)
         found = [
             UnitSums(at // (4 * self._width), *its[at + 3 : at + 5])
             for its in rows

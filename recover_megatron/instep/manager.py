@@ -1,0 +1,288 @@
+"""The interface of in-step recovery: one ``Manager`` for each worker, and the ``View`` of the run that it gives.
+
+What you get: every iteration sums the gradients of the same M microbatches, each exactly once, whichever workers die,
+and whenever.  An iteration that ``step`` has returned from is committed; one that it has raised in is committed nowhere
+without this worker's replica having been replaced.  What workers do together besides (an evaluation, a checkpoint) is a
+section: it is run to its end by whoever is left, from the beginning where a worker is lost in the middle.
+
+You have a few responsibilities.  First, give a ``Hooks`` (`hooks`): it is called back where its methods say, some of
+them in the session's thread while your own thread waits, so those must be quick and wait for nobody.  Then, in the
+thread that trains (the main thread; only what says otherwise may be called by others)::
+
+    start                          once: all workers of the launch join the first epoch.  Before it a death ends the run
+    for each iteration:
+        at_boundary                new workers come in here; hold no epoch's groups across it
+        step                       give it your microbatches' gradients; update the parameters only when it has returned
+        section                    whatever else needs workers of other replicas: the same ones in the same order on all
+    finish                         once: the training is over for this worker
+
+Tell where you are (``mark``), so that a worker that hangs is known: without a mark within the hang timeout this worker
+is put out.  Say which waiting is for others or for storage (``waiting``).
+
+Where an exception comes out of your own code or of a method here, ask ``is_of_mates``.  If it is, this worker is an
+orphan: its replica is broken, and the others go on.  Call ``leave``, drop what holds tensors of the training, call
+``release``, then ``wait_for_place``; with its decision enter ``take_place``, in which you make your groups anew and
+load your state, and go on with ``at_boundary``.  If it is not, it is an error of this worker: end the process.
+
+Raised by every method that meets other workers:
+
+    Orphaned           this worker has no place any more: as above
+    Drained            its node is to be switched off: end with exit code 0
+    NoReplica          nobody has a complete replica: the run ends for all, exit code 10
+    StateLost          nobody has a part of the training's state any more: the run ends for all, exit code 12
+    Fenced             this worker was put out, and the run goes on without it: end with 13
+    CoordinatorLost    the run has ended, or its majority is lost: end with the error's code
+    EpochRevoked       only from ``View.groups``: let it out of the section or the step, which begins again by itself
+
+The idea of a manager that hides a quorum behind step, boundary and commit is torchft's; there a failed step is
+dropped, here it is finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from recover_megatron.instep.faults import Orphaned, OtherPosition
+from recover_megatron.instep.gradients import Tail
+from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
+from recover_megatron.instep.groups.traffic import Traffic
+from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.meeting.decision import Decision, Rules
+from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
+from recover_megatron.instep.recovery import Blame, Recovery
+from recover_megatron.instep.state.overlap import Overlap
+from recover_megatron.instep.state.shards import Column, Shards
+from recover_megatron.instep.step import Outcome, Step, Trainer
+from recover_megatron.instep.view import View
+from recover_megatron.membership.io.session import Session
+
+Agree = Callable[[list[int]], list[int]]
+"""Gives all workers of a model-parallel group the numbers of its first rank."""
+
+
+class Manager:
+    """One worker's part in the run: see above for who calls what when."""
+
+    def __init__(
+        self,
+        session: Session,
+        me: int,
+        grid: LaunchGrid,
+        communication: CommunicationConfig,
+        hooks: Hooks,
+        *,
+        slot: Slot | None,
+        node: str = "",
+        domains: Sequence[str] = (),
+        device: int | None = None,
+        rules: Rules | None = None,
+        verify_interval: int = 0,
+        flags: Mapping[str, str] | None = None,
+        code: Mapping[str, str] | None = None,
+    ) -> None:
+        """Open the part of worker ``me``, which has attached by ``session``; nobody is waited for.
+
+        :param grid: the slots of the launch
+        :param slot: where this worker stands at launch; None: it was started later, and has no place yet
+        :param node: name of its host
+        :param domains: what it may be lost with (``workload.domains``)
+        :param device: number of its device on the host
+        :param verify_interval: iterations between comparisons of states; 0: none
+        :param flags: what this worker was started with that must be the same on all (`script_flags`)
+        :param code: the program that it runs (`program`)
+        """
+        self._parts = Recovery(
+            session,
+            me,
+            grid,
+            communication,
+            hooks,
+            slot=slot,
+            node=node,
+            domains=domains,
+            device=device,
+            rules=rules,
+            verify_interval=verify_interval,
+            flags=flags,
+            code=code,
+        )
+        self._blame = Blame()
+
+    @property
+    def view(self) -> View:
+        """The run as this worker knows it now.  From any thread; a later plan makes another view."""
+        return self._parts.view()
+
+    # ---- the training
+
+    def start(self, traffic: Traffic) -> None:
+        """Join the first epoch, with all workers of the launch.  ``traffic`` carries their groups from then on."""
+        self._parts.rendezvous.start()
+        traffic.recovery = self._parts
+
+    def at_boundary(self, prepare: Callable[[], Any]) -> None:
+        """Meet the others before a step if a plan has called for it: workers come in or leave, states are compared.
+
+        ``prepare`` is called before each such meeting, and must be made of sections: what must not wait until then.
+        """
+        self._parts.boundary.meet_if_wanted(prepare)
+
+    def step(self, trainer: Trainer, total: int, tail: Tail, share: float, balance: Agree | None = None) -> Outcome:
+        """Run one iteration of ``total`` microbatches (over all replicas) until it is committed.
+
+        :param tail: the bucket that is summed last, with the losses and the counts of microbatches
+        :param share: 1 / number of workers of the tail's column in one replica
+        :param balance: give slow replicas fewer microbatches from the next step on
+        :raises Disagreement: the sum cannot be right: nobody commits this step
+        """
+        self._parts.show(total)
+        outcome = Step(self._parts, trainer, total, tail, share).run()
+        if balance is not None and not outcome.by_plan:  # nor do those change anything whom the plan found further on
+            self._parts.rebalance(outcome.speeds, total, balance)
+        return outcome
+
+    def section(
+        self,
+        kind: str,
+        run: Callable[[], Any],
+        *,
+        reset: Callable[[], None] = lambda: None,
+        together: bool = False,
+        phase: str = "",
+        moved: Callable[[], int] | None = None,
+    ) -> Any:
+        """Have all workers run ``run`` to its end, again from the start where one is lost; what it returned.
+
+        :param run: raises ``EpochRevoked``, or has no effect that a second run would double
+        :param reset: undoes the rest before a second run; inputs that collectives wrote over are restored without it
+        :param together: in ``run`` the workers of a replica wait for each other, so they begin it together
+        :param moved: bytes that this worker has read and written by now: for as long as they grow, ``run`` is no hang.
+            It is then in ``phase``, by default ``kind``
+        """
+        if moved is not None:
+            run = self._parts.progress.moving(phase or kind, run, moved)
+        return self._parts.sections.run(kind, run, reset=reset, together=together)
+
+    def finish(self) -> None:
+        """Leave the run in order, when all have come to the end of the training."""
+        self._parts.finish()
+
+    # ---- what this worker says
+
+    def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
+        """Report progress.
+
+        :param waiting: it waits for others, who are to blame for a hang
+        :param allow: seconds beyond the hang timeout until the next mark
+        """
+        self._parts.progress.mark(phase, microbatch=microbatch, waiting=waiting, allow=allow)
+
+    def waiting(self, what: str, *, storage: bool = False) -> AbstractContextManager[None]:
+        """While it is entered this worker waits for others, or with ``storage`` for data: its own hang timeout rests.
+
+        Storage has the stall timeout on top of it.
+        """
+        progress = self._parts.progress
+        return progress.storage(what) if storage else progress.waiting(what)
+
+    def inject(self, phase: str, iteration: int | None = None) -> None:
+        """Inject a fault if one is due in ``phase`` of ``iteration``; None: of that under way.  From any thread."""
+        self._parts.progress.inject(phase, iteration)
+
+    def log(self, event: str, *, note: str = "", **fields: Any) -> None:
+        """Write a line of events.jsonl, if this worker is the one that does; ``fields`` are JSON values.
+
+        ``note``: what recover-status shows of this worker from now on.
+        """
+        self._parts.hooks.log(event, **fields)
+        if note:
+            self._parts.session.note(note)
+
+    # ---- what goes wrong
+
+    def check(self) -> None:
+        """Raise ``Orphaned`` if this worker's replica is broken, ``Fenced`` or ``CoordinatorLost`` if it is out."""
+        self._parts.orphan.stay()
+
+    def be_in_touch(self, *, in_epoch: bool = True) -> None:
+        """Return when the coordinator has answered just now, mostly at once.  From any thread.
+
+        To be called before what a worker must not do that was stopped, and put out without knowing yet.  Raises
+        ``Fenced`` or ``CoordinatorLost``, and ``EpochRevoked`` unless ``in_epoch`` is False.
+        """
+        self._parts.session.be_in_touch(in_epoch=in_epoch)
+
+    def is_of_mates(self, error: BaseException) -> bool:
+        """Whether ``error`` comes from the loss of a worker of this replica.  May wait for the news of one."""
+        return self._blame.of_mates(error, self._parts)
+
+    def lose_state(self, what: str) -> NoReturn:
+        """Nobody has a part of the training's state any more; ``what`` says which, for people.
+
+        Raises ``Orphaned``, on all, where there is a checkpoint or a snapshot to go back to, else ``StateLost``.
+        """
+        if self._parts.planner.can_go_back:
+            self._parts.orphan.leave(what)
+            raise Orphaned(what)
+        self._parts.planner.lose_state(what)
+
+    # ---- out of the training, and back
+
+    def leave(self, why: BaseException | str) -> None:
+        """Leave the training, for an error that ``is_of_mates``, or for a reason in words.  The others are told."""
+        if isinstance(why, str):
+            self._parts.orphan.leave(why)
+        elif not isinstance(why, Orphaned):
+            self._parts.orphan.replica_failed(why)
+            self._blame.left(self._parts)
+
+    def release(self) -> None:
+        """Close the groups of the epoch: nothing of it touches a tensor any more.  May wait for the device."""
+        self._parts.assignment.close()
+
+    def wait_for_place(self, *, note: str = "", **offer: Any) -> Decision:
+        """Wait as a spare; the decision that gives this worker a place.
+
+        :param note: what recover-status shows of it
+        :param offer: fields of ``JoinStatus``: ``version`` and ``digest`` of its state; ``position`` None: it can take
+            no place
+        :raises OtherPosition: it is to build the model of another position, and to wait again
+        :raises RunOver: there will be no place
+        """
+        if note:
+            self._parts.session.note(note)
+        try:
+            return self._parts.orphan.wait(**offer)
+        except OtherPosition as other:
+            self._parts.assignment.position = other.position
+            raise
+
+    @contextmanager
+    def take_place(self, decision: Decision, traffic: Traffic) -> Iterator[None]:
+        """Take the place that ``decision`` has for this worker; in the block it makes its groups and has its state.
+
+        ``traffic`` carries its groups over replicas from then on.  Where the block raises it is to ``leave`` again.
+        """
+        self._parts.orphan.come_back(decision)
+        self.mark("regroup", waiting=True)
+        traffic.recovery = self._parts
+        yield
+        self._parts.hooks.planned(decision)
+        # Where a replica goes on, that one tells of the plan; this one only where all are new.
+        self._parts.planner.log(decision, None, 0.0)
+
+    # ---- the optimizer's state, where it is spread over the replicas
+
+    def shards(self, columns: Mapping[Column, Column], shadows: int, instances: int = 1) -> Shards:
+        """Say who holds which shard of the optimizer's state; see ``Shards`` for the parameters."""
+        return Shards(dict(columns), shadows, self._parts.assignment, instances)
+
+    def overlap(
+        self, parts: Sequence[tuple[Column, torch.Tensor]], shards: Shards, lose: Callable[[int], None]
+    ) -> Overlap:
+        """Gather updated parameters while the next forward pass runs; see ``Overlap`` for the parameters."""
+        return Overlap(parts, shards, self._parts, lose)
