@@ -70,8 +70,9 @@ from benchmarks.megatron_runs import (
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.gloo.groups import GlooGroups
 from recover_megatron.instep.meeting.grid import launch_grid
-from recover_megatron.instep.state.holder import Offer, Offers, new_memory
+from recover_megatron.instep.state.holder import Offer, Offers
 from recover_megatron.instep.state.receiver import Receiver, Source
+from recover_megatron.instep.trees import new_memory
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events

@@ -46,13 +46,12 @@ ALLOWED: dict[str, set[str]] = {
 
 
 CLIENTS = ("megatron_hooks", "elastic", "hostdevice", "collectives")
-INTERFACE = {"manager", "view", "hooks", "faults", "step", "gradients", "meeting.decision", "meeting.grid"}
-"""What a client of ``instep`` imports from it: the manager and what it is given, the errors, and the plan's records."""
+INTERFACE = {"manager", "faults", "step", "gradients", "meeting.decision", "meeting.grid", "trees"}
+"""What a client of ``instep`` imports from it: the manager, the errors, a step's trainer and its gradients, the plan's
+records, and how a state is a tree."""
 NOT_YET = {
     "megatron_hooks": {
-        "groups.out_of_turn", "groups.epoch_groups", "groups.model_parallel_groups", "groups.process_group",
-        "groups.traffic", "meeting.losses", "meeting.spare", "meeting.timelines", "state.holder", "state.overlap",
-        "state.shards", "state.snapshot_parts", "state.snapshots",
+        "groups.out_of_turn", "groups.model_parallel_groups", "groups.process_group", "groups.traffic",
     },
     "elastic": {"groups.out_of_turn", "meeting.comparison", "state.holder", "state.receiver"},
 }  # fmt: skip

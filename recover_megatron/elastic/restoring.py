@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from recover_megatron.collectives.state_transport import bytes_of, digest
-from recover_megatron.instep.state.holder import Path
+from recover_megatron.instep.trees import Path
 
 
 class NotRestored(Exception):

@@ -96,6 +96,10 @@ class OtherPosition(InStepError):
         self.position = position
 
 
+class Spoiled(ValueError):
+    """Nobody holds the snapshot as it was taken."""
+
+
 class CheckpointFailed(InStepError):
     """A checkpoint cannot be written.  ``own``: by this worker; others can.  ``to_folder``: the folder does not let it
     be, which needs no traceback.

@@ -48,17 +48,22 @@ import torch
 
 from recover_megatron.instep.faults import Orphaned, OtherPosition
 from recover_megatron.instep.gradients import Tail
-from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
+from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.groups.traffic import Traffic
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.meeting.decision import Decision, Rules
-from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
+from recover_megatron.instep.meeting.grid import Column, LaunchGrid, Slot
 from recover_megatron.instep.recovery import Blame, Recovery
+from recover_megatron.instep.state.holder import Offer
 from recover_megatron.instep.state.overlap import Overlap
-from recover_megatron.instep.state.shards import Column, Shards
+from recover_megatron.instep.state.shards import Shards
 from recover_megatron.instep.step import Outcome, Step, Trainer
 from recover_megatron.instep.view import View
 from recover_megatron.membership.io.session import Session
+
+__all__ = ["CommunicationConfig", "EpochGroups", "Hooks", "Manager", "Offer", "Overlap", "Shards", "View"]
+"""The manager, and types of what it takes and gives.  The other modules of the interface have the plan's records
+(`meeting.decision`, `meeting.grid`), the errors (`faults`), and a step's trainer (`step`, `gradients`)."""
 
 Agree = Callable[[list[int]], list[int]]
 """Gives all workers of a model-parallel group the numbers of its first rank."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.meeting.assignment import Quotas
-from recover_megatron.instep.meeting.decision import Decision
+from recover_megatron.instep.meeting.decision import Decision, Failure, LostWorker
 from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
-from recover_megatron.instep.meeting.losses import Failure, LostWorker
 from recover_megatron.instep.state.snapshots import SnapshotStore
 
 
@@ -33,6 +32,8 @@ class View:
     """What this worker's model is built for; None: for nothing yet."""
     standing: Mapping[Slot, int]
     """Slot -> worker that stands there; empty before the first epoch."""
+    live: frozenset[Slot]
+    """The slots in which somebody stands; the same object for as long as the plan is."""
     epoch_groups: EpochGroups | None
     quotas: Quotas
     snapshots: SnapshotStore
@@ -58,8 +59,10 @@ class View:
     """Whether this worker's replica is known to be broken."""
     spare_seconds: float
     """How long this worker has been without a place."""
-    reachable: frozenset[int]
-    """Workers that can be asked for something: those that the run counts on, and those that were set aside."""
+    counted_on: frozenset[int]
+    """The workers that the run counts on."""
+    set_aside: frozenset[int]
+    """Live workers that the run goes on without, since they were late: they can still be asked for their state."""
     lost: Failure | None
     """The loss that the last epoch found and that this worker has met the others for."""
     whereabouts: Mapping[int, LostWorker]
@@ -87,11 +90,6 @@ class View:
         """Groups of the epoch, of a worker that has joined one."""
         assert self.epoch_groups is not None, "no epoch was joined yet"
         return self.epoch_groups
-
-    @property
-    def live(self) -> frozenset[Slot]:
-        """The slots in which somebody stands."""
-        return frozenset(self.standing)
 
     def share(self, total: int) -> list[list[int]]:
         """The microbatches of this worker's replica in a step of ``total``, by inner rank."""

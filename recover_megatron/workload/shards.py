@@ -249,3 +249,12 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
         else:
             found.append((start, stop))
     return found
+
+
+@dataclass(frozen=True)
+class ElementRange:
+    """Part of a bucket that changes hands."""
+
+    bucket: int
+    start: int
+    stop: int

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover_megatron.instep.state.holder import flatten
 from recover_megatron.instep.state.snapshots import SnapshotStore
+from recover_megatron.instep.trees import flatten
 from tests.harness.patience import patient
 from tests.harness.processes import processes_with
 

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from recover_megatron.instep.meeting import losses
-from recover_megatron.instep.meeting.decision import Decision, JoinStatus
+from recover_megatron.instep.meeting.decision import Decision, Failure, JoinStatus, LostWorker
 from recover_megatron.instep.meeting.edges import news
 from recover_megatron.instep.meeting.grid import launch_grid
-from recover_megatron.instep.meeting.losses import READY, Failure, Failures, LostWorker
+from recover_megatron.instep.meeting.losses import READY, Failures
+from recover_megatron.megatron_hooks.logging import console
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, Case, Strike
@@ -31,7 +31,7 @@ def test_a_recovery_is_one_line_with_who_where_what_was_run_again_and_what_is_le
     failure = failures.note(LESS, WHOLE, left, {"5": {"iteration": 103, "phase": "forward"}})
     assert failure is not None
     assert failure.workers == [5]
-    line = losses.recovery_line(103, [failure], {0: [5], 3: [13]}, 0.113, losses.of_all(LESS, 8))
+    line = console.recovery_line(103, [failure], {0: [5], 3: [13]}, 0.113, console.of_all(LESS, 8))
     assert line == (
         "iteration 103: worker 5 (node b, GPU 1) lost in forward/backward; 2 microbatches run again by replicas 0, 3; "
         "0.11 s; 7 of 8 replicas"
@@ -43,13 +43,13 @@ def test_a_phase_of_an_earlier_iteration_is_not_told_as_that_of_the_loss() -> No
     failure = failures.note(LESS, WHOLE, {}, {"5": {"iteration": 102, "phase": "forward"}})
     assert failure is not None
     assert failure.lost == (LostWorker(5),)
-    line = losses.recovery_line(103, [failure], {}, 0.0, losses.of_all(LESS, 8))
+    line = console.recovery_line(103, [failure], {}, 0.0, console.of_all(LESS, 8))
     assert line == "iteration 103: worker 5 lost; no microbatch had to be run again; 7 of 8 replicas"
 
 
 def test_many_lost_workers_are_told_by_node() -> None:
     lost = Failure(9, tuple(LostWorker(worker, "ab"[worker // 4], worker % 4) for worker in range(2, 8)), (2, 3, 4))
-    line = losses.recovery_line(9, [lost], {0: [1]}, 1.0, "5 of 8 replicas")
+    line = console.recovery_line(9, [lost], {0: [1]}, 1.0, "5 of 8 replicas")
     assert line == (
         "iteration 9: 6 workers, 2-3 (node a), 4-7 (node b), lost; 1 microbatch run again by replica 0; 1.00 s; "
         "5 of 8 replicas"
@@ -66,18 +66,18 @@ def test_the_end_of_a_run_says_who_was_lost_when() -> None:
 def test_a_replica_that_is_back_a_lost_spare_and_a_degraded_run_are_lines_of_their_own() -> None:
     again = Decision(7, WHOLE.grid, (), iteration=140, fresh=(5,))
     places = {5: LostWorker(5, "b", 1)}
-    assert losses.return_line(140, again, places, {5: 103}, 8) == (
+    assert console.return_line(140, again, places, {5: 103}, 8) == (
         "iteration 140: replica 5 is back with worker 5 (node b, GPU 1), 37 iterations after its loss; 8 of 8 replicas"
     )
     grown = Decision(7, {**WHOLE.grid, 8: (14,)}, (), iteration=160, fresh=(8,))
-    assert losses.return_line(160, grown, places, {}, 8) == (
+    assert console.return_line(160, grown, places, {}, 8) == (
         "iteration 160: replica 8 is new, with worker 14; 9 replicas (8 at the launch)"
     )
     spare = Failure(150, (LostWorker(9, "c", 1),))
-    assert losses.spares_line(150, spare, 1) == "iteration 150: spare worker 9 (node c, GPU 1) lost; 1 spare is left"
+    assert console.spares_line(150, spare, 1) == "iteration 150: spare worker 9 (node c, GPU 1) lost; 1 spare is left"
     two = Failure(150, (LostWorker(9), LostWorker(10)))
-    assert losses.spares_line(150, two, 0) == "iteration 150: spare worker 9, spare worker 10 lost; no spare is left"
-    assert losses.degraded_line(200, 600, 103, LESS, 8) == (
+    assert console.spares_line(150, two, 0) == "iteration 150: spare worker 9, spare worker 10 lost; no spare is left"
+    assert console.degraded_line(200, 600, 103, LESS, 8) == (
         "iteration 200: degraded for 10 min: 7 of 8 replicas since iteration 103; no spare is left"
     )
 

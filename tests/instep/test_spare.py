@@ -17,16 +17,9 @@ from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.meeting.decision import Decision, JoinStatus
 from recover_megatron.instep.meeting.grid import launch_grid
 from recover_megatron.instep.meeting.orphan import Orphan
-from recover_megatron.instep.meeting.spare import (
-    BUILD_SECONDS,
-    MOST,
-    PAUSE_SECONDS,
-    STUCK_SECONDS,
-    Mirror,
-    Spare,
-    UntakenPlaces,
-)
+from recover_megatron.instep.meeting.spare import BUILD_SECONDS, STUCK_SECONDS, Mirror, Spare
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.megatron_hooks.loop.untaken_places import MOST, PAUSE_SECONDS, UntakenPlaces
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, EpochRevoked
 from tests.harness.waiting import DEADLINE
 

@@ -22,8 +22,8 @@ from recover_megatron.collectives.state_transport import SocketTransport, bytes_
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state import holder as state_holder
 from recover_megatron.instep.state import receiver as state_receiver
-from recover_megatron.instep.state.holder import flatten, new_memory, unflatten
 from recover_megatron.instep.state.receiver import Source
+from recover_megatron.instep.trees import flatten, new_memory, unflatten
 from recover_megatron.network.connection import Challenge, Unreachable
 from recover_megatron.network.peer_store import PeerStoreServer, Streams, open_stream
 from tests.harness.patience import patient

@@ -18,8 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
-from recover_megatron.instep.state.holder import flatten, unflatten
-from recover_megatron.instep.state.shards import ElementRange
+from recover_megatron.instep.trees import flatten, unflatten
 from recover_megatron.megatron_hooks import monkeypatch as seams
 from recover_megatron.megatron_hooks.checkpoint import memory_tier
 from recover_megatron.megatron_hooks.checkpoint.state import _load_optimizer, _optimizer_tree
@@ -33,6 +32,7 @@ from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import (
     UnitSums,
     groups_with_parameters,
 )
+from recover_megatron.workload.shards import ElementRange
 from tests.harness.waiting import DEADLINE
 
 CLIP = 0.5

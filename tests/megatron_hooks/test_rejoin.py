@@ -21,11 +21,9 @@ from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Orphaned, RunOver
-from recover_megatron.instep.meeting.decision import Decision, JoinStatus, Rules
+from recover_megatron.instep.meeting.decision import Decision, JoinStatus, Rules, Taking
 from recover_megatron.instep.meeting.grid import Slot, launch_grid
 from recover_megatron.instep.meeting.plan import decide
-from recover_megatron.instep.meeting.spare import MOST, PAUSE_SECONDS
-from recover_megatron.instep.state.snapshots import Taking
 from recover_megatron.launch.command_line import forecast
 from recover_megatron.megatron_hooks import groups as groups_module
 from recover_megatron.megatron_hooks.checkpoint import memory_tier
@@ -39,6 +37,7 @@ from recover_megatron.megatron_hooks.loop.bridge_arguments import BridgeArgument
 from recover_megatron.megatron_hooks.loop.rejoin import Rejoin, stop_profiler
 from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 from recover_megatron.megatron_hooks.loop.training_parts import StepGuard
+from recover_megatron.megatron_hooks.loop.untaken_places import MOST, PAUSE_SECONDS
 
 BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
 
@@ -417,7 +416,12 @@ def mended(fetch: Any) -> tuple[StateExchange, list[str], list[Any]]:
         mark=lambda phase, waiting=False: noted.append((phase, waiting)),
         leave=left.append,
         view=SimpleNamespace(
-            worker=2, decision=decision, grid=grid, groups=SimpleNamespace(fetch=fetch), reachable={0, 2}
+            worker=2,
+            decision=decision,
+            grid=grid,
+            groups=SimpleNamespace(fetch=fetch),
+            counted_on={0, 2},
+            set_aside=set(),
         ),
     )
     state: Any = SimpleNamespace(room=lambda version: None, load=noted.append)
@@ -456,15 +460,17 @@ def test_a_worker_that_receives_a_state_makes_progress_as_long_as_it_comes() -> 
     assert (noted, left) == ([("state", False), ("state", False), "the state"], [])
 
 
-def test_a_holder_is_lost_when_it_can_be_reached_no_more() -> None:
+def test_a_holder_is_lost_when_the_run_does_not_count_on_it_and_has_not_set_it_aside() -> None:
+    """A worker that was set aside lives, and gives its state."""
     slots: list[set[int]] = []
 
     def fetch(*unused: Any, lost: Any, **named: Any) -> tuple[str, int]:
-        for reachable in ({0, 2}, {2}):
-            exchange._manager.view.reachable = reachable  # type: ignore[misc]
+        view = exchange._manager.view
+        for counted_on, set_aside in (({0, 2}, set()), ({2}, set()), ({2}, {0})):
+            view.counted_on, view.set_aside = counted_on, set_aside  # type: ignore[misc]
             slots.append(lost())
         return "the state", 0
 
     exchange, _, _ = mended(fetch)
     exchange.at_boundary()
-    assert slots == [set(), {0}]
+    assert slots == [set(), {0}, set()]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 from recover_megatron.instep.faults import Disagreement
@@ -314,3 +315,71 @@ class Decision:
             if worker in workers:
                 return replica, workers.index(worker)
         return None
+
+
+MOST = 4
+"""Checkpoints that are told of: the newest; an older one is there should one not be readable."""
+
+
+def merged(*known: Iterable[Checkpoint], until: Rollback | None = None) -> tuple[Checkpoint, ...]:
+    """The newest of them, newest first; of those that Megatron deletes soon two.
+
+    ``until``: what the run goes back to; a newer one, which could not be loaded, is not to be gone forward to later.
+    """
+    last = inf if until is None else until.iteration
+    every = sorted({checkpoint for its in known for checkpoint in its if checkpoint[0] <= last}, reverse=True)
+    kept = [one for one in every if one[1] != NON_PERSISTENT][:MOST]
+    return tuple(sorted([*kept, *[one for one in every if one[1] == NON_PERSISTENT][:2]], reverse=True))
+
+
+@dataclass(frozen=True)
+class LostWorker:
+    """A worker that is gone; what is not known is empty or None."""
+
+    worker: int
+    node: str = ""
+    device: int | None = None
+    """Number of its device on its node, from 0."""
+    phase: str = ""
+    """What it was doing in the iteration of its loss, by its last heartbeat, which is up to an interval old."""
+
+    def __str__(self) -> str:
+        places = [f"node {self.node}"] * bool(self.node) + [f"GPU {self.device}"] * (self.device is not None)
+        return f"worker {self.worker}" + (f" ({', '.join(places)})" if places else "")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Workers that an epoch found missing."""
+
+    iteration: int
+    lost: tuple[LostWorker, ...]
+    replicas: tuple[int, ...] = ()
+    """Those that they had a place in."""
+
+    @property
+    def workers(self) -> list[int]:
+        return [lost.worker for lost in self.lost]
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.workers))} (iteration {self.iteration})"
+
+
+Name = tuple[int, int]
+"""Of a snapshot: its iteration, and in which epoch it was taken where that matters, else 0; newer is larger."""
+
+
+@dataclass(frozen=True)
+class Taking:
+    """A snapshot that all take together, in ``epoch`` after ``iteration``."""
+
+    epoch: int
+    iteration: int
+    parts: int
+    """Of which it is made (``workload.snapshots``)."""
+    together: bool = False
+    """Whether its parts fit only those that were taken in the same epoch: shards, which are cut for who is there."""
+
+    @property
+    def name(self) -> Name:
+        return self.iteration, self.epoch if self.together else 0

@@ -93,3 +93,20 @@ def launch_grid(
     size = tensor * context * pipeline
     inner_rank_of = tuple(inner_rank for inner_rank in range(inner_ranks) for _ in range(size))
     return LaunchGrid(tuple(tuple(map(Slot, replica)) for replica in replicas), inner_ranks, inner_rank_of, tensor)
+
+
+Column = tuple[Slot, ...]
+"""The slots of those whose buckets are summed together, in the order of the ring."""
+
+
+def ring_order(column: Sequence[Slot], grid: LaunchGrid, instances: int = 1) -> Column:
+    """The slots of a column such that who follows stands in another replica, wherever there is one.
+
+    The shadows of a worker are then not lost with it when its replica breaks.  With several optimizer instances those
+    that hold the same shard follow each other: a finished sum has not far to go.
+    """
+    if instances > 1:
+        shards = len(column) // instances
+        return tuple(slot for shard in range(shards) for slot in column[shard::shards])
+    places = {slot: grid.place(slot) for slot in column}
+    return tuple(sorted(column, key=lambda slot: (places[slot][1], places[slot][0])))

@@ -15,7 +15,17 @@ from dataclasses import dataclass, replace
 
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.meeting import timelines
-from recover_megatron.instep.meeting.decision import HELD, Beyond, Decision, JoinStatus, Kept, Rollback, Rules, Timeline
+from recover_megatron.instep.meeting.decision import (
+    HELD,
+    Beyond,
+    Decision,
+    JoinStatus,
+    Kept,
+    Rollback,
+    Rules,
+    Timeline,
+    merged,
+)
 from recover_megatron.instep.meeting.grid import LaunchGrid
 from recover_megatron.instep.meeting.standing import (
     Grid,
@@ -87,7 +97,7 @@ def decide(
         before=heard.timeline,
         same_as=stands.same_as,
         short=enough == 0 and not state_lost and not whole and stands.back_to is not None and rules.replaced,
-        checkpoints=timelines.merged(*(status.checkpoints for status in there.values()), until=stands.rollback),
+        checkpoints=merged(*(status.checkpoints for status in there.values()), until=stands.rollback),
         copies=wanted,
         kept=stands.in_memory,
         covered=timelines.covered(stands.in_memory, wanted),

@@ -22,13 +22,21 @@ from recover_megatron.instep.faults import EXIT_REFUSED, Disagreement, NoReplica
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.meeting.comparison import ASKED_SECONDS, OwnDescription, Told, odd_ones
-from recover_megatron.instep.meeting.decision import Beyond, Checkpoint, Decision, JoinStatus, Rules, Timeline
+from recover_megatron.instep.meeting.decision import (
+    Beyond,
+    Checkpoint,
+    Decision,
+    Failure,
+    JoinStatus,
+    Rules,
+    Timeline,
+    merged,
+)
 from recover_megatron.instep.meeting.edges import MOST, Edges, explanation, news
 from recover_megatron.instep.meeting.grid import Slot
-from recover_megatron.instep.meeting.losses import Failure, Failures
+from recover_megatron.instep.meeting.losses import Failures
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.instep.meeting.standing import finished_of, room
-from recover_megatron.instep.meeting.timelines import merged
 from recover_megatron.instep.state.snapshots import SnapshotStore
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.io.session import Session

@@ -10,23 +10,18 @@ again, and their sums differ from its by rounding.  Pure, as `plan` is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf
 
 from recover_megatron.instep.meeting.decision import (
     HELD,
     MEMORY,
-    NON_PERSISTENT,
-    Checkpoint,
     JoinStatus,
     Kept,
     Rollback,
     Timeline,
+    merged,
 )
-
-MOST = 4
-"""Checkpoints that are told of: the newest; an older one is there should one not be readable."""
 
 
 def newest(statuses: Mapping[int, JoinStatus]) -> Timeline:
@@ -62,17 +57,6 @@ def not_told(statuses: Mapping[int, JoinStatus], version: int | None) -> Rollbac
     lost = undone(statuses) - 1 - begun_after
     held = same_as(statuses) >= 0 and version == begun_after
     return Rollback(begun_after, HELD, lost) if held and lost >= 0 else None
-
-
-def merged(*known: Iterable[Checkpoint], until: Rollback | None = None) -> tuple[Checkpoint, ...]:
-    """The newest of them, newest first; of those that Megatron deletes soon two.
-
-    ``until``: what the run goes back to; a newer one, which could not be loaded, is not to be gone forward to later.
-    """
-    last = inf if until is None else until.iteration
-    every = sorted({checkpoint for its in known for checkpoint in its if checkpoint[0] <= last}, reverse=True)
-    kept = [one for one in every if one[1] != NON_PERSISTENT][:MOST]
-    return tuple(sorted([*kept, *[one for one in every if one[1] == NON_PERSISTENT][:2]], reverse=True))
 
 
 def unreadable(statuses: Mapping[int, JoinStatus]) -> str:

@@ -28,7 +28,8 @@ from recover_megatron.collectives.nccl.pairs import Pair, Pairs
 from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, lost, receive_into
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state import holder as state_holder
-from recover_megatron.instep.state.holder import Chunk, Place
+from recover_megatron.instep.state.holder import Chunk
+from recover_megatron.instep.trees import Place, unflatten
 from recover_megatron.logger import get_logger
 from recover_megatron.network.connection import Unreachable
 from recover_megatron.network.system import watch
@@ -288,7 +289,7 @@ class Receiver:
 
     def _begin(self, link: _Link, shared: Shared) -> tuple[Any, _Link, int]:
         """The text, room for all tensors, and the chunks that the first holder alone can give."""
-        tree, tensors = state_holder.unflatten(link.text(), self._place)
+        tree, tensors = unflatten(link.text(), self._place)
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a state can be received into contiguous tensors only")
         number = shared(tree)

@@ -22,36 +22,12 @@ from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.groups.epoch_groups import EpochGroups
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
-from recover_megatron.instep.state.holder import Offer, Place, flatten
+from recover_megatron.instep.meeting.grid import Column, Slot
+from recover_megatron.instep.state.holder import Offer
+from recover_megatron.instep.trees import Place, flatten
 from recover_megatron.workload import shards as parts
 from recover_megatron.workload.domains import stride_of
-from recover_megatron.workload.shards import AnyLayout, Instances, Layout, Move
-
-Column = tuple[Slot, ...]
-"""The slots of those whose buckets are summed together, in the order of the ring."""
-
-
-def ring_order(column: Sequence[Slot], grid: LaunchGrid, instances: int = 1) -> Column:
-    """The slots of a column such that who follows stands in another replica, wherever there is one.
-
-    The shadows of a worker are then not lost with it when its replica breaks.  With several optimizer instances those
-    that hold the same shard follow each other: a finished sum has not far to go.
-    """
-    if instances > 1:
-        shards = len(column) // instances
-        return tuple(slot for shard in range(shards) for slot in column[shard::shards])
-    places = {slot: grid.place(slot) for slot in column}
-    return tuple(sorted(column, key=lambda slot: (places[slot][1], places[slot][0])))
-
-
-@dataclass(frozen=True)
-class ElementRange:
-    """Part of a bucket that changes hands."""
-
-    bucket: int
-    start: int
-    stop: int
+from recover_megatron.workload.shards import AnyLayout, ElementRange, Instances, Layout, Move
 
 
 @dataclass(eq=False)
@@ -205,7 +181,7 @@ class Shards:
     ) -> int:
         """Give and get all ``element_ranges``, by (source, target), both workers; the bytes that came.
 
-        ``give`` makes a tree of them (see ``state_holder.flatten``).  ``receive`` says where such a tree is to arrive,
+        ``give`` makes a tree of them (see ``trees.flatten``).  ``receive`` says where such a tree is to arrive,
         and returns what takes it over.  Everything is offered before anything is fetched, so nobody waits in a circle.
         Raises ``EpochRevoked``; what has arrived until then is incomplete.
         """

@@ -1,12 +1,8 @@
-"""What a snapshot in memory is made of: trees that a thread copies while the training goes on, with their check sums.
-
-``available_memory``: how much memory of the host there still is for copies.
-"""
+"""The parts of a snapshot in memory: trees that a thread copies while the training goes on, with their check sums."""
 
 from __future__ import annotations
 
 import mmap
-import pathlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,8 +11,8 @@ import torch
 
 from recover_megatron.collectives.state_transport import bytes_of, check_sum
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state.holder import Path, Place, at, chunks_of, flatten, in_place, new_memory, unflatten
-from recover_megatron.network.system import control_groups
+from recover_megatron.instep.state.holder import chunks_of
+from recover_megatron.instep.trees import Path, Place, at, flatten, in_place, new_memory, unflatten
 
 
 def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -73,40 +69,3 @@ def room(before: Any) -> Place:
         return in_place(at(before, path), path, shape, dtype, not_forked)
 
     return place
-
-
-def available_memory(
-    proc: pathlib.Path = pathlib.Path("/proc"), cgroup: pathlib.Path = pathlib.Path("/sys/fs/cgroup")
-) -> int | None:
-    """Bytes: what the kernel has to give, or a control group of this process may have, if less; None: not known."""
-    groups = control_groups("memory", proc / "self" / "cgroup", cgroup)
-    found = [size for size in (_of_kernel(proc / "meminfo"), *map(_of_group, groups)) if size is not None]
-    return min(found, default=None)
-
-
-def _of_kernel(path: pathlib.Path) -> int | None:
-    if not path.exists():
-        return None
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None
-
-
-def _of_group(folder: pathlib.Path) -> int | None:
-    """None: it has no limit, or there is no such folder."""
-    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        if (folder / most).exists() and (folder / used).exists():
-            if (limit := (folder / most).read_text().strip()) == "max":
-                return None
-            return max(0, int(limit) - int((folder / used).read_text()) + _given_back(folder / "memory.stat"))
-    return None
-
-
-def _given_back(path: pathlib.Path) -> int:
-    """Bytes of files that the kernel drops before it refuses memory: a run that reads its data fills its group so."""
-    if not path.exists():
-        return 0
-    fields = (line.split() for line in path.read_text().splitlines())
-    sizes = {name: int(value) for name, value in fields}
-    return max(sum(sizes.get(f"{whose}{kind}_file", 0) for kind in ("inactive", "active")) for whose in ("total_", ""))

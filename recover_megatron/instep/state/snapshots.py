@@ -24,12 +24,13 @@ from typing import Any
 
 from recover_megatron.collectives.device import beside, made_so_far
 from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.instep.faults import Disagreement, InStepError
+from recover_megatron.instep.faults import Disagreement, InStepError, Spoiled
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
-from recover_megatron.instep.meeting.decision import Decision, Kept, Snapshot
-from recover_megatron.instep.state.holder import Offer, Place, flatten, gpu_of, new_memory
+from recover_megatron.instep.meeting.decision import Decision, Kept, Name, Snapshot, Taking
+from recover_megatron.instep.state.holder import Offer, gpu_of
 from recover_megatron.instep.state.receiver import Receiver
 from recover_megatron.instep.state.snapshot_parts import Copy, apart, checks_of, room, wrong_chunks
+from recover_megatron.instep.trees import Place, flatten, new_memory
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
@@ -39,32 +40,9 @@ FAILED = "failed"
 LOOK_SECONDS = 0.05
 """How often somebody who waits for what is on its way asks whether the wait is to end."""
 
-Name = tuple[int, int]
-"""Of a snapshot: its iteration, and in which epoch it was taken where that matters, else 0; newer is larger."""
-
 
 class Stopped(InStepError):
     """What was under way in the background is of no use any more."""
-
-
-class Spoiled(ValueError):
-    """Nobody holds the snapshot as it was taken."""
-
-
-@dataclass(frozen=True)
-class Taking:
-    """A snapshot that all take together, in ``epoch`` after ``iteration``."""
-
-    epoch: int
-    iteration: int
-    parts: int
-    """Of which it is made (``workload.snapshots``)."""
-    together: bool = False
-    """Whether its parts fit only those that were taken in the same epoch: shards, which are cut for who is there."""
-
-    @property
-    def name(self) -> Name:
-        return self.iteration, self.epoch if self.together else 0
 
 
 @dataclass

@@ -37,8 +37,7 @@ from recover_megatron.instep.faults import (
     signature,
 )
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.meeting.decision import NON_PERSISTENT, Checkpoint
-from recover_megatron.instep.meeting.timelines import merged
+from recover_megatron.instep.meeting.decision import NON_PERSISTENT, Checkpoint, merged
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoint import checkpoint_writers

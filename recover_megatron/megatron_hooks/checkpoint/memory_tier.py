@@ -19,18 +19,17 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.faults import Disagreement, Spoiled
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.meeting.decision import Decision, Kept, Rollback
-from recover_megatron.instep.state.holder import flatten
-from recover_megatron.instep.state.snapshot_parts import available_memory
-from recover_megatron.instep.state.snapshots import Spoiled, Taking
+from recover_megatron.instep.meeting.decision import Decision, Kept, Rollback, Taking
+from recover_megatron.instep.trees import flatten
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import (
@@ -41,6 +40,7 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import (
     part_of_state,
 )
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
+from recover_megatron.network.system import control_groups
 from recover_megatron.workload.shards import owned, primary
 from recover_megatron.workload.snapshots import interval, needed, part_of
 
@@ -298,3 +298,41 @@ def _take(its: dict[str, Any], wanted: InOrder, left: dict[int, int]) -> None:
 def _cut(its: dict[str, Any], part: slice) -> dict[str, Any]:
     master = None if its["master"] is None else its["master"][part]
     return {"master": master, "state": part_of_state(its["state"], part)}
+
+
+PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def available_memory(proc: Path = PROC, cgroup: Path = CONTROL_GROUPS) -> int | None:
+    """Bytes: what the kernel has to give, or a control group of this process may have, if less; None: not known."""
+    groups = control_groups("memory", proc / "self" / "cgroup", cgroup)
+    found = [size for size in (_of_kernel(proc / "meminfo"), *map(_of_group, groups)) if size is not None]
+    return min(found, default=None)
+
+
+def _of_kernel(path: Path) -> int | None:
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def _of_group(folder: Path) -> int | None:
+    """None: it has no limit, or there is no such folder."""
+    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        if (folder / most).exists() and (folder / used).exists():
+            if (limit := (folder / most).read_text().strip()) == "max":
+                return None
+            return max(0, int(limit) - int((folder / used).read_text()) + _given_back(folder / "memory.stat"))
+    return None
+
+
+def _given_back(path: Path) -> int:
+    """Bytes of files that the kernel drops before it refuses memory: a run that reads its data fills its group so."""
+    if not path.exists():
+        return 0
+    fields = (line.split() for line in path.read_text().splitlines())
+    sizes = {name: int(value) for name, value in fields}
+    return max(sum(sizes.get(f"{whose}{kind}_file", 0) for kind in ("inactive", "active")) for whose in ("total_", ""))

@@ -28,7 +28,7 @@ from megatron.training import get_args, get_timers
 
 from recover_megatron.collectives.state_transport import digest
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state.holder import Path, Place, at, flatten, in_place, new_memory
+from recover_megatron.instep.trees import Path, Place, at, flatten, in_place, new_memory
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.gradients.maxima import Scales
 from recover_megatron.megatron_hooks.gradients.microbatches import to_skip, with_skipped

@@ -15,11 +15,9 @@ from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.instep.faults import Disagreement, Orphaned
-from recover_megatron.instep.groups.epoch_groups import EpochGroups
-from recover_megatron.instep.manager import Manager
+from recover_megatron.instep.manager import EpochGroups, Manager, Offer
 from recover_megatron.instep.meeting.decision import Decision
 from recover_megatron.instep.meeting.grid import Slot
-from recover_megatron.instep.state.holder import Offer
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoint.state import TrainingState, shared_tensors
 
@@ -156,7 +154,8 @@ class StateExchange:
 
     def _lost(self, holders: Sequence[int]) -> set[int]:
         """Return the holders that have died or were put out; a worker that was set aside still gives its state."""
-        return {*holders} - self._manager.view.reachable
+        view = self._manager.view
+        return {*holders} - view.counted_on - view.set_aside
 
     def _slots(self, decision: Decision) -> dict[int, Slot]:
         return {worker: slot for slot, worker in decision.slots(self._manager.view.grid).items()}

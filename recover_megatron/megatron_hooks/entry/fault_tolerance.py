@@ -54,9 +54,8 @@ from recover_megatron.instep.faults import (
     is_own,
     signature,
 )
-from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.traffic import Mode
-from recover_megatron.instep.manager import Manager
+from recover_megatron.instep.manager import CommunicationConfig, Manager
 from recover_megatron.instep.meeting.decision import Rules
 from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
 from recover_megatron.integrate import Loop

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from recover_megatron.instep.gradients import Column, Gradients
-from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.state.overlap import Overlap
-from recover_megatron.instep.state.shards import Shards, ring_order
+from recover_megatron.instep.gradients import Gradients
+from recover_megatron.instep.manager import Manager, Overlap, Shards
+from recover_megatron.instep.meeting.grid import Column, ring_order
 from recover_megatron.integrate import Wrapper
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import column_of, launched_of

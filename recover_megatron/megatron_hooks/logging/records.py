@@ -1,4 +1,4 @@
-"""What a run leaves for people: steps.jsonl and events.jsonl (``Records``), and lines in the log (``Console``).
+"""The records that a run leaves for people: steps.jsonl and events.jsonl.
 
 Every replica has a candidate (last stage, first tensor and context rank, first inner rank), which keeps the lines of
 the last steps in memory; the candidate of the first replica writes the files.  When that replica is lost the next
@@ -24,12 +24,9 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.training import get_args, global_vars
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-from megatron.training.utils import is_last_rank
 
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.meeting import losses
-from recover_megatron.instep.meeting.decision import HELD, Rollback, Timeline
-from recover_megatron.instep.meeting.losses import Failure
+from recover_megatron.instep.meeting.decision import Timeline
 from recover_megatron.instep.step import Outcome
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.gradients.microbatches import skipped_before, to_skip
@@ -41,9 +38,6 @@ log = get_logger(__name__)
 
 KEPT_BYTES = 2 << 20
 """Lines of steps that a candidate remembers, in bytes: less than its queue takes at once."""
-
-REMIND_SECONDS = 600.0
-"""Between two lines that say that replicas are missing."""
 
 
 class Records:
@@ -250,73 +244,3 @@ def _to_megatrons_writers(manager: Manager, outcome: Outcome, seconds: float, re
             board.add_scalar(name, value, iteration)
     if wandb := get_wandb_writer():
         wandb.log(scalars, iteration)
-
-
-class Console:
-    """Tells people of losses, returns and degraded times, on the worker that prints Megatron's lines of the training.
-
-        planned: a loss in a step --> kept --the step is over: step--> one line, with what it cost
-                 any other loss, a return --> a line at once
-        step:    fewer replicas than at the launch, for ten minutes --> a reminder, and so on
-
-    Every worker with a place keeps account, since any may be the next to print.  Its main thread calls it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[Failure] = []
-        """Losses in the step under way."""
-        self._gone: dict[int, int] = {}
-        """Replica that is missing -> the iteration of its loss."""
-        self._degraded: tuple[int, float] | None = None
-        """Since which iteration and when there are fewer replicas than at the launch."""
-        self._reminded = 0.0
-        self._epoch = 0
-
-    def planned(self, manager: Manager, iteration: int) -> None:
-        view = manager.view
-        decision, failure = view.decision, view.lost
-        if decision.epoch == self._epoch:
-            return
-        self._epoch = decision.epoch
-        of = view.grid.launched
-        if failure is not None and failure.replicas:
-            iteration = failure.iteration
-            self._gone |= dict.fromkeys(failure.replicas, iteration)
-            if decision.step:
-                self._kept.append(failure)
-            else:
-                _say(losses.recovery_line(iteration, [failure], {}, 0.0, losses.of_all(decision, of)))
-        elif failure is not None:
-            _say(losses.spares_line(iteration, failure, len(decision.spares)))
-        if decision.fresh and decision.rollback is None:
-            _say(losses.return_line(iteration, decision, view.whereabouts, self._gone, of))
-        self._gone = {replica: at for replica, at in self._gone.items() if replica not in decision.replicas}
-        if len(decision.replicas) >= of:
-            self._degraded = None
-        elif self._degraded is None:
-            self._degraded, self._reminded = (iteration, time.monotonic()), time.monotonic()
-
-    def rolled_back(self, manager: Manager, target: Rollback, folder: str, seconds: float) -> None:
-        """The run has gone back to a checkpoint in ``folder``, or to a state in memory, and goes on from there."""
-        replicas = losses.of_all(manager.view.decision, manager.view.grid.launched)
-        source = f"from disk, {folder}" if folder else "from memory"
-        if target.source == HELD:
-            source = "which workers that were set aside hold"
-        _say(losses.rollback_line(target, source, seconds, replicas))
-
-    def step(self, manager: Manager, outcome: Outcome, iteration: int) -> None:
-        decision, of = manager.view.decision, manager.view.grid.launched
-        if self._kept:
-            seconds = sum(outcome.seconds.values())
-            told = losses.recovery_line(iteration, self._kept, outcome.reran, seconds, losses.of_all(decision, of))
-            self._kept.clear()
-            _say(told)
-        if self._degraded is not None and (now := time.monotonic()) - self._reminded >= REMIND_SECONDS:
-            self._reminded = now
-            since, begun = self._degraded
-            _say(losses.degraded_line(iteration, now - begun, since, decision, of))
-
-
-def _say(text: str) -> None:
-    if is_last_rank():
-        log.info(text)

@@ -23,8 +23,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from recover_megatron.instep.groups.traffic import Mode
-from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.view import View
+from recover_megatron.instep.manager import Manager, View
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data.source import of_ids, sources_of

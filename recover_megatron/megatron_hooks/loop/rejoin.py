@@ -47,7 +47,6 @@ from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.decision import HELD, MEMORY, NON_PERSISTENT, Decision
 from recover_megatron.instep.meeting.decision import Rollback as Target
-from recover_megatron.instep.meeting.spare import UntakenPlaces
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
@@ -57,8 +56,9 @@ from recover_megatron.megatron_hooks.data.children import moved
 from recover_megatron.megatron_hooks.fsdp.state import forget_meshes
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.logging import writers
-from recover_megatron.megatron_hooks.logging.records import Console
+from recover_megatron.megatron_hooks.logging.console import Console
 from recover_megatron.megatron_hooks.loop.training_parts import StepGuard, TrainingParts
+from recover_megatron.megatron_hooks.loop.untaken_places import UntakenPlaces
 from recover_megatron.membership.records import MembershipError
 
 log = get_logger(__name__)

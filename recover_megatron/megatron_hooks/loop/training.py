@@ -39,7 +39,8 @@ from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated, 
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.layout import batches_to_come, misfits
 from recover_megatron.megatron_hooks.logging import dumps, trackers, writers
-from recover_megatron.megatron_hooks.logging.records import Console, Records
+from recover_megatron.megatron_hooks.logging.console import Console
+from recover_megatron.megatron_hooks.logging.records import Records
 from recover_megatron.megatron_hooks.loop.evaluation import Evaluation
 from recover_megatron.megatron_hooks.loop.rejoin import Rejoin, Rollback
 from recover_megatron.megatron_hooks.loop.trainer import MegatronTrainer, NominalCount

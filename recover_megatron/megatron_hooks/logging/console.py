@@ -1,0 +1,186 @@
+"""Lines in the log of the training that tell people of losses, returns, rollbacks and degraded times.
+
+``Console`` decides which worker says them and when.  The lines are pure functions:
+
+iteration 103: worker 5 (node b-1, GPU 5) lost in forward/backward; 2 microbatches run again by replicas 0, 3;
+    0.11 s; 7 of 8 replicas
+iteration 140: replica 5 is back with worker 12 (node b-1, GPU 5), 37 iterations after its loss; 8 of 8 replicas
+iteration 160: replica 8 is new, with worker 14 (node b-2, GPU 6); 9 replicas (8 at the launch)
+rolled back to iteration 100 (from disk, /save), since nobody held all of the state any more; 40 iterations are run
+    again; 3.20 s; 8 of 8 replicas
+iteration 150: spare worker 9 (node c-2, GPU 1) lost; 1 spare is left
+iteration 200: degraded for 10 min: 7 of 8 replicas since iteration 103; no spare is left
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from megatron.training.utils import is_last_rank
+
+from recover_megatron.instep.manager import Manager
+from recover_megatron.instep.meeting.decision import HELD, Decision, Failure, LostWorker, Rollback
+from recover_megatron.instep.step import Outcome
+from recover_megatron.logger import get_logger
+from recover_megatron.membership.records import ranges
+
+log = get_logger(__name__)
+
+REMIND_SECONDS = 600.0
+"""Between two lines that say that replicas are missing."""
+
+
+class Console:
+    """Tells people of losses, returns and degraded times, on the worker that prints Megatron's lines of the training.
+
+        planned: a loss in a step --> kept --the step is over: step--> one line, with what it cost
+                 any other loss, a return --> a line at once
+        step:    fewer replicas than at the launch, for ten minutes --> a reminder, and so on
+
+    Every worker with a place keeps account, since any may be the next to print.  Its main thread calls it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Failure] = []
+        """Losses in the step under way."""
+        self._gone: dict[int, int] = {}
+        """Replica that is missing -> the iteration of its loss."""
+        self._degraded: tuple[int, float] | None = None
+        """Since which iteration and when there are fewer replicas than at the launch."""
+        self._reminded = 0.0
+        self._epoch = 0
+
+    def planned(self, manager: Manager, iteration: int) -> None:
+        view = manager.view
+        decision, failure = view.decision, view.lost
+        if decision.epoch == self._epoch:
+            return
+        self._epoch = decision.epoch
+        of = view.grid.launched
+        if failure is not None and failure.replicas:
+            iteration = failure.iteration
+            self._gone |= dict.fromkeys(failure.replicas, iteration)
+            if decision.step:
+                self._kept.append(failure)
+            else:
+                _say(recovery_line(iteration, [failure], {}, 0.0, of_all(decision, of)))
+        elif failure is not None:
+            _say(spares_line(iteration, failure, len(decision.spares)))
+        if decision.fresh and decision.rollback is None:
+            _say(return_line(iteration, decision, view.whereabouts, self._gone, of))
+        self._gone = {replica: at for replica, at in self._gone.items() if replica not in decision.replicas}
+        if len(decision.replicas) >= of:
+            self._degraded = None
+        elif self._degraded is None:
+            self._degraded, self._reminded = (iteration, time.monotonic()), time.monotonic()
+
+    def rolled_back(self, manager: Manager, target: Rollback, folder: str, seconds: float) -> None:
+        """The run has gone back to a checkpoint in ``folder``, or to a state in memory, and goes on from there."""
+        replicas = of_all(manager.view.decision, manager.view.grid.launched)
+        source = f"from disk, {folder}" if folder else "from memory"
+        if target.source == HELD:
+            source = "which workers that were set aside hold"
+        _say(rollback_line(target, source, seconds, replicas))
+
+    def step(self, manager: Manager, outcome: Outcome, iteration: int) -> None:
+        decision, of = manager.view.decision, manager.view.grid.launched
+        if self._kept:
+            seconds = sum(outcome.seconds.values())
+            told = recovery_line(iteration, self._kept, outcome.reran, seconds, of_all(decision, of))
+            self._kept.clear()
+            _say(told)
+        if self._degraded is not None and (now := time.monotonic()) - self._reminded >= REMIND_SECONDS:
+            self._reminded = now
+            since, begun = self._degraded
+            _say(degraded_line(iteration, now - begun, since, decision, of))
+
+
+def _say(text: str) -> None:
+    if is_last_rank():
+        log.info(text)
+
+
+NAMED = 3
+"""So many lost workers are told of one by one."""
+PHASES = {"forward": "forward/backward", "reduce-scatter": "the gradient sums", "agree": "the agreement"}
+"""What phases are called here; others by their own names. One mark covers both passes of a microbatch."""
+
+
+def recovery_line(
+    iteration: int, failures: Sequence[Failure], reran: Mapping[int, Sequence[int]], seconds: float, replicas: str
+) -> str:
+    """A step that was finished after losses, or a loss that cost nothing; ``replicas``: as ``of_all`` says it."""
+    lost = [lost for failure in failures for lost in failure.lost]
+    parts = [f"{_who(lost)} lost{_where(lost)}" if lost else "met again after an interruption, nobody was lost"]
+    if count := sum(map(len, reran.values())):
+        by = "replica" if len(reran) == 1 else "replicas"
+        parts.append(f"{count} microbatch{'es' * (count > 1)} run again by {by} {', '.join(map(str, sorted(reran)))}")
+    elif any(failure.replicas for failure in failures):
+        parts.append("no microbatch had to be run again")
+    parts += [f"{seconds:.2f} s"] * (seconds > 0)
+    return f"iteration {iteration}: {'; '.join([*parts, replicas])}"
+
+
+def spares_line(iteration: int, failure: Failure, spares: int) -> str:
+    """The loss of workers that had no place in the training."""
+    return f"iteration {iteration}: {_who(failure.lost, 'spare worker')} lost; {_left(spares)}"
+
+
+def return_line(
+    iteration: int, decision: Decision, places: Mapping[int, LostWorker], gone: Mapping[int, int], of: int
+) -> str:
+    """Replicas that ``decision`` has put together; ``gone``: in which iteration each was lost, where that is known."""
+    parts = []
+    for replica in decision.fresh:
+        workers = [places.get(worker, LostWorker(worker)) for worker in decision.grid[replica]]
+        if replica >= of and replica not in gone:
+            parts.append(f"replica {replica} is new, with {_who(workers)}")
+            continue
+        since = f", {iteration - gone[replica]} iterations after its loss" if replica in gone else ""
+        parts.append(f"replica {replica} is back with {_who(workers)}{since}")
+    return f"iteration {iteration}: {'; '.join([*parts, of_all(decision, of)])}"
+
+
+def rollback_line(target: Rollback, source: str, seconds: float, replicas: str) -> str:
+    """The state was lost: all have gone back to a state that was kept; ``source``: where."""
+    lost = f"{target.lost} iterations are" if target.lost != 1 else "1 iteration is"
+    return (
+        f"rolled back to iteration {target.iteration} ({source}), since nobody held all of the state any more; "
+        f"{lost} run again; {seconds:.2f} s; {replicas}"
+    )
+
+
+def degraded_line(iteration: int, seconds: float, since: int, decision: Decision, of: int) -> str:
+    """A reminder."""
+    return (
+        f"iteration {iteration}: degraded for {seconds / 60:.0f} min: {of_all(decision, of)} since iteration {since}; "
+        f"{_left(len(decision.spares))}"
+    )
+
+
+def of_all(decision: Decision, of: int) -> str:
+    """ "7 of 8 replicas": of those of the launch; "9 replicas (8 at the launch)" where the run has grown."""
+    count = len(decision.replicas)
+    return f"{count} of {of} replicas" if count <= of else f"{count} replicas ({of} at the launch)"
+
+
+def _left(spares: int) -> str:
+    return f"{spares or 'no'} spare{'s' * (spares > 1)} {'are' if spares > 1 else 'is'} left"
+
+
+def _who(workers: Sequence[LostWorker], noun: str = "worker") -> str:
+    """Workers with their places; many of them by node."""
+    if len(workers) <= NAMED:
+        return ", ".join(str(worker).replace("worker", noun, 1) for worker in workers)
+    nodes: dict[str, list[int]] = {}
+    for worker in workers:
+        nodes.setdefault(worker.node, []).append(worker.worker)
+    told = [f"{ranges(ids)}" + (f" (node {node})" if node else "") for node, ids in sorted(nodes.items())]
+    more = [f"and those of {len(told) - NAMED} more nodes"] * (len(told) > NAMED)
+    return f"{len(workers)} workers, " + ", ".join([*told[:NAMED], *more]) + ","
+
+
+def _where(lost: Sequence[LostWorker]) -> str:
+    phases = dict.fromkeys(PHASES.get(worker.phase, worker.phase) for worker in lost if worker.phase)
+    return f" in {' and '.join(phases)}" if phases else ""
