@@ -69,7 +69,7 @@ from benchmarks.megatron_runs import (
 )
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.gloo.groups import GlooGroups
-from recover_megatron.instep.meeting.grid import launch_grid
+from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.state.holder import Offer, Offers
 from recover_megatron.instep.state.receiver import Receiver, Source
 from recover_megatron.instep.trees import new_memory

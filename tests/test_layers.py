@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 
 
 CLIENTS = ("megatron_hooks", "elastic", "hostdevice", "collectives")
-INTERFACE = {"manager", "faults", "step", "gradients", "meeting.decision", "meeting.grid", "trees"}
+INTERFACE = {"manager", "faults", "step", "gradients", "decision", "grid", "trees"}
 """What a client of ``instep`` imports from it: the manager, the errors, a step's trainer and its gradients, the plan's
 records, and how a state is a tree."""
 NOT_YET = {

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.groups.epoch_groups import EpochGroups
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.meeting.decision import Checkpoint, Decision
 from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.records import EXIT_SAME_FAULT, CoordinatorLost, Fenced
 from recover_megatron.network.peer_store import PeerStoreServer

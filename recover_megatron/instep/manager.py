@@ -46,13 +46,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from recover_megatron.instep.decision import Decision, Rules
 from recover_megatron.instep.faults import Orphaned, OtherPosition
 from recover_megatron.instep.gradients import Tail
+from recover_megatron.instep.grid import Column, LaunchGrid, Slot
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.groups.traffic import Traffic
 from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.meeting.decision import Decision, Rules
-from recover_megatron.instep.meeting.grid import Column, LaunchGrid, Slot
 from recover_megatron.instep.recovery import Blame, Recovery
 from recover_megatron.instep.state.holder import Offer
 from recover_megatron.instep.state.overlap import Overlap
@@ -63,7 +63,7 @@ from recover_megatron.membership.io.session import Session
 
 __all__ = ["CommunicationConfig", "EpochGroups", "Hooks", "Manager", "Offer", "Overlap", "Shards", "View"]
 """The manager, and types of what it takes and gives.  The other modules of the interface have the plan's records
-(`meeting.decision`, `meeting.grid`), the errors (`faults`), and a step's trainer (`step`, `gradients`)."""
+(`decision`, `grid`), the errors (`faults`), and a step's trainer (`step`, `gradients`)."""
 
 Agree = Callable[[list[int]], list[int]]
 """Gives all workers of a model-parallel group the numbers of its first rank."""

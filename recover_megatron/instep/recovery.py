@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.faults import Orphaned, is_communication, is_in_a_group, is_of_device, is_own
+from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.exchange import Exchange
 from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.meeting.comparison import OwnDescription
-from recover_megatron.instep.meeting.decision import Rules
 from recover_megatron.instep.meeting.edges import Edges
-from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
 from recover_megatron.instep.meeting.orphan import BLAME_SECONDS, Orphan
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.instep.meeting.rendezvous import Boundary, Rendezvous, Sections

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from recover_megatron.instep.decision import Decision, Failure, LostWorker
+from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.meeting.assignment import Quotas
-from recover_megatron.instep.meeting.decision import Decision, Failure, LostWorker
-from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
 from recover_megatron.instep.state.snapshots import SnapshotStore
 
 

@@ -30,13 +30,13 @@ from megatron.training import get_args
 from recover_megatron import integrate
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peers import PeerStoreClient
+from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.grid import LaunchGrid, Slot, launch_grid
 from recover_megatron.instep.groups import out_of_turn
 from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.groups.process_group import EpochGroup, register, register_new, renumber, stands_in
 from recover_megatron.instep.groups.traffic import WORLD, Caller, Mode, Traffic, caller
 from recover_megatron.instep.manager import Manager, View
-from recover_megatron.instep.meeting.decision import Decision
-from recover_megatron.instep.meeting.grid import LaunchGrid, Slot, launch_grid
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.fsdp.state import install_meshes

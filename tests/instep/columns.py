@@ -29,11 +29,11 @@ import torch.distributed as dist
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.instep.faults import Orphaned, RunOver
+from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.groups import exchange
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.process_group import EpochGroup
 from recover_megatron.instep.groups.traffic import WORLD, Mode, Traffic
-from recover_megatron.instep.meeting.grid import launch_grid
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.membership.io.session import connect
 from recover_megatron.membership.records import Settings

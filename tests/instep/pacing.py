@@ -18,11 +18,11 @@ from typing import Any
 
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.chaos import spec
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.meeting import edges
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.meeting.decision import Decision
 from recover_megatron.instep.meeting.rendezvous import Boundary, Rendezvous, Sections
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.snapshot_parts import Copy

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.meeting.grid import LaunchGrid, launch_grid
+from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.membership.records import EXIT_FENCED
 from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import StepRecord, read_steps, violations

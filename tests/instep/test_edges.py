@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.instep.meeting.decision import Decision, JoinStatus
+from recover_megatron.instep.decision import Decision, JoinStatus
+from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.edges import MOST, TRUSTED, Edges, describe
-from recover_megatron.instep.meeting.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.workload.placement import between, edge, inside
 

@@ -21,12 +21,12 @@ from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.instep.faults import UnknownOperation
+from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.groups import epoch_groups
 from recover_megatron.instep.groups.epoch_groups import OPENER, CommunicationConfig, EpochGroups
 from recover_megatron.instep.groups.process_group import EpochGroup, register_new
 from recover_megatron.instep.groups.traffic import Caller, Mode, Staged, Traffic
 from recover_megatron.instep.hooks import ProgressReports
-from recover_megatron.instep.meeting.grid import Slot, launch_grid
 from recover_megatron.instep.meeting.rendezvous import Kept
 from recover_megatron.megatron_hooks.groups import Groups, is_averaged, is_known
 from recover_megatron.network.peer_store import PeerStoreServer

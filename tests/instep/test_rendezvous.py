@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.meeting.decision import Decision
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.meeting.rendezvous import Boundary, Sections
 from tests.drawn import some
 from tests.harness.waiting import DEADLINE

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.instep.meeting.grid import launch_grid, ring_order
+from recover_megatron.instep.grid import launch_grid, ring_order
 from recover_megatron.instep.state import overlap as module
 from recover_megatron.instep.state.overlap import MOST_PARTS, Overlap, _requests
 from recover_megatron.instep.state.shards import Shards

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.instep.decision import MEMORY, Decision, JoinStatus, Kept, Rollback, Rules, Taking
 from recover_megatron.instep.faults import Spoiled
+from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
-from recover_megatron.instep.meeting.decision import MEMORY, Decision, JoinStatus, Kept, Rollback, Rules, Taking
-from recover_megatron.instep.meeting.grid import launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.instep.meeting.timelines import covered, kept
 from recover_megatron.instep.state.snapshot_parts import Copy, apart, checks_of, room

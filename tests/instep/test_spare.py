@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.faults import OtherPosition, RunOver
+from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.hooks import FIRST_SECONDS, ProgressReports
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.meeting.decision import Decision, JoinStatus
-from recover_megatron.instep.meeting.grid import launch_grid
 from recover_megatron.instep.meeting.orphan import Orphan
 from recover_megatron.instep.meeting.spare import BUILD_SECONDS, STUCK_SECONDS, Mirror, Spare
 from recover_megatron.instep.recovery import Recovery

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recover_megatron.instep.decision import MOST, NON_PERSISTENT, Beyond, JoinStatus, Rollback, Rules, merged
 from recover_megatron.instep.faults import NoReplica
-from recover_megatron.instep.meeting.decision import MOST, NON_PERSISTENT, Beyond, JoinStatus, Rollback, Rules, merged
-from recover_megatron.instep.meeting.grid import LaunchGrid, launch_grid
+from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.membership.records import EXIT_NO_REPLICA

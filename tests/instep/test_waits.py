@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.instep.meeting.decision import Beyond, Decision, JoinStatus, Rules
-from recover_megatron.instep.meeting.grid import LaunchGrid, launch_grid
+from recover_megatron.instep.decision import Beyond, Decision, JoinStatus, Rules
+from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from tests.instep.test_plan import THREE, TWO, orphan
 

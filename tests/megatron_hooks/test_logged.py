@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from torch.utils.tensorboard import SummaryWriter
 
 from recover_megatron import log_writer
-from recover_megatron.instep.meeting.grid import launch_grid
+from recover_megatron.instep.grid import launch_grid
 from recover_megatron.megatron_hooks.logging import trackers as module
 from recover_megatron.megatron_hooks.logging import writers
 from recover_megatron.megatron_hooks.logging.trackers import Trackers

@@ -20,9 +20,9 @@ from megatron.core import parallel_state
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
+from recover_megatron.instep.decision import Decision, JoinStatus, Rules, Taking
 from recover_megatron.instep.faults import Orphaned, RunOver
-from recover_megatron.instep.meeting.decision import Decision, JoinStatus, Rules, Taking
-from recover_megatron.instep.meeting.grid import Slot, launch_grid
+from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.launch.command_line import forecast
 from recover_megatron.megatron_hooks import groups as groups_module

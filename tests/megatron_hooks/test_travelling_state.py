@@ -21,9 +21,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training import training
 
 from recover_megatron.hostdevice.apex_stub import FusedAdam
+from recover_megatron.instep.decision import MEMORY, Rollback
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.meeting.decision import MEMORY, Rollback
-from recover_megatron.instep.meeting.grid import Slot, launch_grid
+from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.trees import flatten, new_memory, unflatten
 from recover_megatron.megatron_hooks.checkpoint import state
 from recover_megatron.megatron_hooks.checkpoint.state import TrainingState, load_groups, plain_groups

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.instep.meeting.decision import Decision, JoinStatus, Rules
-from recover_megatron.instep.meeting.grid import LaunchGrid, launch_grid
+from recover_megatron.instep.decision import Decision, JoinStatus, Rules
+from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.workload.domains import (
     CHECKPOINT,

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
-from recover_megatron.instep.meeting.decision import Decision
-from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
 from recover_megatron.membership.io.session import Session
 from recover_megatron.workload import Balance, assign, quotas
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recover_megatron.collectives.peers import REACH_SECONDS, unreached
-from recover_megatron.instep.meeting.decision import Decision, JoinStatus
+from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.meeting.losses import READY
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.faults import InStepError, Orphaned
 from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.meeting.decision import Decision
 from recover_megatron.instep.meeting.edges import Edges
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.instep.meeting.spare import LINGER_SECONDS, STUCK_SECONDS, Mirror, Spare

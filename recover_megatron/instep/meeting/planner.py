@@ -18,11 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
-from recover_megatron.instep.faults import EXIT_REFUSED, Disagreement, NoReplica, OtherFlags, StateLost
-from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.meeting.comparison import ASKED_SECONDS, OwnDescription, Told, odd_ones
-from recover_megatron.instep.meeting.decision import (
+from recover_megatron.instep.decision import (
     Beyond,
     Checkpoint,
     Decision,
@@ -32,8 +28,12 @@ from recover_megatron.instep.meeting.decision import (
     Timeline,
     merged,
 )
+from recover_megatron.instep.faults import EXIT_REFUSED, Disagreement, NoReplica, OtherFlags, StateLost
+from recover_megatron.instep.grid import Slot
+from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.meeting.assignment import Assignment
+from recover_megatron.instep.meeting.comparison import ASKED_SECONDS, OwnDescription, Told, odd_ones
 from recover_megatron.instep.meeting.edges import MOST, Edges, explanation, news
-from recover_megatron.instep.meeting.grid import Slot
 from recover_megatron.instep.meeting.losses import Failures
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.instep.meeting.standing import finished_of, room

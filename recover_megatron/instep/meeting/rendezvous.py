@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.instep.faults import Drained, Orphaned
 from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.meeting.decision import JoinStatus
 from recover_megatron.instep.meeting.edges import why_out
 from recover_megatron.instep.meeting.orphan import Orphan
 from recover_megatron.instep.meeting.planner import Planner

@@ -26,8 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.faults import Drained, NoReplica, OtherFlags, OtherPosition, RunOver, StateLost
-from recover_megatron.instep.meeting.decision import Decision, JoinStatus
 from recover_megatron.instep.meeting.losses import READY
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.logger import get_logger

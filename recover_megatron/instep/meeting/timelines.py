@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from recover_megatron.instep.meeting.decision import (
+from recover_megatron.instep.decision import (
     HELD,
     MEMORY,
     JoinStatus,

@@ -32,7 +32,7 @@ from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.peers import Fetcher
 from recover_megatron.collectives.progress import Handle
 from recover_megatron.instep.gradients import alive
-from recover_megatron.instep.meeting.grid import Column
+from recover_megatron.instep.grid import Column
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.shards import Shards
 from recover_megatron.logger import get_logger

@@ -24,9 +24,9 @@ from typing import Any
 
 from recover_megatron.collectives.device import beside, made_so_far
 from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.instep.decision import Decision, Kept, Name, Snapshot, Taking
 from recover_megatron.instep.faults import Disagreement, InStepError, Spoiled
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
-from recover_megatron.instep.meeting.decision import Decision, Kept, Name, Snapshot, Taking
 from recover_megatron.instep.state.holder import Offer, gpu_of
 from recover_megatron.instep.state.receiver import Receiver
 from recover_megatron.instep.state.snapshot_parts import Copy, apart, checks_of, room, wrong_chunks

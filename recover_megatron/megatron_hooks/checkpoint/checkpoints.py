@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import async_utils, get_args
 
+from recover_megatron.instep.decision import NON_PERSISTENT, Checkpoint, merged
 from recover_megatron.instep.faults import (
     DISK_QUOTA,
     CheckpointFailed,
@@ -37,7 +38,6 @@ from recover_megatron.instep.faults import (
     signature,
 )
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.meeting.decision import NON_PERSISTENT, Checkpoint, merged
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoint import checkpoint_writers
@@ -70,7 +70,7 @@ class UnderWay:
     writers: list[int]
     """The workers that write it."""
     source: str
-    """What names its folder (``instep.meeting.decision.Checkpoint``)."""
+    """What names its folder (``instep.decision.Checkpoint``)."""
 
 
 class Checkpoints:

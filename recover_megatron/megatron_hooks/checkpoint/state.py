@@ -76,7 +76,7 @@ class TrainingState:
         self.no_way_back = no_way_back(args, self._optimizers)
         """Why the run cannot go back to a checkpoint in place; empty: it can."""
         self.timeline = 0
-        """The epoch of the timeline that this state is of (``instep.meeting.decision.Timeline``)."""
+        """The epoch of the timeline that this state is of (``instep.decision.Timeline``)."""
         self.last_step = (0, 0)
         """The iteration of the last step that was begun from this state, and which decision it is; (0, 0): none was."""
         self.counters = self._loop.read(self.version)

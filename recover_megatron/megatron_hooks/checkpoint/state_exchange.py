@@ -14,10 +14,10 @@ from contextlib import suppress
 from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.faults import Disagreement, Orphaned
+from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.manager import EpochGroups, Manager, Offer
-from recover_megatron.instep.meeting.decision import Decision
-from recover_megatron.instep.meeting.grid import Slot
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoint.state import TrainingState, shared_tensors
 

@@ -37,6 +37,7 @@ from recover_megatron.arguments import RecoverConfig, own_domains, parse_address
 from recover_megatron.chaos.spec import InjectedExit, InjectedFault, Injector, parse_spec
 from recover_megatron.collectives import torch_nccl
 from recover_megatron.errors import UserError, traceback_wanted
+from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.faults import (
     EXIT_REFUSED,
     CheckpointFailed,
@@ -54,10 +55,9 @@ from recover_megatron.instep.faults import (
     is_own,
     signature,
 )
+from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.manager import CommunicationConfig, Manager
-from recover_megatron.instep.meeting.decision import Rules
-from recover_megatron.instep.meeting.grid import LaunchGrid, Slot
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
 from recover_megatron.megatron_hooks import monkeypatch

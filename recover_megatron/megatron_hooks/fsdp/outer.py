@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.meeting.grid import Column
+from recover_megatron.instep.grid import Column
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments

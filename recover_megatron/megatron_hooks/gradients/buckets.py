@@ -22,8 +22,8 @@ import torch
 from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.gradients import Gradients
+from recover_megatron.instep.grid import Column, ring_order
 from recover_megatron.instep.manager import Manager, Overlap, Shards
-from recover_megatron.instep.meeting.grid import Column, ring_order
 from recover_megatron.integrate import Wrapper
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import column_of, launched_of

@@ -25,8 +25,8 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.training import get_args, global_vars
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from recover_megatron.instep.decision import Timeline
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.meeting.decision import Timeline
 from recover_megatron.instep.step import Outcome
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.gradients.microbatches import skipped_before, to_skip

@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import get_timers, training
 
-from recover_megatron.instep.meeting.grid import LaunchGrid
+from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.integrate import Loop
 
 BALANCING = {

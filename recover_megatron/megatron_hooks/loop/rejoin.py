@@ -33,6 +33,8 @@ from megatron.training import checkpointing, get_args
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.instep.decision import HELD, MEMORY, NON_PERSISTENT, Decision
+from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.instep.faults import (
     InStepError,
     Orphaned,
@@ -45,8 +47,6 @@ from recover_megatron.instep.faults import (
 )
 from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.meeting.decision import HELD, MEMORY, NON_PERSISTENT, Decision
-from recover_megatron.instep.meeting.decision import Rollback as Target
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch

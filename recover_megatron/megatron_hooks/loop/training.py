@@ -22,11 +22,11 @@ from megatron.training import get_args
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
+from recover_megatron.instep.decision import Checkpoint
 from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.meeting.decision import Checkpoint
 from recover_megatron.instep.step import Outcome
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger

@@ -14,8 +14,8 @@ from megatron.training import get_args
 
 from recover_megatron import __version__
 from recover_megatron.chaos.spec import Injector
+from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.manager import EpochGroups, Hooks
-from recover_megatron.instep.meeting.decision import Checkpoint, Decision
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.logging.records import Records

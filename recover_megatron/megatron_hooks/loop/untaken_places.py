@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recover_megatron.instep.meeting.decision import Decision
+from recover_megatron.instep.decision import Decision
 from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EpochRevoked
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
-from recover_megatron.instep.meeting.grid import Column
+from recover_megatron.instep.grid import Column
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer import precision

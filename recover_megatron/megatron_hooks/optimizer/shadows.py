@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from recover_megatron.instep.gradients import alive
+from recover_megatron.instep.grid import Column
 from recover_megatron.instep.manager import Manager, Shards
-from recover_megatron.instep.meeting.grid import Column
 from recover_megatron.instep.trees import Path, Place, in_place
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets

@@ -34,8 +34,8 @@ from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.training import get_args
 
 from recover_megatron.instep.gradients import Parameters, alive
+from recover_megatron.instep.grid import Column
 from recover_megatron.instep.manager import Manager, Overlap
-from recover_megatron.instep.meeting.grid import Column
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
