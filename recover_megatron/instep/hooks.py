@@ -22,11 +22,22 @@ from recover_megatron.network.peer_store import PeerStoreServer
 
 
 class Hooks(Protocol):
-    """What the training framework does at turning points.
+    """What the training framework gives: what it does at turning points, and what it tells of itself.
 
-    Called in the main thread where that is said, else in the session's or the spare's thread, too: then quick, and
-    without waiting for other workers.
+    Called in the main thread where that is said; else in the session's or the spare's thread, too, and then it must be
+    quick, wait for no other worker, and meet nobody by the manager.
+
+        a worker of this replica is lost, or this worker is out     abort_replica
+        this worker joins an epoch                                  version, state_of, last_step, checkpoints,
+                                                                    last_checkpoint, iteration
+        ... at a boundary where states are compared                 digest
+        a plan with a place for this worker is taken up             planned, then describe and log
+        a plan has it keep the state of another worker              mirror
+        a phase is reached in which a fault may be injected         inject
+        something is to be written down                             log
     """
+
+    # ---- what it does
 
     def abort_replica(self, all_heard: Callable[[], None]) -> None:
         """End all communication inside this worker's replica: what waits in it, here, gets an error.
@@ -37,23 +48,31 @@ class Hooks(Protocol):
     def planned(self, decision: Decision) -> None:
         """A new epoch, in which this worker has a place: ranks and roles may have moved.  In the main thread."""
 
-    def last_checkpoint(self) -> str:
-        """The last checkpoint that this worker knows of, in words for people."""
+    def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
+        """This worker, a spare, keeps the state of the one that ``decision`` names until the epoch ends.
+
+        Returns what of its ``JoinStatus`` has changed by it.  In the main thread.
+        """
 
     def inject(self, phase: str, iteration: int | None) -> None:
         """Inject a fault if one is due: a phase was reached, of ``iteration``; None: of that under way."""
 
-    def describe(self, decision: Decision) -> dict[str, Any]:
-        """What else the event of a new plan should say, by name; JSON values."""
-
     def log(self, event: str, **fields: Any) -> None:
         """Write a line of events.jsonl, if this worker is the one that does; ``fields``: JSON values."""
+
+    # ---- what it tells
+
+    def iteration(self) -> int:
+        """The training iteration under way, from 1; 0: the training has not begun."""
 
     def version(self) -> int | None:
         """How many iterations the parameters and the optimizer's state have seen; None: they are of no use."""
 
     def state_of(self) -> int:
         """The epoch of the timeline that this is the state of (``decision.Timeline``)."""
+
+    def digest(self) -> str:
+        """A digest of that state: equal strings in a column mean equal states; empty: none.  In the main thread."""
 
     def last_step(self) -> tuple[int, int]:
         """Of the last training step that this worker has begun since it has its state: the iteration, and the number of
@@ -63,17 +82,11 @@ class Hooks(Protocol):
         """The complete checkpoints that the run could go back to, as far as this worker knows, and the iterations of
         those that it has failed to load."""
 
-    def digest(self) -> str:
-        """A digest of that state: equal strings in a column mean equal states; empty: none.  In the main thread."""
+    def last_checkpoint(self) -> str:
+        """The last checkpoint that this worker knows of, in words for people."""
 
-    def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
-        """This worker, a spare, keeps the state of the one that ``decision`` names until the epoch ends.
-
-        Returns what of its ``Status`` has changed by it.  In the main thread.
-        """
-
-    def iteration(self) -> int:
-        """The training iteration under way, from 1; 0: the training has not begun."""
+    def describe(self, decision: Decision) -> dict[str, Any]:
+        """What else the event of a new plan should say, by name; JSON values."""
 
 
 FIRST_SECONDS = 600.0
