@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +30,9 @@ from megatron.training import get_args
 from recover_megatron import integrate
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peers import PeerStoreClient
+from recover_megatron.instep import out_of_turn
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.grid import LaunchGrid, Slot, launch_grid
-from recover_megatron.instep.groups import out_of_turn
 from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.groups.process_group import EpochGroup, register, register_new, renumber, stands_in
 from recover_megatron.instep.groups.traffic import WORLD, Caller, Mode, Traffic, caller
@@ -173,7 +173,7 @@ class Groups:
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
             self._profiled = list(getattr(get_args(), "profile_ranks", None) or ())
             if getattr(get_args(), "use_megatron_fsdp", False):
-                install_meshes(lambda: self.traffic.mode is Mode.ALONE)
+                install_meshes(lambda: self.apart)
             return result
 
         return _initialize_distributed
@@ -266,6 +266,39 @@ class Groups:
         self._own.append(outside)
         self.inside.keep(outside)
         return outside
+
+    @property
+    def me(self) -> Slot:
+        """Where this worker stands, or for which slot it builds its model."""
+        return self.traffic.me
+
+    # ---- where the training is: what an operation over replicas does then, see `traffic`
+
+    @property
+    def apart(self) -> bool:
+        """Whether this worker has no part in the training: its operations over replicas are its own alone."""
+        return self.traffic.mode is Mode.ALONE
+
+    def stand_apart(self) -> None:
+        """Out of the training, until ``open``: nothing is sent to other replicas."""
+        self.traffic.mode = Mode.ALONE
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this worker is between the decisions of the training."""
+        return self.traffic.mode is Mode.OPEN
+
+    def open(self) -> None:
+        """At the start of the training, and before each of its steps."""
+        self.traffic.mode = Mode.OPEN
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Inside a training step, which does by itself what replicas need of each other."""
+        return self.traffic.during(Mode.STEP)
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """In a section that all run to its end, though an operation of it has failed: it is run again as a whole."""
+        return self.traffic.during(Mode.DEFERRED)
 
     @contextmanager
     def in_section(self) -> Iterator[None]:

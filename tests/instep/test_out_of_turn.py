@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.training.global_vars import _graceful_shutdown
 
+from recover_megatron.instep import out_of_turn
 from recover_megatron.instep.faults import OutOfTurn, UnknownOperation
 from recover_megatron.instep.grid import Slot, launch_grid
-from recover_megatron.instep.groups import out_of_turn
 from recover_megatron.instep.groups.process_group import EpochGroup, register_new
 from recover_megatron.instep.groups.traffic import WORLD, Mode, Traffic
 

@@ -53,7 +53,7 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
         offers.append(offer)
         raise RunOver(0, "the training is over")
 
-    nothing: Any = SimpleNamespace(traffic=SimpleNamespace(mode=None), left=lambda manager: None)
+    nothing: Any = SimpleNamespace(stand_apart=lambda: None, left=lambda manager: None)
     manager: Any = SimpleNamespace(leave=left.append, wait_for_place=wait, view=SimpleNamespace(worker=4))
     rejoin = Rejoin(manager, nothing, nothing, nothing, nothing)
     tries = iter(range(MOST))
@@ -351,7 +351,7 @@ def test_a_worker_that_comes_in_late_gets_no_profiler_of_other_iterations(
 ) -> None:
     args = SimpleNamespace(rank=1, **flags)
     monkeypatch.setattr(rejoin_module, "get_args", lambda: args)
-    nothing: Any = SimpleNamespace(traffic=SimpleNamespace(mode=None))
+    nothing: Any = SimpleNamespace(stand_apart=lambda: None)
     manager: Any = SimpleNamespace(view=SimpleNamespace(worker=4))
     rejoin = Rejoin(manager, nothing, nothing, nothing, nothing)
     monkeypatch.setattr(rejoin, "_wait", lambda: BESIDE)

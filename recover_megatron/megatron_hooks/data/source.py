@@ -27,7 +27,7 @@ from megatron.training import get_args
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.groups.out_of_turn import tell_readers
+from recover_megatron.instep.out_of_turn import tell_readers
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoint import resumed

@@ -56,7 +56,6 @@ from recover_megatron.instep.faults import (
     signature,
 )
 from recover_megatron.instep.grid import LaunchGrid, Slot
-from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.manager import CommunicationConfig, Manager
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
@@ -144,7 +143,7 @@ class FaultTolerance:
         self._turning_points = TurningPoints(
             self._groups, self._training, self._records, self._faults, not self._newcomer
         )
-        self._progress_log = writers.ProgressLog(lambda: self._groups.traffic.mode is Mode.ALONE)
+        self._progress_log = writers.ProgressLog(lambda: self._groups.apart)
         self._session = self._connect()
 
     def install(self) -> None:

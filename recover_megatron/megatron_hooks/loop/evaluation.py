@@ -22,7 +22,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
-from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.manager import Manager, View
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
@@ -72,7 +71,7 @@ class Evaluation:
             starts = [(source, source.position) for source in sources_of(data_iterator)]
 
             def run() -> Any:
-                with self._groups.traffic.during(Mode.DEFERRED):
+                with self._groups.deferring():
                     return original(forward_step_func, data_iterator, model, *args, **kwargs)
 
             def reset() -> None:
@@ -112,7 +111,7 @@ class Evaluation:
 
     def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
-            if self._groups.traffic.mode is Mode.ALONE:
+            if self._groups.apart:
                 return True  # on its way to a place, with a state whose digest was checked; the others are in a step
             return bool(self._section("weight hashes", lambda: original(model, cross_check)))
 
@@ -135,7 +134,7 @@ class Evaluation:
 
     def _section(self, kind: str, run: Callable[[], Any]) -> Any:
         manager = self._manager()
-        if manager is None or self._groups.traffic.mode is not Mode.OPEN:
+        if manager is None or not self._groups.is_open:
             return run()
 
         def inside() -> Any:

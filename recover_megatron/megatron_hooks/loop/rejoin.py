@@ -45,7 +45,6 @@ from recover_megatron.instep.faults import (
     is_own,
     signature,
 )
-from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.manager import Manager
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
@@ -80,7 +79,7 @@ class Rejoin:
         self._manager.leave(error)
         if not isinstance(error, Orphaned) and not is_communication(error):
             traceback.print_exception(error)
-        self._groups.traffic.mode = Mode.ALONE
+        self._groups.stand_apart()
         view = self._manager.view
         log.info(
             f"worker {view.worker} has no place any more ({in_short(error)}); it waits as a spare, "
@@ -95,7 +94,7 @@ class Rejoin:
 
         Raises ``OtherPosition`` and ``RunOver``, and ``Disagreement`` for a state that cannot be right.
         """
-        self._groups.traffic.mode = Mode.ALONE  # nothing is sent before the first boundary: the others are elsewhere
+        self._groups.stand_apart()  # nothing is sent before the first boundary: the others are elsewhere
         while True:
             decision = self._wait()
             try:

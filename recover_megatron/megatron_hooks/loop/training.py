@@ -25,7 +25,6 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Checkpoint
 from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
-from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.step import Outcome
 from recover_megatron.integrate import Loop
@@ -171,7 +170,7 @@ class TrainingHooks:
         sharded_optimizer.install()
         trackers.install(loop, lambda: self._parts is not None)
         microbatches.install(loop)
-        dumps.install(lambda: (self._groups.traffic.me, get_args().iteration - self.parts.state.first + 1))
+        dumps.install(lambda: (self._groups.me, get_args().iteration - self.parts.state.first + 1))
         loop.wrap("train", self._train)
         loop.wrap("train_step", self._train_step)
         loop.wrap("log", self._training_log)
@@ -250,7 +249,7 @@ class TrainingHooks:
                 f"no last resort: {why}. Where the last holder of a part of the state is lost and no snapshot is in "
                 "memory, the run ends with exit code 12; a new launch goes on from the newest checkpoint"
             )
-        self._groups.traffic.mode = Mode.OPEN
+        self._groups.open()
         if self.sharded is not None:
             self.sharded.adopt()
 
@@ -264,7 +263,7 @@ class TrainingHooks:
         ) -> Any:
             self.parts.at_boundary()
             started = time.perf_counter()
-            with self._groups.traffic.during(Mode.STEP):
+            with self._groups.in_step():
                 result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
             self.manager.inject("optimizer")
             assert self._outcome is not None

@@ -23,7 +23,6 @@ from megatron.training import get_args
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.device import drained
 from recover_megatron.instep.gradients import alive
-from recover_megatron.instep.groups.traffic import Mode
 from recover_megatron.instep.manager import Manager
 from recover_megatron.integrate import Services
 from recover_megatron.megatron_hooks.checkpoint.memory_tier import MemoryTier
@@ -127,7 +126,7 @@ class TrainingParts:
         blank: bool,
     ) -> None:
         args = get_args()
-        self._manager, self._traffic, self._services = manager, groups.traffic, services
+        self._manager, self._groups, self._services = manager, groups, services
         self.buckets = _buckets(model, manager, accumulated, config.shadow_shards)
         self.trackers = Trackers(args, self.buckets.tail, manager.view.grid)
         self.routers = RouterSums(model)
@@ -187,7 +186,7 @@ class TrainingParts:
         Raises ``Orphaned`` if this worker must not compute with the state that it has.
         """
         manager = self._manager
-        self._traffic.mode = Mode.OPEN
+        self._groups.open()
         self.state.begin()
         manager.at_boundary(self._before_meeting)
         if manager.view.decision.holders:
