@@ -28,6 +28,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.snapshot_parts import Copy
 from recover_megatron.instep.state.snapshots import SnapshotStore
 from recover_megatron.instep.step import Step
+from recover_megatron.instep.view import View
 from recover_megatron.membership.io.client import Client
 from recover_megatron.membership.io.session import Session, is_newcomer, worker_id
 from recover_megatron.membership.wire import find_secret
@@ -287,14 +288,14 @@ def late_states() -> None:
 
     folder, receive, compute = log_folder(), StateExchange._receive, Step._compute
 
-    def computes(mine: Assignment) -> Path:
+    def computes(mine: Assignment | View) -> Path:
         return folder / f"computes-{mine.decision.epoch}-{mine.position}"
 
     def late_receive(self: StateExchange, decision: Decision) -> int:
-        mine = self._assignment
-        while not computes(mine).exists() and not mine.epoch_groups.over:
+        view = self._manager.view
+        while not computes(view).exists() and not view.groups.over:
             time.sleep(0.01)
-        if not mine.epoch_groups.over:
+        if not view.groups.over:
             print(BESIDE, flush=True)
         return receive(self, decision)
 
