@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -391,6 +392,27 @@ def test_columns_of_a_device_are_summed_one_after_the_other(two: Two) -> None:
         handle.wait(DEADLINE)
     assert [bucket.flat.tolist() for of in buckets for bucket in of] == [[2.0] * 8] * 4
     assert not two.double.core.strays
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_closed_groups_keep_no_memory_of_the_device_whoever_holds_them(two: Two, ends: bool) -> None:
+    """A view that was taken before a step holds those of an epoch that ends in it."""
+
+    def work() -> list[weakref.ref[torch.Tensor]]:
+        with ThreadPoolExecutor() as pool:
+            opened = pool.submit(two.first.ring, COLUMNS[0])
+            rings: list[Any] = [two.second.ring(COLUMNS[0]), opened.result(DEADLINE)]
+        for handle in [ring.all_reduce(Bucket(torch.ones(8))) for ring in rings]:
+            handle.wait(DEADLINE)
+        return [weakref.ref(room) for ring in rings for room in ring._executor._scratch._free]
+
+    rooms = work()
+    assert [room() is None for room in rooms] == [False, False]
+    for groups in (two.first, two.second):
+        if ends:
+            groups.end("a worker is lost")
+        groups.close()
+    assert [room() is None for room in rooms] == [True, True]
 
 
 def test_the_end_of_the_epoch_ends_what_is_being_opened_and_nothing_more_is(two: Two) -> None:
