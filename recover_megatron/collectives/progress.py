@@ -179,9 +179,8 @@ class ProgressThread:
             last = not self._executors
         if last and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-            self._at_work = (
-                None  # its memory is the device's, and closed groups may be held for a whole step (``View``)
-            )
+            # Its memory is the device's, and closed groups may be held for a whole step (``View``).
+            self._at_work = None
         executor.close()
 
     def _has_tasks_of(self, executor: Executor[Any]) -> bool:
