@@ -1,7 +1,8 @@
 """recover_megatron: resilient pre-training for Megatron-LM, and a library for other training loops.
 
 GPUs die in the middle of a step; the step finishes anyway, on the survivors, with exactly the microbatches it would
-have had.  docs/architecture.md shows the layers and the road of one gradient through them.
+have had.  docs/architecture.md shows the layers and the six files to read first, docs/instep.md the way of one gradient
+through them.
 
 ``ElasticDataParallel``, ``StepResult`` and ``run`` are the library (docs/library.md).  Importing this package imports
 neither torch nor Megatron: each layer imports what it needs, when it is used; so do these three names.
