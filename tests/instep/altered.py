@@ -1,7 +1,7 @@
 """Runs a training script when something is altered: altered.py MODULE.FUNCTION ARGUMENT... SCRIPT flags...
 
-The function is one of ``pacing``, ``faulty``, ``unwritten`` or ``instruments`` and gets as many arguments as it takes.
-The script may be this one again.
+The function is one of ``pacing``, ``faulty``, ``unwritten``, ``instruments`` or ``calls`` and gets as many arguments as
+it takes.  The script may be this one again.
 """
 
 from __future__ import annotations
