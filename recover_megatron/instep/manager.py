@@ -1,30 +1,35 @@
 """The interface of in-step recovery: one ``Manager`` for each worker, and the ``View`` of the run that it gives.
 
 What you get: every iteration sums the gradients of the same M microbatches, each exactly once, whichever workers die,
-and whenever.  An iteration that ``step`` has returned from is committed; one that it has raised in is committed nowhere
-without this worker's replica having been replaced.  What workers do together besides (an evaluation, a checkpoint) is a
-section: it is run to its end by whoever is left, from the beginning where a worker is lost in the middle.
+and whenever.  An iteration that ``step`` has returned from is committed.  Where it raises, the others may commit the
+iteration, with or without what this replica ran, and this worker does not apply it.  What workers do together besides
+(an evaluation, a checkpoint) is a section: it is run to its end by whoever is left, from the beginning where a worker
+is lost in the middle.
 
-You have a few responsibilities.  First, give a ``Hooks`` (`hooks`): it is called back where its methods say, some of
-them in the session's thread while your own thread waits, so those must be quick and wait for nobody.  Then, in the
+You have a few responsibilities.  First, give a ``Hooks`` (`hooks`): methods of it that do not say "in the main thread"
+are called in other threads, too, whatever your own does then, and must be quick and wait for nobody.  Then, in the
 thread that trains (the main thread; only what says otherwise may be called by others)::
 
     start                          once: all workers of the launch join the first epoch.  Before it a death ends the run
+                                   (a worker without a slot at launch begins with ``wait_for_place`` instead)
     for each iteration:
-        at_boundary                new workers come in here; hold no epoch's groups across it
+        at_boundary                new workers come in here
         step                       give it your microbatches' gradients; update the parameters only when it has returned
         section                    whatever else needs workers of other replicas: the same ones in the same order on all
     finish                         once: the training is over for this worker
 
+Look at ``view`` after each of these anew: it may have met the others, which closes the groups of the epoch.
+
 Tell where you are (``mark``), so that a worker that hangs is known: without a mark within the hang timeout this worker
 is put out.  Say which waiting is for others or for storage (``waiting``).
 
-Where an exception comes out of your own code or of a method here, ask ``is_of_mates``.  If it is, this worker is an
-orphan: its replica is broken, and the others go on.  Call ``leave``, drop what holds tensors of the training, call
-``release``, then ``wait_for_place``; with its decision enter ``take_place``, in which you make your groups anew and
-load your state, and go on with ``at_boundary``.  If it is not, it is an error of this worker: end the process.
+Where an exception comes out of your own code or of a method here, those of the list below end the process, but for
+``Orphaned``.  Of any other ask ``is_of_mates`` (for an orphan it is True whatever the error is).  If it is, this worker
+is an orphan: its replica is broken, and the others go on.  Call ``leave``, drop what holds tensors of the training,
+call ``release``, then ``wait_for_place``; with its decision enter ``take_place``, in which you make your groups anew
+and load your state, and go on with ``at_boundary``.  If it is not, it is an error of this worker: end the process.
 
-Raised by every method that meets other workers:
+Raised by ``start``, ``at_boundary``, ``step``, ``section`` and ``finish``, which meet other workers:
 
     Orphaned           this worker has no place any more: as above
     Drained            its node is to be switched off: end with exit code 0
@@ -32,7 +37,8 @@ Raised by every method that meets other workers:
     StateLost          nobody has a part of the training's state any more: the run ends for all, exit code 12
     Fenced             this worker was put out, and the run goes on without it: end with 13
     CoordinatorLost    the run has ended, or its majority is lost: end with the error's code
-    EpochRevoked       only from ``View.groups``: let it out of the section or the step, which begins again by itself
+    EpochRevoked       only from ``View.groups`` and ``be_in_touch``: let it out of the section, which begins again by
+                       itself (what a step calls uses neither)
 
 The idea of a manager that hides a quorum behind step, boundary and commit is torchft's; there a failed step is
 dropped, here it is finished.
@@ -119,7 +125,10 @@ class Manager:
 
     @property
     def view(self) -> View:
-        """The run as this worker knows it now.  From any thread; a later plan makes another view."""
+        """The run as this worker knows it now; a later plan makes another view.
+
+        From any thread; in another than the main one, fields may be of two plans where a new one is taken up just then.
+        """
         return self._parts.view()
 
     # ---- the training
@@ -142,7 +151,8 @@ class Manager:
         :param tail: the bucket that is summed last, with the losses and the counts of microbatches
         :param share: 1 / number of workers of the tail's column in one replica
         :param balance: give slow replicas fewer microbatches from the next step on
-        :raises Disagreement: the sum cannot be right: nobody commits this step
+        :raises Disagreement: what this worker ran cannot be right: end the process.  Where it may be in a sum, the run
+            ends for all and nobody commits the step; else the others run its microbatches
         """
         self._parts.show(total)
         outcome = Step(self._parts, trainer, total, tail, share).run()
@@ -222,13 +232,16 @@ class Manager:
         self._parts.session.be_in_touch(in_epoch=in_epoch)
 
     def is_of_mates(self, error: BaseException) -> bool:
-        """Whether ``error`` comes from the loss of a worker of this replica.  May wait for the news of one."""
+        """Whether ``error`` comes from the loss of a worker of this replica, or this one is an orphan already.
+
+        May wait for the news of a loss.  Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
+        """
         return self._blame.of_mates(error, self._parts)
 
     def lose_state(self, what: str) -> NoReturn:
         """Nobody has a part of the training's state any more; ``what`` says which, for people.
 
-        Raises ``Orphaned``, on all, where there is a checkpoint or a snapshot to go back to, else ``StateLost``.
+        Raises ``Orphaned`` where there is a checkpoint or a snapshot to go back to, else ``StateLost``, for all.
         """
         if self._parts.planner.can_go_back:
             self._parts.orphan.leave(what)

@@ -31,7 +31,7 @@ class View:
     position: int | None
     """What this worker's model is built for; None: for nothing yet."""
     standing: Mapping[Slot, int]
-    """Slot -> worker that stands there; empty before the first epoch."""
+    """Slot -> worker that stands there by ``plan``; empty before the first epoch."""
     live: frozenset[Slot]
     """The slots in which somebody stands; the same object for as long as the plan is."""
     epoch_groups: EpochGroups | None
