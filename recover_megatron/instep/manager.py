@@ -227,7 +227,8 @@ class Manager:
         """Return when the coordinator has answered just now, mostly at once.  From any thread.
 
         To be called before what a worker must not do that was stopped, and put out without knowing yet.  Raises
-        ``Fenced`` or ``CoordinatorLost``, and ``EpochRevoked`` unless ``in_epoch`` is False.
+        ``Fenced`` or ``CoordinatorLost``, ``EpochRevoked`` unless ``in_epoch`` is False, and after ``finish`` a
+        ``MembershipError`` that is none of these.
         """
         self._parts.session.be_in_touch(in_epoch=in_epoch)
 

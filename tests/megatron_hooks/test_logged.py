@@ -20,12 +20,14 @@ from torch.utils.tensorboard import SummaryWriter
 
 from recover_megatron import log_writer
 from recover_megatron.instep.grid import launch_grid
+from recover_megatron.megatron_hooks.logging import records, writers
 from recover_megatron.megatron_hooks.logging import trackers as module
-from recover_megatron.megatron_hooks.logging import writers
 from recover_megatron.megatron_hooks.logging.trackers import Trackers
 from recover_megatron.megatron_hooks.logging.writers import Stub
 from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.loop.trainer import MegatronTrainer
+from recover_megatron.membership.records import CoordinatorLost, Fenced, MembershipError, Settings
+from recover_megatron.membership.sides.member import Member
 from tests.harness.waiting import DEADLINE
 
 ARGS = SimpleNamespace(
@@ -264,6 +266,32 @@ def test_wandb_which_cannot_be_flushed_or_closed_is_written_on_when_the_turn_com
         writer._aside.flush()
     assert told == [1, 2]
     assert len(opened) == 1
+
+
+def left_in_order() -> MembershipError:
+    """What the session of a worker raises that has finished."""
+    member = Member({"worker": 0}, 1, Settings(), now=0.0)
+    member.leave()
+    assert member.out is not None
+    return member.out
+
+
+@pytest.mark.parametrize(
+    ("error", "writes"),
+    [(None, True), (Fenced("late"), False), (CoordinatorLost("over", 0), True), (left_in_order(), True)],
+    ids=["in touch", "put out", "run over", "left in order"],
+)
+def test_steps_that_a_slow_disk_has_not_taken_yet_are_written_by_who_was_not_put_out(
+    error: MembershipError | None, writes: bool
+) -> None:
+    """Also when the worker has finished: the thread that writes asks whether it may, and must not end by the answer."""
+
+    def be_in_touch(*, in_epoch: bool) -> None:
+        if error is not None:
+            raise error
+
+    manager: Any = SimpleNamespace(be_in_touch=be_in_touch)
+    assert records._still_in(manager) is writes
 
 
 def test_what_was_told_last_is_written_out_at_the_end_by_who_writes(monkeypatch: pytest.MonkeyPatch) -> None:

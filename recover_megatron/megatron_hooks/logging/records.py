@@ -30,7 +30,7 @@ from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.step import Outcome
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.gradients.microbatches import skipped_before, to_skip
-from recover_megatron.membership.records import CoordinatorLost, Fenced
+from recover_megatron.membership.records import Fenced, MembershipError
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
 
@@ -210,7 +210,7 @@ def _still_in(manager: Manager) -> bool:
         manager.be_in_touch(in_epoch=False)
     except Fenced:
         return False
-    except CoordinatorLost:  # the end of the run, for one
+    except MembershipError:  # the end of the run, for one, or of this worker's training
         pass
     return True
 
