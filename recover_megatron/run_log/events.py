@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -61,7 +62,7 @@ class EventsFile:
         Where the file cannot be read (no descriptor is left, it was moved), the event is written all the same.
         """
         descriptor = open_to_append(path)
-        if not self._file.head:
+        if not self._file.head and stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or a device need not end
             with suppress(OSError), open(path, "rb") as file:
                 starts = [line for line in file if line.startswith(_START) and line_object(line)]
                 self._file.head = self._file.head or b"".join(starts[-1:])

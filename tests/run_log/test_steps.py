@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -346,6 +349,16 @@ def test_a_rotation_after_the_death_of_the_writer_that_told_the_start_leaves_the
     follows.close()
     start, checkpoint = read_events(path)
     assert (start["event"], start["iteration"], checkpoint["event"]) == ("start", 41, "checkpoint")
+
+
+def test_a_writer_that_follows_another_one_reads_nothing_in_a_pipe_which_has_no_end(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)
+    descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    EventsFile(path).append("plan", epoch=2)
+    assert select.select([descriptor], [], [], DEADLINE)[0] == [descriptor]
+    assert json.loads(os.read(descriptor, 1000))["epoch"] == 2
+    os.close(descriptor)
 
 
 def test_an_event_is_written_where_the_events_before_it_cannot_be_read(
