@@ -251,8 +251,13 @@ class Manager:
 
     # ---- out of the training, and back
 
-    def leave(self, why: BaseException | str) -> None:
-        """Leave the training, for an error that ``is_of_mates``, or for a reason in words.  The others are told."""
+    def leave(self, why: BaseException | str, *, note: str = "") -> None:
+        """Leave the training, for an error that ``is_of_mates``, or for a reason in words.  The others are told.
+
+        ``note``: what recover-status shows of this worker from now on.
+        """
+        if note:
+            self._parts.session.note(note)
         if isinstance(why, str):
             self._parts.orphan.leave(why)
         elif not isinstance(why, Orphaned):
@@ -263,17 +268,14 @@ class Manager:
         """Close the groups of the epoch: nothing of it touches a tensor any more.  May wait for the device."""
         self._parts.assignment.close()
 
-    def wait_for_place(self, *, note: str = "", **offer: Any) -> Decision:
+    def wait_for_place(self, **offer: Any) -> Decision:
         """Wait as a spare; the decision that gives this worker a place.
 
-        :param note: what recover-status shows of it
         :param offer: fields of ``JoinStatus``: ``version`` and ``digest`` of its state; ``position`` None: it can take
             no place
         :raises OtherPosition: it is to build the model of another position, and to wait again
         :raises RunOver: there will be no place
         """
-        if note:
-            self._parts.session.note(note)
         try:
             return self._parts.orphan.wait(**offer)
         except OtherPosition as other:

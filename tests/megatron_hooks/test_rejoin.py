@@ -48,13 +48,17 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
     slept: list[float] = []
     offers: list[dict[str, Any]] = []
 
-    def wait(note: str, **offer: Any) -> None:
-        notes.append(note)
+    def wait(**offer: Any) -> None:
         offers.append(offer)
         raise RunOver(0, "the training is over")
 
     nothing: Any = SimpleNamespace(stand_apart=lambda: None, left=lambda manager: None)
-    manager: Any = SimpleNamespace(leave=left.append, wait_for_place=wait, view=SimpleNamespace(worker=4))
+
+    def leave(why: str, note: str) -> None:
+        left.append(why)
+        notes.extend([note] * bool(note))
+
+    manager: Any = SimpleNamespace(leave=leave, wait_for_place=wait, view=SimpleNamespace(worker=4))
     rejoin = Rejoin(manager, nothing, nothing, nothing, nothing)
     tries = iter(range(MOST))
     monkeypatch.setattr(rejoin, "_wait", lambda: (next(tries), BESIDE)[1])

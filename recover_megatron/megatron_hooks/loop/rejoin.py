@@ -104,7 +104,7 @@ class Rejoin:
                 return
             except INTERRUPTED as error:
                 why = self._untaken.failed(error, decision)
-                self._manager.leave(why)
+                self._manager.leave(why, note=why if self._untaken.aside else "")
             if self._untaken.aside:
                 self._stay_aside(why)
             time.sleep(self._untaken.pause)
@@ -117,7 +117,7 @@ class Rejoin:
             "the others, end it, and bring another with recover-run --join"
         )
         self._groups.left(self._manager)
-        self._manager.wait_for_place(note=why, position=None, ready=False)
+        self._manager.wait_for_place(position=None, ready=False)
         raise AssertionError("a worker that is put aside was given a place")
 
     def _wait(self) -> Decision:
