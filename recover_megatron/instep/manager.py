@@ -125,10 +125,7 @@ class Manager:
 
     @property
     def view(self) -> View:
-        """The run as this worker knows it now; a later plan makes another view.
-
-        From any thread; in another than the main one, fields may be of two plans where a new one is taken up just then.
-        """
+        """The run as this worker knows it now; a later plan makes another view.  From any thread."""
         return self._parts.view()
 
     # ---- the training

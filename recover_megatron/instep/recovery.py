@@ -92,20 +92,21 @@ class Recovery:
     def view(self) -> View:
         """See ``Manager.view``."""
         mine, progress, session, planner = self.assignment, self.progress, self.session, self.planner
-        decision = mine.taken_up
+        decision, epoch_groups, slot, replica, inner_rank, position = mine.at_once()
         started = decision is not None
+        standing, live = mine.slots_of(decision) if decision is not None else ({}, frozenset[Slot]())
         return View(
             worker=mine.me,
             grid=mine.grid,
             communication=self.comm_config,
             plan=decision,
-            slot=mine.slot,
-            replica=mine.replica,
-            inner_rank=mine.inner_rank,
-            position=mine.position,
-            standing=mine.standing if started else {},
-            live=mine.live if started else frozenset(),
-            epoch_groups=mine.present()[0],
+            slot=slot,
+            replica=replica,
+            inner_rank=inner_rank,
+            position=position,
+            standing=standing,
+            live=live,
+            epoch_groups=epoch_groups,
             quotas=mine.shares,
             snapshots=self.snapshots,
             number=progress.at,

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.faults import Orphaned, OtherPosition, StateLost
+from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.manager import Manager
+from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.view import View
 
@@ -43,6 +46,38 @@ def test_nobody_changes_a_view() -> None:
     blank = dict.fromkeys(field.name for field in dataclasses.fields(View))
     with pytest.raises(dataclasses.FrozenInstanceError):
         View(**blank).replica = 3  # type: ignore[misc,arg-type]
+
+
+class WhilePlansChange:
+    """A lock in whose block the second of three plans is in force: the first before it, the third after."""
+
+    def __init__(self, mine: Assignment) -> None:
+        self._mine, self._next = mine, iter((1, 2))
+
+    def take_up(self, replica: int) -> None:
+        self._mine.stand(replica, 0)
+        self._mine.taken_up = Decision(replica, {replica: (7,)}, ())
+        self._mine._epoch_groups = f"groups {replica}"  # type: ignore[assignment]
+
+    def __enter__(self) -> None:
+        self.take_up(next(self._next))
+
+    def __exit__(self, *unused: object) -> None:
+        self.take_up(next(self._next))
+
+
+def test_a_view_is_of_one_plan_whenever_another_thread_asks_for_it() -> None:
+    unused: Any = SimpleNamespace()
+    grid = launch_grid(3, tensor=1, context=1, pipeline=1, inner_ranks=1)
+    mine = Assignment(unused, 7, grid, unused)
+    mine.lock = changing = WhilePlansChange(mine)  # type: ignore[assignment]
+    changing.take_up(0)
+    found = mine.at_once()
+    decision, groups, slot, replica, *_ = found
+    assert decision is not None
+    assert (decision.epoch, groups, slot, replica) == (1, "groups 1", Slot(1), 1)
+    assert mine.slots_of(decision) == ({Slot(1): 7}, {Slot(1)})
+    assert mine.slots_of(decision)[1] is mine.slots_of(decision)[1]
 
 
 @pytest.mark.parametrize(("can_go_back", "raised"), [(True, Orphaned), (False, StateLost)])

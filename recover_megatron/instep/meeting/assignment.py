@@ -110,6 +110,11 @@ class Assignment:
         with self.lock:
             return self._epoch_groups, self.started
 
+    def at_once(self) -> tuple[Decision | None, EpochGroups | None, Slot, int, int, int | None]:
+        """The plan taken up last, its groups, this worker's slot, replica, inner rank and position: at one moment."""
+        with self.lock:
+            return self.taken_up, self._epoch_groups, self.slot, self.replica, self.inner_rank, self.position
+
     def end(self, reason: str) -> None:
         """Make every operation of the present epoch's groups fail, if there are any; from any thread."""
         if self._epoch_groups is not None:
@@ -148,19 +153,20 @@ class Assignment:
     @property
     def live(self) -> frozenset[Slot]:
         """The slots in which somebody stands; the same object as long as the decision is."""
-        return self._slots()[2]
+        return self.slots_of(self.decision)[1]
 
     @property
     def standing(self) -> dict[Slot, int]:
         """Slot -> worker that stands there; the same object as long as the decision is."""
-        return self._slots()[1]
+        return self.slots_of(self.decision)[0]
 
-    def _slots(self) -> tuple[Decision, dict[Slot, int], frozenset[Slot]]:
-        decision = self.decision
-        if self._live is None or self._live[0] is not decision:
+    def slots_of(self, decision: Decision) -> tuple[dict[Slot, int], frozenset[Slot]]:
+        """``standing`` and ``live`` by ``decision``; the same objects as long as it is the one asked for last."""
+        last = self._live
+        if last is None or last[0] is not decision:
             slots = decision.slots(self.grid)
-            self._live = decision, slots, frozenset(slots)
-        return self._live
+            last = self._live = decision, slots, frozenset(slots)
+        return last[1:]
 
     @property
     def staying(self) -> Mapping[Slot, int]:
