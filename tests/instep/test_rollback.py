@@ -246,7 +246,7 @@ GROUP_SCENARIOS = [
         for name, layout in (("shard groups", hsdp.TWO), ("outer", hsdp.OUTER_TWO))
         for scenario in (
             of_groups(f"{name}, replaced", layout, iterations=12, restarts=2, replicas=2, when="9-:2"),
-            of_groups(f"{name}, the newest cannot be read", layout, to=2, train_with=altered("faulty.spoil", 0, 6),
+            of_groups(f"{name}, the newest cannot be read", layout, to=2, train_with=altered("faulty.spoil", 0, 6, "."),
                       said="cannot load the checkpoint of iteration 4 in"),
             *(of_groups(f"{name}, a death in the load, {visit}", layout, replace(IN_THE_LOAD, visit=visit), restarts=3)
               for visit in (1, 2)),
