@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from recover_megatron.collectives.ledger import Span
 
 Chunks = Sequence[Sequence[Span]]
-"""For each rank what it owns."""
+"""By rank: the spans of a bucket that it owns."""
 
 
 def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
@@ -45,7 +45,7 @@ def within(spans: Sequence[Span], shards: Chunks) -> list[list[Span]]:
 
 
 def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
-    """What two ascending sequences have in common, in one pass."""
+    """Yield the common parts of two ascending sequences, in one pass."""
     one = other = 0
     while one < len(spans) and other < len(others):
         a, b = spans[one], others[other]

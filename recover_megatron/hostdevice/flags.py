@@ -200,7 +200,7 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 
 def speaks() -> bool:
-    """Whether what all processes of a run find is said by this one: rank 0's, and none that multiprocessing started."""
+    """Tell if this process speaks for all of the run: that of rank 0 does, and none that multiprocessing started."""
     main = sys.modules.get("__mp_main__")  # of a spawned process that still imports its parent's main module; or ours
     spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
     return os.environ.get("RANK", "0") == "0" and not spawned

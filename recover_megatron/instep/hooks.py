@@ -22,7 +22,7 @@ from recover_megatron.network.peer_store import PeerStoreServer
 
 
 class Hooks(Protocol):
-    """What the training framework gives: what it does at turning points, and what it tells of itself.
+    """The training framework's side: actions at turning points, and facts about itself.
 
     Called in the main thread where that is said; else in the session's or the spare's thread, too, and then it must be
     quick, wait for no other worker, and meet nobody by the manager.
@@ -86,7 +86,7 @@ class Hooks(Protocol):
         """The last checkpoint that this worker knows of, in words for people."""
 
     def describe(self, decision: Decision) -> dict[str, Any]:
-        """What else the event of a new plan should say, by name; JSON values."""
+        """Further fields for the event of a new plan, by name; JSON values."""
 
 
 FIRST_SECONDS = 600.0

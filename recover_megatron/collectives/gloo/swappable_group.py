@@ -173,7 +173,7 @@ COLLECTIVES = (
     "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter", "_reduce_scatter_base",
     "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier",
 )  # fmt: skip
-"""What ``carried_by`` sends another way: all that ``instep.groups.process_group.EpochGroup`` carries out."""
+"""Operations that ``carried_by`` sends another way: all that ``instep.groups.process_group.EpochGroup`` carries out."""
 _WITHOUT_WORK = ("rank", "size", "name")
 """Megatron asks for these more often than it sends: over a hundred times in an iteration of four layers."""
 

@@ -1,4 +1,4 @@
-"""What a worker does that was given a place and could not take it: it offers itself again, later, or no more."""
+"""The policy of a worker that could not take the place it was given: offer itself again at once, later, or no more."""
 
 from __future__ import annotations
 
