@@ -317,7 +317,7 @@ class Decision:
         return None
 
 
-MOST = 4
+MOST_CHECKPOINTS = 4
 """Checkpoints that are told of: the newest; an older one is there should one not be readable."""
 
 
@@ -328,7 +328,7 @@ def merged(*known: Iterable[Checkpoint], until: Rollback | None = None) -> tuple
     """
     last = inf if until is None else until.iteration
     every = sorted({checkpoint for its in known for checkpoint in its if checkpoint[0] <= last}, reverse=True)
-    kept = [one for one in every if one[1] != NON_PERSISTENT][:MOST]
+    kept = [one for one in every if one[1] != NON_PERSISTENT][:MOST_CHECKPOINTS]
     return tuple(sorted([*kept, *[one for one in every if one[1] == NON_PERSISTENT][:2]], reverse=True))
 
 
@@ -341,7 +341,7 @@ class LostWorker:
     device: int | None = None
     """Number of its device on its node, from 0."""
     phase: str = ""
-    """What it was doing in the iteration of its loss, by its last heartbeat, which is up to an interval old."""
+    """Its phase in the iteration of its loss, by its last heartbeat, which is up to an interval old."""
 
     def __str__(self) -> str:
         places = [f"node {self.node}"] * bool(self.node) + [f"GPU {self.device}"] * (self.device is not None)
@@ -355,7 +355,7 @@ class Failure:
     iteration: int
     lost: tuple[LostWorker, ...]
     replicas: tuple[int, ...] = ()
-    """Those that they had a place in."""
+    """The replicas in which the lost workers had a place."""
 
     @property
     def workers(self) -> list[int]:
@@ -365,8 +365,8 @@ class Failure:
         return f"{', '.join(map(str, self.workers))} (iteration {self.iteration})"
 
 
-Name = tuple[int, int]
-"""Of a snapshot: its iteration, and in which epoch it was taken where that matters, else 0; newer is larger."""
+SnapshotName = tuple[int, int]
+"""A snapshot's iteration, and the epoch in which it was taken where that matters, else 0; a newer one is larger."""
 
 
 @dataclass(frozen=True)
@@ -376,10 +376,10 @@ class Taking:
     epoch: int
     iteration: int
     parts: int
-    """Of which it is made (``workload.snapshots``)."""
+    """The number of parts of which it is made (``workload.snapshots``)."""
     together: bool = False
-    """Whether its parts fit only those that were taken in the same epoch: shards, which are cut for who is there."""
+    """True where its parts are shards, which are cut for the members of an epoch: they fit only those of the same."""
 
     @property
-    def name(self) -> Name:
+    def name(self) -> SnapshotName:
         return self.iteration, self.epoch if self.together else 0

@@ -55,11 +55,11 @@ import torch
 from recover_megatron.instep.decision import Decision, Rules
 from recover_megatron.instep.faults import Orphaned, OtherPosition
 from recover_megatron.instep.gradients import Tail
-from recover_megatron.instep.grid import Column, LaunchGrid, Slot
+from recover_megatron.instep.grid import Column, LaunchGrid
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.groups.traffic import Traffic
 from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.recovery import Blame, Recovery
+from recover_megatron.instep.recovery import Blame, Recovery, Worker
 from recover_megatron.instep.state.holder import Offer
 from recover_megatron.instep.state.overlap import Overlap
 from recover_megatron.instep.state.shards import Shards
@@ -67,60 +67,32 @@ from recover_megatron.instep.step import Outcome, Step, Trainer
 from recover_megatron.instep.view import View
 from recover_megatron.membership.io.session import Session
 
-__all__ = ["CommunicationConfig", "EpochGroups", "Hooks", "Manager", "Offer", "Overlap", "Shards", "View"]
-"""The manager, and types of what it takes and gives.  The other modules of the interface have the plan's records
-(`decision`, `grid`), the errors (`faults`), and a step's trainer (`step`, `gradients`)."""
+__all__ = ["CommunicationConfig", "EpochGroups", "Hooks", "Manager", "Offer", "Overlap", "Shards", "View", "Worker"]
+"""The manager, and types of what it takes and gives; ``recover_megatron.instep`` names the rest of the interface."""
 
 Agree = Callable[[list[int]], list[int]]
 """Gives all workers of a model-parallel group the numbers of its first rank."""
 
 
 class Manager:
-    """One worker's part in the run: see above for who calls what when."""
+    """A worker's part in the run; the module's docstring says who calls what when."""
 
     def __init__(
         self,
         session: Session,
-        me: int,
+        worker: Worker,
         grid: LaunchGrid,
         communication: CommunicationConfig,
         hooks: Hooks,
-        *,
-        slot: Slot | None,
-        node: str = "",
-        domains: Sequence[str] = (),
-        device: int | None = None,
         rules: Rules | None = None,
         verify_interval: int = 0,
-        flags: Mapping[str, str] | None = None,
-        code: Mapping[str, str] | None = None,
     ) -> None:
-        """Open the part of worker ``me``, which has attached by ``session``; nobody is waited for.
+        """Open the part of ``worker``, which has attached by ``session``; nobody is waited for.
 
         :param grid: the slots of the launch
-        :param slot: where this worker stands at launch; None: it was started later, and has no place yet
-        :param node: name of its host
-        :param domains: what it may be lost with (``workload.domains``)
-        :param device: number of its device on the host
         :param verify_interval: iterations between comparisons of states; 0: none
-        :param flags: what this worker was started with that must be the same on all (`script_flags`)
-        :param code: the program that it runs (`program`)
         """
-        self._parts = Recovery(
-            session,
-            me,
-            grid,
-            communication,
-            hooks,
-            slot=slot,
-            node=node,
-            domains=domains,
-            device=device,
-            rules=rules,
-            verify_interval=verify_interval,
-            flags=flags,
-            code=code,
-        )
+        self._parts = Recovery(session, worker, grid, communication, hooks, rules or Rules(), verify_interval)
         self._blame = Blame()
 
     @property
@@ -230,7 +202,7 @@ class Manager:
         self._parts.session.be_in_touch(in_epoch=in_epoch)
 
     def is_of_mates(self, error: BaseException) -> bool:
-        """Whether ``error`` comes from the loss of a worker of this replica, or this one is an orphan already.
+        """Tell if ``error`` comes from the loss of a worker of this replica, or this one is an orphan already.
 
         May wait for the news of a loss.  Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
@@ -270,7 +242,8 @@ class Manager:
 
         :param offer: fields of ``JoinStatus``: ``version`` and ``digest`` of its state; ``position`` None: it can take
             no place
-        :raises OtherPosition: it is to build the model of another position, and to wait again
+        :raises OtherPosition: it is to build the model of another position, which is its own from now on, and to wait
+            again
         :raises RunOver: there will be no place
         """
         try:

@@ -8,7 +8,7 @@ worker's mates may be to blame for an error, and for how long that is believed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.faults import Orphaned, is_communication, is_in_a_group, is_of_device, is_own
@@ -27,42 +27,46 @@ from recover_megatron.instep.view import View
 from recover_megatron.membership.io.session import Session
 
 
+@dataclass(frozen=True)
+class Worker:
+    """A worker as it comes into the run, beside its model and its state."""
+
+    id: int
+    slot: Slot | None
+    """Where it stands at launch; None: it was started later, and has no place yet."""
+    node: str = ""
+    """Name of its host."""
+    domains: Sequence[str] = ()
+    """What it may be lost with (``workload.domains``)."""
+    device: int | None = None
+    """Number of its device on the host."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """What it was started with that must be the same on all workers (`script_flags`)."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """The program that it runs (`program`); empty: it may be any."""
+
+
 class Recovery:
-    """The parts of worker ``me``.  Its main thread calls them, the session's thread ``Orphan.revoked``."""
+    """The parts of one worker.  Its main thread calls them, the session's thread ``Orphan.revoked``."""
 
     def __init__(
         self,
         session: Session,
-        me: int,
+        worker: Worker,
         grid: LaunchGrid,
         comm_config: CommunicationConfig,
         hooks: Hooks,
-        *,
-        slot: Slot | None,
-        node: str = "",
-        domains: Sequence[str] = (),
-        device: int | None = None,
-        rules: Rules | None = None,
-        verify_interval: int = 0,
-        flags: Mapping[str, str] | None = None,
-        code: Mapping[str, str] | None = None,
+        rules: Rules,
+        verify_interval: int,
     ) -> None:
-        """``slot``: where this worker stands at launch; None: nowhere yet.  ``node``: the name of its host;
-        ``domains``: what it may be lost with (``workload.domains``); ``device``: the number of its device there.
-
-        ``verify_interval``: iterations between comparisons of states.  ``flags``: what this worker was started with,
-        which must be the same for all (`script_flags`); ``code``: the program that it runs (`program`); None: no
-        matter.
-        """
-        rules = rules or Rules()
         self.session = session
         self.comm_config = comm_config
         self.hooks = hooks
         self.progress = ProgressReports(session, hooks)
-        mine = self.assignment = Assignment(session, me, grid, comm_config, rules.least)
-        if slot is not None:
-            mine.stand(*grid.place(slot))
-        self.edges = Edges(me)
+        mine = self.assignment = Assignment(session, worker.id, grid, comm_config, rules.least)
+        if worker.slot is not None:
+            mine.stand(*grid.place(worker.slot))
+        self.edges = Edges(worker.id)
         self.snapshots = SnapshotStore(comm_config, self.progress.inject)
         self.planner = Planner(
             session,
@@ -70,16 +74,23 @@ class Recovery:
             mine,
             self.edges,
             rules,
-            node=node,
-            domains=tuple(domains),
-            device=device,
+            node=worker.node,
+            domains=tuple(worker.domains),
+            device=worker.device,
             peer_store=comm_config.peer_store.address,
             snapshots=self.snapshots,
-            own=OwnDescription(flags or {}, code or {}, comm_config.peer_store, comm_config.secret),
+            own=OwnDescription(worker.flags, worker.code, comm_config.peer_store, comm_config.secret),
         )
         announcements = Announcements(mine, comm_config.peer_store)
         self.orphan = Orphan(
-            session, hooks, self.progress, mine, self.planner, self.edges, announcements, at_launch=slot is not None
+            session,
+            hooks,
+            self.progress,
+            mine,
+            self.planner,
+            self.edges,
+            announcements,
+            at_launch=worker.slot is not None,
         )
         self.rendezvous = Rendezvous(session, hooks, self.progress, mine, self.planner, self.orphan, announcements)
         self.sections = Sections(hooks, self.progress, mine, self.orphan, self.rendezvous)
@@ -92,20 +103,17 @@ class Recovery:
     def view(self) -> View:
         """See ``Manager.view``."""
         mine, progress, session, planner = self.assignment, self.progress, self.session, self.planner
-        decision, epoch_groups, slot, replica, inner_rank, position = mine.at_once()
+        decision, epoch_groups, replica, inner_rank, position = mine.at_once()
         started = decision is not None
-        standing, live = mine.slots_of(decision) if decision is not None else ({}, frozenset[Slot]())
         return View(
             worker=mine.me,
             grid=mine.grid,
             communication=self.comm_config,
             plan=decision,
-            slot=slot,
             replica=replica,
             inner_rank=inner_rank,
             position=position,
-            standing=standing,
-            live=live,
+            live=frozenset() if decision is None else mine.slots_of(decision)[1],
             epoch_groups=epoch_groups,
             quotas=mine.shares,
             snapshots=self.snapshots,

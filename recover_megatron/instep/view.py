@@ -1,4 +1,4 @@
-"""What one worker knows of the run at one moment: the plan in force, its own place, and what it is doing."""
+"""The run as one worker knows it at one moment: the plan in force, the worker's place, and its progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recover_megatron.instep.state.snapshots import SnapshotStore
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Made anew by each ``Manager.view``, so look again after whatever meets other workers.
+    """A worker's view of the run.  Each ``Manager.view`` makes another: look again after a method that meets others.
 
     ``groups``, ``quotas`` and ``snapshots`` are handles of things that go on changing; all else stays as it is.
     """
@@ -25,21 +25,18 @@ class View:
 
     plan: Decision | None
     """The last plan that had a place for this worker; None: the first epoch was not joined yet."""
-    slot: Slot
     replica: int
     inner_rank: int
     position: int | None
-    """What this worker's model is built for; None: for nothing yet."""
-    standing: Mapping[Slot, int]
-    """Slot -> worker that stands there by ``plan``; empty before the first epoch."""
+    """The position that this worker's model is built for; None: it has no model yet."""
     live: frozenset[Slot]
-    """The slots in which somebody stands; the same object for as long as the plan is."""
+    """The slots in which somebody stands by ``plan``; the same object for as long as the plan is."""
     epoch_groups: EpochGroups | None
     quotas: Quotas
     snapshots: SnapshotStore
 
     number: int
-    """Of the decision (step or section) under way, or the last one; 0: there was none."""
+    """The number of the decision (step or section) under way, or of the last one; 0: there was none."""
     iteration: int
     """The training iteration under way, from 1; 0: the training has not begun."""
     phase: str
@@ -47,7 +44,7 @@ class View:
     tried: frozenset[int]
     """Microbatches of the step under way that this replica has begun."""
     section: str
-    """What the last section was, or is."""
+    """The kind of the section under way, or of the last one; empty: there was none."""
     joining_next: bool
     """Whether the step that follows is one that others have begun, or some begin without a state."""
     verifying: bool
@@ -66,9 +63,9 @@ class View:
     lost: Failure | None
     """The loss that the last epoch found and that this worker has met the others for."""
     whereabouts: Mapping[int, LostWorker]
-    """Where the workers run that were there when the last epoch was made."""
+    """The hosts and devices of the workers that were there when the last epoch was made."""
     term: int
-    """Of the coordinator that formed the epoch: the same on all of its members."""
+    """The term of the coordinator that formed the epoch: the same on all of its members."""
 
     @property
     def started(self) -> bool:

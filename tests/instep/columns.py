@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.collectives.tree import TreeBackend
+from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.faults import Orphaned, RunOver
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.groups import exchange
@@ -35,6 +36,7 @@ from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.process_group import EpochGroup
 from recover_megatron.instep.groups.traffic import WORLD, Mode, Traffic
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.recovery import Worker as Own
 from recover_megatron.membership.io.session import connect
 from recover_megatron.membership.records import Settings
 from recover_megatron.network.peer_store import PeerStoreServer
@@ -51,7 +53,7 @@ class Worker:
         self.grid = launch_grid(world, tensor=1, context=1, pipeline=2, inner_ranks=1)
         comm_config = CommunicationConfig(PeerStoreServer("127.0.0.1", SECRET), SECRET, torch.device("cpu"))
         self.iteration, self.operation = 0, ""
-        self.recovery = Recovery(connect(settings), me, self.grid, comm_config, no_model(self), slot=me)
+        self.recovery = Recovery(connect(settings), Own(me, me), self.grid, comm_config, no_model(self), Rules(), 0)
         self.traffic = Traffic(me)
         replica, self.stage = self.grid.place(me)
         self.mates = self.grid.replicas[replica]

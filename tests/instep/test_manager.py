@@ -73,9 +73,9 @@ def test_a_view_is_of_one_plan_whenever_another_thread_asks_for_it() -> None:
     mine.lock = changing = WhilePlansChange(mine)  # type: ignore[assignment]
     changing.take_up(0)
     found = mine.at_once()
-    decision, groups, slot, replica, *_ = found
+    decision, groups, replica, *_ = found
     assert decision is not None
-    assert (decision.epoch, groups, slot, replica) == (1, "groups 1", Slot(1), 1)
+    assert (decision.epoch, groups, replica) == (1, "groups 1", 1)
     assert mine.slots_of(decision) == ({Slot(1): 7}, {Slot(1)})
     assert mine.slots_of(decision)[1] is mine.slots_of(decision)[1]
 

@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.instep.decision import MOST, NON_PERSISTENT, Beyond, JoinStatus, Rollback, Rules, merged
+from recover_megatron.instep.decision import (
+    MOST_CHECKPOINTS,
+    NON_PERSISTENT,
+    Beyond,
+    JoinStatus,
+    Rollback,
+    Rules,
+    merged,
+)
 from recover_megatron.instep.faults import NoReplica
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.plan import decide
@@ -121,7 +129,7 @@ def test_all_go_back_to_the_newest_that_anybody_knows_and_everybody_could_read(
         for worker, (its, bad) in enumerate(zip(known, unreadable, strict=True))
     }
     told = {checkpoint for status in statuses.values() for checkpoint in status.checkpoints}
-    readable = sorted(one for one in sorted(told)[-MOST:] if one[0] not in unreadable[0] | unreadable[1])
+    readable = sorted(one for one in sorted(told)[-MOST_CHECKPOINTS:] if one[0] not in unreadable[0] | unreadable[1])
     decision = decide(5, statuses, TWO)
     if readable:
         assert decision.rollback is not None

@@ -110,10 +110,10 @@ class Assignment:
         with self.lock:
             return self._epoch_groups, self.started
 
-    def at_once(self) -> tuple[Decision | None, EpochGroups | None, Slot, int, int, int | None]:
-        """The plan taken up last, its groups, this worker's slot, replica, inner rank and position: at one moment."""
+    def at_once(self) -> tuple[Decision | None, EpochGroups | None, int, int, int | None]:
+        """The plan taken up last, its groups, this worker's replica, inner rank and position: at one moment."""
         with self.lock:
-            return self.taken_up, self._epoch_groups, self.slot, self.replica, self.inner_rank, self.position
+            return self.taken_up, self._epoch_groups, self.replica, self.inner_rank, self.position
 
     def end(self, reason: str) -> None:
         """Make every operation of the present epoch's groups fail, if there are any; from any thread."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from recover_megatron.collectives.device import beside, made_so_far
 from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.instep.decision import Decision, Kept, Name, Snapshot, Taking
+from recover_megatron.instep.decision import Decision, Kept, Snapshot, SnapshotName, Taking
 from recover_megatron.instep.faults import Disagreement, InStepError, Spoiled
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.state.holder import Offer, gpu_of
@@ -50,7 +50,7 @@ class Held:
     """A part of a snapshot that is here as a whole."""
 
     part: int
-    name: Name
+    name: SnapshotName
     parts: int
     tree: dict[str, Any]
     """"checks", and the "state"."""
@@ -94,7 +94,7 @@ class SnapshotStore:
     """Told when a snapshot is about to be given, and when all have come: see ``Hooks.inject``."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _held: list[Held] = field(default_factory=list, init=False)
-    _sure: Name | None = field(default=None, init=False)
+    _sure: SnapshotName | None = field(default=None, init=False)
     """The newest that is known to be complete."""
     _of: int = field(default=0, init=False)
     """The timeline's epoch: all that are held are of its past."""
@@ -164,7 +164,7 @@ class SnapshotStore:
         """Have whoever rolls back find it."""
         self._comm_config.offers.put(self._key(one.part, one.name), one.offer)
 
-    def _key(self, part: int, name: Name) -> str:
+    def _key(self, part: int, name: SnapshotName) -> str:
         return f"snapshot/of/{self._of}/{name[0]}/{name[1]}/{part}"
 
     @property

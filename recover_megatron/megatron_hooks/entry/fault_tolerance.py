@@ -56,7 +56,7 @@ from recover_megatron.instep.faults import (
     signature,
 )
 from recover_megatron.instep.grid import LaunchGrid, Slot
-from recover_megatron.instep.manager import CommunicationConfig, Manager
+from recover_megatron.instep.manager import CommunicationConfig, Manager, Worker
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
 from recover_megatron.megatron_hooks import monkeypatch
@@ -333,10 +333,9 @@ class FaultTolerance:
         except (SecretError, ValueError) as error:
             raise UserError(f"--recover: {error}") from None
 
-    def _make_manager(self, args: Any = None, grid: LaunchGrid | None = None) -> Manager:
+    def _make_manager(self, args: Any, grid: LaunchGrid | None) -> Manager:
         """``args`` and ``grid``: of a newcomer, which has no Megatron yet."""
         config = self._config
-        slot = None if self._newcomer else Slot(int(os.environ["RANK"]))
         args, grid = args or get_args(), grid or self._groups.grid
         secret, host = find_secret(os.environ).key("ring"), _my_address()
         comm_config = CommunicationConfig(
@@ -350,35 +349,31 @@ class FaultTolerance:
         node = os.environ.get(NODE_NAME_VARIABLE) or os.environ.get(NODE_VARIABLE) or socket.gethostname()
         spread, instances = spreads_optimizer(args), optimizer_instances(args)
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
-        return Manager(
-            self._session,
+        worker = Worker(
             self._me,
-            grid,
-            comm_config,
-            self._turning_points,
-            slot=slot,
+            None if self._newcomer else Slot(int(os.environ["RANK"])),
             node=node,
             domains=domains.names(node, own_domains(config.domain), os.environ),
             device=int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None,
-            rules=Rules(
-                args.pipeline_model_parallel_size if interleaved else 1,
-                config.allow_cross_node_tp,
-                strict=config.verify_interval > 0,
-                spread=spread,
-                replaced=REPLACED_VARIABLE in os.environ,
-                min_replicas=config.min_replicas,
-                # In how many Megatron cuts the optimizer's state, where its instances are the copies.
-                shards=grid.launched // instances if spread and instances > 1 else 0,
-                holders=1 + config.shadow_shards if instances == 1 else instances,
-                placed=instances == 1,
-                memory=config.memory_tier,
-                memory_interval=config.memory_interval,
-                spares=config.spares,
-            ),
-            verify_interval=config.verify_interval,
             flags={**script_flags.flags_of(sys.argv[1:], self._may_differ), "recover_megatron": program.VERSION},
             code=self._code,
         )
+        rules = Rules(
+            args.pipeline_model_parallel_size if interleaved else 1,
+            config.allow_cross_node_tp,
+            strict=config.verify_interval > 0,
+            spread=spread,
+            replaced=REPLACED_VARIABLE in os.environ,
+            min_replicas=config.min_replicas,
+            # In how many Megatron cuts the optimizer's state, where its instances are the copies.
+            shards=grid.launched // instances if spread and instances > 1 else 0,
+            holders=1 + config.shadow_shards if instances == 1 else instances,
+            placed=instances == 1,
+            memory=config.memory_tier,
+            memory_interval=config.memory_interval,
+            spares=config.spares,
+        )
+        return Manager(self._session, worker, grid, comm_config, self._turning_points, rules, config.verify_interval)
 
 
 def _device() -> torch.device:

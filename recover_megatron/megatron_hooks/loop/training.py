@@ -25,6 +25,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Checkpoint
 from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
+from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.step import Outcome
 from recover_megatron.integrate import Loop
@@ -76,7 +77,7 @@ class TrainingHooks:
         self,
         loop: Loop,
         groups: Groups,
-        make_manager: Callable[..., Manager],
+        make_manager: Callable[[Any, LaunchGrid | None], Manager],
         records: Records,
         device: torch.device,
         config: RecoverConfig,
@@ -122,9 +123,9 @@ class TrainingHooks:
         assert self._manager is not None, "training has not begun"
         return self._manager
 
-    def open(self, *given: Any) -> None:
-        """Open this worker's part in the run; ``given``: for ``make_manager``."""
-        self._manager = self._make_manager(*given)
+    def open(self, args: Any = None, grid: LaunchGrid | None = None) -> None:
+        """Open this worker's part in the run.  ``args`` and ``grid``: of a newcomer, which has no Megatron yet."""
+        self._manager = self._make_manager(args, grid)
 
     @property
     def iteration(self) -> int:
