@@ -17,6 +17,8 @@ from recover_megatron.variables import JOIN_VARIABLE, SPARE_VARIABLE
 
 EXIT_USAGE = 2
 """Exit code of every refusal at start (argparse's own)."""
+EXIT_OWN_FAULT = 1
+"""Exit code of any fault of a worker's own: its launcher may start another one in its place."""
 
 
 class UserError(Exception):
@@ -25,6 +27,14 @@ class UserError(Exception):
     def __init__(self, *reasons: str) -> None:
         super().__init__("\n".join(reasons))
         self.reasons = reasons
+
+
+class InStepError(Exception):
+    """Base of what the recovery raises for a state of the run."""
+
+
+class Disagreement(InStepError):
+    """Workers tell of what no order of events explains, or a sum is not what was agreed: nothing is committed."""
 
 
 def traceback_wanted() -> bool:

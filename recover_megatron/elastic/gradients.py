@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from recover_megatron.collectives.ledger import Bucket
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 
 
 class Gradients:

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, NoReturn, Protocol
 
 import torch
 
-from recover_megatron.instep.faults import EXIT_OWN_FAULT
+from recover_megatron.errors import EXIT_OWN_FAULT
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, Fenced
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.workload.placement import Edge
 

@@ -25,19 +25,14 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.device import DeviceStuck, drained, within
+from recover_megatron.errors import EXIT_OWN_FAULT, Disagreement, InStepError
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST
 
 log = get_logger(__name__)
 
-EXIT_OWN_FAULT = 1
-"""That of any fault of a worker's own: its launcher may start another one in its place."""
 EXIT_REFUSED = 2
 """That of a worker whose flags are wrong, or not those of the run; nobody is started in its place."""
-
-
-class InStepError(Exception):
-    """Base of what this package raises for a state of the run."""
 
 
 class Orphaned(InStepError):
@@ -48,10 +43,6 @@ class NoReplica(InStepError):
     """No complete replica is left, or fewer than the user wants: the run ends with exit code 10."""
 
     code = EXIT_NO_REPLICA
-
-
-class Disagreement(InStepError):
-    """Workers tell of what no order of events explains, or a sum is not what was agreed: nothing is committed."""
 
 
 class WrongGradients(Disagreement):
@@ -112,10 +103,6 @@ class CheckpointFailed(InStepError):
 
 class UnknownOperation(InStepError):
     """An operation over replicas inside a step, of which the recovery does not know what it is for: exit code 1."""
-
-
-class OutOfTurn(InStepError):
-    """An operation over replicas that no other worker comes to: made in a thread that does not train."""
 
 
 _SIGNS = (

@@ -18,7 +18,7 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.ledger import Aside, Bucket, Memory
 from recover_megatron.collectives.progress import Handle
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.grid import Column
 from recover_megatron.instep.groups.epoch_groups import EpochGroups
 from recover_megatron.instep.state.shards import Shards

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from recover_megatron.instep.faults import OutOfTurn
+from recover_megatron.errors import InStepError
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
@@ -33,6 +33,10 @@ _running: list[int] = []
 """The signals whose handlers run now in the main thread, the innermost last."""
 _trainer: threading.Thread | None = None
 """The thread that trains; None: not known, so no thread is refused."""
+
+
+class OutOfTurn(InStepError):
+    """An operation over replicas that no other worker comes to: made in a thread that does not train."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from typing import Protocol
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.faults import Disagreement, WrongGradients
+from recover_megatron.errors import Disagreement
+from recover_megatron.instep.faults import WrongGradients
 from recover_megatron.instep.gradients import Gradients, Tail, alive
 from recover_megatron.instep.recovery import Recovery
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 
 Path = tuple[str | int, ...]
 """The keys and places that lead to a value of a tree."""

@@ -22,8 +22,7 @@ from recover_megatron.elastic.leading import Leading
 from recover_megatron.elastic.passes import Passes
 from recover_megatron.elastic.standing import Standing, Status, shares, standing
 from recover_megatron.elastic.state import State
-from recover_megatron.errors import UserError
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement, UserError
 from recover_megatron.instep.meeting.comparison import OwnDescription
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.harness.processes import python

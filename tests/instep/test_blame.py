@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.faults import (
     CheckpointFailed,
-    Disagreement,
     Orphaned,
     in_short,
     is_communication,

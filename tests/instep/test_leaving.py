@@ -20,7 +20,7 @@ from recover_megatron.collectives import torch_nccl
 from recover_megatron.collectives.epoch import EpochRevoked, Known, PeerLost
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.torch_nccl import abortable_options, environment, keep_one_kind, set_environment
-from recover_megatron.instep.faults import EXIT_OWN_FAULT
+from recover_megatron.errors import EXIT_OWN_FAULT
 from recover_megatron.instep.groups import model_parallel_groups
 from recover_megatron.instep.groups.model_parallel_groups import Calls, Leaving, ModelParallelGroups
 from recover_megatron.membership.records import Fenced

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from recover_megatron.collectives import state_transport as digest_module
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, cut, digest
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.state import holder as state_holder
 from recover_megatron.instep.state import receiver as state_receiver
 from recover_megatron.instep.state.receiver import Source

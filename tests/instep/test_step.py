@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.faults import Disagreement, WrongGradients
+from recover_megatron.errors import Disagreement
+from recover_megatron.instep.faults import WrongGradients
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.step import REGROUP_SECONDS, Outcome, Step

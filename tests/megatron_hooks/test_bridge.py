@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 from recover_megatron.megatron_hooks.loop import bridge
 from recover_megatron.megatron_hooks.loop.bridge_arguments import SECTIONS, BridgeArguments
 from recover_megatron.run_log.steps import StepRecord, read_steps, violations

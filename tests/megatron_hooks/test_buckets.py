@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
 
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.megatron_hooks.fsdp import buckets as fsdp_buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, padding

@@ -28,10 +28,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.training.datasets.fim_dataset import GPTFIMDataset
 
-from recover_megatron.errors import UserError
+from recover_megatron.errors import Disagreement, UserError
 from recover_megatron.instep.decision import NON_PERSISTENT
 from recover_megatron.instep.decision import Rollback as Target
-from recover_megatron.instep.faults import Disagreement
 from recover_megatron.megatron_hooks.checkpoint import resumed
 from recover_megatron.megatron_hooks.data import source as data
 from recover_megatron.megatron_hooks.data.source import Kept, LoaderKilled, Source, TaggedDataset, _reading

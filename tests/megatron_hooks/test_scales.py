@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.errors import UserError
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement, UserError
 from recover_megatron.megatron_hooks.gradients import maxima
 from recover_megatron.megatron_hooks.gradients.maxima import FORGOTTEN, Scales
 from tests.doubles import transformer_engine as double

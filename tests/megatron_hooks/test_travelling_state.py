@@ -20,9 +20,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
+from recover_megatron.errors import Disagreement
 from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.instep.decision import MEMORY, Rollback
-from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.trees import flatten, new_memory, unflatten
 from recover_megatron.megatron_hooks.checkpoint import state

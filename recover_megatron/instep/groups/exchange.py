@@ -35,7 +35,7 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.collectives.tree import TreeBackend
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups, name_of
 from recover_megatron.instep.hooks import HERE, OVER, Announcements, Hooks, ProgressReports, key, left_key

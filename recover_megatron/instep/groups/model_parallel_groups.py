@@ -35,7 +35,7 @@ from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, Ma
 from recover_megatron.collectives.nccl.library import abort_beside
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.collectives.torch_nccl import connect, make_group
-from recover_megatron.instep.faults import EXIT_OWN_FAULT
+from recover_megatron.errors import EXIT_OWN_FAULT
 from recover_megatron.instep.groups.epoch_groups import EpochGroups
 from recover_megatron.logger import get_logger, write_stderr
 from recover_megatron.membership.records import MembershipError

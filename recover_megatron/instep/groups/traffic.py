@@ -28,8 +28,9 @@ import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.tree import TreeBackend
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep import out_of_turn
-from recover_megatron.instep.faults import Disagreement, UnknownOperation
+from recover_megatron.instep.faults import UnknownOperation
 from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.recovery import Recovery
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.errors import InStepError
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.faults import InStepError, Orphaned
+from recover_megatron.instep.faults import Orphaned
 from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.meeting.edges import Edges

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.decision import (
     HELD,
     Beyond,
@@ -24,7 +25,6 @@ from recover_megatron.instep.decision import (
     Timeline,
     merged,
 )
-from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.meeting import timelines
 from recover_megatron.instep.meeting.standing import (

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.decision import (
     Beyond,
     Checkpoint,
@@ -28,7 +29,7 @@ from recover_megatron.instep.decision import (
     Timeline,
     merged,
 )
-from recover_megatron.instep.faults import EXIT_REFUSED, Disagreement, NoReplica, OtherFlags, StateLost
+from recover_megatron.instep.faults import EXIT_REFUSED, NoReplica, OtherFlags, StateLost
 from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.meeting.assignment import Assignment

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.decision import JoinStatus, Rules
-from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.workload import Candidate, Placement, Shape, assemble, openings
 from recover_megatron.workload.domains import Drain, drain, leaving

@@ -24,8 +24,9 @@ from typing import Any
 
 from recover_megatron.collectives.device import beside, made_so_far
 from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.errors import Disagreement, InStepError
 from recover_megatron.instep.decision import Decision, Kept, Snapshot, SnapshotName, Taking
-from recover_megatron.instep.faults import Disagreement, InStepError, Spoiled
+from recover_megatron.instep.faults import Spoiled
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.state.holder import Offer, gpu_of
 from recover_megatron.instep.state.receiver import Receiver

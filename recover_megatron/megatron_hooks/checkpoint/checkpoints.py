@@ -25,11 +25,11 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import async_utils, get_args
 
+from recover_megatron.errors import InStepError
 from recover_megatron.instep.decision import NON_PERSISTENT, Checkpoint, merged
 from recover_megatron.instep.faults import (
     DISK_QUOTA,
     CheckpointFailed,
-    InStepError,
     is_communication,
     is_full,
     is_of_folder,

@@ -27,7 +27,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_timers
 
 from recover_megatron.collectives.state_transport import digest
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.trees import Path, Place, at, flatten, in_place, new_memory
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.gradients.maxima import Scales

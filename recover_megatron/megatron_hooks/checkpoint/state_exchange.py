@@ -14,8 +14,9 @@ from contextlib import suppress
 from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.faults import Disagreement, Orphaned
+from recover_megatron.instep.faults import Orphaned
 from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.manager import EpochGroups, Manager, Offer
 from recover_megatron.logger import get_logger

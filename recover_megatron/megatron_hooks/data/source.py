@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from megatron.training import get_args
 
-from recover_megatron.errors import UserError
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement, UserError
 from recover_megatron.instep.out_of_turn import tell_readers
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch

@@ -25,7 +25,7 @@ import torch
 from megatron.core import parallel_state
 
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement
 from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.grid import Column, ring_order
 from recover_megatron.instep.manager import Manager, Overlap

@@ -24,8 +24,7 @@ from megatron.training import global_vars
 
 from recover_megatron.arguments import RecoverConfig, config_from_argv
 from recover_megatron.arguments import problems as flag_problems
-from recover_megatron.errors import UserError, refuse
-from recover_megatron.instep.faults import Disagreement
+from recover_megatron.errors import Disagreement, UserError, refuse
 from recover_megatron.integrate import Loop, Seam, Wrapper
 from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
 from recover_megatron.megatron_hooks.loop.bridge_arguments import BridgeArguments, problems

@@ -33,10 +33,10 @@ from megatron.training import checkpointing, get_args
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.errors import InStepError
 from recover_megatron.instep.decision import HELD, MEMORY, NON_PERSISTENT, Decision
 from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.instep.faults import (
-    InStepError,
     Orphaned,
     check_device,
     in_short,

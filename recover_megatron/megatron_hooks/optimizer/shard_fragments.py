@@ -23,8 +23,8 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import param_is_not_shared
 
 from recover_megatron.collectives.state_transport import Digest
+from recover_megatron.errors import Disagreement
 from recover_megatron.hostdevice.apex_stub import sum_of_squares
-from recover_megatron.instep.faults import Disagreement
 from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.workload.shards import ElementRange
 
