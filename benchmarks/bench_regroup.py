@@ -22,7 +22,7 @@ orphans and the spares make a new replica.  In ms, in the order of time but for 
 The times are the coordinator's, and what each worker that takes a place says in its log.  *state* includes that the
 donors begin to send when they come to the same place: they compute until then.
 
---transfer: 256 MiB from one process to another: as a state (instep/state/receiver.py: chunks, check sums, several
+--transfer: 256 MiB from one process to another: as a state (collectives/state/receiver.py: chunks, check sums, several
 connections) into memory that is in use, the same into new memory, by gloo alone (send and recv, into memory that is in
 use, and into new memory), and by a plain socket; MiB/s of wall time, and the processor time that each end took.  Then
 the same state from two holders in a process each.  Last the holder's training beside it: how much longer its matrix
@@ -69,13 +69,13 @@ from benchmarks.megatron_runs import (
 )
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.gloo.groups import GlooGroups
-from recover_megatron.instep.grid import launch_grid
-from recover_megatron.instep.state.holder import Offer, Offers
-from recover_megatron.instep.state.receiver import Receiver, Source
-from recover_megatron.instep.trees import new_memory
+from recover_megatron.collectives.state.holder import Offer, Offers
+from recover_megatron.collectives.state.receiver import Receiver, Source
+from recover_megatron.collectives.state.trees import new_memory
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events
+from recover_megatron.workload.grid import launch_grid
 from tests.harness.forkserver import ForkServer, Run
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")

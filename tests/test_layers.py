@@ -14,7 +14,18 @@ import pytest
 from tests.harness import REPOSITORY
 
 PACKAGE = "recover_megatron"
-ANYWHERE = {"arguments", "errors", "log_writer", "logger", "options", "program", "rules", "script_flags", "variables"}
+ANYWHERE = {
+    "arguments",
+    "errors",
+    "log_writer",
+    "logger",
+    "options",
+    "out_of_turn",
+    "program",
+    "rules",
+    "script_flags",
+    "variables",
+}
 """Modules of the package's root that every layer may use: they import nothing but the standard library."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -30,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "status": {"membership", "run_log", "rich", "prometheus_client"},
     "collectives": {"network", "membership", "torch"},
     "instep": {"network", "membership", "workload", "collectives", "torch"},
-    "elastic": {"membership", "network", "workload", "collectives", "instep", "torch"},
+    "elastic": {"membership", "network", "workload", "collectives", "torch"},
     "hostdevice": {"torch"},
     "integrate": set(),
     "launch": {"network", "membership", "workload", "psutil"},
@@ -46,18 +57,14 @@ ALLOWED: dict[str, set[str]] = {
 
 
 CLIENTS = ("megatron_hooks", "elastic", "hostdevice", "collectives")
-INTERFACE = {"manager", "faults", "step", "gradients", "decision", "grid", "trees", "out_of_turn"}
-"""What a client of ``instep`` imports from it: the manager, the errors, a step's trainer and its gradients, the plan's
-records, how a state is a tree, and which operations no other worker comes to."""
+INTERFACE = {"manager", "faults", "step", "trainer", "decision"}
+"""What a client of ``instep`` imports from it: the manager, the errors, what a step is given and gives, the records of
+the plan."""
 BESIDE = {
     "megatron_hooks.groups": {"groups.model_parallel_groups", "groups.process_group", "groups.traffic"},
     "megatron_hooks.fsdp.state": {"groups.process_group"},
-    "elastic.data_parallel": {"meeting.comparison"},
-    "elastic.checks": {"meeting.comparison"},
-    "elastic.state": {"state.holder", "state.receiver"},
 }
-"""Module of a client -> what it imports besides: those of Megatron's groups are made of those of ``instep``.  The
-library has its own recovery yet.  They only become fewer."""
+"""Module of a client -> what it imports besides: Megatron's process groups are made of those of ``instep``."""
 
 MODULES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 NAMES = {

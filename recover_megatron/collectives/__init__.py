@@ -11,6 +11,7 @@ gloo              what gloo cannot do: be aborted, change its members (docs/gloo
 tree              operations of some members over connections of their own
 epoch             what a group knows of the membership, the token that cancels it, the errors, waiting for a key
 peers             how members find each other, read from each other, and try whether they can be reached
-state_transport   bytes of a state from worker to worker, and their check sums
+comparison        what workers were started with, and which of them differ
+state             the state of a worker as a tree, and its way to other workers
 column            data parallelism on top of it, without Megatron; with hybrid sharding, too
 """

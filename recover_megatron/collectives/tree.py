@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost
-from recover_megatron.collectives.state_transport import bytes_of, receive_into
+from recover_megatron.collectives.state.transport import bytes_of, receive_into
 from recover_megatron.network.connection import Challenge, Unreachable, is_of_the_road
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.network.system import close_in_children, forget, watch

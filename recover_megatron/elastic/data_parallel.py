@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from recover_megatron.collectives.column import LOOPBACK, Column
+from recover_megatron.collectives.comparison import OwnDescription
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.elastic.checks import check, loaded_program, some_differ, strange_parameters
@@ -39,7 +40,6 @@ from recover_megatron.elastic.state import Exchange, Optimizers, State, Stateful
 from recover_megatron.elastic.steps import Microbatch, StepResult, ends_in_order, gives_state, one_step, takes_part
 from recover_megatron.elastic.verification import compare
 from recover_megatron.errors import EXIT_USAGE
-from recover_megatron.instep.meeting.comparison import OwnDescription
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.io.session import is_newcomer
 from recover_megatron.membership.records import EXIT_STATE_LOST, CoordinatorLost

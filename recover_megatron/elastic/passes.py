@@ -12,7 +12,7 @@ from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.state import State
 from recover_megatron.elastic.steps import Microbatch
-from recover_megatron.instep.out_of_turn import tell_readers
+from recover_megatron.out_of_turn import tell_readers
 
 
 class Passes:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from recover_megatron.collectives.state_transport import bytes_of, digest
-from recover_megatron.instep.trees import Path
+from recover_megatron.collectives.state.transport import bytes_of, digest
+from recover_megatron.collectives.state.trees import Path
 
 
 class NotRestored(Exception):

@@ -40,7 +40,7 @@ class Status:
     """Of its peer store: where its state is fetched."""
     flags: str = ""
     code: str = ""
-    """Digests of what it was given and of its program, which must be the run's (`instep.meeting.comparison`)."""
+    """Digests of what it was given and of its program, which must be the run's (`collectives.comparison`)."""
     covered: str = ""
     """The parameters that have a part of its buckets (`Gradients.covered`)."""
     todo: int = 0

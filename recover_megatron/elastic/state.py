@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 
 from recover_megatron.collectives.ledger import is_distributed
-from recover_megatron.collectives.state_transport import digest
+from recover_megatron.collectives.state.holder import KIND, Offer, Offers
+from recover_megatron.collectives.state.receiver import Receiver, Source
+from recover_megatron.collectives.state.transport import digest
+from recover_megatron.collectives.state.trees import Path, flatten, new_memory
 from recover_megatron.elastic.restoring import NotRestored, as_sent, contents, difference, is_container
 from recover_megatron.errors import UserError
-from recover_megatron.instep.state.holder import KIND, Offer, Offers
-from recover_megatron.instep.state.receiver import Receiver, Source
-from recover_megatron.instep.trees import Path, flatten, new_memory
 from recover_megatron.logger import get_logger
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep.grid import LaunchGrid, Slot
+from recover_megatron.workload.grid import LaunchGrid, Slot
 from recover_megatron.workload.placement import Edge
 
 _SEQUENCES = (

@@ -52,20 +52,20 @@ from typing import Any, NoReturn
 
 import torch
 
+from recover_megatron.collectives.state.holder import Offer
 from recover_megatron.instep.decision import Decision, Rules
 from recover_megatron.instep.faults import Orphaned, OtherPosition
-from recover_megatron.instep.gradients import Tail
-from recover_megatron.instep.grid import Column, LaunchGrid
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.groups.traffic import Traffic
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.recovery import Blame, Recovery, Worker
-from recover_megatron.instep.state.holder import Offer
 from recover_megatron.instep.state.overlap import Overlap
 from recover_megatron.instep.state.shards import Shards
 from recover_megatron.instep.step import Outcome, Step, Trainer
+from recover_megatron.instep.trainer import Tail
 from recover_megatron.instep.view import View
 from recover_megatron.membership.io.session import Session
+from recover_megatron.workload.grid import Column, LaunchGrid
 
 __all__ = ["CommunicationConfig", "EpochGroups", "Hooks", "Manager", "Offer", "Overlap", "Shards", "View", "Worker"]
 """The manager, and types of what it takes and gives; ``recover_megatron.instep`` names the rest of the interface."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from recover_megatron.collectives.comparison import OwnDescription
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.faults import Orphaned, is_communication, is_in_a_group, is_of_device, is_own
-from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.exchange import Exchange
 from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.meeting.comparison import OwnDescription
 from recover_megatron.instep.meeting.edges import Edges
 from recover_megatron.instep.meeting.orphan import BLAME_SECONDS, Orphan
 from recover_megatron.instep.meeting.planner import Planner
@@ -25,6 +24,7 @@ from recover_megatron.instep.meeting.rendezvous import Boundary, Rendezvous, Sec
 from recover_megatron.instep.state.snapshots import SnapshotStore
 from recover_megatron.instep.view import View
 from recover_megatron.membership.io.session import Session
+from recover_megatron.workload.grid import LaunchGrid, Slot
 
 
 @dataclass(frozen=True)

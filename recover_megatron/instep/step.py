@@ -31,8 +31,8 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.errors import Disagreement
 from recover_megatron.instep.faults import WrongGradients
-from recover_megatron.instep.gradients import Gradients, Tail, alive
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.trainer import Gradients, Tail, alive
 
 REGROUP_SECONDS = 120.0
 """Beyond the hang timeout, for all rings of an epoch to open, and again for what is pulled over them."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from recover_megatron.instep.decision import Decision, Failure, LostWorker
-from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.meeting.assignment import Quotas
 from recover_megatron.instep.state.snapshots import SnapshotStore
+from recover_megatron.workload.grid import LaunchGrid, Slot
 
 
 @dataclass(frozen=True, slots=True)

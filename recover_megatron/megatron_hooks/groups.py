@@ -27,12 +27,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import get_args
 
-from recover_megatron import integrate
+from recover_megatron import integrate, out_of_turn
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peers import PeerStoreClient
-from recover_megatron.instep import out_of_turn
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.grid import LaunchGrid, Slot, launch_grid
 from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.groups.process_group import EpochGroup, register, register_new, renumber, stands_in
 from recover_megatron.instep.groups.traffic import WORLD, Caller, Mode, Traffic, caller
@@ -42,6 +40,7 @@ from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.fsdp.state import install_meshes
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
 from recover_megatron.megatron_hooks.logging import writers
+from recover_megatron.workload.grid import LaunchGrid, Slot, launch_grid
 
 
 def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> None:

@@ -267,7 +267,7 @@ def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: 
 
 
 def _copies(training: Training, replicas: Replicas, touched: Touched) -> set[frozenset[int]]:
-    """The replicas that have each part of a spread optimizer's state; columns: see `instep.grid.ring_order`."""
+    """The replicas that have each part of a spread optimizer's state; columns: see `workload.grid.ring_order`."""
     if not training.spread:
         return set()
     inside = training.tensor * training.context

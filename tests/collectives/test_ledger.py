@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from recover_megatron.collectives.epoch import LedgerError
 from recover_megatron.collectives.group import share_sources
 from recover_megatron.collectives.ledger import Ledger, Memory, Reduced, Span, from_digest, merge
-from recover_megatron.instep.gradients import Gradients
+from recover_megatron.instep.trainer import Gradients
 
 NUMEL = 24
 

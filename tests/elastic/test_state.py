@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recover_megatron import ElasticDataParallel
+from recover_megatron.collectives.comparison import OwnDescription
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.elastic import checks
 from recover_megatron.elastic.checks import some_differ
@@ -23,7 +24,6 @@ from recover_megatron.elastic.passes import Passes
 from recover_megatron.elastic.standing import Standing, Status, shares, standing
 from recover_megatron.elastic.state import State
 from recover_megatron.errors import Disagreement, UserError
-from recover_megatron.instep.meeting.comparison import OwnDescription
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.harness.processes import python
 

@@ -30,7 +30,6 @@ from recover_megatron.arguments import config_from_argv
 from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.faults import Orphaned, RunOver
-from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.groups import exchange
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.process_group import EpochGroup
@@ -40,6 +39,7 @@ from recover_megatron.instep.recovery import Worker as Own
 from recover_megatron.membership.io.session import connect
 from recover_megatron.membership.records import Settings
 from recover_megatron.network.peer_store import PeerStoreServer
+from recover_megatron.workload.grid import launch_grid
 
 ITERATIONS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 SECRET = b"the boards' secret"

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recover_megatron.collectives.state.trees import flatten
 from recover_megatron.instep.state.snapshots import SnapshotStore
-from recover_megatron.instep.trees import flatten
 from tests.harness.patience import patient
 from tests.harness.processes import processes_with
 
@@ -80,7 +80,7 @@ def giving(worker: str, how: str) -> None:
 
     All workers: have states go in small chunks.
     """
-    from recover_megatron.instep.state import holder as state_holder
+    from recover_megatron.collectives.state import holder as state_holder
 
     state_holder.CHUNK = 1 << 10
     parts, left = state_holder.Offer.parts, [3]

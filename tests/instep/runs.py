@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.membership.records import EXIT_FENCED
 from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import StepRecord, read_steps, violations
+from recover_megatron.workload.grid import LaunchGrid, launch_grid
 from tests.harness.forkserver import ForkServer
 from tests.harness.forkserver import Run as Ended
 from tests.harness.patience import patient

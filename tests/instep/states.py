@@ -21,10 +21,10 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.pairs import Pairs
-from recover_megatron.collectives.state_transport import bytes_of
-from recover_megatron.instep.state.holder import KIND, Offer, Offers
-from recover_megatron.instep.state.receiver import Receiver, Source
-from recover_megatron.instep.trees import Path, flatten, new_memory
+from recover_megatron.collectives.state.holder import KIND, Offer, Offers
+from recover_megatron.collectives.state.receiver import Receiver, Source
+from recover_megatron.collectives.state.transport import bytes_of
+from recover_megatron.collectives.state.trees import Path, flatten, new_memory
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from tests.doubles.nccl import library as nccl_double

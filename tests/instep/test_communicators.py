@@ -17,13 +17,13 @@ from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.progress import ProgressThread, Task
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.model_parallel_groups import calls_under_way
 from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.membership.records import Fenced
 from recover_megatron.network.peer_store import PeerStoreServer
+from recover_megatron.workload.grid import Slot, launch_grid
 from tests.doubles.nccl import library as nccl_double
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE, eventually

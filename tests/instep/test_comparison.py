@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from recover_megatron.collectives import comparison
+from recover_megatron.collectives.comparison import OwnDescription, Told, odd_ones
 from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.instep.faults import EXIT_REFUSED, OtherFlags
-from recover_megatron.instep.meeting import comparison
-from recover_megatron.instep.meeting.comparison import OwnDescription, Told, odd_ones
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.membership.records import CoordinatorLost
 from recover_megatron.network.peer_store import PeerStoreServer

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from recover_megatron.instep.decision import Decision, Failure, JoinStatus, LostWorker
-from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.meeting.edges import news
 from recover_megatron.instep.meeting.losses import READY, Failures
 from recover_megatron.megatron_hooks.logging import console
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
+from recover_megatron.workload.grid import launch_grid
 from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, Case, Strike
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recover_megatron.instep.decision import Decision, JoinStatus
-from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.edges import MOST, TRUSTED, Edges, describe
 from recover_megatron.instep.meeting.plan import decide
+from recover_megatron.workload.grid import LaunchGrid, launch_grid
 from recover_megatron.workload.placement import between, edge, inside
 
 PAIRS = launch_grid(6, tensor=2, context=1, pipeline=1, inner_ranks=1)

@@ -22,7 +22,6 @@ from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.instep.faults import UnknownOperation
-from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.groups import epoch_groups
 from recover_megatron.instep.groups.epoch_groups import OPENER, CommunicationConfig, EpochGroups
 from recover_megatron.instep.groups.process_group import EpochGroup, register_new
@@ -31,6 +30,7 @@ from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.meeting.rendezvous import Kept
 from recover_megatron.megatron_hooks.groups import Groups, is_averaged, is_known
 from recover_megatron.network.peer_store import PeerStoreServer
+from recover_megatron.workload.grid import Slot, launch_grid
 from tests.doubles.nccl import library as nccl_double
 from tests.harness.waiting import DEADLINE
 

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.errors import Disagreement, UserError
-from recover_megatron.instep.gradients import Gradients
+from recover_megatron.instep.trainer import Gradients
 from recover_megatron.megatron_hooks.fsdp import state, version2
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets2
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model

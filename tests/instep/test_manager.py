@@ -12,11 +12,11 @@ import pytest
 
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.faults import Orphaned, OtherPosition, StateLost
-from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.view import View
+from recover_megatron.workload.grid import Slot, launch_grid
 
 MOST = 20
 """Public methods and properties: as many as a reader takes in at once; torchft's Manager has 18."""

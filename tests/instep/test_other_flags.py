@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.collectives.comparison import Told, odd_ones
 from recover_megatron.instep.faults import EXIT_REFUSED
-from recover_megatron.instep.meeting.comparison import Told, odd_ones
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.folder import candidates
 from tests.harness.forkserver import ForkServer

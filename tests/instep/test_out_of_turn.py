@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from megatron.training.global_vars import _graceful_shutdown
 
-from recover_megatron.instep import out_of_turn
+from recover_megatron import out_of_turn
 from recover_megatron.instep.faults import UnknownOperation
-from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.groups.process_group import EpochGroup, register_new
 from recover_megatron.instep.groups.traffic import WORLD, Mode, Traffic
-from recover_megatron.instep.out_of_turn import OutOfTurn
+from recover_megatron.out_of_turn import OutOfTurn
+from recover_megatron.workload.grid import Slot, launch_grid
 
 RUN_ENDED, RETURNED = 70, 71
 """How a worker of a test exits that has ended the whole run, or that nothing has ended."""

@@ -21,11 +21,11 @@ from recover_megatron.collectives.nccl import communicator as communicator_modul
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl import pairs as pairs_module
 from recover_megatron.collectives.nccl.pairs import Pair, Pairs
-from recover_megatron.collectives.state_transport import SocketTransport
-from recover_megatron.instep.state import holder as state_holder
-from recover_megatron.instep.state import receiver as state_receiver
-from recover_megatron.instep.state.receiver import Receiver, Source
-from recover_megatron.instep.trees import new_memory
+from recover_megatron.collectives.state import holder as state_holder
+from recover_megatron.collectives.state import receiver as state_receiver
+from recover_megatron.collectives.state.receiver import Receiver, Source
+from recover_megatron.collectives.state.transport import SocketTransport
+from recover_megatron.collectives.state.trees import new_memory
 from tests.doubles.nccl import library as nccl_double
 from tests.doubles.nccl import streams
 from tests.doubles.nccl.communicator import Communicator

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from recover_megatron.errors import Disagreement
 from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Rollback, Rules
-from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.assignment import Quotas
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.workload import assign, quotas
+from recover_megatron.workload.grid import LaunchGrid, launch_grid
 
 # ---- the launch grid
 

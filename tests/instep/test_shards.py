@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.instep.grid import launch_grid, ring_order
 from recover_megatron.instep.state import overlap as module
 from recover_megatron.instep.state.overlap import MOST_PARTS, Overlap, _requests
 from recover_megatron.instep.state.shards import Shards
 from recover_megatron.network.peer_store import MOST_BYTES
+from recover_megatron.workload.grid import launch_grid, ring_order
 
 COLUMN = (0, 1, 2, 3)
 

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.state.trees import flatten
 from recover_megatron.instep.decision import MEMORY, Decision, JoinStatus, Kept, Rollback, Rules, Taking
 from recover_megatron.instep.faults import Spoiled
-from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.instep.meeting.timelines import covered, kept
 from recover_megatron.instep.state.snapshot_parts import Copy, apart, checks_of, room
 from recover_megatron.instep.state.snapshots import SnapshotStore
-from recover_megatron.instep.trees import flatten
 from recover_megatron.megatron_hooks.checkpoint.memory_tier import available_memory
 from recover_megatron.network.peer_store import PeerStoreServer
+from recover_megatron.workload.grid import launch_grid
 from recover_megatron.workload.snapshots import FIRST_INTERVAL
 from tests.harness.waiting import DEADLINE
 from tests.instep.test_states import same

@@ -13,7 +13,6 @@ import pytest
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.faults import OtherPosition, RunOver
-from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.hooks import FIRST_SECONDS, ProgressReports
 from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.meeting.orphan import Orphan
@@ -21,6 +20,7 @@ from recover_megatron.instep.meeting.spare import BUILD_SECONDS, STUCK_SECONDS, 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.megatron_hooks.loop.untaken_places import MOST, PAUSE_SECONDS, UntakenPlaces
 from recover_megatron.membership.records import EXIT_NO_REPLICA, CoordinatorLost, EpochRevoked
+from recover_megatron.workload.grid import launch_grid
 from tests.harness.waiting import DEADLINE
 
 FRESH = Decision(5, {0: (0, 1), 1: (2, 3)}, (4,), at=7, fresh=(1,), version=6, holders={2: (0,), 3: (1,)})

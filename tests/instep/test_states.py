@@ -16,14 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.collectives import state_transport as digest_module
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
-from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, cut, digest
+from recover_megatron.collectives.state import holder as state_holder
+from recover_megatron.collectives.state import receiver as state_receiver
+from recover_megatron.collectives.state import transport as digest_module
+from recover_megatron.collectives.state.receiver import Source
+from recover_megatron.collectives.state.transport import SocketTransport, bytes_of, cut, digest
+from recover_megatron.collectives.state.trees import flatten, new_memory, unflatten
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep.state import holder as state_holder
-from recover_megatron.instep.state import receiver as state_receiver
-from recover_megatron.instep.state.receiver import Source
-from recover_megatron.instep.trees import flatten, new_memory, unflatten
 from recover_megatron.network.connection import Challenge, Unreachable
 from recover_megatron.network.peer_store import PeerStoreServer, Streams, open_stream
 from tests.harness.patience import patient

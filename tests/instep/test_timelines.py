@@ -24,10 +24,10 @@ from recover_megatron.instep.decision import (
     merged,
 )
 from recover_megatron.instep.faults import NoReplica
-from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.membership.records import EXIT_NO_REPLICA
+from recover_megatron.workload.grid import LaunchGrid, launch_grid
 from tests.instep.test_plan import THREE, TWO, orphan
 
 KEPT = ((4, "save"), (2, "save"))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.instep.decision import Beyond, Decision, JoinStatus, Rules
-from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.plan import decide
+from recover_megatron.workload.grid import LaunchGrid, launch_grid
 from tests.instep.test_plan import THREE, TWO, orphan
 
 EPOCHS = 12

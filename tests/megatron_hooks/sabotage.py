@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 import pretrain_gpt_recover
 from recover_megatron.collectives.ring.executor import Ring, RingTask
 from recover_megatron.collectives.ring.schedule import Action, Receive
-from recover_megatron.instep import gradients
+from recover_megatron.instep import trainer as gradients
 from recover_megatron.instep.meeting import assignment
 from recover_megatron.megatron_hooks.data import source as data
 from recover_megatron.megatron_hooks.entry import gpt_script

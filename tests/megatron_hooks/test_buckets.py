@@ -13,7 +13,6 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep.grid import launch_grid
 from recover_megatron.megatron_hooks.fsdp import buckets as fsdp_buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, padding
 from recover_megatron.megatron_hooks.fsdp.state import abandon
@@ -21,6 +20,7 @@ from recover_megatron.megatron_hooks.gradients import buckets as module
 from recover_megatron.megatron_hooks.gradients import microbatches as passes
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated, whole_pass
+from recover_megatron.workload.grid import launch_grid
 
 SCALE = 1 / 4
 

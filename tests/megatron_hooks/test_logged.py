@@ -19,7 +19,6 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from torch.utils.tensorboard import SummaryWriter
 
 from recover_megatron import log_writer
-from recover_megatron.instep.grid import launch_grid
 from recover_megatron.megatron_hooks.logging import records, writers
 from recover_megatron.megatron_hooks.logging import trackers as module
 from recover_megatron.megatron_hooks.logging.trackers import Trackers
@@ -28,6 +27,7 @@ from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.loop.trainer import MegatronTrainer
 from recover_megatron.membership.records import CoordinatorLost, Fenced, MembershipError, Settings
 from recover_megatron.membership.sides.member import Member
+from recover_megatron.workload.grid import launch_grid
 from tests.harness.waiting import DEADLINE
 
 ARGS = SimpleNamespace(

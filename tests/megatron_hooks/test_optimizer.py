@@ -16,9 +16,9 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from recover_megatron.collectives.state.trees import flatten, unflatten
 from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
-from recover_megatron.instep.trees import flatten, unflatten
 from recover_megatron.megatron_hooks import monkeypatch as seams
 from recover_megatron.megatron_hooks.checkpoint import memory_tier
 from recover_megatron.megatron_hooks.checkpoint.state import _load_optimizer, _optimizer_tree

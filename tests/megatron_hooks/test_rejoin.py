@@ -22,7 +22,6 @@ from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, JoinStatus, Rules, Taking
 from recover_megatron.instep.faults import Orphaned, RunOver
-from recover_megatron.instep.grid import Slot, launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.launch.command_line import forecast
 from recover_megatron.megatron_hooks import groups as groups_module
@@ -38,6 +37,7 @@ from recover_megatron.megatron_hooks.loop.rejoin import Rejoin, stop_profiler
 from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 from recover_megatron.megatron_hooks.loop.training_parts import StepGuard
 from recover_megatron.megatron_hooks.loop.untaken_places import MOST, PAUSE_SECONDS
+from recover_megatron.workload.grid import Slot, launch_grid
 
 BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
 

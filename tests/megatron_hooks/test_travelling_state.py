@@ -20,11 +20,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
+from recover_megatron.collectives.state.trees import flatten, new_memory, unflatten
 from recover_megatron.errors import Disagreement
 from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.instep.decision import MEMORY, Rollback
-from recover_megatron.instep.grid import Slot, launch_grid
-from recover_megatron.instep.trees import flatten, new_memory, unflatten
 from recover_megatron.megatron_hooks.checkpoint import state
 from recover_megatron.megatron_hooks.checkpoint.state import TrainingState, load_groups, plain_groups
 from recover_megatron.megatron_hooks.gradients import microbatches
@@ -35,6 +34,7 @@ from recover_megatron.megatron_hooks.logging.trackers import LogTotals
 from recover_megatron.megatron_hooks.loop import loop_counters, rejoin
 from recover_megatron.megatron_hooks.loop.loop_counters import CONSUMED, LAUNCH
 from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
+from recover_megatron.workload.grid import Slot, launch_grid
 from tests.megatron_hooks.in_checkpoints import travels
 
 BATCH = 10

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recover_megatron.instep.decision import Decision, JoinStatus, Rules
-from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.workload.domains import (
     CHECKPOINT,
@@ -27,6 +26,7 @@ from recover_megatron.workload.domains import (
     stride_of,
     touched_by,
 )
+from recover_megatron.workload.grid import LaunchGrid, launch_grid
 from recover_megatron.workload.shards import Layout
 from recover_megatron.workload.snapshots import copies
 

@@ -16,7 +16,7 @@ at both ends, so nobody waits in a circle.
 
 The connection is the switch: when it ends here or there, or a message takes too long, what is under way is aborted at
 this end, at once.  Nobody has to have heard of it: a message that the other end's abort has completed with garbage has
-no trailer, and is not believed (`instep.state.receiver`).  It has written to memory of the pair's own, which lives
+no trailer, and is not believed (`collectives.state.receiver`).  It has written to memory of the pair's own, which lives
 until the abort is over.  What was not fetched is asked for by way of the hosts, over another connection, or of others.
 """
 
@@ -39,7 +39,7 @@ from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLo
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.communicator import Communicator
 from recover_megatron.collectives.nccl.library import Library
-from recover_megatron.collectives.state_transport import digest
+from recover_megatron.collectives.state.transport import digest
 
 OPENING_SECONDS, CONNECTING_SECONDS = 20.0, 10.0
 """The latter at the holder, when the receiver connects already."""

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, KeyValue, PeerLost, await_key
-from recover_megatron.collectives.state_transport import memory_of
+from recover_megatron.collectives.state.transport import memory_of
 from recover_megatron.collectives.transport.handshake import Handshake, RingListener, SharedMemory, machine
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Scratch, Transport
 from recover_megatron.network.connection import family_of, is_of_the_road

@@ -31,13 +31,13 @@ from recover_megatron.collectives.nccl.pairs import Pairs
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.progress import Hook, ProgressThread
+from recover_megatron.collectives.state.holder import KIND, LARGE_CHUNK, Offer, Offers
+from recover_megatron.collectives.state.receiver import Receiver, Shared, Source
+from recover_megatron.collectives.state.trees import Place, new_memory
 from recover_megatron.collectives.tree import Tree, TreeBackend
-from recover_megatron.instep.grid import Slot
-from recover_megatron.instep.state.holder import KIND, LARGE_CHUNK, Offer, Offers
-from recover_megatron.instep.state.receiver import Receiver, Shared, Source
-from recover_megatron.instep.trees import Place, new_memory
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
+from recover_megatron.workload.grid import Slot
 
 OPENER = "opening rings"
 

@@ -36,13 +36,13 @@ from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups, name_of
 from recover_megatron.instep.hooks import HERE, OVER, Announcements, Hooks, ProgressReports, key, left_key
 from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.meeting.edges import Edges
 from recover_megatron.instep.meeting.orphan import Orphan
 from recover_megatron.instep.meeting.planner import Planner
+from recover_megatron.workload.grid import Slot
 
 Perform = Callable[[TreeBackend, Sequence[Slot]], None]
 """Carries the operation out on a backend of these slots, and keeps the result to itself."""

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks
-from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.groups.epoch_groups import name_of
 from recover_megatron.instep.groups.traffic import Among, Mode, Operation, Traffic, caller
+from recover_megatron.workload.grid import Slot
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, places: Sequence[int]) -> None:

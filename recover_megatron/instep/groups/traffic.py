@@ -26,13 +26,13 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
+from recover_megatron import out_of_turn
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.tree import TreeBackend
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep import out_of_turn
 from recover_megatron.instep.faults import UnknownOperation
-from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.workload.grid import Slot
 
 IN_PLACE = ("allreduce", "reduce", "broadcast")
 """Operations that read what they write.  All others write their first argument and read their second."""

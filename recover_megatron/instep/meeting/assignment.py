@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.membership.io.session import Session
 from recover_megatron.workload import Balance, assign, quotas
+from recover_megatron.workload.grid import LaunchGrid, Slot
 
 NEARLY_STILL = 1e-9
 """The speed of a replica that should run as little as can be."""

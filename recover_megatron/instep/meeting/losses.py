@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from recover_megatron.instep.decision import Decision, Failure, JoinStatus, LostWorker
-from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.workload.grid import LaunchGrid
 
 READY = "is a spare, and ready"
 """After a worker's name: why it asks for an epoch."""

@@ -25,7 +25,6 @@ from recover_megatron.instep.decision import (
     Timeline,
     merged,
 )
-from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.meeting import timelines
 from recover_megatron.instep.meeting.standing import (
     Grid,
@@ -38,6 +37,7 @@ from recover_megatron.instep.meeting.standing import (
 )
 from recover_megatron.workload import Placement, reassign
 from recover_megatron.workload.domains import touched_by
+from recover_megatron.workload.grid import LaunchGrid
 from recover_megatron.workload.placement import Edge, edge, seated
 from recover_megatron.workload.snapshots import FIRST_INTERVAL, Spread, copies
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
+from recover_megatron.collectives.comparison import ASKED_SECONDS, OwnDescription, Told, odd_ones
 from recover_megatron.errors import Disagreement
 from recover_megatron.instep.decision import (
     Beyond,
@@ -30,10 +31,8 @@ from recover_megatron.instep.decision import (
     merged,
 )
 from recover_megatron.instep.faults import EXIT_REFUSED, NoReplica, OtherFlags, StateLost
-from recover_megatron.instep.grid import Slot
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.meeting.comparison import ASKED_SECONDS, OwnDescription, Told, odd_ones
 from recover_megatron.instep.meeting.edges import MOST, Edges, explanation, news
 from recover_megatron.instep.meeting.losses import Failures
 from recover_megatron.instep.meeting.plan import decide
@@ -42,6 +41,7 @@ from recover_megatron.instep.state.snapshots import SnapshotStore
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.io.session import Session
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, CoordinatorLost
+from recover_megatron.workload.grid import Slot
 
 log = get_logger(__name__)
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 from recover_megatron.errors import Disagreement
 from recover_megatron.instep.decision import JoinStatus, Rules
-from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.workload import Candidate, Placement, Shape, assemble, openings
 from recover_megatron.workload.domains import Drain, drain, leaving
+from recover_megatron.workload.grid import LaunchGrid
 from recover_megatron.workload.placement import Edge, build_ahead, can_join, edge, free_of
 
 GONE = "nobody holds the state of one of its positions any more"

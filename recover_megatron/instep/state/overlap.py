@@ -31,12 +31,12 @@ from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.peers import Fetcher
 from recover_megatron.collectives.progress import Handle
-from recover_megatron.instep.gradients import alive
-from recover_megatron.instep.grid import Column
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state.shards import Shards
+from recover_megatron.instep.trainer import alive
 from recover_megatron.logger import get_logger
 from recover_megatron.network.peer_store import MOST_BYTES
+from recover_megatron.workload.grid import Column
 from recover_megatron.workload.shards import owned
 
 log = get_logger(__name__)

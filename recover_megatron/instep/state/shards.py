@@ -20,13 +20,13 @@ from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.instep.grid import Column, Slot
+from recover_megatron.collectives.state.holder import Offer
+from recover_megatron.collectives.state.trees import Place, flatten
 from recover_megatron.instep.groups.epoch_groups import EpochGroups
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.state.holder import Offer
-from recover_megatron.instep.trees import Place, flatten
 from recover_megatron.workload import shards as parts
 from recover_megatron.workload.domains import stride_of
+from recover_megatron.workload.grid import Column, Slot
 from recover_megatron.workload.shards import AnyLayout, ElementRange, Instances, Layout, Move
 
 

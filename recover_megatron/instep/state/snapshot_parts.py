@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from recover_megatron.collectives.state_transport import bytes_of, check_sum
+from recover_megatron.collectives.state.holder import chunks_of
+from recover_megatron.collectives.state.transport import bytes_of, check_sum
+from recover_megatron.collectives.state.trees import Path, Place, at, flatten, in_place, new_memory, unflatten
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep.state.holder import chunks_of
-from recover_megatron.instep.trees import Path, Place, at, flatten, in_place, new_memory, unflatten
 
 
 def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -24,14 +24,14 @@ from typing import Any
 
 from recover_megatron.collectives.device import beside, made_so_far
 from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.collectives.state.holder import Offer, gpu_of
+from recover_megatron.collectives.state.receiver import Receiver
+from recover_megatron.collectives.state.trees import Place, flatten, new_memory
 from recover_megatron.errors import Disagreement, InStepError
 from recover_megatron.instep.decision import Decision, Kept, Snapshot, SnapshotName, Taking
 from recover_megatron.instep.faults import Spoiled
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
-from recover_megatron.instep.state.holder import Offer, gpu_of
-from recover_megatron.instep.state.receiver import Receiver
 from recover_megatron.instep.state.snapshot_parts import Copy, apart, checks_of, room, wrong_chunks
-from recover_megatron.instep.trees import Place, flatten, new_memory
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)

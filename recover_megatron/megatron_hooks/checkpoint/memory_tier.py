@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.state.trees import flatten
 from recover_megatron.errors import Disagreement, UserError
 from recover_megatron.instep.decision import Decision, Kept, Rollback, Taking
 from recover_megatron.instep.faults import Spoiled
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.trees import flatten
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import (

@@ -26,9 +26,9 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_timers
 
-from recover_megatron.collectives.state_transport import digest
+from recover_megatron.collectives.state.transport import digest
+from recover_megatron.collectives.state.trees import Path, Place, at, flatten, in_place, new_memory
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep.trees import Path, Place, at, flatten, in_place, new_memory
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.gradients.maxima import Scales
 from recover_megatron.megatron_hooks.gradients.microbatches import to_skip, with_skipped
@@ -136,7 +136,7 @@ class TrainingState:
         return json.dumps([self._loop.schedule_state(), groups], sort_keys=True)
 
     def tree(self) -> dict[str, Any]:
-        """See ``instep.state.holder``; its tensors are the living ones."""
+        """See ``collectives.state.holder``; its tensors are the living ones."""
         return {
             "column": self._column(),
             "own": {

@@ -26,12 +26,12 @@ import torch
 from megatron.training import get_args
 
 from recover_megatron.errors import Disagreement, UserError
-from recover_megatron.instep.out_of_turn import tell_readers
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoint import resumed
 from recover_megatron.megatron_hooks.gradients.microbatches import ByNumber, InOrder, InTurn, Order, Shuffled
 from recover_megatron.network.system import share_by_lasting_socket
+from recover_megatron.out_of_turn import tell_readers
 
 SAMPLE = "recover_sample"
 """The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""

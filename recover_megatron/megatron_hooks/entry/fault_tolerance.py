@@ -55,7 +55,6 @@ from recover_megatron.instep.faults import (
     is_own,
     signature,
 )
-from recover_megatron.instep.grid import LaunchGrid, Slot
 from recover_megatron.instep.manager import CommunicationConfig, Manager, Worker
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
@@ -89,6 +88,7 @@ from recover_megatron.membership.wire import find_secret
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.variables import HOST_VARIABLE, NODE_NAME_VARIABLE, NODE_VARIABLE, REPLACED_VARIABLE
 from recover_megatron.workload import domains
+from recover_megatron.workload.grid import LaunchGrid, Slot
 
 log = get_logger(__name__)
 

@@ -26,13 +26,13 @@ from megatron.core import parallel_state
 
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep.gradients import Gradients
-from recover_megatron.instep.grid import Column, ring_order
 from recover_megatron.instep.manager import Manager, Overlap
+from recover_megatron.instep.trainer import Gradients
 from recover_megatron.megatron_hooks.fsdp import version2
 from recover_megatron.megatron_hooks.fsdp.outer import OuterBucket
 from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated
 from recover_megatron.megatron_hooks.groups import column_of
+from recover_megatron.workload.grid import Column, ring_order
 
 OUTER_SUM = "outer_fsdp_group_grad_reduce"
 

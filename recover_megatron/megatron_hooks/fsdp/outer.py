@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.grid import Column
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+from recover_megatron.workload.grid import Column
 
 
 @dataclass(eq=False)

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from recover_megatron.instep.gradients import Gradients
-from recover_megatron.instep.grid import Column, ring_order
 from recover_megatron.instep.manager import Manager, Overlap, Shards
+from recover_megatron.instep.trainer import Gradients
 from recover_megatron.integrate import Wrapper
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import column_of, launched_of
+from recover_megatron.workload.grid import Column, ring_order
 
 
 class Buckets:

@@ -1,4 +1,4 @@
-"""The largest values that layers meet in the microbatches of a step: they travel in its tail (`instep.gradients.Tail`).
+"""The largest values that layers meet in the microbatches of a step: they travel in its tail (`instep.trainer.Tail`).
 
     ``AttentionLogits``   --qk-clip, --log-max-attention-logit: the largest logit per head
     ``Scales``            --fp8-recipe delayed: of each tensor that Transformer Engine rounds to 8 bits, by whose

@@ -30,8 +30,8 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import get_timers, training
 
-from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.integrate import Loop
+from recover_megatron.workload.grid import LaunchGrid
 
 BALANCING = {
     "aux_loss": "load_balancing_loss",
@@ -184,7 +184,7 @@ class LogTotals:
         self._seconds += _seconds()
 
     def tree(self) -> dict[str, Any]:
-        """To be sent; see ``instep.state.holder``.  Copies: they are added to while they are sent."""
+        """To be sent; see ``collectives.state.holder``.  Copies: they are added to while they are sent."""
         return {
             "totals": _copies(self._totals),
             "names": list(self.names),

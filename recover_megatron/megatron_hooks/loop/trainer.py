@@ -21,8 +21,8 @@ import torch
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.utils import get_model_config
 
-from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.manager import Manager
+from recover_megatron.instep.trainer import Gradients
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data.source import of_ids
 from recover_megatron.megatron_hooks.gradients.microbatches import (

@@ -24,10 +24,9 @@ from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Checkpoint
 from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
-from recover_megatron.instep.gradients import EXTRAS, Tail
-from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.step import Outcome
+from recover_megatron.instep.trainer import EXTRAS, Tail
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoint.checkpoints import Checkpoints
@@ -48,6 +47,7 @@ from recover_megatron.megatron_hooks.loop.training_parts import StepGuard, Train
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.membership.records import CoordinatorLost, Fenced
+from recover_megatron.workload.grid import LaunchGrid
 
 log = get_logger(__name__)
 

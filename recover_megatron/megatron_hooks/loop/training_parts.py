@@ -22,8 +22,8 @@ from megatron.training import get_args
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.device import drained
-from recover_megatron.instep.gradients import alive
 from recover_megatron.instep.manager import Manager
+from recover_megatron.instep.trainer import alive
 from recover_megatron.integrate import Services
 from recover_megatron.megatron_hooks.checkpoint.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.checkpoint.state import TrainingState

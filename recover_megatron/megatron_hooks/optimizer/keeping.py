@@ -24,11 +24,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
-from recover_megatron.instep.grid import Column
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+from recover_megatron.workload.grid import Column
 
 Primaries = Callable[[ShardFragments], Iterator[ShardFragment]]
 Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]

@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.gradients import alive
-from recover_megatron.instep.grid import Column
+from recover_megatron.collectives.state.trees import Path, Place, in_place
 from recover_megatron.instep.manager import Manager, Shards
-from recover_megatron.instep.trees import Path, Place, in_place
+from recover_megatron.instep.trainer import alive
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments, in_order
+from recover_megatron.workload.grid import Column
 from recover_megatron.workload.shards import ElementRange
 
 log = get_logger(__name__)

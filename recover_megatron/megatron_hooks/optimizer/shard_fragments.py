@@ -22,7 +22,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import param_is_not_shared
 
-from recover_megatron.collectives.state_transport import Digest
+from recover_megatron.collectives.state.transport import Digest
 from recover_megatron.errors import Disagreement
 from recover_megatron.hostdevice.apex_stub import sum_of_squares
 from recover_megatron.megatron_hooks.optimizer import precision

@@ -33,9 +33,8 @@ import torch.distributed as dist
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.training import get_args
 
-from recover_megatron.instep.gradients import Parameters, alive
-from recover_megatron.instep.grid import Column
 from recover_megatron.instep.manager import Manager, Overlap
+from recover_megatron.instep.trainer import Parameters, alive
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
@@ -43,6 +42,7 @@ from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+from recover_megatron.workload.grid import Column
 
 _groups_of: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 """Optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all."""

@@ -34,8 +34,8 @@ import torch
 from recover_megatron.collectives.device import beside, made_so_far, within
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.collectives.nccl.pairs import ID_BYTES, Pair, Pairs
-from recover_megatron.collectives.state_transport import SocketTransport, StateTransport, bytes_of, cut, receive_into
-from recover_megatron.instep.trees import flatten
+from recover_megatron.collectives.state.transport import SocketTransport, StateTransport, bytes_of, cut, receive_into
+from recover_megatron.collectives.state.trees import flatten
 from recover_megatron.logger import get_logger
 from recover_megatron.network.peer_store import Streams
 from recover_megatron.network.system import watch

@@ -25,11 +25,11 @@ import torch
 
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.collectives.nccl.pairs import Pair, Pairs
-from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, lost, receive_into
+from recover_megatron.collectives.state import holder as state_holder
+from recover_megatron.collectives.state.holder import Chunk
+from recover_megatron.collectives.state.transport import SocketTransport, bytes_of, lost, receive_into
+from recover_megatron.collectives.state.trees import Place, unflatten
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep.state import holder as state_holder
-from recover_megatron.instep.state.holder import Chunk
-from recover_megatron.instep.trees import Place, unflatten
 from recover_megatron.logger import get_logger
 from recover_megatron.network.connection import Unreachable
 from recover_megatron.network.system import watch

@@ -19,9 +19,9 @@ from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.ledger import Aside, Bucket, Memory
 from recover_megatron.collectives.progress import Handle
 from recover_megatron.errors import Disagreement
-from recover_megatron.instep.grid import Column
 from recover_megatron.instep.groups.epoch_groups import EpochGroups
 from recover_megatron.instep.state.shards import Shards
+from recover_megatron.workload.grid import Column
 
 
 class Gradients:

@@ -4,8 +4,8 @@
     receiver   receive(parts)  -> check sum of what arrived
 
 The transport does not know who holds what, which pieces are asked for, whether the two sums agree or what happens when
-a holder is lost (`instep.state.holder` and `instep.state.receiver` do).  ``SocketTransport`` goes by way of the hosts,
-`nccl.pairs` from device to device.  The check sums (``check_sum``, ``Digest``) notice what accidents have changed.
+a holder is lost (`holder` and `receiver` do).  ``SocketTransport`` goes by way of the hosts, `nccl.pairs` from device
+to device.  The check sums (``check_sum``, ``Digest``) notice what accidents have changed.
 """
 
 from __future__ import annotations
