@@ -57,13 +57,10 @@ ALLOWED: dict[str, set[str]] = {
 
 
 CLIENTS = ("megatron_hooks", "elastic", "hostdevice", "collectives")
-INTERFACE = {"manager", "faults", "step", "trainer", "decision"}
-"""What a client of ``instep`` imports from it: the manager, the errors, what a step is given and gives, the records of
-the plan."""
-BESIDE = {
-    "megatron_hooks.groups": {"groups.model_parallel_groups", "groups.process_group", "groups.traffic"},
-    "megatron_hooks.fsdp.state": {"groups.process_group"},
-}
+INTERFACE = {"manager", "faults", "trainer", "decision"}
+"""What a client of ``instep`` imports from it: the manager, the errors, what a step is given, the plan's
+records."""
+BESIDE = {"megatron_hooks.groups": {"groups.model_parallel_groups", "groups.process_group", "groups.traffic"}}
 """Module of a client -> what it imports besides: Megatron's process groups are made of those of ``instep``."""
 
 MODULES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))

@@ -61,8 +61,8 @@ from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.recovery import Blame, Recovery, Worker
 from recover_megatron.instep.state.overlap import Overlap
 from recover_megatron.instep.state.shards import Shards
-from recover_megatron.instep.step import Outcome, Step, Trainer
-from recover_megatron.instep.trainer import Tail
+from recover_megatron.instep.step import Step
+from recover_megatron.instep.trainer import Outcome, Tail, Trainer
 from recover_megatron.instep.view import View
 from recover_megatron.membership.io.session import Session
 from recover_megatron.workload.grid import Column, LaunchGrid

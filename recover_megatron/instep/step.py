@@ -20,11 +20,9 @@ Nothing before COMMITTED changes a parameter, and after it no worker of another 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 import torch
 
@@ -32,7 +30,7 @@ from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.errors import Disagreement
 from recover_megatron.instep.faults import WrongGradients
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.trainer import Gradients, Tail, alive
+from recover_megatron.instep.trainer import Outcome, Tail, Trainer, alive
 
 REGROUP_SECONDS = 120.0
 """Beyond the hang timeout, for all rings of an epoch to open, and again for what is pulled over them."""
@@ -47,46 +45,6 @@ class State(Enum):
     RENDEZVOUS = "rendezvous"
     RERUN = "rerun"
     COMMITTED = "committed"
-
-
-class Trainer(Protocol):
-    """What a step needs of the training framework."""
-
-    @property
-    def gradients(self) -> Gradients:
-        """The buckets."""
-
-    def compute(self, ids: Sequence[int], *, again: bool) -> None:
-        """Run these microbatches forward and backward and add their gradients to the buckets, summing nothing.
-
-        ``ids`` are those of this worker's inner rank.  ``again``: on top of what earlier calls of this step added.
-        """
-
-    def settle(self) -> None:
-        """After ``compute``: the buckets hold the gradients (extra main gradients were copied into them)."""
-
-    def extras(self) -> torch.Tensor:
-        """Losses and counts over all ``compute`` calls of this step, to be summed over the column; float64, flat."""
-
-
-@dataclass
-class Outcome:
-    """What a committed step has counted, and what its recovery took, if there was one."""
-
-    counted: dict[int, list[int]]
-    """Replica -> microbatch ids, from the sum itself."""
-    extras: torch.Tensor
-    reran: dict[int, list[int]] = field(default_factory=dict)
-    """Replica -> ids that it ran in place of lost ones."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Of the recovery, by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker took part in it;
-    empty if there was none."""
-    aside_bytes: int = 0
-    """Device and host memory, at its peak, of the finished sums that were set aside during a re-run."""
-    speeds: dict[int, float] = field(default_factory=dict)
-    """Replica -> seconds per microbatch of its main pass, the same on all workers of a column."""
-    by_plan: bool = False
-    """Whether the commit was learnt from the plan of a later epoch."""
 
 
 class Step:

@@ -1,4 +1,6 @@
-"""The buckets of one worker's gradients and parameters on their way through the rings, and what must share their fate.
+"""What a step is given by whoever trains (``Trainer``, with its ``Gradients`` and ``Tail``), and gives (``Outcome``).
+
+The buckets of gradients and parameters on their way through the rings:
 
     buffers --(compute)--> LOCAL --submit, in one order--> rings --wait--> REDUCED --(commit)--> the optimizer
                              ^                                                 |
@@ -12,6 +14,8 @@ what is REDUCED anywhere to all members, as without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -197,6 +201,46 @@ class Tail:
         """Replica -> seconds per microbatch, of those that told."""
         told = self.bucket.flat[self._seconds_at : self._extras_at].tolist()
         return {replica: seconds for replica, seconds in enumerate(told) if seconds > 0}
+
+
+class Trainer(Protocol):
+    """What a step needs of the training framework."""
+
+    @property
+    def gradients(self) -> Gradients:
+        """The buckets."""
+
+    def compute(self, ids: Sequence[int], *, again: bool) -> None:
+        """Run these microbatches forward and backward and add their gradients to the buckets, summing nothing.
+
+        ``ids`` are those of this worker's inner rank.  ``again``: on top of what earlier calls of this step added.
+        """
+
+    def settle(self) -> None:
+        """After ``compute``: the buckets hold the gradients (extra main gradients were copied into them)."""
+
+    def extras(self) -> torch.Tensor:
+        """Losses and counts over all ``compute`` calls of this step, to be summed over the column; float64, flat."""
+
+
+@dataclass
+class Outcome:
+    """What a committed step has counted, and what its recovery took, if there was one."""
+
+    counted: dict[int, list[int]]
+    """Replica -> microbatch ids, from the sum itself."""
+    extras: torch.Tensor
+    reran: dict[int, list[int]] = field(default_factory=dict)
+    """Replica -> ids that it ran in place of lost ones."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the recovery, by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker took part in it;
+    empty if there was none."""
+    aside_bytes: int = 0
+    """Device and host memory, at its peak, of the finished sums that were set aside during a re-run."""
+    speeds: dict[int, float] = field(default_factory=dict)
+    """Replica -> seconds per microbatch of its main pass, the same on all workers of a column."""
+    by_plan: bool = False
+    """Whether the commit was learnt from the plan of a later epoch."""
 
 
 class Parameters:

@@ -172,7 +172,7 @@ class Groups:
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
             self._profiled = list(getattr(get_args(), "profile_ranks", None) or ())
             if getattr(get_args(), "use_megatron_fsdp", False):
-                install_meshes(lambda: self.apart)
+                install_meshes(lambda: self.apart, (EpochGroup, SwappableGroup))
             return result
 
         return _initialize_distributed

@@ -14,7 +14,8 @@ from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.faults import Orphaned, OtherPosition, StateLost
 from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.instep.step import Outcome, Step
+from recover_megatron.instep.step import Step
+from recover_megatron.instep.trainer import Outcome
 from recover_megatron.instep.view import View
 from recover_megatron.workload.grid import Slot, launch_grid
 

@@ -13,8 +13,8 @@ from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.errors import Disagreement
 from recover_megatron.instep.faults import WrongGradients
 from recover_megatron.instep.hooks import ProgressReports
-from recover_megatron.instep.step import REGROUP_SECONDS, Outcome, Step
-from recover_megatron.instep.trainer import EXTRAS, Tail
+from recover_megatron.instep.step import REGROUP_SECONDS, Step
+from recover_megatron.instep.trainer import EXTRAS, Outcome, Tail
 from recover_megatron.membership.records import EXIT_SAME_FAULT, CoordinatorLost, Fenced, MembershipError
 
 NUMBER, TOTAL = 7, 4

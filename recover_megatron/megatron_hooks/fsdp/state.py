@@ -27,9 +27,7 @@ from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor, debug
 
 from recover_megatron import integrate
-from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.errors import UserError
-from recover_megatron.instep.groups.process_group import EpochGroup
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.fsdp import version2
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
@@ -156,10 +154,10 @@ def forget_meshes() -> None:
     debug._clear_sharding_prop_cache()
 
 
-def install_meshes(alone: Callable[[], bool]) -> None:
+def install_meshes(alone: Callable[[], bool], ours: tuple[type, ...]) -> None:
     """Wrap the seams, once a process; raises UserError for a torch or Megatron that has not the ones we know.
 
-    ``alone``: whether the model is built alone.
+    ``alone``: whether the model is built alone.  ``ours``: the types of the process groups that this package makes.
     """
     if not hasattr(device_mesh, "_get_pg_from_name"):
         raise UserError(
@@ -168,6 +166,13 @@ def install_meshes(alone: Callable[[], bool]) -> None:
         )
     if hasattr(device_mesh._get_pg_from_name, "__wrapped__"):
         return
+
+    def ours_first(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _get_pg_from_name(mesh: Any, name: str) -> Any:
+            given = mesh._pg_registry.get(name)
+            return given if isinstance(given, ours) else original(mesh, name)
+
+        return _get_pg_from_name
 
     def not_alone(original: Callable[..., None]) -> Callable[..., None]:
         def ask(of: Any) -> None:
@@ -178,7 +183,7 @@ def install_meshes(alone: Callable[[], bool]) -> None:
 
     if reasons := monkeypatch.misfits(monkeypatch.FSDP_SEAMS):
         raise UserError(*reasons)
-    integrate.wrap(device_mesh, "_get_pg_from_name", ("mesh", "name"), _ours_first, monkeypatch.SUPPORTED)
+    integrate.wrap(device_mesh, "_get_pg_from_name", ("mesh", "name"), ours_first, monkeypatch.SUPPORTED)
     version2.install()
     monkeypatch.wrap("update_uneven_dtensor_chunk_metadata", not_alone)
     monkeypatch.wrap("validate_uneven_dtensor", not_alone)
@@ -206,11 +211,3 @@ def _gradient_where_it_is_read(original: Callable[[Any], None]) -> Callable[[Any
             parameter.decoupled_grad = None
 
     return _init_optimizer_states_with_dummy_values
-
-
-def _ours_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _get_pg_from_name(mesh: Any, name: str) -> Any:
-        given = mesh._pg_registry.get(name)
-        return given if isinstance(given, (EpochGroup, SwappableGroup)) else original(mesh, name)
-
-    return _get_pg_from_name

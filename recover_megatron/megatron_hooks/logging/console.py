@@ -21,7 +21,7 @@ from megatron.training.utils import is_last_rank
 
 from recover_megatron.instep.decision import HELD, Decision, Failure, LostWorker, Rollback
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.step import Outcome
+from recover_megatron.instep.trainer import Outcome
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import ranges
 

@@ -27,7 +27,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 from recover_megatron.instep.decision import Timeline
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.step import Outcome
+from recover_megatron.instep.trainer import Outcome
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.gradients.microbatches import skipped_before, to_skip
 from recover_megatron.membership.records import Fenced, MembershipError

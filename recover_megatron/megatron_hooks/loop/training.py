@@ -25,8 +25,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Checkpoint
 from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.manager import Manager
-from recover_megatron.instep.step import Outcome
-from recover_megatron.instep.trainer import EXTRAS, Tail
+from recover_megatron.instep.trainer import EXTRAS, Outcome, Tail
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoint.checkpoints import Checkpoints
