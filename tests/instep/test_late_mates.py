@@ -5,6 +5,7 @@ gloo itself goes on with an operation whose wait has timed out: when the mate co
 
 from __future__ import annotations
 
+import gc
 import socket
 import struct
 import sys
@@ -243,6 +244,53 @@ def test_a_connection_of_the_program_that_stays_open_ends_no_worker(monkeypatch:
     assert reasons == []
     assert under_way.over
     connection.close_all()
+
+
+LONG = 32 << 20
+"""Elements of a message that takes some 50 ms to arrive."""
+
+
+def in_the_middle(start: Callable[[SwappableGroup, torch.Tensor], dist.Work]) -> ModelParallelGroups:
+    """The groups of a worker that was let out of a receive, which ``start`` begins, in the middle of its message."""
+    while True:
+        groups, group, mate = of_launch()
+        got = torch.zeros(LONG)
+        work = start(group, got)
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(mate.inner.send, [torch.ones(LONG)], 0, 0)
+            eventually(got[0].item)
+            del work
+            groups.end()
+            sent.exception()  # perhaps: it was still sending
+        if not got[-1]:
+            return groups
+
+
+def open_of(groups: ModelParallelGroups) -> bool:
+    """Whether connections that the worker has shut are still open."""
+    return bool(groups._shut & set(open_sockets().values()))
+
+
+def test_a_receive_that_nobody_waits_for_is_kept_until_gloo_has_closed_its_connection() -> None:
+    groups = in_the_middle(lambda group, got: group.recv([got], 1, 0))
+    eventually(lambda: not open_of(groups))
+    assert groups.guard._receives
+    groups.left()
+    assert not groups.guard._receives
+
+
+def test_a_connection_that_gloo_never_closes_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has freed the operation in the middle of a message, as where a collective has lost one of several mates."""
+    reasons: list[str] = []
+    monkeypatch.setattr(model_parallel_groups, "end_process", reasons.append)
+    groups = in_the_middle(lambda group, got: group.inner.recv([got], 1, 0))
+    shut_ones = set(groups._shut)
+    groups.left()
+    assert reasons == []
+    assert shut_ones & set(open_sockets().values())
+    del groups
+    gc.collect()  # gloo closes it with the group
+    eventually(lambda: not shut_ones & set(open_sockets().values()))
 
 
 _released = threading.Event()

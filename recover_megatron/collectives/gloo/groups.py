@@ -15,14 +15,19 @@ waits for the slowest of them: hence both are done once, however many groups the
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import json
 import os
 import queue
 import socket
+import termios
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -107,6 +112,64 @@ def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
                 status = os.stat(int(name))
                 found[int(name)] = (status.st_dev, status.st_ino)
     return found
+
+
+LOOP = "gloo_tcp_loop"
+"""Name of the threads in which gloo looks at its connections."""
+
+
+def looks() -> dict[int, int]:
+    """By thread of gloo's that looks at connections: a number that grows with each look that waits.
+
+    While it never waits, since a connection has news that it does not take, the number grows a hundred times a second.
+    """
+    found = dict[int, int]()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (task / "comm").read_text().strip() == LOOP:
+                ticks = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
+                waits = (task / "status").read_text().partition("voluntary_ctxt_switches:")[2].split()[0]
+                found[int(task.name)] = sum(map(int, (*ticks, waits)))
+    return found
+
+
+def unread(descriptors: Iterable[int]) -> dict[int, int]:
+    """By socket of this process: the bytes that have arrived and were not read."""
+    found = dict[int, int]()
+    for descriptor in descriptors:
+        count = array.array("i", [0])
+        with contextlib.suppress(OSError):  # closed meanwhile
+            fcntl.ioctl(descriptor, termios.FIONREAD, count)
+            found[descriptor] = count[0]
+    return found
+
+
+class GivenUp:
+    """Tells whether gloo will ever close connections that were shut, while it has not.
+
+    It never does where an operation was freed in the middle of a message that it receives: an all-reduce of several
+    members, say, which ends when it loses one of them, while that of another arrives.
+    """
+
+    LOOKS = 30
+    """So many looks of each thread: each sees that a connection was shut, and gloo closes it after one, or never."""
+
+    def __init__(self) -> None:
+        self._unread: dict[int, int] | None = None
+        self._looks: dict[int, int] = {}
+
+    def over(self, descriptors: Iterable[int]) -> bool:
+        """Whether gloo has given up on these; call it again and again, while nothing can arrive any more.
+
+        True where its threads have looked often, and have read nothing in between: what they write of these
+        connections is written.
+        """
+        before, self._unread = self._unread, unread(descriptors)
+        now = looks()
+        if before != self._unread:
+            self._looks = now
+        past = self._looks
+        return bool(past) and all(now.get(thread, inf) - count >= self.LOOKS for thread, count in past.items())
 
 
 def _device(host: str) -> tuple[Any, Address]:

@@ -33,7 +33,8 @@ _NOT_IN_PIECES = (
     "reduce_scatter_single", "reduce_scatter_single_coalesced",
 )  # fmt: skip
 """Operations whose wait ends at no time limit, or breaks the group when it does."""
-_MESSAGES = ("send", "recv", "recv_anysource")
+_RECEIVES = ("recv", "recv_anysource")
+_MESSAGES = ("send", *_RECEIVES)
 _SETTLE_SECONDS = 1.0
 SETTLING = "waiting for a collective that was left"
 
@@ -50,6 +51,10 @@ class AbortableWorks:
         reduce-scatter  likewise (torch 2.13 makes one of other works, and its wait takes no notice of a time limit)
 
     What is left behind holds its tensors, and may write to them until ``settle`` has returned.
+
+    A receive that nobody has waited for is kept until then, too: of one that is freed in the middle of its message gloo
+    neither reads the rest nor sees that the connection was shut, and the thread that looks at it never rests again
+    (torch 2.13).
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:
@@ -57,6 +62,8 @@ class AbortableWorks:
         self._waiter = Waiter(cancel_token)
         self._under_way = set[Any]()
         """Works of collectives; those that were completed, but never waited for, go when the next one is started."""
+        self._receives = set[Any]()
+        """Works of receives that were not waited for to their end."""
 
     def method(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, a method of a gloo group, with a work that can be left."""
@@ -66,7 +73,9 @@ class AbortableWorks:
             result = call(*args, **kwargs)
             if not isinstance(result, dist.Work):
                 return result
-            if name not in _MESSAGES:
+            if name in _RECEIVES:
+                self._receives.add(result)
+            elif name not in _MESSAGES:
                 self._forget_completed()
                 self._under_way.add(result)
             return AbortableWork(result, wait)
@@ -89,6 +98,7 @@ class AbortableWorks:
         for thread in waiting:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._under_way.clear()
+        self._receives.clear()
 
     def _forget_completed(self) -> None:
         """From any thread: looks through a copy, since another thread may start or finish an operation meanwhile."""
@@ -100,6 +110,7 @@ class AbortableWorks:
         except EpochRevoked as over:
             raise _left() from over
         self._under_way.discard(work)
+        self._receives.discard(work)
         return True
 
     def _wait_in_pieces(self, work: Any) -> bool:

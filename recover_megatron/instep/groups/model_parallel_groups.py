@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost, await_key
-from recover_megatron.collectives.gloo.groups import GlooGroups, Identity, open_sockets, shut
+from recover_megatron.collectives.gloo.groups import GivenUp, GlooGroups, Identity, open_sockets, shut
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, MakeGroup, SwappableGroup
 from recover_megatron.collectives.nccl.library import abort_beside
 from recover_megatron.collectives.peers import PeerStoreClient
@@ -307,8 +307,9 @@ class ModelParallelGroups:
             return {number: identity for number, identity in open_sockets(among).items() if identity in closing}
 
         descriptors = still_open()
+        given_up = GivenUp()
         for _ in range(round(LEAVE_SECONDS / _PAUSE)):
-            if not descriptors:
+            if not descriptors or given_up.over(descriptors):
                 guard.settle()
                 return
             time.sleep(_PAUSE)
