@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.gloo import groups as gloo_groups
 from recover_megatron.collectives.gloo import swappable_group
-from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, Identity, open_sockets, shut
+from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, GivenUp, Identity, open_sockets, shut
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, SwappableGroup
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.groups import model_parallel_groups
@@ -277,6 +278,30 @@ def test_a_receive_that_nobody_waits_for_is_kept_until_gloo_has_closed_its_conne
     assert groups.guard._receives
     groups.left()
     assert not groups.guard._receives
+
+
+@pytest.mark.parametrize(
+    ("seen", "over"),
+    [
+        ([({5: 9}, {1: 0, 2: 0}), ({5: 9}, {1: 30, 2: 31})], True),
+        ([({5: 9}, {1: 0, 2: 0}), ({5: 9}, {1: 29, 2: 99})], False),
+        ([({5: 9}, {1: 0, 2: 0}), ({5: 8}, {1: 30, 2: 30})], False),
+        ([({5: 9, 6: 0}, {1: 0}), ({5: 9}, {1: 30})], False),
+        ([({5: 9}, {1: 0, 2: 0}), ({5: 9}, {1: 30, 3: 0})], True),
+        ([({5: 9}, {}), ({5: 9}, {}), ({5: 9}, {1: 99})], False),
+    ],
+    ids=["all look", "one does not look", "one reads", "one closes", "one ends", "none has the name"],
+)
+def test_gloo_has_given_up_where_each_of_its_threads_looks_often_and_reads_nothing(
+    seen: list[tuple[dict[int, int], dict[int, int]]], over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up, found = GivenUp(), False
+    for bytes_left, counts in seen:
+        monkeypatch.setattr(gloo_groups, "unread", lambda _, its=bytes_left: its)
+        monkeypatch.setattr(gloo_groups, "looks", lambda its=counts: its)
+        assert not found
+        found = given_up.over(bytes_left)
+    assert found is over
 
 
 def test_a_connection_that_gloo_never_closes_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
