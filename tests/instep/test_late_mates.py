@@ -24,7 +24,7 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.gloo import groups as gloo_groups
 from recover_megatron.collectives.gloo import swappable_group
-from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, GivenUp, Identity, open_sockets, shut
+from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, GivenUp, Identity, looks, loops, open_sockets, shut
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, SwappableGroup
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.groups import model_parallel_groups
@@ -247,6 +247,10 @@ def test_a_connection_of_the_program_that_stays_open_ends_no_worker(monkeypatch:
     connection.close_all()
 
 
+named = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="gloo's threads have no name in this torch"
+)
+
 LONG = 32 << 20
 """Elements of a message that takes some 50 ms to arrive."""
 
@@ -280,30 +284,54 @@ def test_a_receive_that_nobody_waits_for_is_kept_until_gloo_has_closed_its_conne
     assert not groups.guard._receives
 
 
+@pytest.mark.parametrize("timeout", [None, timedelta(seconds=DEADLINE)], ids=["for ever", "for a time"])
+def test_a_receive_that_was_waited_for_is_not_kept(timeout: timedelta | None) -> None:
+    groups, group, mate = of_launch()
+    got = torch.zeros(4)
+    work = group.recv([got], 1, 0)
+    sent = mate.send([torch.ones(4)], 0, 0)
+    assert groups.guard._receives
+    assert work.wait(timeout)
+    assert sent.wait()
+    assert got.all()
+    assert not groups.guard._receives
+
+
+@named
+def test_gloo_has_threads_of_the_name_by_which_their_looks_are_counted() -> None:
+    _groups, _, _ = of_launch()
+    threads = loops()
+    before = looks(threads)
+    assert before
+    eventually(lambda: all(looks(threads)[name] > count for name, count in before.items()))
+
+
 @pytest.mark.parametrize(
     ("seen", "over"),
     [
-        ([({5: 9}, {1: 0, 2: 0}), ({5: 9}, {1: 30, 2: 31})], True),
-        ([({5: 9}, {1: 0, 2: 0}), ({5: 9}, {1: 29, 2: 99})], False),
-        ([({5: 9}, {1: 0, 2: 0}), ({5: 8}, {1: 30, 2: 30})], False),
-        ([({5: 9, 6: 0}, {1: 0}), ({5: 9}, {1: 30})], False),
-        ([({5: 9}, {1: 0, 2: 0}), ({5: 9}, {1: 30, 3: 0})], True),
-        ([({5: 9}, {}), ({5: 9}, {}), ({5: 9}, {1: 99})], False),
+        ([({5: 9}, {"1": 0, "2": 0}), ({5: 9}, {"1": 30, "2": 31})], True),
+        ([({5: 9}, {"1": 0, "2": 0}), ({5: 9}, {"1": 29, "2": 99})], False),
+        ([({5: 9}, {"1": 0, "2": 0}), ({5: 8}, {"1": 30, "2": 30})], False),
+        ([({5: 9, 6: 0}, {"1": 0}), ({5: 9}, {"1": 30})], False),
+        ([({5: 9}, {"1": 0, "2": 0}), ({5: 9}, {"1": 30})], True),
+        ([({5: 9}, {}), ({5: 9}, {})], False),
     ],
     ids=["all look", "one does not look", "one reads", "one closes", "one ends", "none has the name"],
 )
 def test_gloo_has_given_up_where_each_of_its_threads_looks_often_and_reads_nothing(
-    seen: list[tuple[dict[int, int], dict[int, int]]], over: bool, monkeypatch: pytest.MonkeyPatch
+    seen: list[tuple[dict[int, int], dict[str, int]]], over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(GivenUp, "FIRST", 0)
     given_up, found = GivenUp(), False
     for bytes_left, counts in seen:
         monkeypatch.setattr(gloo_groups, "unread", lambda _, its=bytes_left: its)
-        monkeypatch.setattr(gloo_groups, "looks", lambda its=counts: its)
+        monkeypatch.setattr(gloo_groups, "looks", lambda _, its=counts: its)
         assert not found
         found = given_up.over(bytes_left)
     assert found is over
 
 
+@named
 def test_a_connection_that_gloo_never_closes_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has freed the operation in the middle of a message, as where a collective has lost one of several mates."""
     reasons: list[str] = []

@@ -401,12 +401,15 @@ def test_a_lost_node_is_that_of_the_newest_snapshot(runs: Runs, scenario: Scenar
     )
     assert result.replicas[-1] == scenario.replicas, result.told()
     assert "memory tier: snapshots every 2 iterations; up to 0.00" in result.said, result.told()
-    (back,) = result.of_training("rolled back")
-    assert back["to"] in scenario.to, result.told()
-    assert (back["tier"], back["folder"]) == ("memory", "")
-    committed = case.strikes[0].iteration - (case.strikes != IN_THE_UPDATE)
-    assert back["lost"] == committed - back["to"], result.told()
-    assert f"rolled back to iteration {back['to']} (from memory)" in result.said, result.told()
+    backs = result.of_training("rolled back")
+    # A worker of the node that left its broken replica before it came to the phase dies when it comes there again.
+    assert 1 <= len(backs) <= len(struck), result.told()
+    for back in backs:
+        assert back["to"] in scenario.to, result.told()
+        assert (back["tier"], back["folder"]) == ("memory", "")
+        committed = case.strikes[0].iteration - (case.strikes != IN_THE_UPDATE)
+        assert back["lost"] == committed - back["to"], result.told()
+        assert f"rolled back to iteration {back['to']} (from memory)" in result.said, result.told()
 
 
 def test_where_no_node_has_all_of_a_position_nothing_is_kept(runs: Runs) -> None:

@@ -115,21 +115,31 @@ def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
 
 
 LOOP = "gloo_tcp_loop"
-"""Name of the threads in which gloo looks at its connections."""
+"""Name of the threads in which gloo looks at its connections, since torch 2.13."""
 
 
-def looks() -> dict[int, int]:
-    """By thread of gloo's that looks at connections: a number that grows with each look that waits.
-
-    While it never waits, since a connection has news that it does not take, the number grows a hundred times a second.
-    """
-    found = dict[int, int]()
+def loops() -> list[Path]:
+    """The threads of this process in which gloo looks at its connections, in /proc; reads of all threads."""
+    found = list[Path]()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
             if (task / "comm").read_text().strip() == LOOP:
-                ticks = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
-                waits = (task / "status").read_text().partition("voluntary_ctxt_switches:")[2].split()[0]
-                found[int(task.name)] = sum(map(int, (*ticks, waits)))
+                found.append(task)
+    return found
+
+
+def looks(threads: Iterable[Path]) -> dict[str, int]:
+    """By thread (of ``loops``): a number that grows by at most one with each of its looks at connections.
+
+    A look waits, mostly.  In a thread that never waits, since a connection has news that it does not take, a hundredth
+    of a second is many looks, and counts as ten.
+    """
+    found = dict[str, int]()
+    for task in threads:
+        with contextlib.suppress(OSError, LookupError):  # it has ended; a kernel that does not count
+            ticks = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
+            waits = (task / "status").read_text().partition("voluntary_ctxt_switches:")[2].split()[0]
+            found[task.name] = 10 * sum(map(int, ticks)) + int(waits)
     return found
 
 
@@ -154,18 +164,28 @@ class GivenUp:
     LOOKS = 30
     """So many looks of each thread: each sees that a connection was shut, and gloo closes it after one, or never."""
 
+    FIRST = 20
+    """So many questions are not looked into: mostly gloo closes at once."""
+
     def __init__(self) -> None:
+        self._asked = 0
+        self._threads: list[Path] = []
         self._unread: dict[int, int] | None = None
-        self._looks: dict[int, int] = {}
+        self._looks: dict[str, int] = {}
 
     def over(self, descriptors: Iterable[int]) -> bool:
         """Whether gloo has given up on these; call it again and again, while nothing can arrive any more.
 
         True where its threads have looked often, and have read nothing in between: what they write of these
-        connections is written.
+        connections is written.  Never where no thread has the name.
         """
+        self._asked += 1
+        if self._asked <= self.FIRST:
+            return False
+        if self._unread is None:  # one that begins later looks at other connections
+            self._threads = loops()
         before, self._unread = self._unread, unread(descriptors)
-        now = looks()
+        now = looks(self._threads)
         if before != self._unread:
             self._looks = now
         past = self._looks

@@ -78,7 +78,7 @@ class AbortableWorks:
             elif name not in _MESSAGES:
                 self._forget_completed()
                 self._under_way.add(result)
-            return AbortableWork(result, wait)
+            return AbortableWork(result, wait, self._waited_for)
 
         return guarded
 
@@ -109,8 +109,7 @@ class AbortableWorks:
             self._waiter.wait(work)
         except EpochRevoked as over:
             raise _left() from over
-        self._under_way.discard(work)
-        self._receives.discard(work)
+        self._waited_for(work)
         return True
 
     def _wait_in_pieces(self, work: Any) -> bool:
@@ -123,8 +122,12 @@ class AbortableWorks:
                 if self.cancel_token.cancelled:
                     raise _left() from None
             else:
-                self._under_way.discard(work)
+                self._waited_for(work)
                 return done
+
+    def _waited_for(self, work: Any) -> None:
+        self._under_way.discard(work)
+        self._receives.discard(work)
 
 
 def _over(work: Any) -> None:
@@ -139,17 +142,23 @@ def _left() -> dist.DistBackendError:
 class AbortableWork(dist.Work):
     """A work of gloo's with another way to wait for it."""
 
-    def __init__(self, work: Any, wait: Callable[[Any], bool]) -> None:
+    def __init__(self, work: Any, wait: Callable[[Any], bool], over: Callable[[Any], None] = lambda _: None) -> None:
+        """``wait``: returns when the work is done.  ``over``: told of a work that was waited for in gloo's own way."""
         super().__init__()
         self._work = work
         self._wait = wait
+        self._over = over
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until it is done; raises ``RuntimeError`` as gloo does, and ``DistBackendError`` when it is left.
 
         ``timeout``: for a caller's own; then gloo's own way is taken.
         """
-        return self._wait(self._work) if timeout is None else bool(self._work.wait(timeout))
+        if timeout is None:
+            return self._wait(self._work)
+        done = bool(self._work.wait(timeout))
+        self._over(self._work)
+        return done
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
