@@ -50,7 +50,7 @@ class State(Enum):
 class Step:
     """One iteration of one worker.
 
-    ``total``: microbatches of the step, over all replicas.  ``tail``: the bucket that is summed last (`gradients`).
+    ``total``: microbatches of the step, over all replicas.  ``tail``: the bucket that is summed last (`trainer`).
     ``share``: 1 / how many workers of the dense parameters' column stand in one replica (see ``Tail.fill``).
     """
 
