@@ -119,7 +119,7 @@ LOOP = "gloo_tcp_loop"
 
 
 def loops() -> list[Path]:
-    """The threads of this process in which gloo looks at its connections, in /proc; reads of all threads."""
+    """Return the threads of this process in which gloo looks at its connections, as folders of /proc."""
     found = list[Path]()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -129,10 +129,10 @@ def loops() -> list[Path]:
 
 
 def looks(threads: Iterable[Path]) -> dict[str, int]:
-    """By thread (of ``loops``): a number that grows by at most one with each of its looks at connections.
+    """Return a number for each of these threads (``loops``); it grows by at most one for each look at connections.
 
-    A look waits, mostly.  In a thread that never waits, since a connection has news that it does not take, a hundredth
-    of a second is many looks, and counts as ten.
+    A look usually waits, and the waits are counted.  A thread never waits while a connection has news that gloo does
+    not take; then its processor time is counted, ten for a hundredth of a second, in which it looks far more often.
     """
     found = dict[str, int]()
     for task in threads:
@@ -144,7 +144,7 @@ def looks(threads: Iterable[Path]) -> dict[str, int]:
 
 
 def unread(descriptors: Iterable[int]) -> dict[int, int]:
-    """By socket of this process: the bytes that have arrived and were not read."""
+    """Return, for each of these sockets of this process, how many bytes have arrived and were not read."""
     found = dict[int, int]()
     for descriptor in descriptors:
         count = array.array("i", [0])
@@ -155,17 +155,17 @@ def unread(descriptors: Iterable[int]) -> dict[int, int]:
 
 
 class GivenUp:
-    """Tells whether gloo will ever close connections that were shut, while it has not.
+    """Finds out whether gloo will ever close connections that were shut.
 
-    It never does where an operation was freed in the middle of a message that it receives: an all-reduce of several
-    members, say, which ends when it loses one of them, while that of another arrives.
+    It never does if an operation was freed in the middle of a message that it was receiving.  An all-reduce, for
+    example, frees its memory when it has lost one member, while the message of another member may be arriving.
     """
 
     LOOKS = 30
-    """So many looks of each thread: each sees that a connection was shut, and gloo closes it after one, or never."""
+    """Looks of each thread after which gloo has given up: it closes a connection at the first look, or never."""
 
     FIRST = 20
-    """So many questions are not looked into: mostly gloo closes at once."""
+    """Calls of ``over`` that find out nothing: gloo usually closes at once."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -174,10 +174,10 @@ class GivenUp:
         self._looks: dict[str, int] = {}
 
     def over(self, descriptors: Iterable[int]) -> bool:
-        """Whether gloo has given up on these; call it again and again, while nothing can arrive any more.
+        """Return whether gloo has given up these connections; to be called repeatedly after they were shut.
 
-        True where its threads have looked often, and have read nothing in between: what they write of these
-        connections is written.  Never where no thread has the name.
+        True if all of gloo's threads have looked at their connections ``LOOKS`` times and have read nothing in between:
+        then they write nothing any more that these connections have brought.  Never true with torch before 2.13.
         """
         self._asked += 1
         if self._asked <= self.FIRST:

@@ -52,9 +52,8 @@ class AbortableWorks:
 
     What is left behind holds its tensors, and may write to them until ``settle`` has returned.
 
-    A receive that nobody has waited for is kept until then, too: of one that is freed in the middle of its message gloo
-    neither reads the rest nor sees that the connection was shut, and the thread that looks at it never rests again
-    (torch 2.13).
+    A receive that nobody has waited for is kept until then, too.  If its work is freed in the middle of the message,
+    gloo (torch 2.13) neither reads the rest nor notices that the connection was shut, and its thread spins.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:
@@ -63,7 +62,7 @@ class AbortableWorks:
         self._under_way = set[Any]()
         """Works of collectives; those that were completed, but never waited for, go when the next one is started."""
         self._receives = set[Any]()
-        """Works of receives that were not waited for to their end."""
+        """Works of receives that nobody has waited for yet."""
 
     def method(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, a method of a gloo group, with a work that can be left."""
