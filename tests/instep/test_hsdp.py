@@ -278,7 +278,7 @@ def test_a_torch_whose_meshes_take_no_groups_is_refused_by_name(monkeypatch: pyt
     """torch 2.10, with which all else works."""
     monkeypatch.delattr(state.device_mesh, "_get_pg_from_name")
     with pytest.raises(UserError, match=r"--use-megatron-fsdp with --recover needs torch 2\.11 or later"):
-        state.install_meshes(lambda: False)
+        state.install_meshes(lambda: False, ())
 
 
 def test_what_a_model_that_is_built_once_more_computes_is_on_its_own_mesh() -> None:
