@@ -34,7 +34,6 @@ _NOT_IN_PIECES = (
 )  # fmt: skip
 """Operations whose wait ends at no time limit, or breaks the group when it does."""
 _RECEIVES = ("recv", "recv_anysource")
-_MESSAGES = ("send", *_RECEIVES)
 _SETTLE_SECONDS = 1.0
 SETTLING = "waiting for a collective that was left"
 
@@ -74,7 +73,7 @@ class AbortableWorks:
                 return result
             if name in _RECEIVES:
                 self._receives.add(result)
-            elif name not in _MESSAGES:
+            elif name != "send":
                 self._forget_completed()
                 self._under_way.add(result)
             return AbortableWork(result, wait, self._waited_for)
@@ -141,7 +140,7 @@ def _left() -> dist.DistBackendError:
 class AbortableWork(dist.Work):
     """A work of gloo's with another way to wait for it."""
 
-    def __init__(self, work: Any, wait: Callable[[Any], bool], over: Callable[[Any], None] = lambda _: None) -> None:
+    def __init__(self, work: Any, wait: Callable[[Any], bool], over: Callable[[Any], None]) -> None:
         """``wait``: returns when the work is done.  ``over``: told of a work that was waited for in gloo's own way."""
         super().__init__()
         self._work = work
