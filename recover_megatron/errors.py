@@ -1,4 +1,4 @@
-"""Errors for people: a mistake that its maker can mend is told in plain words, without a traceback.
+"""Errors that several layers raise; those for people tell in plain words, without a traceback, what they can mend.
 
 ``UserError`` carries one or more reasons.  The entry script prints them all at once and ends with ``EXIT_USAGE``; any
 other exception is a fault of the program or the machine and keeps its traceback.

@@ -33,15 +33,15 @@ class Worker:
 
     id: int
     slot: Slot | None
-    """Where it stands at launch; None: it was started later, and has no place yet."""
+    """The slot in which it stands at launch; None: it was started later, and has no place yet."""
     node: str = ""
     """Name of its host."""
     domains: Sequence[str] = ()
-    """What it may be lost with (``workload.domains``)."""
+    """Names of the failure domains that it is in (``workload.domains``)."""
     device: int | None = None
     """Number of its device on the host."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """What it was started with that must be the same on all workers (`script_flags`)."""
+    """Flags of its command line that must be the same on all workers (`script_flags`), by name."""
     code: Mapping[str, str] = field(default_factory=dict)
     """The program that it runs (`program`); empty: it may be any."""
 

@@ -1,4 +1,4 @@
-"""What a step is given by whoever trains (``Trainer``, with its ``Gradients`` and ``Tail``), and gives (``Outcome``).
+"""Input and result of a step: ``Trainer`` with its ``Gradients`` and ``Tail``, and ``Outcome``.
 
 The buckets of gradients and parameters on their way through the rings:
 
@@ -204,7 +204,7 @@ class Tail:
 
 
 class Trainer(Protocol):
-    """What a step needs of the training framework."""
+    """Interface of the training framework: a step calls it to run microbatches."""
 
     @property
     def gradients(self) -> Gradients:
@@ -225,7 +225,7 @@ class Trainer(Protocol):
 
 @dataclass
 class Outcome:
-    """What a committed step has counted, and what its recovery took, if there was one."""
+    """Result of a committed step: the microbatches that it counted, and the cost of its recovery, if there was one."""
 
     counted: dict[int, list[int]]
     """Replica -> microbatch ids, from the sum itself."""
@@ -233,14 +233,14 @@ class Outcome:
     reran: dict[int, list[int]] = field(default_factory=dict)
     """Replica -> ids that it ran in place of lost ones."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of the recovery, by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker took part in it;
+    """Seconds of the recovery by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker joined it;
     empty if there was none."""
     aside_bytes: int = 0
     """Device and host memory, at its peak, of the finished sums that were set aside during a re-run."""
     speeds: dict[int, float] = field(default_factory=dict)
     """Replica -> seconds per microbatch of its main pass, the same on all workers of a column."""
     by_plan: bool = False
-    """Whether the commit was learnt from the plan of a later epoch."""
+    """True if this worker learnt of the commit from the plan of a later epoch."""
 
 
 class Parameters:
