@@ -1,11 +1,12 @@
-"""Show that a commit only moves modules: the same code as before, but for imports, docstrings and names of modules.
+"""Show that a commit changes no code but imports, docstrings, other strings and, with --names, identifiers.
 
-    python scripts/same_code.py [BEFORE [AFTER]]
+    python scripts/same_code.py [--names] [BEFORE [AFTER]]
 
 The revisions are HEAD~1 and HEAD by default; exit status 1: code differs.
 
-A file is compared with the one that git takes it to be renamed from.  What must be equal is the syntax tree without
-imports and docstrings.  Other strings that differ are printed: names of modules in them are for the reader to check.
+A file is compared with the one that git takes it to be renamed from.  Their syntax trees without imports and docstrings
+must be equal.  Strings and identifiers that differ are printed, for the reader to check.  In an f-string the literal
+parts and the order of the values may differ, but not the set of values.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def changed(before: str, after: str) -> Iterator[tuple[str, str]]:
 class Bare(ast.NodeTransformer):
     """Takes imports and docstrings out of a tree, and collects its other strings, which become empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, names: bool) -> None:
         self.strings: list[str] = []
+        self.names: list[str] = []
+        self._names = names
 
     def visit_Import(self, node: ast.Import) -> None:
         return None
@@ -56,30 +59,46 @@ class Bare(ast.NodeTransformer):
             return ast.copy_location(ast.Constant(""), node)
         return node
 
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        self.strings.append(ast.unparse(node))
+        values = [self.visit(value) for value in node.values if isinstance(value, ast.FormattedValue)]
+        return ast.copy_location(ast.JoinedStr(sorted(values, key=ast.dump)), node)
 
-def bare(revision: str, path: str) -> tuple[str, list[str]]:
-    """The syntax tree of a file as text, and the strings in it."""
-    visitor = Bare()
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Visit the children; with ``names``, first replace each identifier of the node by an empty one."""
+        for field in ("id", "attr", "arg", "name") if self._names else ():
+            if isinstance(getattr(node, field, None), str):
+                self.names.append(getattr(node, field))
+                setattr(node, field, "")
+        return super().generic_visit(node)
+
+
+def bare(revision: str, path: str, *, names: bool) -> tuple[str, list[str], list[str]]:
+    """The syntax tree of a file as text, and its strings and identifiers."""
+    visitor = Bare(names=names)
     tree = visitor.visit(ast.parse(git("show", f"{revision}:{path}"))) if path else ast.Module([], [])
-    return ast.dump(tree), visitor.strings
+    return ast.dump(tree), visitor.strings, visitor.names
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--names", action="store_true", help="allow other identifiers")
     parser.add_argument("before", nargs="?", default="HEAD~1")
     parser.add_argument("after", nargs="?", default="HEAD")
     given = parser.parse_args()
     equal, different = 0, []
     for old, new in changed(given.before, given.after):
-        (old_code, old_strings), (new_code, new_strings) = bare(given.before, old), bare(given.after, new)
+        old_code, *old_words = bare(given.before, old, names=given.names)
+        new_code, *new_words = bare(given.after, new, names=given.names)
         if old_code != new_code:
             different.append(new or old)
             continue
         equal += 1
-        for was, now in zip(old_strings, new_strings, strict=True):
-            if was != now:
-                print(f"{new}: {was!r} -> {now!r}")
+        for were, are in zip(old_words, new_words, strict=True):
+            for was, now in dict.fromkeys(zip(were, are, strict=True)):
+                if was != now:
+                    print(f"{new}: {was!r} -> {now!r}")
     print(f"{equal} files have the same code; it differs in {len(different)}: {', '.join(different) or 'none'}")
     return 1 if different else 0
 
