@@ -39,6 +39,7 @@ lint() {
 lint ruff format --check .
 lint ruff check .
 lint mypy
+lint codespell_lib
 if ((${#failed[@]})); then printf '== lint failed; the tests run all the same\n' >&2; fi
 
 printf '== pytest\n' >&2

@@ -1,4 +1,4 @@
-"""The size of the house (tests/size.toml): lines of code per package, and files and folders of an unhandy size."""
+"""Limits of tests/size.toml: lines of code per package, words of the documentation, sizes of files and folders."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ PACKAGE = REPOSITORY / "recover_megatron"
 OTHERS = ("tests", "scripts", "benchmarks", "examples")
 SLACK = 60
 """By how many lines of code a place may be below its number."""
+FEW_WORDS = 500
+"""By how many words a text may be below its number."""
 SMALL, LARGE, MANY = 60, 450, 15
 """Lines (all of them) of a small and of a large file; files of a folder with many."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -89,6 +91,20 @@ def test_a_place_has_no_more_lines_of_code_than_its_number(name: str) -> None:
         f"{name} has {now} lines of code, tests/size.toml allows {number}: delete some, or raise the number"
     )
     assert number - now <= SLACK, f"{name} has {now} lines of code: lower its {number} in tests/size.toml"
+
+
+def words() -> dict[str, int]:
+    """The words of the documentation that is written by hand, code blocks included; of ``docs`` all pages together."""
+    pages = [path for path in (REPOSITORY / "docs").rglob("*.md") if path.parent.name not in ("reference", "api")]
+    named = {"README.md": [REPOSITORY / "README.md"], "CHANGELOG.md": [REPOSITORY / "CHANGELOG.md"], "docs": pages}
+    return {name: sum(len(path.read_text(encoding="utf-8").split()) for path in paths) for name, paths in named.items()}
+
+
+@pytest.mark.parametrize("name", sorted(table()["words"]))
+def test_the_documentation_has_no_more_words_than_its_number(name: str) -> None:
+    now, number = words()[name], table()["words"][name]
+    assert now <= number, f"{name} has {now} words, tests/size.toml allows {number}: delete some, or raise the number"
+    assert number - now <= FEW_WORDS, f"{name} has {now} words: lower its {number} in tests/size.toml"
 
 
 @pytest.mark.parametrize("kind", sorted(unhandy()))

@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Write the pages of docs/reference from the code, from docs/data and from the results of other scripts.
+
+    python scripts/reference.py             write the pages that are out of date
+    python scripts/reference.py --check     name them instead; exit status 1 if there are any
+
+The pages are committed, so that a reader of the repository has them; a test compares them with what this script makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from recover_megatron import __version__, arguments, variables  # noqa: E402
+from recover_megatron.hostdevice import flags as host_flags  # noqa: E402
+from recover_megatron.launch.command_line import arguments as launch_arguments  # noqa: E402
+from recover_megatron.megatron_hooks.entry import refused  # noqa: E402
+from recover_megatron.megatron_hooks.fsdp import refused as fsdp_refused  # noqa: E402
+from recover_megatron.options import Flag  # noqa: E402
+from recover_megatron.rules import Rule  # noqa: E402
+
+FOLDER = ROOT / "docs" / "reference"
+DATA = ROOT / "docs" / "data"
+COMMANDS = {
+    "recover-run": "recover_megatron.launch",
+    "recover-status": "recover_megatron.status",
+    "recover-report": "recover_megatron.report",
+    "recover-coordinator": "recover_megatron.membership",
+    "recover-tools": "recover_megatron.tools",
+}
+"""Each command and the module that ``python -m`` runs as the same command."""
+
+
+def page(title: str, summary: str, *parts: str) -> str:
+    """Return a page of Markdown."""
+    return "\n\n".join((f"# {title}", f"> {summary}", *parts)) + "\n"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of Markdown."""
+    lines = (columns, ["---"] * len(columns), *rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def flag_table(flags: Sequence[Flag]) -> str:
+    """Return a table of flags: name, value and default, the text of ``--help``, and when to change it."""
+    rows = []
+    for flag in flags:
+        value = "|".join(flag.option.choices) or flag.option.metavar or ""
+        name = f"{flag.name} {value}".strip().replace("|", "\\|")
+        short = f"`{flag.option.short}`, " if flag.option.short else ""
+        default = flag.default_in_words or ("" if flag.default is None else str(flag.default))
+        meaning = flag.option.help.replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*")
+        rows.append((f"{short}`{name}`", "off" if flag.switch else default, meaning, flag.option.docs))
+    return table(("flag", "default", "meaning", "when to change it"), rows)
+
+
+def command_line() -> str:
+    """Return the page of all flags and commands."""
+    parts = [
+        "## Flags of the training script",
+        "Given after the script's name, with `--recover`.",
+        flag_table(arguments.FLAGS),
+        "## recover-run",
+        flag_table(launch_arguments.FLAGS),
+    ]
+    for command, module in COMMANDS.items():
+        if command != "recover-run":
+            parts += [f"## {command}", f"```text\n{help_of(module)}\n```"]
+    return page("Command lines", "All flags of `--recover` and of the commands, made from the parsers.", *parts)
+
+
+def help_of(module: str) -> str:
+    """Return what ``python -m MODULE --help`` prints on a terminal of 100 columns without colours."""
+    environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "100", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", module, "--help"]
+    shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    return "\n".join(line.rstrip() for line in shown.strip().splitlines())
+
+
+def environment_variables() -> str:
+    """Return the page of the environment variables."""
+    rows = []
+    for variable in variables.TABLE:
+        to = f" to {variable.value}" if variable.value and variable.rule is variables.Rule.DEFAULT else ""
+        if variable.rule is variables.Rule.OVERRULED:
+            to = f": {variable.value}" if variable.value else ": unset"
+        fine = [value for value in variable.fine if value not in ("", variable.value)]
+        strict = variable.rule in (variables.Rule.OVERRULED, variables.Rule.REFUSED)
+        but = f" ({' and '.join(fine)} is fine)" if fine and strict else ""
+        names = ", ".join(f"`{name}`" for name in variable.names)
+        rows.append((names, f"{variable.rule.value}{to}{but}", variable.why))
+    return page(
+        "Environment variables",
+        "Variables of torch, NCCL and Megatron that a run sets, overrules or refuses, made from the code.",
+        table(("variable", "yours is", "why"), rows),
+    )
+
+
+def attributes(path: str) -> dict[str, tuple[object, str]]:
+    """Return the constants of a module that have a docstring: name -> value and docstring, read from its source."""
+    found = {}
+    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    for assigned, said in pairwise(body):
+        match assigned, said:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = value, " ".join(text.split())
+    return found
+
+
+def exit_codes() -> str:
+    """Return the page of the exit codes."""
+    codes = {**attributes("recover_megatron/errors.py"), **attributes("recover_megatron/membership/records.py")}
+    rows = [(str(value), text) for name, (value, text) in codes.items() if name.startswith("EXIT_")]
+    return page(
+        "Exit codes",
+        "Exit codes of workers and of `recover-run`, made from the code. What to do: "
+        "[operations](../operations.md#exit-codes).",
+        table(
+            ("code", "meaning"), [("0", "The training ended as its flags say."), *sorted(rows, key=lambda r: int(r[0]))]
+        ),
+    )
+
+
+def refusals(rules: Iterable[Rule]) -> str:
+    """Return a list of the rules' reasons; an argument that one of them names is shown as ``VALUE``."""
+    return "\n".join(f"* {prose(re.sub(r'{args[.]\w+}', 'VALUE', rule.reason))}" for rule in rules)
+
+
+def prose(text: str) -> str:
+    """Return a message as Markdown: flags and names of code in backticks."""
+    return re.sub(r"(?<![\w`-])(--[\w-]+(?:[ =]VALUE)?|\w+_\w+)(?![\w`])", r"`\1`", text).replace("<", "&lt;")
+
+
+def refused_page() -> str:
+    """Return the page of what ``--recover`` refuses or does in another way than Megatron."""
+    settled = [
+        (prose(its.flag), "switched off" if its.off else "done in another way", prose(its.words).replace("|", "\\|"))
+        for its in refused.SETTLED
+    ]
+    return page(
+        "What --recover refuses, and what it does differently",
+        "Made from the rules in the code. A run that is refused ends at its start with exit code 2 and all reasons.",
+        "## Refused",
+        refusals(refused.RULES),
+        "## Refused without --recover-untested",
+        refusals(refused.UNTESTED),
+        "## Refused with --use-distributed-optimizer",
+        refusals(refused.SHARDED_RULES),
+        "## Refused with --use-megatron-fsdp",
+        refusals([*fsdp_refused.FSDP_RULES, *fsdp_refused.SECOND_RULES, *fsdp_refused.OUTER_RULES]),
+        "## Refused on the CPU",
+        refusals(host_flags.RULES),
+        "## Taken, and done differently",
+        table(("flag", "what happens to it", "why"), settled),
+    )
+
+
+def from_data(path: Path) -> str:
+    """Return the page of a file in docs/data: title, introduction and tables."""
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    parts = []
+    for its in data["table"]:
+        parts += [f"## {its['heading']}"] if its.get("heading") else []
+        parts += [its["text"].strip()] if its.get("text") else []
+        parts.append(table(its["columns"], its["rows"]))
+    return page(data["title"], data["intro"].strip().replace("\n", "\n> "), *parts)
+
+
+def pages() -> dict[str, Callable[[], str]]:
+    """Return the pages by their file names, each as a function that makes its text."""
+    made: dict[str, Callable[[], str]] = {
+        "command_line.md": command_line,
+        "variables.md": environment_variables,
+        "exit_codes.md": exit_codes,
+        "refused.md": refused_page,
+    }
+    for path in sorted(DATA.glob("*.toml")):
+        made[f"{path.stem}.md"] = lambda path=path: from_data(path)  # type: ignore[misc]
+    return made
+
+
+def outdated() -> dict[Path, str]:
+    """Return the pages whose files differ from what is made now, with their new texts."""
+    texts = {FOLDER / name: make() for name, make in pages().items()}
+    return {
+        path: text for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
+    }
+
+
+def main() -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(description="Write the pages of docs/reference.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--check", action="store_true", help="name the pages that are out of date, write nothing")
+    check = parser.parse_args().check
+    found = outdated()
+    for path, text in found.items():
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        print(f"{path}: {'out of date' if check else 'written'}")
+    return 1 if check and found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
