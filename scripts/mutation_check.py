@@ -7,7 +7,8 @@
 A mutation is an entry of tests/mutations/mutations.toml: a short text of the product, what replaces it, and the tests
 of which at least one must fail then.  It is applied to a copy of the working tree (tracked files, and untracked ones
 that git does not ignore), never to the tree itself.  First all named tests run in an unchanged copy: a test that fails
-anyway proves nothing.  The table goes to standard output, in Markdown.
+anyway proves nothing.  The verdicts go into docs/data/mutations.json, in place of those of the same mutations that it
+contains; scripts/results_page.py makes a page of it.
 
     caught      a named test failed
     survived    all of them passed: a promise that no test holds the product to
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import re
 import shutil
@@ -41,6 +43,7 @@ from recover_megatron import __version__
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutations/mutations.toml")
+VERDICTS = Path("docs/data/mutations.json")
 PRODUCT = "recover_megatron"
 ALL = {"RECOVER_TESTS": "all", "RECOVER_MATRIX": "all"}
 """Variables by which nothing is left out of the long families; without them it is what CI draws (tests/drawn.py)."""
@@ -215,6 +218,21 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def record(root: Path, verdicts: Sequence[Verdict], jobs: int) -> None:
+    """Put the verdicts into the file, and drop those of mutations that the list has no more."""
+    path = root / VERDICTS
+    found = {one["id"]: one for one in (json.loads(path.read_text()) if path.is_file() else ())}
+    for its in verdicts:
+        found[its.mutation.name] = {
+            **{"id": its.mutation.name, "file": its.mutation.edits[0].file, "promise": its.mutation.promise},
+            **{"verdict": its.word, "seconds": round(its.seconds), "test": its.by},
+            **{"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "jobs": jobs},
+        }
+    lines = [json.dumps(found[its.name], ensure_ascii=False) for its in read(root / LIST) if its.name in found]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(f"  {line}" for line in lines) + "\n]\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -262,12 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for process in list(_running):
                 end(process)
             raise
-    print("| mutation | what it breaks | verdict | seconds | by |\n| --- | --- | --- | ---: | --- |")
-    for its in verdicts:
-        by = f"`{its.by}`" if its.by else ""
-        print(f"| {its.mutation.name} | {its.mutation.promise} | {its.word} | {its.seconds:.0f} | {by} |")
+    record(root, verdicts, options.jobs)
     left = sum(verdict.word != "caught" for verdict in verdicts)
-    print(f"\n{len(verdicts) - left} of {len(verdicts)} caught.")
+    print(f"{len(verdicts) - left} of {len(verdicts)} caught; {root / VERDICTS} has the verdicts.")
     return 1 if left else 0
 
 
