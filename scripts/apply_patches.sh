@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Patch a Megatron-LM checkout, so that its own pretrain_gpt.py takes --recover (docs/patches.md).
+# Patch a Megatron-LM checkout, so that its own pretrain_gpt.py takes --recover (docs/integrate.md).
 #
 #   scripts/apply_patches.sh CHECKOUT             apply; says so where it is applied already
 #   scripts/apply_patches.sh --reverse CHECKOUT   take it back; says so where it is not applied

@@ -1,9 +1,9 @@
-"""Writes into docs/compatibility.md which of NVIDIA's training configurations run with --recover.
+"""Write docs/reference/recipes.md: which of NVIDIA's training configurations run with --recover.
 
-    python scripts/recipe_table.py            writes the table where it is out of date
-    python scripts/recipe_table.py --all      prints what is said of each configuration
+    python scripts/recipe_table.py            writes the page if it is out of date
+    python scripts/recipe_table.py --all      prints the verdict on each configuration
 
-Each line of scripts/recipes/*.tsv goes through Megatron's own parser and through what --recover refuses.
+Each line of scripts/recipes/*.tsv passes through Megatron's own parser and through the checks of --recover.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from flag_tables import Page  # noqa: E402
-
 from recover_megatron import __version__  # noqa: E402
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments  # noqa: E402
 
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "reference" / "recipes.md"
 FOLDER = ROOT / "scripts" / "recipes"
 WORLD = 16
 """Workers of a run, which no configuration says: enough for Megatron-FSDP to have two shard groups of experts, too."""
@@ -40,11 +38,22 @@ KINDS = {
 }
 
 
-class Answer(Enum):
-    """What becomes of a configuration to which --recover is added."""
+HEAD = """\
+# NVIDIA's training configurations with --recover
 
-    TAKEN = "taken"
-    SWITCHED = "taken, something off"
+> What happens to published configurations of Megatron-LM, Megatron-Bridge and others when `--recover` is added:
+> accepted, accepted with something switched off, only with `--recover-untested`, or refused. None was run.
+> `scripts/recipe_table.py` writes it from the lists in `scripts/recipes/`, whose heads name the sources. With
+> Megatron-FSDP 16 workers are assumed.
+
+"""
+
+
+class Answer(Enum):
+    """Verdict on a configuration to which --recover is added."""
+
+    TAKEN = "accepted"
+    SWITCHED = "accepted, something off"
     UNTESTED = "with `--recover-untested`"
     REFUSED = "refused"
 
@@ -83,7 +92,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def verdicts() -> list[Verdict]:
-    """What is said of each, in order.  Imports Megatron."""
+    """Return the verdict on each, in order.  Imports Megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
     from recover_megatron.megatron_hooks.entry.refused import cannot_recover, cannot_shard, settle
@@ -128,7 +137,7 @@ def _flag(message: str) -> str:
 
 
 def tables(found: list[Verdict]) -> str:
-    """The generated part of the page."""
+    """Return the tables of the page."""
     answers = {kind: Counter(its.answer for its in found if its.recipe.kind == kind) for kind in KINDS}
     lines = [
         "| configurations | " + " | ".join(answer.value for answer in Answer) + " |",
@@ -137,7 +146,7 @@ def tables(found: list[Verdict]) -> str:
     for kind, title in KINDS.items():
         numbers = " | ".join(str(answers[kind][answer]) for answer in Answer)
         lines.append(f"| {title} ({answers[kind].total()}) | {numbers} |")
-    for title, among in (("not taken", (Answer.UNTESTED, Answer.REFUSED)), ("switched off", (Answer.SWITCHED,))):
+    for title, among in (("not accepted", (Answer.UNTESTED, Answer.REFUSED)), ("switched off", (Answer.SWITCHED,))):
         these = [its for its in found if its.answer in among]
         alone = Counter(its.reasons[0] for its in these if len(its.reasons) == 1)
         named = Counter(reason for its in these for reason in its.reasons)
@@ -162,20 +171,23 @@ def _row(its: Verdict) -> str:
     return f"| {name} | {its.answer.value}{': ' if reasons else ''}{reasons}{foreign} |"
 
 
-def updated() -> Page:
-    """The page, with its tables."""
-    return Page.read(PAGE).with_part("<!-- recipes -->", tables(verdicts()), "<!-- end of recipes -->")
+def page() -> str:
+    """Return the text of the generated page."""
+    return HEAD + tables(verdicts()) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--all", action="store_true", help="print what is said of each, and write nothing")
+    parser.add_argument("--all", action="store_true", help="print the verdict on each, and write nothing")
     if parser.parse_args().all:
         for its in verdicts():
             print(its.answer.value, its.recipe.name, ", ".join(its.reasons), ", ".join(its.unknown), sep="\t")
     else:
-        updated().settle()
+        PAGE.parent.mkdir(exist_ok=True)
+        if (text := page()) != (PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""):
+            PAGE.write_text(text, encoding="utf-8")
+            print(f"{PAGE}: written")
 
 
 if __name__ == "__main__":

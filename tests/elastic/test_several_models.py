@@ -20,7 +20,7 @@ from recover_megatron.errors import UserError
 from tests.harness import REPOSITORY
 from tests.membership.cluster import Cluster, cluster
 
-PAGE = REPOSITORY / "docs" / "library.md"
+PAGE = REPOSITORY / "docs" / "integrate.md"
 
 
 def two(lr: float = 0.1) -> tuple[torch.nn.ModuleList, Optimizers]:
@@ -122,7 +122,7 @@ def names() -> dict[str, Any]:
 
 
 def test_the_generator_and_the_discriminator_of_the_docs_take_turns_as_in_a_loop_of_ones_own(control: Cluster) -> None:
-    (code,) = re.findall(r"(?ms)^## Several models$.*?^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"))
+    (code,) = re.findall(r"(?ms)^### Train several models$.*?^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"))
     its, own = names(), {**names(), "ElasticDataParallel": lambda *of, **how: None}
     exec(code, its)
     exec(code, own)

@@ -10,7 +10,7 @@ from recover_megatron import hostdevice
 from tests.harness.patience import patient
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parent.parent / "docs" / "hostdevice.md"
+DOCUMENT = HERE.parent.parent / "docs" / "reference" / "hostdevice.md"
 
 
 def test_after_activation_exactly_the_tables_names_differ(in_process):

@@ -103,7 +103,8 @@ def test_a_method_is_wrapped_in_its_class_which_older_versions_may_have_by_anoth
     assert Old().train("gpt") == "trained GPT"
 
 
-PAGE = (REPOSITORY / "docs" / "integrate.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "reference" / "loop_roles.md").read_text(encoding="utf-8")
+GUIDE = (REPOSITORY / "docs" / "integrate.md").read_text(encoding="utf-8")
 
 
 def row(role: Role) -> str:
@@ -116,4 +117,5 @@ def test_the_page_has_every_role_in_order() -> None:
 
 
 def test_the_page_has_the_version() -> None:
-    assert f"it is {INTERFACE}." in PAGE
+    assert f"version {INTERFACE}." in PAGE
+    assert f"it is {INTERFACE}." in GUIDE
