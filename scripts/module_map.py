@@ -1,4 +1,4 @@
-"""Write the pages of the docs that list the modules and the hooks, from the sources.
+"""Pages of the docs that list the modules and the hooks, made from the sources; scripts/reference.py writes them.
 
 docs/reference/modules.md   every module and the first line of its docstring; nothing is imported for it
 docs/reference/hooks.md     the functions of Megatron that --recover wraps, and which module wraps them
@@ -6,24 +6,21 @@ docs/reference/hooks.md     the functions of Megatron that --recover wraps, and 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recover_megatron import __version__  # noqa: E402
 from recover_megatron.integrate import ROLES  # noqa: E402
 from recover_megatron.megatron_hooks import monkeypatch  # noqa: E402
 from recover_megatron.megatron_hooks.loop.megatron_lm import SEAMS  # noqa: E402
 
 PACKAGE = ROOT / "recover_megatron"
 HOOKS = PACKAGE / "megatron_hooks"
-REFERENCE = ROOT / "docs" / "reference"
 
 
 def page(title: str, *lines: str) -> str:
@@ -53,7 +50,7 @@ def modules() -> str:
     folders = sorted({path.parent for path in PACKAGE.rglob("*.py")})
     lines = [
         "> Every module of `recover_megatron` and the first line of its docstring, for developers. Layers and reading",
-        "> order: [architecture.md](../architecture.md). Written by `python scripts/module_map.py`.",
+        "> order: [architecture.md](../architecture.md).",
     ]
     for folder in folders:
         name = folder.relative_to(ROOT).as_posix()
@@ -96,7 +93,7 @@ def hooks() -> str:
     lines = [
         "> The functions of Megatron that `--recover` wraps, and the modules of `megatron_hooks/` that wrap them, for",
         "> developers. Each is checked by name and parameters first; without `--recover` none is wrapped.",
-        "> Rules for a hook: [architecture.md](../architecture.md). Written by `python scripts/module_map.py`.",
+        "> Rules for a hook: [architecture.md](../architecture.md).",
         "",
         "## Roles of a training loop",
         "",
@@ -113,27 +110,3 @@ def hooks() -> str:
     lines += ["", "## Megatron-FSDP", "", "With `--use-megatron-fsdp`.", *of_core(monkeypatch.FSDP_SEAMS)]
     lines += ["", "## The user's own script", "", "It takes `--recover`, or is refused.", *of_core(monkeypatch.ENTRY)]
     return page("Hooks", *lines)
-
-
-PAGES: dict[Path, Callable[[], str]] = {REFERENCE / "modules.md": modules, REFERENCE / "hooks.md": hooks}
-"""Each page, and the function that returns its text."""
-
-
-def write(pages: dict[Path, Callable[[], str]]) -> None:
-    """Write the pages that are out of date."""
-    for path, make in pages.items():
-        if not path.is_file() or path.read_text(encoding="utf-8") != make():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(make(), encoding="utf-8")
-            print(f"{path}: written")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.parse_args()
-    write(PAGES)
-
-
-if __name__ == "__main__":
-    main()

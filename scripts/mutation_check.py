@@ -8,7 +8,7 @@ A mutation is an entry of tests/mutations/mutations.toml: a short text of the pr
 of which at least one must fail then.  It is applied to a copy of the working tree (tracked files, and untracked ones
 that git does not ignore), never to the tree itself.  First all named tests run in an unchanged copy: a test that fails
 anyway proves nothing.  The verdicts go into docs/data/mutations.json, in place of those of the same mutations that it
-contains; scripts/results_page.py makes a page of it.
+contains; scripts/reference.py makes a page of it.
 
     caught      a named test failed
     survived    all of them passed: a promise that no test holds the product to

@@ -1,7 +1,6 @@
-"""Write docs/reference/recipes.md: which of NVIDIA's training configurations run with --recover.
+"""Print which of NVIDIA's training configurations run with --recover; scripts/reference.py makes a page of it.
 
-    python scripts/recipe_table.py            writes the page if it is out of date
-    python scripts/recipe_table.py --all      prints the verdict on each configuration
+    python scripts/recipe_table.py
 
 Each line of scripts/recipes/*.tsv passes through Megatron's own parser and through the checks of --recover.
 """
@@ -25,7 +24,6 @@ sys.path.insert(0, str(ROOT))
 from recover_megatron import __version__  # noqa: E402
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments  # noqa: E402
 
-PAGE = ROOT / "docs" / "reference" / "recipes.md"
 FOLDER = ROOT / "scripts" / "recipes"
 WORLD = 16
 """Workers of a run, which no configuration says: enough for Megatron-FSDP to have two shard groups of experts, too."""
@@ -43,8 +41,7 @@ HEAD = """\
 
 > What happens to published configurations of Megatron-LM, Megatron-Bridge and others when `--recover` is added:
 > accepted, accepted with something switched off, only with `--recover-untested`, or refused. None was run.
-> `scripts/recipe_table.py` writes it from the lists in `scripts/recipes/`, whose heads name the sources. With
-> Megatron-FSDP 16 workers are assumed.
+> Made from the lists in `scripts/recipes/`, whose heads name the sources. With Megatron-FSDP 16 workers are assumed.
 
 """
 
@@ -179,15 +176,9 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--all", action="store_true", help="print the verdict on each, and write nothing")
-    if parser.parse_args().all:
-        for its in verdicts():
-            print(its.answer.value, its.recipe.name, ", ".join(its.reasons), ", ".join(its.unknown), sep="\t")
-    else:
-        PAGE.parent.mkdir(exist_ok=True)
-        if (text := page()) != (PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""):
-            PAGE.write_text(text, encoding="utf-8")
-            print(f"{PAGE}: written")
+    parser.parse_args()
+    for its in verdicts():
+        print(its.answer.value, its.recipe.name, ", ".join(its.reasons), ", ".join(its.unknown), sep="\t")
 
 
 if __name__ == "__main__":

@@ -15,15 +15,20 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import module_map  # noqa: E402
+import recipe_table  # noqa: E402
+import results_page  # noqa: E402
+
 from recover_megatron import __version__, arguments, variables  # noqa: E402
-from recover_megatron.hostdevice import flags as host_flags  # noqa: E402
+from recover_megatron.hostdevice import flags, megatron_fixes, replacements  # noqa: E402
+from recover_megatron.integrate import INTERFACE, ROLES  # noqa: E402
 from recover_megatron.launch.command_line import arguments as launch_arguments  # noqa: E402
 from recover_megatron.megatron_hooks.entry import refused  # noqa: E402
 from recover_megatron.megatron_hooks.fsdp import refused as fsdp_refused  # noqa: E402
@@ -163,8 +168,7 @@ def refused_page() -> str:
         refusals(refused.SHARDED_RULES),
         "## Refused with --use-megatron-fsdp",
         refusals([*fsdp_refused.FSDP_RULES, *fsdp_refused.SECOND_RULES, *fsdp_refused.OUTER_RULES]),
-        "## Refused on the CPU",
-        refusals(host_flags.RULES),
+        "On the CPU: [host device](hostdevice.md#what-cannot-run-without-a-gpu).",
         "## Taken, and done differently",
         table(("flag", "what happens to it", "why"), settled),
     )
@@ -181,6 +185,47 @@ def from_data(path: Path) -> str:
     return page(data["title"], data["intro"].strip().replace("\n", "\n> "), *parts)
 
 
+def loop_roles() -> str:
+    """Return the page of the roles of a training loop."""
+    roles = [
+        (
+            f"`{its.name}({', '.join([*its.parameters, '...'])})`",
+            "yes" if its.required else "",
+            its.when.replace("``", "`"),
+        )
+        for its in ROLES
+    ]
+    return page(
+        "Roles of a training loop",
+        "Each role of `recover_megatron.integrate`: its first parameters, whether a loop needs it, when the loop calls "
+        f"it and what it returns. The interface has version {INTERFACE}. "
+        "How to use it: [integrate](../integrate.md#connect-a-loop-on-megatroncore).",
+        table(("role", "needed", "when the loop calls it"), roles),
+    )
+
+
+def host_device() -> str:
+    """Return the page of the host device's tables."""
+    rules = [
+        re.sub(r"(.*?): (.*) \((megatron/[\w/]+\.py)\)", r"\1\0\2\0`\3`", its.reason).split("\0") for its in flags.RULES
+    ]
+    names: dict[str, str] = {}
+    for entry in replacements.table():
+        names[entry.why] = f"{names.get(entry.why, '')} `{entry.path}`".strip()
+    fixes = [(name, f"`{fix.module_name}`", fix.why) for name, fix in megatron_fixes.FIXES.items()]
+    return page(
+        "The host device: tables",
+        "The flags of Megatron that cannot run on the [host device](../hostdevice.md), the names of torch that it "
+        "replaces, and what it fixes inside Megatron.",
+        "## What cannot run without a GPU",
+        table(("flag", "why, and what to do", "file of Megatron"), rules),
+        "## What is replaced in torch",
+        table(("names", "because"), [(these, why) for why, these in names.items()]),
+        "## What is fixed inside Megatron",
+        table(("name", "module", "because"), fixes),
+    )
+
+
 def pages() -> dict[str, Callable[[], str]]:
     """Return the pages by their file names, each as a function that makes its text."""
     made: dict[str, Callable[[], str]] = {
@@ -188,15 +233,35 @@ def pages() -> dict[str, Callable[[], str]]:
         "variables.md": environment_variables,
         "exit_codes.md": exit_codes,
         "refused.md": refused_page,
+        "loop_roles.md": loop_roles,
+        "hostdevice.md": host_device,
+        "modules.md": module_map.modules,
+        "hooks.md": module_map.hooks,
+        "results.md": results_page.results,
+        "mutations.md": results_page.mutations,
+        "recipes.md": recipe_table.page,
     }
     for path in sorted(DATA.glob("*.toml")):
         made[f"{path.stem}.md"] = lambda path=path: from_data(path)  # type: ignore[misc]
     return made
 
 
+def index(texts: Mapping[str, str]) -> str:
+    """Return the page that lists the others, given by name."""
+    toctree = "\n".join(sorted(name.removesuffix(".md") for name in texts))
+    titles = {name: text.partition("\n")[0].removeprefix("# ") for name, text in texts.items()}
+    return page(
+        "Reference",
+        "Pages made by `python scripts/reference.py` from the code and from `docs/data`.",
+        "\n".join(f"* [{title}]({name})" for name, title in sorted(titles.items())),
+        f"```{{toctree}}\n:hidden:\n\n{toctree}\n```",
+    )
+
+
 def outdated() -> dict[Path, str]:
     """Return the pages whose files differ from what is made now, with their new texts."""
     texts = {FOLDER / name: make() for name, make in pages().items()}
+    texts[FOLDER / "index.md"] = index({path.name: text for path, text in texts.items()})
     return {
         path: text for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
     }

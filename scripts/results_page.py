@@ -1,4 +1,4 @@
-"""Write the pages of the docs that show what was measured, from docs/data.
+"""Pages of the docs that show measurements, made from docs/data; scripts/reference.py writes them.
 
     docs/reference/results.md     the tables of the benchmarks: docs/data/results/*.json
     docs/reference/mutations.md   the deliberate bugs and the tests that caught them: docs/data/mutations.json
@@ -9,15 +9,11 @@ A file of results has ``title``, ``date``, ``machine``, ``versions``, ``notes`` 
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from module_map import ROOT, page, wrapped, write
-
-from recover_megatron import __version__
+from module_map import ROOT, page, wrapped
 
 DATA = ROOT / "docs" / "data"
 
@@ -43,7 +39,7 @@ def results() -> str:
     """Return the text of docs/reference/results.md."""
     lines = [
         "> The measurements behind [benchmarks.md](../benchmarks.md), for readers who check them, each with its",
-        "> command, machine and load. Written by `python scripts/results_page.py` from `docs/data/results/`.",
+        "> command, machine and load. Made from `docs/data/results/`.",
     ]
     for path in sorted((DATA / "results").glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -62,7 +58,7 @@ def mutations() -> str:
     lines = [
         "> The deliberate bugs of `tests/mutations/mutations.toml` and the test that caught each, for readers who",
         "> judge what the tests notice. When to run them: [contributing.md](../contributing.md#deliberate-bugs).",
-        "> Written by `python scripts/results_page.py` from `docs/data/mutations.json`.",
+        "> Made from `docs/data/mutations.json`.",
         "",
         f"{caught} of {len(found)} caught. Tried from {min(days)} to {max(days)}, with {'; '.join(where)}.",
         "",
@@ -75,21 +71,3 @@ def mutations() -> str:
         ),
     ]
     return page("Deliberate bugs", *lines)
-
-
-PAGES: dict[Path, Callable[[], str]] = {
-    ROOT / "docs" / "reference" / "results.md": results,
-    ROOT / "docs" / "reference" / "mutations.md": mutations,
-}
-"""Each page, and the function that returns its text."""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.parse_args()
-    write(PAGES)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import flag_tables
 import pytest
 import recipe_table
 from mutation_check import exists
@@ -273,23 +272,6 @@ def test_pre_commits_hooks_are_what_ci_checks() -> None:
     hooks = (REPOSITORY / ".pre-commit-config.yaml").read_text()
     assert checked
     assert re.findall(r"(?m)^ +entry: \.venv/bin/python -m (.+)$", hooks) == checked
-
-
-@pytest.mark.parametrize("page", flag_tables.TABLES)
-def test_the_docs_table_of_flags_is_up_to_date(page: str) -> None:
-    found = flag_tables.updated(page)
-    assert found.text == found.new, "run: python scripts/flag_tables.py"
-
-
-def test_a_table_names_the_flag_its_value_its_default_and_when_to_touch_it() -> None:
-    text = flag_tables.updated("operations.md").text
-    assert "| `--recover-shadow-device device\\|cpu` | device | where device memory is short" in text
-    assert "| `--recover-heartbeat-timeout S` | 5.0 | up on networks" in text
-
-
-def test_the_docs_say_what_becomes_of_each_of_nvidias_configurations() -> None:
-    text = recipe_table.PAGE.read_text(encoding="utf-8")
-    assert text == recipe_table.page(), "run: python scripts/recipe_table.py"
 
 
 def test_a_configuration_is_refused_by_every_flag_that_cannot_be_kept() -> None:
