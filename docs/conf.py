@@ -3,8 +3,8 @@
     python -m sphinx -W --keep-going -b html docs build/site
 
 Pages are Markdown (myst-parser). ``sphinx.ext.apidoc`` and autodoc make the API reference from the docstrings: they
-import every module and write docs/api. scripts/reference.py generates docs/reference, which is committed, so that it can
-be read without a build.
+import every module and write docs/api. scripts/reference.py generates docs/reference, which is committed, so that it
+can be read without a build.
 """
 
 from __future__ import annotations

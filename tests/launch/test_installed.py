@@ -176,7 +176,7 @@ def test_the_commands_for_gpus_leave_what_is_installed_alone_and_bring_the_bindi
     """Without ``-c`` pip would replace a container's torch or Megatron that is not of a version we support."""
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (bindings,) = [line for line in extras["gpu"] if line.startswith("nccl4py")]
-    block = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("**On GPUs**")[2].split("```\n")[1]
+    block = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("## Install")[2].split("```\n")[1]
     kept, install, _ = (shlex.split(line, comments=True) for line in block.splitlines())
     assert kept == ["pip", "list", "--format=freeze", ">", "installed.txt"]
     assert install == ["pip", "install", "-c", "installed.txt", ".", bindings]
