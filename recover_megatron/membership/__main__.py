@@ -1,4 +1,4 @@
-"""``recover-coordinator``: one candidate coordinator as a process of its own."""
+"""``recover-coordinator``: one candidate coordinator as a separate process."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ def make_parser() -> argparse.ArgumentParser:
     defaults = Settings()
     parser = argparse.ArgumentParser(
         prog="recover-coordinator",
-        description="One candidate coordinator of a run. All candidates get the same options; the members turn to "
-        "them in the order of their address list, and one at a time leads.",
+        description="Run one candidate coordinator. Give all candidates of a run the same options. Members try the "
+        "candidates in the order of their address list; one candidate leads at a time.",
         epilog=f"The job's secret comes from the environment: {SECRET_VARIABLE}, or {SECRET_FILE_VARIABLE} (a file of "
-        "mode 0600). Exit codes: 0 all workers have left, 10 no worker or no plan left, 11 may not go on here, 12 "
-        "state lost; else what a worker gave up with, or 128 + a signal.",
+        "mode 0600). Exit codes: 0 all workers left, 10 no worker or no possible plan is left, 11 the run may not "
+        "continue on this side, 12 state lost; otherwise the code that a worker gave up with, or 128 + the signal.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of workers of the run")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: loopback, any free port")
-    where.add_argument("--listen-fd", type=int, metavar="FD", help="a bound socket that this process inherited")
-    parser.add_argument("--secret-file", type=Path, metavar="PATH", help="instead of the environment; mode 0600")
+    where.add_argument("--listen-fd", type=int, metavar="FD", help="file descriptor of a bound, inherited socket")
+    parser.add_argument("--secret-file", type=Path, metavar="PATH", help="used instead of the environment; mode 0600")
     parser.add_argument("--events", type=Path, metavar="PATH", help="event log, JSON lines (default: stderr)")
-    parser.add_argument("--planner", metavar="MODULE:FUNCTION", help="makes the plans (default: list the members)")
+    parser.add_argument("--planner", metavar="MODULE:FUNCTION", help="planner function (default: list the members)")
     parser.add_argument(
-        "--lease", type=Path, metavar="PATH", help="lease files PATH.1, PATH.2, ... on shared storage, new for each run"
+        "--lease", type=Path, metavar="PATH", help="lease files PATH.1, ... on shared storage; a new PATH for each run"
     )
     parser.add_argument(
-        "--slack", type=int, default=0, metavar="N", help="with --lease: by so many workers two halves may differ"
+        "--slack", type=int, default=0, metavar="N", help="with --lease: workers by which two halves may differ"
     )
     parser.add_argument(
-        "--witness-fd", type=int, metavar="FD", help="with --lease: a file of the witness's kind and nodes, as JSON"
+        "--witness-fd", type=int, metavar="FD", help="with --lease: JSON file with the witness's kind and nodes"
     )
     parser.add_argument("--witnessed", action="store_true", help="with --lease: other candidates have a witness")
-    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="none is set aside below so many")
-    parser.add_argument("--start-needs-all", action="store_true", help="a worker lost before the first plan ends it")
+    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="set no replica aside below N")
+    parser.add_argument("--start-needs-all", action="store_true", help="a loss before the first plan stops the run")
     for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout", "grace"):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=float, default=getattr(defaults, name), metavar="S", help="default: %(default)s")
@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def load_planner(name: str | None) -> Planner:
-    """The function that ``--planner`` names; ``ValueError`` says what is wrong with it."""
+    """Return the function that ``--planner`` names. Raises ``ValueError`` with the reason if it cannot be loaded."""
     if name is None:
         return members_only
     module_name, _, function_name = name.partition(":")
@@ -78,7 +78,7 @@ def load_planner(name: str | None) -> Planner:
 
 
 def make_listener(listen: str, descriptor: int | None) -> socket.socket:
-    """The listening socket. ``ValueError`` or ``OSError`` if there can be none."""
+    """Return the listening socket. Raises ``ValueError`` or ``OSError``."""
     if descriptor is not None:
         listener = socket.socket(fileno=descriptor)
         listener.listen(BACKLOG)
@@ -91,13 +91,13 @@ def make_listener(listen: str, descriptor: int | None) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """``HOST:PORT``, or ``[HOST]:PORT``: as ``--listen`` takes it."""
+    """Return ``HOST:PORT`` or ``[HOST]:PORT``, the form that ``--listen`` takes."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """The protocol's times; ``ValueError`` if they contradict each other."""
+    """Return the protocol's times. Raises ``ValueError`` if they contradict each other."""
     settings = Settings.of(args)
     if not 0 < settings.heartbeat_interval * 2 <= settings.heartbeat_timeout:
         raise ValueError("--heartbeat-timeout must be at least twice --heartbeat-interval")
@@ -109,7 +109,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
 
 def read_scope(descriptor: int | None) -> Scope | None:
-    """What ``--witness-fd`` holds; ``ValueError`` or ``OSError`` if that is none."""
+    """Return the scope in the file of ``--witness-fd``. Raises ``ValueError`` or ``OSError`` if it has none."""
     if descriptor is None:
         return None
     with open(descriptor, encoding="utf-8") as file:

@@ -1,27 +1,27 @@
-"""What a coordinator takes in: by the first message of a session, before its first rendezvous, and as a candidate.
+"""Admission of members to a coordinator: first messages, the takeover of a run, and added candidates.
 
-``Admission``: whether a first message is from whom it says, what it presents, and what is told first.
+``Admission``: checks the first message of a session, takes in its presentation, and sends the first answer.
 
 attach, attach_node_agent ---> barred: fenced, or refused
               |
               v
 bound, its presentation taken in ---> standby              (this candidate does not lead)
                                  |--> lead                 (it leads, and waits for others)
-                                 |--> revoke               (a rendezvous is open; to who is aside: the last one)
-                                 '--> nothing, to a worker (its coming has opened the next); revoke, plan to a launcher
+                                 |--> revoke               (a rendezvous is open; a worker set aside: the last one)
+                                 '--> nothing, to a worker (its attach opened the next one); revoke, plan to a launcher
 
-``TakeOver``: before the first rendezvous of a coordinator, whether it takes over, and whom it waits for then.
+``TakeOver``: before a coordinator's first rendezvous, decides whether it takes over and which workers it waits for.
 
     leads --> at the start of a run: nothing to wait for
-        '---> in place of a lost coordinator: gathered, once all whom the run counts on have come, or are late
+        '---> in place of a lost coordinator: gathered, once all workers that the run counts on attached, or are late
 
-``AddedCandidates``: those that joined a run after its launch; the leading one keeps their list, and tells all of it.
+``AddedCandidates``: candidates that joined a run after its launch. The leading candidate keeps and sends their list.
 
-    launcher that joins: candidate(address) ---> coordinator ---candidates(added...)---> all members, and who attaches
+    launcher that joins: candidate(address) ---> coordinator ---candidates(added...)---> all members, new sessions too
 
-The list decides where members look for a coordinator, never who may lead: members whose lists differ for a moment meet
-where there is a candidate at all. They forget the list of the coordinator before; every launcher tells each new one of
-its candidate. A launcher that is not connected has none.
+The list decides where members look for a coordinator, never which candidate may lead. Members whose lists differ for a
+moment meet at any candidate that runs. A new coordinator starts with an empty list; each launcher reports its candidate
+to it. A launcher without a session has no candidate in the list.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Ro
 
 @dataclass(eq=False)
 class Admission:
-    """Takes in the first message of a session, a checked ``attach`` or ``attach_node_agent``."""
+    """Handler of the first message of a session, a checked ``attach`` or ``attach_node_agent``."""
 
     _roster: Roster
     _leadership: Leadership
@@ -52,7 +52,7 @@ class Admission:
     _out: Outbox
 
     def worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        """A worker attaches: for the first time, again after its connection was lost, or from another coordinator."""
+        """Attach a worker: for the first time, after a lost connection, or from another coordinator."""
         number, newcomer = message["worker"], message.get("newcomer", False)
         if newcomer:
             self._roster.meet([number])
@@ -88,7 +88,7 @@ class Admission:
             return
         if number in self._rendezvous.members:
             if not self._rendezvous.is_open:
-                self._roster.changes.append(f"{worker.name} has lost its connection and come back")
+                self._roster.changes.append(f"{worker.name} lost its connection and reconnected")
         elif worker.fate is Fate.ASIDE:
             if self._rendezvous.opened.epoch > 0 and not self._rendezvous.is_open:
                 self._out.send([session], self._rendezvous.revoke_message("attached", apart=True))
@@ -96,7 +96,7 @@ class Admission:
             if self._leadership.witness.lets_in(number, self._epochs.formed):
                 self._roster.changes.append(f"{worker.name} {ADMITTED}")
         elif number not in self._leadership.evidence.target | self._leadership.evidence.aside:
-            self._roster.exclude(worker, "it was put out of the run before", now)
+            self._roster.exclude(worker, "it was evicted earlier in the run", now)
 
     def node_agent(self, session: int, message: Mapping[str, Any], now: float) -> None:
         node = message["node"]
@@ -111,30 +111,30 @@ class Admission:
             self._out.send([session], self._epochs.plan_message)
         for number in self._roster.with_fate(Fate.OUT):
             if self._roster.workers[number].node_agent == node:
-                self._roster.kill(self._roster.workers[number], "put out of the run")
+                self._roster.kill(self._roster.workers[number], "evicted from the run")
         self._drains.tell_launcher(node)
 
     def _why_barred(self, worker: Member, message: Mapping[str, Any], new: bool) -> str:
-        """What speaks against a process that presents itself as ``worker``; empty: nothing."""
+        """Return why a process may not attach as ``worker``; empty if it may."""
         evidence = self._leadership.evidence
         if worker.number in evidence.dead | evidence.left and self._leadership.term > 0:
             return f"worker {worker.number} has ended"
         if worker.fate not in (Fate.LIVE, Fate.ASIDE):
-            return f"worker {worker.number} is {worker.fate.value}"
+            return f"worker {worker.number} is marked {worker.fate.value}"
         if worker.incarnation not in ("", message["incarnation"]):
-            return f"worker {worker.number} is another process"
+            return f"worker {worker.number} is a different process"
         if new and self._drains.is_draining(message.get("node_agent", "")):
             return f"node {message['node_agent']} is being drained"
         if message.get("newcomer", False) and worker.number < self._roster.world:
-            return f"worker {worker.number} was launched with the run, and a newcomer needs an id of its own"
+            return f"worker id {worker.number} belongs to the launch, and a newcomer needs a new id"
         apart = new or worker.back or worker.fate is Fate.ASIDE
         if self._epochs.own and not apart and worker.number not in self._epochs.formed.members:
-            worker.fate = Fate.OUT  # it holds a plan of an epoch that this coordinator's epochs have left behind
-            return f"worker {worker.number} is {worker.fate.value}"
+            worker.fate = Fate.OUT  # its plan is of an epoch that this coordinator's epochs have superseded
+            return f"worker {worker.number} is marked {worker.fate.value}"
         return ""
 
     def _present(self, session: int, message: Mapping[str, Any]) -> None:
-        """Take in a presentation; before this coordinator has formed an epoch itself, it may change the picture."""
+        """Take in a presentation; it may change the last known epoch until this coordinator has formed one."""
         presentation = presentation_from_wire(message)
         news = self._leadership.presented(presentation)
         self._roster.meet(presentation.mentioned)
@@ -142,21 +142,21 @@ class Admission:
             self._out.send([session], {"type": "standby"})
         elif self._rendezvous.is_open:
             if news and not self._epochs.own:
-                self._roster.changes.append("a member presented something newer")
+                self._roster.changes.append("a member presented newer epochs or deaths")
             else:
                 self._tell_of_rendezvous(session)
         elif not self._epochs.own:
             self._out.send([session], self._leadership.lead_message)
 
     def _tell_of_rendezvous(self, session: int) -> None:
-        """Tell a launcher, or a worker that has to join it, of the open rendezvous."""
+        """Send the open rendezvous to a launcher, or to a worker that has to join it."""
         peer = self._roster.sessions[session]
         apart = isinstance(peer, Member) and self._rendezvous.is_apart(peer)
         revoke = self._rendezvous.revoke_message("attached", apart=apart)
         if isinstance(peer, Member) and peer.fate is Fate.LIVE and peer.number not in self._rendezvous.members:
             return
         if isinstance(peer, NodeAgentStatus) and self._epochs.own:
-            # That the run has begun decides what a death means to a launcher.
+            # A launcher handles a death differently once the run has begun.
             formed = {"epoch": self._epochs.formed.epoch, "members": to_runs(self._epochs.formed.members)}
             self._out.send([session], {**revoke, **formed})
             self._out.send([session], self._epochs.plan_message)
@@ -165,7 +165,7 @@ class Admission:
 
 @dataclass(eq=False)
 class TakeOver:
-    """What a coordinator does while it is in STANDBY or GATHERING."""
+    """Actions of a coordinator in STANDBY or GATHERING."""
 
     _roster: Roster
     _leadership: Leadership
@@ -173,7 +173,7 @@ class TakeOver:
     _lateness: Lateness
 
     def leads(self, now: float) -> bool:
-        """Begin a term, if enough members have come; whether they have."""
+        """Begin a term if enough members are attached. Return whether this candidate leads."""
         self._epochs.adopt(self._leadership.evidence)
         if not self._leadership.may_lead(now):
             return False
@@ -181,28 +181,30 @@ class TakeOver:
         return True
 
     def gathered(self, now: float) -> bool:
-        """Whether all whom the run counts on have presented what they hold; who is late is left out.
+        """Return whether all workers that the run counts on have presented their state. Evict late ones.
 
-        One of them may have been told of a commit that the lost coordinator told nobody else: its mates must hear of it
-        while they wait for it, or it goes on alone into operations that need them.
+        One worker may have received a commit that the lost coordinator sent to no other worker. The other workers of
+        its replica must receive that commit while they wait for it; otherwise it continues alone into operations that
+        need them.
         """
         self._epochs.adopt(self._leadership.evidence)
         missing = self._leadership.not_come
         if any(now <= self._leadership.gathers_until(worker, now) for worker in missing):
             return False
         for worker in missing:
-            self._roster.exclude(worker, "did not come to the new coordinator", now)
+            self._roster.exclude(worker, "it did not attach to the new coordinator", now)
         return True
 
     def lose_silent(self, now: float) -> None:
-        """Lose touch with those that have been silent for too long."""
+        """Unbind or evict workers that have been silent for the heartbeat timeout."""
         for worker in self._lateness.silent(now):
             self.lost_touch(worker, f"silent for {now - worker.heard:.1f} s", now)
 
     def lost_touch(self, worker: Member, reason: str, now: float) -> None:
-        """A worker is not reached that may still be running: it may come again, before there is a term.
+        """Unbind or evict a worker that may still run and is not reached.
 
-        Later, too, where nobody counts on it: what becomes of it is decided when all have come.
+        Before this candidate has a term the worker may attach again. So may a worker on which the run does not count:
+        what happens to it is decided when all others have attached.
         """
         if self._leadership.term == 0 or worker.number not in self._leadership.evidence.target:
             self._roster.unbind(worker)
@@ -214,9 +216,10 @@ Address = tuple[str, int]
 
 
 class AddedCandidates:
-    """The list of one coordinator.
+    """List of the candidates that joined, kept by one coordinator.
 
-    ``lease``, ``slack``: what candidates of this run share (``leadership.standing``), for the launchers; None: nothing.
+    ``lease``, ``slack``: shared by all candidates of the run (``leadership.standing``) and sent to launchers; None: no
+    lease.
     """
 
     def __init__(self, roster: Roster, out: Outbox, lease: str | None, slack: int | None, witnessed: bool) -> None:
@@ -225,21 +228,21 @@ class AddedCandidates:
         self._out = out
         self._shared: dict[str, Any] = {} if lease is None else {"lease": lease, "slack": slack or 0}
         self._shared |= {"witnessed": True} if witnessed else {}
-        self._told: dict[str, tuple[NodeAgentStatus, Address]] = {}
-        """By the name of the node, in the order in which they came; only those of launchers that joined."""
+        self._by_node: dict[str, tuple[NodeAgentStatus, Address]] = {}
+        """Node name -> launcher that joined and address of its candidate, in the order of arrival."""
         self._leads = False
         self._listed: list[Address] = []
 
     def has(self, node_agent: NodeAgentStatus, address: Address) -> None:
-        """A launcher has a candidate."""
-        self._told[node_agent.node] = node_agent, address
+        """Add the candidate of a launcher."""
+        self._by_node[node_agent.node] = node_agent, address
         self._tell_if_changed()
 
     def look(self) -> None:
-        """Called now and then: leave out those whose launcher's session has ended, by whatever, its silence too."""
-        gone = [node for node, (node_agent, _) in self._told.items() if node_agent.session is None]
+        """Remove candidates whose launcher's session has ended for any reason; called at every tick."""
+        gone = [node for node, (node_agent, _) in self._by_node.items() if node_agent.session is None]
         for node in gone:
-            del self._told[node]
+            del self._by_node[node]
         self._tell_if_changed()
 
     def _tell_if_changed(self) -> None:
@@ -248,14 +251,14 @@ class AddedCandidates:
             self.lead()
 
     def lead(self) -> None:
-        """This candidate leads from now on: everybody is told, launchers also what a candidate needs to know."""
+        """Lead from now on: send the list to all members, and to launchers also the settings that a candidate needs."""
         self._leads = True
         self._listed = self._list
         for session in list(self._roster.sessions):
             self.greet(session)
 
     def greet(self, session: int) -> None:
-        """Tell who has just attached, and was not turned away, if this candidate leads."""
+        """Send the candidate list to an accepted peer if this candidate leads."""
         peer = self._roster.sessions.get(session)
         if self._leads and peer is not None:
             more = self._shared if isinstance(peer, NodeAgentStatus) else {}
@@ -264,4 +267,4 @@ class AddedCandidates:
 
     @property
     def _list(self) -> list[Address]:
-        return [address for _, address in self._told.values()][:MOST_ADDED]
+        return [address for _, address in self._by_node.values()][:MOST_ADDED]

@@ -1,33 +1,35 @@
-"""The coordinator as a state machine without I/O: ``handle(event, now) -> effects``.
+"""Coordinator as a state machine without I/O: ``handle(event, now) -> effects``.
 
-The way from the end of a worker's session to the next plan can be read here from top to bottom. What a step needs to
-know is asked of one part, and no part knows this module: ``roster`` (who is there), ``lateness`` (who is late),
-``leadership`` (who may go on), ``epochs`` (the last epoch and the open rendezvous), ``admission`` (who comes, and
-whether this one leads), ``view`` (who looks), ``ending`` (whether anybody is left who can go on, and who is told).
+This module reads from top to bottom: from the end of a worker's session to the next plan. Each step asks one part for
+what it needs, and no part knows this module: ``roster`` (known members), ``lateness`` (late workers), ``leadership``
+(which side may continue), ``epochs`` (the last epoch and the open rendezvous), ``admission`` (attaching members, and
+whether this candidate leads), ``view`` (observers), ``ending`` (whether any worker can continue, and stop messages).
 Only this module changes the state:
 
             quorum attached            all attached            all joined: plan           death, fence, reconnect
     STANDBY ---------------> GATHERING ------------> RENDEZVOUS ---------------> STEADY(1) ---------> RENDEZVOUS ...
-      ^ nobody comes: stays                            (1) |  ^                    |                     (2)
+      ^ no member: stays                               (1) |  ^                    |                     (2)
       |                                                    |__| death, fence:      | all left
-      | too many turn away:                                |    RENDEZVOUS(2)      v
+      | too many members leave:                            |    RENDEZVOUS(2)      v
       '-- a fresh candidate                                '---------------------> STOPPED
                                                         no quorum, no plan possible
 
-STANDBY     Passive, at start and as a spare. Members attach and present what they follow and hold (``Presentation``).
-            When those attached may take over (``leadership``), the candidate leads under a new term.
-GATHERING   Tells who leads (``lead``), and waits for the others that may be running: what one of them holds is to be
-            known to all before anybody is told that the epoch is over. Not at the start of a run: there is nothing yet.
-RENDEZVOUS  ``revoke(n)`` has been pushed; waits for ``join(n, status)`` of every worker the run counts on. A change
-            of membership opens n+1, and so does a newcomer. If a worker is left out that may still run somewhere
-            (*contested*), the plan also waits for the quorum and for the acknowledgement of the members' node agents.
-STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t. A worker that has
-            said ``idle(n)`` has no part in epoch n: commits and hang detection pass it over.
-STOPPED     The run is over or may not go on here; everybody was told why.
+STANDBY     Passive: at the start, and as a standby candidate. Members attach and present which term and epoch they
+            follow and what they hold (``Presentation``). When the attached members may take over (``leadership``), the
+            candidate leads under a new term.
+GATHERING   Announces the new term (``lead``) and waits for the other members that may be running: all must present
+            what they hold before any of them learns that the epoch is over. Skipped at the start of a run.
+RENDEZVOUS  ``revoke(n)`` was pushed; waits for ``join(n, status)`` of every worker that the run counts on. A change
+            of membership, also a newcomer, opens n+1. If a left-out worker may still be running somewhere
+            (*contested*), the plan also waits for the quorum and for acknowledgements from the members' node agents.
+STEADY      The plan of epoch n was pushed. ``done(n, t)`` of all members commits iteration t. A worker that has sent
+            ``idle(n)`` has no part in epoch n: commits and hang detection ignore it.
+STOPPED     The run is over or may not continue here; the reason was sent to all members.
 
-Members turn away from a coordinator that does not run (``abandon``); they are alive, and come back, or follow another
-candidate. So a coordinator that has less than its quorum left *steps down*: it sends who is left to look for another
-one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody.
+Members abandon a coordinator that does not run (``abandon``). They stay alive, and return or follow another candidate.
+A coordinator with less than its quorum left therefore *steps down*: it sends the remaining members away to look for
+another coordinator, forgets all state (``StepDown``), and becomes a fresh candidate. It counts its own pauses against
+no member.
 """
 
 from __future__ import annotations
@@ -74,12 +76,12 @@ from recover_megatron.membership.witness import Witness
 
 
 class Coordinator:
-    """One candidate coordinator. Give it every event, carry out its effects in order, send ``Tick`` at ``deadline``.
+    """Candidate coordinator. Pass it every event, carry out its effects in order, send ``Tick`` at ``deadline``.
 
-    ``salt``: 32 random bits, the part of the term that makes it unlike any other coordinator's.
-    ``slack``: by how many workers two halves may differ for the lease to decide (``leadership.standing``), for which
-    the effect ``AskForLease`` asks; None: there is no lease. ``lease``: where it lies, for candidates that join. Times
-    are seconds of a monotonic clock. ``nodes``: see ``Witness``; needs a lease.
+    ``salt``: 32 random bits, the part of the term that makes it unlike any other coordinator's. ``slack``: by how many
+    workers two halves may differ for the lease (effect ``AskForLease``) to decide between them
+    (``leadership.standing``); None: no lease. ``lease``: its path, for candidates that join. Times are seconds of a
+    monotonic clock. ``nodes``: see ``Witness``; needs a lease.
     """
 
     def __init__(
@@ -117,16 +119,16 @@ class Coordinator:
         self._ending = Ending(roster, out)
         self._exceptions = ExceptionReports(out)
         self._survivors = Survivors(roster, self.epochs, self._exceptions, out)
-        self._due = False  # something other than a join may have made the open rendezvous ready
+        self._due = False  # an event other than a join may have made the open rendezvous ready
 
     def fresh(self, salt: int, now: float) -> Coordinator:
-        """A candidate with the same task that knows nothing, to take the place of one that has stepped down."""
+        """Return a new candidate with the same task and no state, to replace a candidate that has stepped down."""
         slack, lease = self.leadership.slack, self._lease
         nodes = self.leadership.witness.nodes
         return Coordinator(self.roster.world, self.settings, salt, self._planner, slack, now, lease, nodes)
 
     def view(self, now: float) -> dict[str, Any]:
-        """What an observer is shown. Changes nothing."""
+        """Return the view that observers receive. Changes nothing."""
         return self._observing.view(self.state, now)
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
@@ -150,7 +152,7 @@ class Coordinator:
                 self._ending.handle(event, now)
                 self.deadline = self._ending.deadline
             case _ if self.state is State.RETIRED:
-                pass  # another one has its place
+                pass  # a fresh candidate has replaced this one
             case Closed(session, ended, reason):
                 self._closed(session, ended, reason, now)
             case Received(session, message):
@@ -166,14 +168,14 @@ class Coordinator:
             case Settle():
                 self._settle(now)
 
-    # -- a session ends, or is silent ---------------------------------------------------------------------------------
+    # -- a session ends or is silent ----------------------------------------------------------------------------------
 
     def _closed(self, session: int, ended: bool, reason: str, now: float) -> None:
         self._observing.sessions.pop(session, None)
         peer = self.roster.forget(session)
         if peer is None:
             return
-        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # by the clock: no excuses
+        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # own pauses are not subtracted
         if isinstance(peer, NodeAgentStatus):
             peer.ended = ended
             self._out.log("witness_gone", node=peer.node, reason=reason)
@@ -185,7 +187,7 @@ class Coordinator:
             self._lost_touch(peer, reason, now)
 
     def _lost_touch(self, worker: Member, reason: str, now: float) -> None:
-        """A worker is not reached that may still be running."""
+        """Handle the loss of contact with a worker that may still be running."""
         if self._is_taking_over:
             self._takeover.lost_touch(worker, reason, now)
         else:
@@ -193,7 +195,7 @@ class Coordinator:
             self.lateness.put_out(self._awaited, now)
 
     def _acknowledged(self, session: int, silence: float, delivered: bool, now: float) -> None:
-        """The answer of the kernel to a ``Probe``."""
+        """Handle the kernel's answer to a ``Probe``."""
         worker = self.roster.sessions.get(session)
         if isinstance(worker, NodeAgentStatus):
             if silence > self.settings.heartbeat_timeout:
@@ -202,7 +204,7 @@ class Coordinator:
                 worker.delivered = self.rendezvous.opened.epoch
         if not isinstance(worker, Member) or silence <= self.settings.heartbeat_timeout:
             return
-        reason = f"its host has acknowledged nothing for {silence:.1f} s"
+        reason = f"its host has not acknowledged any data for {silence:.1f} s"
         if self._is_taking_over:
             self._takeover.lost_touch(worker, reason, now)
         else:
@@ -211,12 +213,12 @@ class Coordinator:
 
     @property
     def _is_taking_over(self) -> bool:
-        """Whether it has opened no rendezvous yet."""
+        """True until the first rendezvous is opened."""
         return self.state in (State.STANDBY, State.GATHERING)
 
     @property
     def _awaited(self) -> Workers:
-        """The workers that the run waits for now. Of those who wait until all have heard, none is late for that."""
+        """Workers that the run waits for now. Waiting until all have received the revoke makes no member late."""
         if self.state is State.STEADY:
             return self.epochs.working
         hearing = self.rendezvous.hearing
@@ -243,7 +245,7 @@ class Coordinator:
             self.lateness.all_wait(self._awaited, now)
 
     def _excuse(self, pause: float, now: float) -> None:
-        """This process was kept from running for so long: nobody's silence meanwhile counts."""
+        """Exclude a pause of this process from all silences and deadlines."""
         self._out.log("held_up", seconds=pause)
         self.roster.excuse(pause, now)
         self.rendezvous.excuse(pause)
@@ -253,19 +255,19 @@ class Coordinator:
     # -- the next epoch -----------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        """Act on all that has changed since the last call."""
+        """Act on all changes since the last call."""
         hearing = self.rendezvous.hearing
         if self.state is State.STANDBY:
             self.roster.changes.clear()
             self._consider_leading(now)
         own = self.epochs.formed if self.epochs.own else None
         if self.roster.deserted and not self.leadership.has_followers(own):
-            self._step_down("so many have turned away from this coordinator that another one may lead")
+            self._step_down("so many members abandoned this coordinator that another candidate may lead")
             return
         self.roster.deserted = False
         if self.state is State.GATHERING:
             self._gather(now)
-        for _ in range(len(self.roster.workers) + 1):  # each round but the last puts somebody out
+        for _ in range(len(self.roster.workers) + 1):  # each round except the last evicts a worker
             if self.roster.changes and self.state in (State.RENDEZVOUS, State.STEADY):
                 self._open(now)
             if self.state is State.RENDEZVOUS and (self._due or self.rendezvous.all_joined or hearing.due):
@@ -293,14 +295,14 @@ class Coordinator:
             self.roster.changes.insert(0, NEW_COORDINATOR)
 
     def _open(self, now: float) -> None:
-        """Open the next rendezvous: everybody the run counts on must join it, and so must the newcomers."""
+        """Open the next rendezvous: all live workers that the run counts on, and the newcomers, must join it."""
         roster, epochs = self.roster, self.epochs
         reasons, roster.changes = roster.changes, []
         counted_on = epochs.formed.members if epochs.own else epochs.take_over(self.leadership.evidence, now)
         members = counted_on & roster.with_fate(Fate.LIVE)
         if epochs.formed.epoch == 0 and roster.settings.start_needs_all and (lost := epochs.formed.members - members):
             names = ", ".join(map(str, sorted(lost)[:20]))
-            raise RunOver(EXIT_NO_REPLICA, f"before the first plan, which needs all workers, {names} lost")
+            raise RunOver(EXIT_NO_REPLICA, f"workers {names} were lost before the first plan, which needs all workers")
         roster.heirs = self._survivors.heirs(members)
         self._survivors.check(members, counted_on)
         if not members & epochs.formed.members and not roster.returning:
@@ -313,14 +315,14 @@ class Coordinator:
         self.rendezvous.open(members, now)
         reason = "; ".join(reasons[:4]) + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
         self._out.log("revoke", epoch=self.rendezvous.opened.epoch, reason=reason, members=to_runs(members))
-        told = members | roster.with_fate(Fate.ASIDE)
-        apart = frozenset(number for number in told if self.rendezvous.is_apart(roster.workers[number]))
+        receivers = members | roster.with_fate(Fate.ASIDE)
+        apart = frozenset(number for number in receivers if self.rendezvous.is_apart(roster.workers[number]))
         message = self.rendezvous.revoke_message(reason)
-        self._out.send([*roster.sessions_of(told - apart), *roster.node_agent_sessions], message)
+        self._out.send([*roster.sessions_of(receivers - apart), *roster.node_agent_sessions], message)
         self._out.send(roster.sessions_of(apart), self.rendezvous.revoke_message(reason, apart=True))
 
     def _try_to_form(self, now: float) -> None:
-        """Fix the plan of the open rendezvous, if all have joined and may go on."""
+        """Fix the plan of the open rendezvous if all members have joined and may continue."""
         may = not self.roster.heirs and self.rendezvous.may_follow(self.lateness.unreached, now)
         self.rendezvous.hearing.may = may or not self.roster.with_fate(Fate.OUT)
         if not may or not self.rendezvous.all_joined:
@@ -332,7 +334,7 @@ class Coordinator:
         self._out.send(self.roster.sessions_of(members), {**plan, "data": self.epochs.plan})
         self._out.send(self.roster.node_agent_sessions, plan)
 
-    # -- what members say ---------------------------------------------------------------------------------------------
+    # -- messages of members ------------------------------------------------------------------------------------------
 
     def _received(self, session: int, message: Mapping[str, Any], now: float) -> None:
         peer = self.roster.sessions.get(session)
@@ -346,9 +348,9 @@ class Coordinator:
             self._observing.asked(session, message, self.state, now)
         elif session in self._observing.sessions:
             self._observing.sessions.pop(session, None)
-            self.roster.refuse(session, f"{message['type']} of an observer")
+            self.roster.refuse(session, f"an observer may not send {message['type']}")
         elif message["type"] not in ("attach", "attach_node_agent"):
-            self.roster.refuse(session, f"{message['type']} before attach")
+            self.roster.refuse(session, f"received {message['type']} before attach")
         elif self.state is not State.STANDBY and message["term"] > self.leadership.term:
             self.roster.refuse(session, "you follow a newer coordinator")
             self._step_down("a member follows a newer coordinator")
@@ -378,7 +380,7 @@ class Coordinator:
                 self.rendezvous.join(worker, message, now)
             case "heard" if message["term"] == self.leadership.term:
                 self.rendezvous.hearing.heard(worker, message["epoch"])
-                if self.rendezvous.hearing.told and self.epochs.formed.epoch:  # all others had, before it came back
+                if self.rendezvous.hearing.told and self.epochs.formed.epoch:  # the others had before it reconnected
                     self._out.send([session], {"type": "all_heard", **{k: message[k] for k in ("epoch", "term")}})
             case "done" if of_this_epoch:
                 epochs.done(worker, message["iteration"], now)
@@ -387,8 +389,8 @@ class Coordinator:
             case "bye":
                 worker.idle_in = message.get("idle", worker.idle_in)
                 epochs.left(worker, self.drains.why_left(worker))
-                nobody = not epochs.formed.members & self.roster.with_fate(Fate.LIVE)
-                if self.state is State.RENDEZVOUS or nobody or epochs.finished:
+                all_gone = not epochs.formed.members & self.roster.with_fate(Fate.LIVE)
+                if self.state is State.RENDEZVOUS or all_gone or epochs.finished:
                     changes.append(f"{worker.name} has left")
                 changes.extend(self.drains.news_of(worker.node))
             case "drain_answer" if of_this_epoch:
@@ -396,7 +398,7 @@ class Coordinator:
             case "complain" if of_this_epoch:
                 if "peer" in message:
                     self._out.log("complaint", worker=worker.number, peer=message["peer"], reason=message["reason"])
-                changes.append(f"{worker.name} asks for it: {message['reason']}")
+                changes.append(f"{worker.name} requested a new epoch: {message['reason']}")
             case "give_up" if steady or self.state is State.RENDEZVOUS:  # repeated when a rendezvous opens
                 code, reason = message["code"], message["reason"]
                 self._out.log("give_up", worker=worker.number, host=worker.host, code=code, reason=reason)
@@ -411,10 +413,10 @@ class Coordinator:
             case "abandon":
                 self.roster.turned_away(worker, message["reason"], now, followed=self.state is not State.STANDBY)
 
-    # -- it ends ------------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def _step_down(self, reason: str) -> None:
-        """Lead no longer: who still follows is sent to look for another coordinator."""
+        """Stop leading: send the remaining followers away to look for another coordinator."""
         self._out.log("step_down", reason=reason)
         for session in [*self.roster.sessions, *self._observing.sessions]:
             self._out.send([session], {"type": "refused", "reason": reason})

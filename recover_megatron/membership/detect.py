@@ -1,33 +1,34 @@
-"""Which workers hang or are late, by their progress marks, and whether those are put out or waited for.
+"""Detection of hung and late workers by their progress marks, and the decision to evict them or to wait.
 
-A worker is *waiting* while it says so in its mark, has reported its step done, or has joined a rendezvous. A worker
-that does not wait and has not made a new mark for ``hang_timeout`` (plus what its mark allows) while another has been
-waiting just as long is *hung*: it holds up the run. When all wait for each other and nobody has made a mark for so
-long, no single worker is to blame: the epoch is *stuck*. All meet again; where the epoch that follows is stuck, too,
-those are put out that wait in something else than most of the replicas do, for the second time (``apart``).
+A worker is *waiting* while its mark says so, after it has reported its step done, or after it has joined a rendezvous.
+A worker is *hung*, and holds up the run, if it does not wait and has made no new mark for ``hang_timeout`` (plus the
+time that its mark allows) while another worker has been waiting just as long. If all workers wait for each other and
+none has made a mark for that long, no single worker is to blame: the epoch is *stuck*. All workers then meet again. If
+the next epoch is stuck, too, the workers are evicted that for the second time wait in an operation other than the one
+of most replicas (``apart``).
 
-In a rendezvous all wait for each other where those that have not joined wait, too, in an operation that the others do
-not come to: if they are at most half of the workers, what the mark of such a wait allows does not count.
+In a rendezvous, workers that have not joined may wait in an operation that the others never reach, so all wait for each
+other. If these are at most half of the workers, the time that the mark of such a wait allows does not count.
 
-Workers that are stopped in every replica keep their mates from coming to where they would say that they wait: when
-nobody at all has made a mark for so long, those are hung of whom nothing has been heard either.
+If workers are stopped in every replica, the other workers of their replicas never reach the point where they would
+report a wait. So when no worker at all has made a mark for that long, the workers without any sign of life are hung.
 
-What a mark allows (a checkpoint, compilation) holds only while the worker is heard: its session has a thread of its
-own, which goes on while the main thread writes or compiles, and falls silent when the process is stopped.
+The time that a mark allows (a checkpoint, compilation) counts only while the worker sends heartbeats. Its session has a
+separate thread, which runs while the main thread writes or compiles, and falls silent when the process is stopped.
 
-A stall that many share (``Stall``):
+A stall that many replicas share (``Stall``):
 
-    nobody late --> CALM --late, but no stall--> put out, at once
-                     |  ^
-      more than half |  | somebody is back, and it is no stall any more: whoever is still late gets its whole time again
-                     v  |
-                   STALLED --stall timeout--> all that are late are put out
+    none late --> CALM --late, but no stall--> evicted, at once
+                   |  ^
+    more than half |  | some are back, and it is no stall any more: workers still late get their full time again
+                   v  |
+                 STALLED --stall timeout--> all late workers are evicted
 
-Where that would cost *more than half* of the replicas, and more than one, something that they share has stopped: a
-disk, a switch, the machine under their hosts. It will come back, and they with it: the run waits.
+If the eviction would cost *more than half* of the replicas, and more than one, a shared resource has stopped: a disk, a
+switch, the machine under their hosts. It will return, and the workers with it, so the run waits.
 
-They do not become late at one moment. So a worker counts beside those that are late when it has used up half of its
-time, or was put out within the last hang timeout. Where only these make it a stall nothing is said yet.
+The workers do not become late at the same moment. So workers that have used up half of their time, or were evicted
+within the last hang timeout, count in addition to the late ones. If only these make it a stall, it is not reported yet.
 """
 
 from __future__ import annotations
@@ -42,41 +43,41 @@ from typing import Any
 from recover_megatron.membership.records import Settings, WorkerId, Workers
 
 STEP_PHASES = ("data", "forward", "reduce-scatter", "agree", "optimizer")
-"""In one of these is who computes a training step, sums its gradients, or applies them: who stops in the next step
-before its next heartbeat was last heard in the optimizer."""
+"""Phases in which a worker computes a training step, sums its gradients, or applies them. A worker that stops in the
+next step before its next heartbeat was last heard in the optimizer."""
 STORAGE_PHASES = ("data", "eval-data", "checkpoint", "rollback")
-"""A worker in one of these that makes no mark waits for storage: people are told, as of any stall."""
+"""Phases in which a worker without a new mark waits for storage; such a wait is reported like any stall."""
 
 
 @dataclass
 class WorkerProgress:
-    """What is known of one worker's progress. Times by the coordinator's clock."""
+    """Progress of one worker, as far as it is known. Times by the coordinator's clock."""
 
     worker: WorkerId
     count: int = -1
-    """The worker's own number of its last mark."""
+    """Number that the worker gave its last mark."""
     marked: float = 0.0
-    """When that number last changed."""
+    """Time of the last change of that number."""
     waiting_since: float | None = None
     waits: bool = False
-    """The last mark since the last plan and the last commit says that the worker waits."""
+    """True if the last mark since the last plan and the last commit says that the worker waits."""
     allow: float = 0.0
     heard: float | None = None
-    """When anything was last heard of it; None: not known."""
+    """Time of the last message of the worker; None: not known."""
     iteration: int = 0
     phase: str = ""
     microbatch: int | None = None
     place: list[int] | None = None
-    """Replica, position, quota, as it says itself."""
+    """Replica, position and quota, as the worker reports them."""
     goes_back: bool = False
-    """Whether a state that nobody holds could be had from elsewhere, for all that it knows."""
+    """True if, as far as the worker knows, state that no worker holds could be loaded from elsewhere."""
     loss: list[Any] | None = None
-    """The last finished step, and its loss (None: it is not a finite number), as a worker of the library tells them."""
+    """The last finished step and its loss (None: not a finite number), as a worker of the library reports them."""
 
     def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
         """Take in a checked message ``heartbeat``.
 
-        ``may_wait``: whether its marks tell if it waits; not once it has reported its step or joined a rendezvous.
+        ``may_wait``: whether its marks show if it waits; False once it has reported its step or joined a rendezvous.
         """
         self.iteration, self.phase = message["iteration"], message["phase"]
         self.microbatch, self.place = message.get("microbatch"), message.get("place")
@@ -93,7 +94,7 @@ class WorkerProgress:
             self.waiting_since = now
 
     def excuse(self, pause: float, now: float) -> None:
-        """The judge was kept from running for so long, and perhaps from hearing of progress."""
+        """Exclude a pause in which the coordinator did not run, and may have missed progress."""
         self.marked = min(now, self.marked + pause)
         if self.waiting_since is not None:
             self.waiting_since = min(now, self.waiting_since + pause)
@@ -103,16 +104,17 @@ class WorkerProgress:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The hung workers, or ``stuck``: all wait for each other."""
+    """Hung workers, or ``stuck``: all wait for each other."""
 
     hung: list[WorkerId] = field(default_factory=list)
     stuck: bool = False
     slow: list[WorkerId] = field(default_factory=list)
-    """Workers that would hang, had they not said that they wait for storage; or all do, and none waits for another."""
+    """Workers that would be hung if they had not reported that they wait for storage; or all workers, if none waits for
+    another."""
 
 
 def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fresh: float = -math.inf) -> Judgement:
-    """Judge the workers of one epoch, or of one rendezvous; what was before ``fresh`` is held against nobody."""
+    """Judge the workers of one epoch or of one rendezvous. Inactivity before ``fresh`` counts against no worker."""
     progress = list(group)
     waiting = [p.waiting_since for p in progress if p.waiting_since is not None]
     if not waiting:
@@ -129,7 +131,7 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
     first = max(min(waiting), fresh)
     judgement = Judgement()
     blamed = [p for p in progress if p.waiting_since is None]
-    # Where most have not come, what they wait in may be the usual: what their marks allow counts then.
+    # If most have not come, they may wait in a usual operation: the time that their marks allow counts then.
     all_wait = all(p.waits for p in blamed) and 2 * len(blamed) <= len(progress)
     for p in blamed:
         beyond = now - max(p.marked, first) - hang_timeout
@@ -142,10 +144,11 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
 
 
 def apart(group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashable]) -> Workers:
-    """The workers, where all wait for each other, that wait in another operation than most of the replicas do.
+    """Return the workers that wait in another operation than most replicas do, where all wait for each other.
 
-    Positions may wait in different operations, but each does so in all replicas. Of two kinds that are equally frequent
-    a step's own is the usual one, and not yet having reported it. Nobody where more than half of the replicas differ.
+    Positions may wait in different operations, but each position does so in all replicas. Of two equally frequent sets
+    of operations the usual one is a step's, before the step is reported. Empty if more than half of the replicas
+    differ.
     """
     waits: dict[Hashable, dict[tuple[int, int, str], WorkerId]] = {}
     for p in group:
@@ -159,17 +162,17 @@ def apart(group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashabl
     usual = min(kinds, key=lambda kind: (-kinds[kind], strange(kind), sorted(kind)), default=frozenset())
     if 2 * (len(waits) - kinds[usual]) > len(waits):
         return Workers()
-    return frozenset(worker for its in waits.values() for where, worker in its.items() if where not in usual)
+    return frozenset(worker for own in waits.values() for where, worker in own.items() if where not in usual)
 
 
 def behind(
     group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashable], now: float, settings: Settings
 ) -> Workers:
-    """The workers of the one replica for which all others have waited in a step for longer than ``settings.grace``.
+    """Return the workers of the one replica for which all others have waited in a step beyond ``settings.grace``.
 
-    Nobody where two are late, where fewer than ``min_replicas`` would be left, or while the late one does what others
-    do not: writes a checkpoint, compiles.  A replica has come when all of its workers wait, but for those that say so
-    and have not been heard since for the grace (they are stopped).
+    Empty if two replicas are late, if fewer than ``min_replicas`` would remain, or while the late one does what others
+    do not: writes a checkpoint, compiles. A replica has come when all of its workers wait. A worker that reported a
+    wait but has not been heard for the grace (it is stopped) does not count as waiting.
     """
     replicas: dict[Hashable, list[WorkerProgress]] = {}
     for p in group:
@@ -192,81 +195,82 @@ def behind(
 
 
 def _allowed(progress: WorkerProgress, now: float, hang_timeout: float) -> float:
-    """What a mark allows, unless nothing has been heard of the worker for so long that its process must be stopped."""
+    """Return the time that a mark allows; 0 if the worker was silent for so long that its process must be stopped."""
     silent = progress.heard is not None and now - progress.heard > hang_timeout
     return 0.0 if silent else progress.allow
 
 
 SAY_SECONDS = 10.0
-"""A stall is told of so often."""
+"""Seconds between two reports of a stall."""
 
 
 def many_share(late: Iterable[WorkerId], replica_of: Mapping[WorkerId, Hashable]) -> bool:
-    """Whether more than half of the replicas, and more than one, have a worker that is ``late``.
+    """Return whether more than half of the replicas, and more than one, have a worker that is ``late``.
 
-    ``replica_of``: the workers of whole replicas; who is not in it (a spare, an orphan) counts for none.
+    ``replica_of``: the workers of complete replicas; a worker not in it (a spare, an orphan) counts for none.
     """
-    hit = {replica_of[worker] for worker in late if worker in replica_of}
-    return len(hit) > 1 and 2 * len(hit) > len(set(replica_of.values()))
+    affected = {replica_of[worker] for worker in late if worker in replica_of}
+    return len(affected) > 1 and 2 * len(affected) > len(set(replica_of.values()))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is to be done about those who are late."""
+    """Decision about the late workers."""
 
     put_out: Workers = frozenset()
     say: bool = False
-    """Tell of the stall, now."""
+    """True if the stall must be reported now."""
     over: float | None = None
-    """A stall that was told of has just ended; it took so many seconds."""
+    """Seconds that a reported stall took that has just ended."""
 
 
 class Stall:
-    """Decides from one look at the run to the next. It keeps when, and for whom; see above for the states."""
+    """Decision between eviction and waiting, from one look at the run to the next. See the states above."""
 
     def __init__(self, settings: Settings) -> None:
         self.since: float | None = None
-        """When this stall was seen; None: there is none."""
+        """Begin of this stall, as seen; None: there is no stall."""
         self.told = False
-        """Whether it is one for certain, so that people were told."""
+        """True once the stall is certain and was reported."""
         self.waited: dict[WorkerId, str] = {}
-        """For whom it is waited, and why."""
+        """Workers that the run waits for -> why."""
         self.lately: dict[WorkerId, float] = {}
-        """When workers were put out, within the last hang timeout."""
+        """Workers that were evicted within the last hang timeout -> when."""
         self.until: float | None = None
-        """When those are put out that may wait for storage longer than ``stall_timeout``; infinite: nobody waits for
-        them, None: there are none."""
+        """End of the wait for workers that may wait for storage longer than ``stall_timeout``; infinite: no worker
+        waits for them, None: there are none."""
         self.fresh = float("-inf")
-        """Nobody is late by what was before: the last stall ended then."""
+        """End of the last stall: inactivity before it makes no worker late."""
         self._settings = settings
         self._shared = False
         self._shared_since: float | None = None
-        """When those became late for whom it is waited; who waits for storage may have stalled long before."""
+        """Time since which the awaited workers are late. A worker that waits for storage may have stalled long
+        before."""
         self._say_at = 0.0
 
     def left(self, now: float) -> float:
-        """Seconds for which it will be waited; of a stall."""
+        """Return for how many more seconds the run waits during a stall."""
         since = self.since if self._shared_since is None else self._shared_since
         assert since is not None
         return max(0.0, since + self._settings.stall_timeout - now)
 
     def ends_in(self, now: float) -> float | None:
-        """After how many seconds nobody will be waited for any more; None: nobody says."""
+        """Return after how many seconds the run waits for no worker any more; None: unlimited."""
         left = self.left(now) if self.until is None else max(self.left(now), self.until - now)
         return left if math.isfinite(left) else None
 
     def excuse(self, pause: float) -> None:
-        """The coordinator did not run for so long: it did not wait for anybody meanwhile."""
+        """Exclude a pause of the coordinator: it did not wait for any worker meanwhile."""
         self.since = None if self.since is None else self.since + pause
         self._shared_since = None if self._shared_since is None else self._shared_since + pause
 
     def _some_are_back(
         self, away: set[WorkerId], late: Mapping[WorkerId, str], replica_of: Mapping[WorkerId, Hashable]
     ) -> bool:
-        """Whether, of those for whom it was waited, some are back, and others are ``late``, or a mate of theirs is."""
+        """Return whether some awaited workers are back, while others, or workers of the same replicas, are ``late``."""
         back = {replica_of.get(worker) for worker in self.waited.keys() - away}
-        mates = any(replica_of[worker] in back for worker in late if worker in replica_of)
-        return bool(back) and (mates or not self.waited.keys().isdisjoint(late))
+        peers_late = any(replica_of[worker] in back for worker in late if worker in replica_of)
+        return bool(back) and (peers_late or not self.waited.keys().isdisjoint(late))
 
     def consider(
         self,
@@ -276,10 +280,11 @@ class Stall:
         replica_of: Mapping[WorkerId, Hashable],
         now: float,
     ) -> Answer:
-        """``late``: who would be put out, and why; ``suspected``: who has used up half of its time.
+        """Return the decision about late workers.
 
-        ``allowed``: who has used it up in a phase that waits for storage, which may take longer; it is told of, too.
-        ``replica_of``: the workers of whole replicas, and those ``lately`` put out.
+        ``late``: workers that would be evicted -> why; ``suspected``: workers that have used up half of their time.
+        ``allowed``: workers that have used up their time in a phase that waits for storage, which may take longer; they
+        are reported, too. ``replica_of``: the workers of complete replicas, and those evicted ``lately``.
         """
         hang = self._settings.hang_timeout
         self.lately = {worker: at for worker, at in self.lately.items() if now - at <= hang}
@@ -292,7 +297,7 @@ class Stall:
         if shared and self.since is not None and self.left(now) <= 0:
             shared, put_out, self.told, self._shared_since = False, frozenset(late), False, None
         elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late, replica_of)):
-            # Who shared the stall, or waited for a mate's storage, comes back when the others do, but a moment later.
+            # Workers that shared the stall, or waited for a peer's storage, come back a moment after the others.
             self.fresh = now if self.told else now - hang / 2
         elif not shared:
             put_out = frozenset(late)

@@ -1,19 +1,19 @@
-"""Nodes that somebody is about to switch off: what was asked of the run, what its members have answered, what is left.
+"""Drains: requests to empty nodes before they are switched off, the members' answers, and the workers that remain.
 
     observer: drain(name) --no such node, or no training yet--> REFUSED
         |
-        v         the next plan tells the members, one of which answers
-      ASKED ----> MOVING --none of its workers lives, nor is in the last epoch--> DRAINED: it may be switched off
+        v         the next plan carries it to the members, one of which answers
+      ASKED ----> MOVING --no worker of it is live or in the last epoch--> DRAINED: it may be switched off
         |           |
-        '-----------'--the members cannot do without it--> REFUSED, and forgotten: it may be asked again
+        '-----------'--the members cannot do without it--> REFUSED and forgotten: it may be requested again
 
-Only members know what they hold, so they decide, all alike (``workload.domains``), and remember what they have
-accepted: their statuses tell it, so the next coordinator knows it. What was only asked is lost with a coordinator; the
-observer sees that, and asks again.
+Only members know which state they hold, so they decide, all alike (``workload.domains``), and remember which drains
+they have accepted. Their statuses carry them, so the next coordinator knows them. A request without an answer is lost
+with its coordinator; the observer notices that, and repeats it.
 
-A worker's node is the name that its status tells, or its launcher's. No name is used twice in a run (who joins it has a
-new one), so a node that was drained stays so: nobody of it is let in. A new coordinator that does not know of it yet
-may let one in, which leaves with its first plan.
+A worker's node is the name in its status, or its launcher's name. No name is used twice in a run (a launcher that joins
+has a new one), so a drained node stays drained: none of its workers is admitted again. A new coordinator that does not
+know of the drain yet may admit one, which leaves with its first plan.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from recover_megatron.membership.records import Json, WorkerId, Workers, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 
 MOST = 64
-"""So many refusals are remembered, and so many names of nodes are told in one."""
+"""Number of refusals that are remembered, and of node names that one refusal lists."""
 DRAINED = "is drained: it may be switched off"
-"""After a node's name: why an epoch is opened when the last of its workers has left."""
+"""Text after a node's name: the reason for an epoch that opens when the node's last worker has left."""
 
 
 class DrainState(Enum):
-    """See the drawing above."""
+    """States of a drain; see the drawing above."""
 
     ASKED = "asked"
     MOVING = "moving"
@@ -42,7 +42,7 @@ class DrainState(Enum):
 
 
 class Drains:
-    """What one coordinator knows of them."""
+    """Drains as one coordinator knows them."""
 
     def __init__(self, roster: Roster, epochs: Epochs, out: Outbox) -> None:
         self._roster = roster
@@ -50,36 +50,36 @@ class Drains:
         self._out = out
         self._asked: list[str] = []
         self._accepted: set[str] = set()
-        self._refused: dict[str, str] = {}  # by the name that was asked for
+        self._refused: dict[str, str] = {}  # by the requested name
 
-    # -- what is asked, and answered ----------------------------------------------------------------------------------
+    # -- requests and answers -----------------------------------------------------------------------------------------
 
     def ask(self, name: str, *, begun: bool) -> None:
-        """Somebody wants the node ``name`` drained, or all nodes of a host of that name; asking again changes nothing.
+        """Drain the node ``name``, or all nodes of the host of that name, at an observer's request. Idempotent.
 
         ``begun``: this coordinator leads a run whose training has begun.
         """
         nodes = self._nodes_of(name)
         self._out.log("drain", node=name, nodes=nodes)
-        if name not in nodes:  # of a host, told before: what becomes of its nodes is told now
+        if name not in nodes:  # an earlier refusal for a host: the states of its nodes replace it
             self._refused.pop(name, None)
         if not begun:
             self._refuse(name, "the training has not begun")
         elif not nodes:
             known = ", ".join(self._nodes[:MOST])
-            self._refuse(name, f"the run has no node and no host of this name; its nodes: {known}")
+            self._refuse(name, f"the run has no node or host of this name; its nodes: {known}")
         for node in nodes if begun else ():
             if node in self._asked or node in self._known_to_members:
                 continue
             self._refused.pop(node, None)
             self._asked.append(node)
-            self._roster.changes.append(f"node {node} is to be drained")
+            self._roster.changes.append(f"node {node} must be drained")
 
     def to_decide(self, members: Iterable[WorkerId]) -> tuple[str, ...]:
-        """What ``members``, who have joined, have to decide in the epoch that is formed now, in the order asked.
+        """Return the drains that ``members``, which have joined, must decide in the new epoch, in order of request.
 
-        Asked again, too: what they had accepted, and none of them tells any more. They have refused it since, and the
-        answer was not heard: it came while an epoch was being made, or its teller died.
+        They include drains that were accepted and that no member reports any more: the members have refused them since,
+        and the answer was lost, because an epoch was being formed or the answering worker died.
         """
         statuses = {number: self._roster.workers[number].status for number in members}
         forgotten = self._accepted - draining_of({"statuses": statuses}) - {*self._asked}
@@ -87,21 +87,21 @@ class Drains:
         return tuple(self._asked)
 
     def answered(self, node: str, reason: str) -> None:
-        """A member tells what the present epoch has decided of a node; ``reason``: why it is refused, else empty."""
+        """Take in a member's answer for a node in the present epoch; ``reason``: of a refusal, else empty."""
         if node in self._asked:
             self._asked.remove(node)
         if reason:
-            self.tell_launcher(node, stays=True)  # nothing, unless it was told otherwise
+            self.tell_launcher(node, stays=True)  # sends nothing unless the node is being drained
             self._accepted.discard(node)
             self._refuse(node, reason)
         elif node not in self._accepted:
             self._accepted.add(node)
             self._out.log("draining", node=node)
             self.tell_launcher(node)
-            self._roster.changes.extend(self.news_of(node))  # its spares may have left before this was told
+            self._roster.changes.extend(self.news_of(node))  # its spares may have left before this answer
 
     def tell_launcher(self, node: str, **more: bool) -> None:
-        """Have the launcher of a node that is being drained start no more workers; nothing for another one."""
+        """Notify the launcher of a node that is being drained, so that it starts no more workers."""
         node_agent = self._roster.node_agents.get(node)
         if self.is_draining(node) and node_agent is not None and node_agent.session is not None:
             self._out.send([node_agent.session], {"type": "drain", **more})
@@ -113,24 +113,24 @@ class Drains:
         while len(self._refused) > MOST:
             del self._refused[next(iter(self._refused))]
 
-    # -- what is left -------------------------------------------------------------------------------------------------
+    # -- progress -----------------------------------------------------------------------------------------------------
 
     def is_draining(self, node: str) -> bool:
-        """Whether a node is being drained, or was."""
+        """Return whether a node is being drained or has been drained."""
         return node in self._known_to_members
 
     def why_left(self, worker: Member) -> str:
-        """For people: why a worker leaves in order."""
+        """Return why a worker left in order, for the log."""
         drained = worker.node in self._asked or self.is_draining(worker.node)
         return "its node was drained" if drained else "it had finished"
 
     def news_of(self, node: str) -> list[str]:
-        """Why an epoch is to be opened: the last one still counts on workers of the node, of which none is left."""
+        """Return the reason to open an epoch: the last one counts on workers of the node, and none is left."""
         empty = self.is_draining(node) and not self._live(node)
         return [f"node {node} {DRAINED}"] if empty and self._workers_of(node) & self._epochs.formed.members else []
 
     def rows(self) -> list[Json]:
-        """For observers: what became of all that was asked."""
+        """Return the state of all requested drains, for observers."""
         shown = sorted({*self._asked, *self._known_to_members})
         rows: list[dict[str, Json]] = [
             {"node": node, "state": self._state(node).value, "workers": to_runs(self._live(node))} for node in shown
@@ -153,9 +153,9 @@ class Drains:
 
     @property
     def _known_to_members(self) -> set[str]:
-        """The nodes that the members have agreed to do without, by their answer or by what they joined with.
+        """Nodes that the members have agreed to do without, by their answer or by the statuses they joined with.
 
-        Not those that their last answer refuses: a death may change their mind.
+        Nodes that their last answer refuses are left out: a death may change that decision.
         """
         return (self._accepted | draining_of(self._epochs.plan)) - self._refused.keys()
 
@@ -164,7 +164,7 @@ class Drains:
         return sorted({worker.node for worker in self._roster.workers.values() if worker.node})
 
     def _nodes_of(self, name: str) -> list[str]:
-        # The members may remember a node of which nobody was left when this coordinator came to lead.
+        # The members may remember a node that had no worker left when this coordinator began to lead.
         known = name in self._nodes or name in self._known_to_members
         on_the_host = {worker.node for worker in self._roster.workers.values() if worker.host == name}
         return [name] if known else sorted(on_the_host - {""})
@@ -173,16 +173,16 @@ class Drains:
         return frozenset(number for number, worker in self._roster.workers.items() if worker.node == node)
 
     def _live(self, node: str) -> Workers:
-        """With those aside: they come back, and leave then, or are put out."""
+        """Return the node's live workers, and those set aside: they come back and leave then, or are evicted."""
         return self._workers_of(node) & (self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE))
 
 
 def draining_of(plan: Json) -> set[str]:
-    """What the members of a plan have agreed to before, bounded; empty where its statuses tell nothing of it."""
+    """Return the drains that the members of a plan have accepted before; empty if its statuses have none."""
     statuses = plan.get("statuses") if isinstance(plan, dict) else None
     found: set[str] = set()
     for status in statuses.values() if isinstance(statuses, dict) else ():
-        told = status.get("draining") if isinstance(status, dict) else None
-        if isinstance(told, Iterable) and not isinstance(told, (str, dict)):
-            found |= {name for name in list(told)[:MOST] if isinstance(name, str) and len(name) <= 256}
+        names = status.get("draining") if isinstance(status, dict) else None
+        if isinstance(names, Iterable) and not isinstance(names, (str, dict)):
+            found |= {name for name in list(names)[:MOST] if isinstance(name, str) and len(name) <= 256}
     return found

@@ -1,14 +1,15 @@
-"""The epochs: the last one that was formed, with its plan and its commits, and the rendezvous of the next.
+"""Epochs: the last formed epoch with its plan and commits, and the rendezvous of the next one.
 
-                          joins                  all have joined, and may go on
+                          joins                  all have joined, and may continue
     Rendezvous.open ----------------> is_ready --------------------------------> form ---> Epochs: reports, commits
        ^                                 |                                                            |
        |     a change of membership      |               a change of membership                       |
        '---------------------------------'------------------------------------------------------------'
 
-A commit needs the report of all members with a part in the epoch, so it needs no log: if every survivor of an epoch
-presents ``done >= t``, t is committed (it may have been, and it does no harm if it was not); if one does not, it was
-not. So a lost coordinator loses no decision, and a decision that a single worker has received is never taken again.
+A commit needs the reports of all members with a part in the epoch, so it needs no log. If every survivor of an epoch
+presents ``done >= t``, t is committed (if it was not committed before, committing it now does no harm); if one survivor
+does not, t was not committed. So a lost coordinator loses no decision, and a decision that a single worker has received
+is never reversed.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from recover_megatron.membership.roster import Fate, Member, Roster
 
 
 class Epochs:
-    """The last epoch that was formed: who is in it, its plan, and what it commits."""
+    """The last formed epoch: its members, its plan, and its commits."""
 
     def __init__(self, roster: Roster, planner: Planner, out: Outbox) -> None:
         self.formed = Formed(0, frozenset(roster.workers))
         self.own = False
-        """Whether this coordinator has formed it."""
+        """True if this coordinator has formed it."""
         self.plan: Json = None
-        """The planner's answer, or what a member has presented as that."""
+        """The planner's answer, or the plan that a member has presented."""
         self.committed = 0
         """The last iteration committed."""
         self._roster = roster
         self._planner = planner
         self._out = out
         self._ready = 0  # members that have reported done beyond self.committed, or have no part
-        self._some_left = False  # of this epoch
-        self._stuck = 0  # epochs in a row that ended because all waited for each other, without a commit
-        self._apart = Workers()  # those that waited in something else than the others when the last of them ended
+        self._some_left = False  # members of this epoch have left
+        self._stuck = 0  # consecutive epochs that ended without a commit because all waited for each other
+        self._apart = Workers()  # workers in another operation than the others when the last of these epochs ended
 
     @property
     def working(self) -> Workers:
@@ -61,32 +62,32 @@ class Epochs:
         return self.formed.members - self._roster.idle(self.formed)
 
     def adopt(self, evidence: Evidence) -> None:
-        """Go on from the newest epoch and commit that a member has presented."""
+        """Continue from the newest epoch and commit that a member has presented."""
         self.formed = evidence.formed
         self.committed = max(self.committed, evidence.committed)
         self._roster.told_of(evidence.dead, evidence.left)
 
     def take_over(self, evidence: Evidence, now: float) -> Workers:
-        """Adopt ``evidence`` as a new coordinator; the workers that the run counts on.
+        """Adopt ``evidence`` as a new coordinator. Return the workers that the run counts on.
 
-        A live worker that is not among them stays aside if it was presented as that, and is put out otherwise.
+        A live worker that is not among them stays set aside if it was presented as that, and is evicted otherwise.
         """
         self.adopt(evidence)
         for worker in self._roster.workers.values():
             if worker.fate is not Fate.LIVE or worker.number in evidence.target or worker.new:
                 continue
             if worker.number in evidence.aside:
-                self._roster.set_aside([worker.number], "it was aside when the coordinator before was lost", now)
+                self._roster.set_aside([worker.number], "it was set aside when the previous coordinator was lost", now)
             else:
-                self._roster.exclude(worker, "it was put out of the run before", now)
+                self._roster.exclude(worker, "it was evicted earlier in the run", now)
         self._roster.tell_of_ends(now)
         self._roster.changes.clear()
         return evidence.target
 
-    # -- its plan -----------------------------------------------------------------------------------------------------
+    # -- plan ---------------------------------------------------------------------------------------------------------
 
     def form(self, opened: Opened, opened_at: float, now: float, drain: tuple[str, ...]) -> None:
-        """Fix the plan of a rendezvous that all have joined. Raises RunOver where there can be none."""
+        """Fix the plan of a rendezvous that all have joined. Raises RunOver if there is no possible plan."""
         previous, workers = self.formed, self._roster.workers
         self.formed = Formed(opened.epoch, opened.members, opened.term)
         self.commit(self.formed.members & previous.members - self._roster.idle(previous))
@@ -112,7 +113,7 @@ class Epochs:
         self._out.log("plan", epoch=opened.epoch, **plan)
 
     def _lost(self, missing: Workers) -> dict[WorkerId, Json]:
-        """Of those ``missing`` that have not left in order: what each was last seen doing."""
+        """Return the last known progress of workers in ``missing`` that have not left in order."""
         gone = [worker for number in sorted(missing) if (worker := self._roster.workers[number]).fate is not Fate.LEFT]
         return {
             w.number: {"iteration": w.progress.iteration, "phase": w.progress.phase, "aside": w.fate is Fate.ASIDE}
@@ -121,10 +122,10 @@ class Epochs:
 
     @property
     def plan_message(self) -> dict[str, Any]:
-        """The plan without its data, as launchers get it."""
+        """The plan message without its data, for launchers."""
         return {"type": "plan", **self.formed.to_wire(), "committed": self.committed}
 
-    # -- its commits --------------------------------------------------------------------------------------------------
+    # -- commits ------------------------------------------------------------------------------------------------------
 
     def done(self, worker: Member, iteration: int, now: float) -> None:
         before = self.is_ready(worker)
@@ -133,33 +134,36 @@ class Epochs:
         if worker.progress.waiting_since is None:
             worker.progress.waiting_since = now
         if self._some_left:
-            self._roster.changes.append("a worker has left while others go on")
+            self._roster.changes.append("a worker has left while others continue")
         self._reported(worker, before)
 
     def idle(self, worker: Member) -> None:
-        """A member has said that it has no part in this epoch."""
+        """Record that a member has no part in this epoch."""
         before = self.is_ready(worker)
         worker.idle_in = self.formed.epoch
         self._reported(worker, before)
 
     def left(self, worker: Member, why: str) -> None:
-        """A worker has left in order. If it had a part in this epoch nothing more is committed in it, for its report
-        would be missing."""
+        """Record that a worker has left in order.
+
+        If it had a part in this epoch, no further iteration is committed in the epoch: its report would be missing.
+        """
         self._some_left |= worker.number not in self.formed.members or worker.idle_in != self.formed.epoch
         worker.fate = Fate.LEFT
         self._out.log("left", worker=worker.number, reason=why)
 
     @property
     def finished(self) -> bool:
-        """Whether all that had a part in the epoch are gone, at least one of them because it had finished.
+        """True if all members with a part in the epoch are gone, and at least one of them had finished.
 
-        False at a coordinator that has not formed the epoch: it does not know which of those that left had a part.
+        False at a coordinator that has not formed the epoch: it does not know which of the workers that left had a
+        part.
         """
         fates = {self._roster.workers[member].fate for member in self.working} if self.own else set()
         return Fate.LEFT in fates and Fate.LIVE not in fates
 
     def commit(self, reporters: Workers) -> bool:
-        """Commit what all ``reporters`` (those with a part in an epoch) have reported; whether that is anything new."""
+        """Commit iterations that all ``reporters`` (members with a part) have reported. Return whether one is new."""
         workers = self._roster.workers
         decided = min((workers[number].done for number in reporters), default=0)
         new = decided > self.committed
@@ -171,14 +175,14 @@ class Epochs:
         return new
 
     def is_ready(self, worker: Member) -> bool:
-        """Whether the next commit of the epoch does not wait for this member (any more)."""
+        """Return whether the next commit of the epoch does not (or no longer) wait for this member."""
         return worker.done > self.committed or worker.idle_in == self.formed.epoch
 
     def all_wait(self, apart: Workers) -> Workers:
-        """All members wait for each other, those ``apart`` in something else than the others: who is to be put out.
+        """Handle that all members wait for each other, ``apart`` in a different operation. Return the workers to evict.
 
-        Those that were apart when this happened last; where nobody was all meet again. Raises RunOver when that goes on
-        and on.
+        These are the workers that were apart the last time, too; if there are none, all meet again. Raises RunOver if
+        that repeats for ``max_stuck_epochs``.
         """
         self._stuck += 1
         again, self._apart = self._apart & apart, apart
@@ -192,11 +196,11 @@ class Epochs:
         return Workers()
 
     def _reported(self, worker: Member, before: bool) -> None:
-        """Commit if that was the last report missing; ``before``: whether the worker was ready before it."""
+        """Commit if this was the last missing report; ``before``: whether the worker was ready before it."""
         self._ready += self.is_ready(worker) and not before
         if self._some_left:
             if self.finished:
-                self._roster.changes.append("only workers without a part are left")
+                self._roster.changes.append("only workers without a part in the work are left")
         elif self._ready == len(self.formed.members) and self.commit(self.working):
             message = {"type": "commit", "epoch": self.formed.epoch, "iteration": self.committed}
             self._out.send(self._roster.sessions_of(self.formed.members), message)
@@ -205,25 +209,26 @@ class Epochs:
 
 
 class Hearing:
-    """Which workers know that the last epoch is over: until all do, nobody may abort what another one waits for.
+    """Confirmations that workers know the end of the last epoch. Until all do, no worker may abort operations.
 
-    A kernel of NCCL's that is aborted still posts its steps to its peers, empty, whose kernels then complete without an
-    error. Whoever believes that has not been told that the epoch is over: so all who live are told first, the aside,
-    too, who may come back. Those that are put out may not, once the next epoch may be formed without them (``may``).
+    An aborted NCCL kernel still posts its steps, empty, to its peers, whose kernels then complete without an error.
+    Only a worker that has not received the end of the epoch would use such results. So all live workers are notified
+    first, including those set aside, which may come back. Evicted workers may not: they do not count once the next
+    epoch may be formed without them (``may``).
     """
 
     def __init__(self, roster: Roster, epochs: Epochs) -> None:
         self.told = True
-        """Whether all have heard it, and were told so."""
+        """True once all workers have received it and were notified of that."""
         self.may = False
-        """Whether nobody goes on who is not asked here."""
+        """True if no worker can continue that is not asked here."""
         self._roster = roster
         self._epochs = epochs
         self._after = 0
         self._missing: set[WorkerId] = set()
 
     def begin(self) -> None:
-        """A rendezvous is opened: the first one after an epoch, or one more, for which nobody is asked again."""
+        """Start at an opened rendezvous: the first one after an epoch, or a further one, which asks no worker again."""
         epoch, workers = self._epochs.formed.epoch, self._roster.workers
         if self._after < epoch:
             self._after, self.told = epoch, False
@@ -232,24 +237,24 @@ class Hearing:
         self.may = False
 
     def heard(self, worker: Member, epoch: int) -> None:
-        """A worker knows that ``epoch`` is to be the next."""
+        """Record that a worker knows that ``epoch`` will be the next one."""
         worker.heard_of = max(worker.heard_of, epoch)
         if worker.heard_of > self._after:
             self._missing.discard(worker.number)
 
     @property
     def missing(self) -> Workers:
-        """Those who have not said so yet."""
+        """Workers that have not confirmed yet."""
         fates = Fate.LIVE, Fate.ASIDE
         return frozenset(number for number in self._missing if self._roster.workers[number].fate in fates)
 
     @property
     def due(self) -> bool:
-        """Whether all have heard it, and nobody was told so yet."""
+        """True if all workers have confirmed, and were not notified of that yet."""
         return not self.told and not self.missing
 
     def tell(self, epoch: int, term: int, out: Outbox, now: float) -> None:
-        """Tell everybody, once, if so. Who has waited for it had no fault in that."""
+        """Notify all workers, once, if it is due. The wait for this counts as no worker's delay."""
         if not self.due or not self.may:
             return
         self.told = True
@@ -261,21 +266,21 @@ class Hearing:
 
 
 class Rendezvous:
-    """The rendezvous that was opened last: whom it waits for, and whether its plan may be fixed."""
+    """The rendezvous opened last: the members that it waits for, and whether its plan may be fixed."""
 
     def __init__(self, roster: Roster, epochs: Epochs, leadership: Leadership) -> None:
         self.opened = Opened(0, frozenset(), 0)
         self.too_few = False
-        """Whether its members alone may not go on, for all that is known now."""
+        """True if its members alone may not continue, as far as known now."""
         self.is_open = False
-        """Whether its plan is not fixed yet."""
+        """True until its plan is fixed."""
         self.opened_at = 0.0
         self.patience = 0.0
-        """Until when it waits for somebody whom the coordinator does not reach."""
+        """Time until which it waits for members that the coordinator does not reach."""
         self._roster = roster
         self._epochs = epochs
         self._leadership = leadership
-        self._joined = 0  # members
+        self._joined = 0  # number of members
         self.hearing = Hearing(roster, epochs)
 
     @property
@@ -283,7 +288,7 @@ class Rendezvous:
         return self.opened.members
 
     def open(self, members: Workers, now: float) -> None:
-        """Open the next one: these have to join it, whatever they had joined before."""
+        """Open the next rendezvous: ``members`` must join it, whichever they had joined before."""
         settings = self._roster.settings
         if self._epochs.formed.epoch > 0:
             self.patience = now + 1.2 * settings.heartbeat_timeout
@@ -301,14 +306,14 @@ class Rendezvous:
             self._roster.workers[number].progress.waiting_since = None
 
     def is_apart(self, worker: Member) -> bool:
-        """Whether it had no part in the last epoch, or was left out of it: it is new, aside, or back."""
+        """Return whether a worker was outside of the last epoch: it is new, set aside, or back."""
         return worker.new or worker.fate is Fate.ASIDE or worker.number not in self._epochs.formed.members
 
     def revoke_message(self, reason: str, *, apart: bool = False) -> dict[str, Any]:
-        """The message that the last epoch is over, what it has committed, and who has to join the next one.
+        """Return the message that ends the last epoch: its commits, and the members that must join the next one.
 
-        ``apart``: for workers that ``is_apart`` names. It tells of no commits: those were made without them, so they
-        must not make the step, but get the state of a worker that has.
+        ``apart``: for workers that ``is_apart`` names. The message then carries no commits: they were made without
+        these workers, which must not apply the step, but get the state of a worker that has.
         """
         epochs, roster = self._epochs, self._roster
         message: dict[str, Any] = {
@@ -322,7 +327,7 @@ class Rendezvous:
         if aside := roster.with_fate(Fate.ASIDE):
             message["aside"] = to_runs(aside)
         if apart and not self.members & epochs.formed.members:
-            # They alone go on: whom they turn to is to know that there was an epoch of which they can tell nothing.
+            # They continue alone: their next coordinator must know of the epoch whose commits they do not know.
             message |= epochs.formed.to_wire("after_")
         if not epochs.own and epochs.plan is None and epochs.formed.epoch > 0:
             holders = (roster.workers[m] for m in sorted(self.members))
@@ -332,7 +337,7 @@ class Rendezvous:
         return message
 
     def join(self, worker: Member, message: Mapping[str, Any], now: float) -> None:
-        """A worker joins, with its status and its last reports; ignored if it means another rendezvous than this."""
+        """Record a worker's join with its status and last reports; ignored if it is for another rendezvous."""
         if not self.is_open or message["epoch"] != self.opened.epoch or worker.number not in self.members:
             return
         self._joined += worker.joined != self.opened.epoch
@@ -345,7 +350,7 @@ class Rendezvous:
             self._epochs.plan = message["plan"]
 
     def withdraw(self, worker: Member) -> None:
-        """A worker has to join again, because it has made a new connection."""
+        """Require a worker to join again, because it has a new connection."""
         self._joined -= self.is_open and worker.joined == self.opened.epoch
         worker.joined = 0
 
@@ -354,34 +359,36 @@ class Rendezvous:
         return self._joined == len(self.members)
 
     def may_follow(self, unreached: Container[int], now: float) -> bool:
-        """Whether its plan may be fixed when all have joined. Puts out who does not come; raises RunOver where it can
-        have no plan.
+        """Return whether its plan may be fixed when all have joined. Evict absent members.
 
-        ``unreached``: workers whose connections have ended and that are still waited for.
+        ``unreached``: workers whose connections have ended and that are still awaited. Raises RunOver if it can have no
+        plan.
         """
         late = self._late(unreached, now)
         launched = [w.number for w in late if w.number < self._roster.world]
         if self._epochs.formed.epoch == 0 and launched:
             names = ", ".join(map(str, launched[:20]))
             patience = f"{self._roster.settings.start_timeout:.0f} s"
-            raise RunOver(EXIT_NO_REPLICA, f"workers {names} did not come within {patience}")
+            raise RunOver(EXIT_NO_REPLICA, f"workers {names} did not attach within {patience}")
         for worker in late:
-            self._roster.exclude(worker, "did not come to the new coordinator", now)
+            self._roster.exclude(worker, "it did not attach to the new coordinator", now)
         return not late and self._may_follow(now)
 
     def form(self, now: float, drain: tuple[str, ...]) -> None:
-        """Fix its plan; ``drain``: as in ``PlanRequest``. Raises RunOver where there can be none."""
+        """Fix its plan; ``drain``: as in ``PlanRequest``. Raises RunOver if there is no possible plan."""
         self._epochs.form(self.opened, self.opened_at, now, drain)
         self.is_open = False
 
     def excuse(self, pause: float) -> None:
-        """This process was kept from running for so long, and waited for nobody meanwhile."""
+        """Exclude a pause of this process: it waited for no worker meanwhile."""
         self.patience += pause
         self.opened_at += pause
 
     def _late(self, unreached: Container[int], now: float) -> list[Member]:
-        """Members without a connection whose time is over: the start timeout for the launch's first epoch, else 1.2
-        heartbeat timeouts."""
+        """Return members without a connection whose time is over.
+
+        They have the start timeout before the launch's first epoch, else 1.2 heartbeat timeouts.
+        """
         newcomers_until = min(self.patience, self.opened_at + 1.2 * self._roster.settings.heartbeat_timeout)
         missing = [self._roster.workers[m] for m in self.members if m not in unreached]
         missing = [w for w in missing if w.session is None]
@@ -389,9 +396,9 @@ class Rendezvous:
         return [w for w in missing if now > max(until[w.number], w.awaited_until)]
 
     def _may_follow(self, now: float) -> bool:
-        """Whether its plan may follow the last epoch (``leadership``).
+        """Return whether its plan may follow the last epoch (``leadership``).
 
-        Raises RunOver where it never will, and puts out members whose launchers have not acknowledged in time.
+        Raises RunOver if it never will. Evicts members whose launchers have not acknowledged in time.
         """
         contest = self._leadership.contest(self.opened, self._epochs.formed, self._epochs.own)
         self.too_few = contest is not None and contest.standing is Standing.TOO_FEW
@@ -405,27 +412,27 @@ class Rendezvous:
             if not enough and (self.all_joined or not self.hearing.missing):  # they follow this coordinator's term
                 enough = self._leadership.has_lease(self.opened, now)
             return enough
-        outs = [roster.workers[n] for n in roster.with_fate(Fate.OUT)]
-        hope = any(roster.vouched(w, now) for w in outs)
-        hopeless = not hope or now > self.patience + 2 * roster.settings.heartbeat_timeout
+        evicted = [roster.workers[n] for n in roster.with_fate(Fate.OUT)]
+        vouched = any(roster.vouched(w, now) for w in evicted)
+        hopeless = not vouched or now > self.patience + 2 * roster.settings.heartbeat_timeout
         if not may and hopeless and not self._leadership.witness.waits(now):
             text = f"only {len(members)} of {len(contest.missing | self.members)} workers that may be running are "
-            text += "reached: the others may go on elsewhere, so this side stops"
+            text += "reached: the others may continue elsewhere, so this side stops"
             if not contest.known:
-                text += " (those reached have no part in the work, and cannot tell what it committed)"
+                text += " (the reached workers have no part in the work, and do not know the last commit)"
             raise RunOver(EXIT_LOST_MAJORITY, text)
         for worker in unheard if may else []:
             node_agent = roster.node_agents.get(worker.node_agent)
-            stopped = node_agent is not None and node_agent.session is not None  # its kernel answers, and is asked
+            stopped = node_agent is not None and node_agent.session is not None  # its kernel answers probes
             if now > self.patience + (roster.settings.heartbeat_timeout if stopped else 0.0):
-                roster.exclude(worker, "its launcher, who could speak for it elsewhere, is not reached", now)
+                roster.exclude(worker, "its launcher, which could vouch for it elsewhere, is not reached", now)
         return False
 
     def _acknowledged(self, node: str, now: float) -> bool:
-        """Whether the launcher says nothing to another coordinator without presenting this rendezvous.
+        """Return whether the launcher will present this rendezvous to any other coordinator that it attaches to.
 
-        It is enough that the message lies at the host of one that does not run. What it had said before that is heard
-        by then, since ``patience`` is also time for what was lost on the way.
+        If its process does not run, it is enough that the message lies at its host. Messages that it had sent before
+        that are received by then: ``patience`` also covers retransmission.
         """
         node_agent = self._roster.node_agents.get(node)
         if node_agent is None:

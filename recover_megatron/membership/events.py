@@ -1,4 +1,4 @@
-"""What goes into a state machine (events) and what comes out (effects). ``session`` is the number of a connection."""
+"""Events into a state machine, and effects out of it. ``session`` is the number of a connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recover_megatron.membership.records import Json, Workers
 
 @dataclass(frozen=True)
 class Received:
-    """A checked message arrived. The first one of a session is ``attach`` or ``attach_node_agent``."""
+    """A checked message. The first one of a session is ``attach`` or ``attach_node_agent``."""
 
     session: int
     message: Mapping[str, Any]
@@ -22,10 +22,10 @@ class Received:
 
 @dataclass(frozen=True)
 class Closed:
-    """A session ended.
+    """End of a session.
 
-    ``ended``: the other side's kernel closed it (end of file or reset), which a process that runs does not let happen
-    without an ``abandon`` or ``bye`` before. False: a malformed message, a full buffer, an unreachable network.
+    ``ended``: the other side's kernel closed it (end of file or reset). A running process sends ``abandon`` or ``bye``
+    before that. False: a malformed message, a full buffer, an unreachable network.
     """
 
     session: int
@@ -35,33 +35,33 @@ class Closed:
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """Answer to ``Probe``: for how many seconds the other host's kernel has acknowledged nothing of what we sent."""
+    """Answer to ``Probe``: for how many seconds the other host's kernel has acknowledged none of the sent data."""
 
     session: int
     silence: float
     delivered: bool = False
-    """Whether that kernel has all that we sent, and we have read all that its process had said before."""
+    """True if that kernel has all sent data, and everything that its process had sent before has been read."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to ``AskForLease``."""
+    """Answer to ``AskForLease``."""
 
     term: int
     epoch: int
     granted: bool | None
-    """None: there is no answer yet, and it is tried on."""
+    """None: there is no answer yet, and the attempts continue."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What the witness has said (``AskWitness``), or why nothing is heard of it."""
+    """Statement of the witness (answer to ``AskWitness``), or the reason why it does not answer."""
 
     off: frozenset[str]
-    """Nodes on which nothing runs any more, for certain, by the names of their launchers."""
+    """Nodes on which certainly no process runs any more, by the names of their launchers."""
     reason: str = ""
-    """For people."""
+    """Text for the log."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Settle:
-    """All events that were ready are handled: act on them together (a hundred deaths at once make one new epoch)."""
+    """All ready events are handled: act on them together (a hundred simultaneous deaths make one new epoch)."""
 
 
 CoordinatorEvent = Received | Closed | Acknowledged | Verdict | Statement | Tick | Settle
@@ -103,13 +103,13 @@ class Probe:
 
 @dataclass(frozen=True)
 class AskForLease:
-    """Ask for the lease, for these members of a rendezvous that all have joined (``Verdict`` follows)."""
+    """Ask for the lease, for these members of a rendezvous that have all joined (``Verdict`` follows)."""
 
     term: int
     epoch: int
     members: Workers
     renew: bool = field(default=False, compare=False)
-    """The epoch is formed, and nobody waits for the answer: see ``lease.is_due``."""
+    """True if the epoch is formed, and no rendezvous waits for the answer: see ``lease.is_due``."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,15 @@ class Log:
 
 @dataclass(frozen=True)
 class StepDown:
-    """This coordinator may be superseded, and has told its members: replace it by a ``fresh`` one, which leads again
-    when a majority comes to it, and ask for the lease no more."""
+    """Replace this coordinator, which may be superseded and has notified its members, by a ``fresh`` one.
+
+    The fresh one leads again when a majority attaches to it. Stop asking for the lease.
+    """
 
 
 @dataclass(frozen=True)
 class Exit:
-    """The coordinator's work is over; flush, then end with this code."""
+    """End of the coordinator's work: flush, then exit with this code."""
 
     code: int
     reason: str
@@ -142,7 +144,7 @@ CoordinatorEffect = Send | Close | Probe | AskForLease | AskWitness | Log | Step
 
 
 class Outbox:
-    """The effects of the event that a coordinator handles, in order; all of its parts put theirs in."""
+    """Effects of the event that a coordinator is handling, in order; all of its parts add theirs."""
 
     def __init__(self) -> None:
         self._effects: list[CoordinatorEffect] = []
@@ -154,12 +156,12 @@ class Outbox:
         self.do(Log({"event": event, **fields}))
 
     def send(self, sessions: Iterable[int], message: Mapping[str, Any]) -> None:
-        """Send a message to each of ``sessions``; nothing if there are none."""
+        """Send a message to each of ``sessions``; do nothing if there are none."""
         if targets := tuple(sessions):
             self.do(Send(targets, message))
 
     def take(self) -> list[CoordinatorEffect]:
-        """All effects since the last call."""
+        """Return all effects since the last call."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -169,27 +171,26 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The host of the candidate that was dialed has accepted the connection, so its process exists; it has said
-    nothing."""
+    """The dialed candidate's host has accepted the connection, so the process exists; it has sent nothing."""
 
 
 @dataclass(frozen=True)
 class Connected:
-    """The candidate that was dialed is connected, and both sides have proved that they know the secret."""
+    """The dialed candidate is connected, and both sides have proved that they know the secret."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The connection, or the attempt to make one, has failed or was ended by the other side."""
+    """Failure of the connection or of the attempt to connect, or its end by the other side."""
 
     reason: str
     refused: bool = False
-    """The host has answered that no process listens there."""
+    """True if the host has answered that no process listens there."""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """A checked message arrived on the current connection."""
+    """A checked message on the current connection."""
 
     message: Mapping[str, Any]
 
@@ -214,28 +215,32 @@ class Say:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Give up the current connection, telling why. It stays open while the other side may read it: a close looks like
-    a death."""
+    """Give up the current connection and send the reason.
+
+    It stays open while the other side may read it, since a close looks like a death.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Hangup:
-    """The other side has closed or will: just close."""
+    """Close without a message: the other side has closed or will."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """From now on the candidates are those of the launch, and after them these."""
+    """Replace the candidates behind those of the launch by these."""
 
     added: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Notify:
-    """Something the owner may be waiting for changed; ``kind``: "revoke", "plan", "commit", "out", "kill", "tell",
-    "drain" or "candidates"."""
+    """Notification of the owner.
+
+    ``kind``: "revoke", "plan", "commit", "out", "kill", "tell", "drain" or "candidates".
+    """
 
     kind: str
     detail: Mapping[str, Any] = field(default_factory=dict)
@@ -245,7 +250,7 @@ MemberEffect = Dial | Say | Abandon | Hangup | Look | Notify
 
 
 class State(Enum):
-    """See the drawing in ``coordinator``, the only module that changes it."""
+    """States of a coordinator. See the drawing in ``coordinator``, the only module that changes the state."""
 
     STANDBY = "standby"
     GATHERING = "gathering"
@@ -253,4 +258,4 @@ class State(Enum):
     STEADY = "steady"
     STOPPED = "stopped"
     RETIRED = "retired"
-    """It has stepped down: a fresh one has its place."""
+    """Final state after it has stepped down: a fresh candidate has replaced it."""

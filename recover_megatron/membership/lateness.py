@@ -1,6 +1,6 @@
-"""The workers that are silent, or hang, or whose connections have ended although they may be running.
+"""Workers that are silent or hung, or whose connections have ended although they may be running.
 
-``detect.Stall`` answers whether they are put out, or waited for. A witness (``witness``) may speak first.
+``detect.Stall`` decides whether they are evicted or the run waits. A witness (``witness``) may speak first.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from recover_megatron.membership.roster import Fate, Member, Roster
 from recover_megatron.membership.view import statuses_of
 
 NAMED = 4
-"""Of those that a stall has caught so many are told of one by one."""
+"""Number of stalled workers that a report names one by one."""
 
 
 class Lateness:
-    """Puts out the late, or tells of the stall for whose end the run waits."""
+    """Evicts late workers, or reports the stall for whose end the run waits."""
 
     def __init__(self, roster: Roster, epochs: Epochs, out: Outbox) -> None:
         self.stall = Stall(roster.settings)
         self.unreached: dict[WorkerId, tuple[float, str]] = {}
-        """Workers whose connection has ended though they may be running -> since when, and why."""
+        """Workers whose connection has ended although they may be running -> since when, and why."""
         self._others_wait = False
-        """Whether any of those who were looked at last waits."""
+        """True if any worker of the group judged last waits."""
         self._deaf: dict[WorkerId, tuple[float, str]] = {}
-        """Workers that their host does not answer for -> when asked last, and why they are late."""
+        """Workers whose host does not answer for them -> when probed last, and why they are late."""
         self._roster = roster
         self._epochs = epochs
         self._out = out
 
     def ask_the_quiet(self, now: float, held_up: bool) -> None:
-        """Ask for a sign of life whoever gives none.
+        """Ask quiet members for a sign of life.
 
-        A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter), and a launcher
-        stopped for hours: its host's kernel is asked (``Probe``) whether what was sent before is acknowledged; not if
-        this process was ``held_up``, so that what it sends now is the first for long. The longer a launcher is silent,
-        the rarer it is sent anything: it must not run out of room for what it has to know.
+        A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter lock), and a
+        launcher may be stopped for hours. So its host's kernel is asked (``Probe``) whether earlier messages are
+        acknowledged; not if this process was ``held_up``, since the next message is then the first for long. The longer
+        a launcher is silent, the more rarely it is sent anything: its receive buffer must keep room for important
+        messages.
         """
         roster, settings = self._roster, self._roster.settings
         for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
@@ -66,25 +67,25 @@ class Lateness:
                 node_agent.asked = silence
 
     def silent(self, now: float, fresh: float = -math.inf) -> list[Member]:
-        """Workers without a sign of life for the heartbeat timeout (and since ``fresh``), for whom nobody vouches."""
+        """Return silent workers (heartbeat timeout, and since ``fresh``) that no launcher vouches for."""
         timeout = self._roster.settings.heartbeat_timeout
         return [w for w in self._quiet(timeout, now) if now - fresh > timeout and not self._roster.vouched(w, now)]
 
     def lost_touch(self, worker: Member, reason: str, now: float) -> None:
-        """The connection of a worker that may still be running has ended."""
+        """Record that the connection of a worker has ended that may still be running."""
         self._roster.unbind(worker)
         self.unreached[worker.number] = now, reason
 
     def unacknowledged(self, worker: Member, reason: str, now: float) -> None:
-        """The host of a worker that is not heard does not answer either."""
+        """Record that the host of a silent worker does not answer either."""
         self._deaf[worker.number] = now, reason
 
     def excuse(self, pause: float) -> None:
-        """This process was kept from running for so long, and waited for nobody meanwhile."""
+        """Exclude a pause of this process: it waited for no worker meanwhile."""
         self.stall.excuse(pause)
 
     def put_out(self, members: Workers, now: float) -> bool:
-        """Put out those of ``members`` that are late, or wait for them; whether all wait for each other.
+        """Evict late ``members``, or wait for them. Return whether all wait for each other.
 
         ``members``: those that the run waits for now, in an epoch or in a rendezvous.
         """
@@ -102,93 +103,93 @@ class Lateness:
         replica_of = self._replica_of()
         half = judge(group, now, patience / 2, fresh)
         held_up = self._held_up(late, {replica_of.get(number) for number in half.slow} - {None}, replica_of, now)
-        whose = {replica_of.get(number) for number in held_up}
-        slow |= {number: self._no_progress(number, now) for number in half.slow if replica_of.get(number) in whose}
-        slow |= held_up  # told of together with those for whom they wait
+        blocked = {replica_of.get(number) for number in held_up}
+        slow |= {number: self._no_progress(number, now) for number in half.slow if replica_of.get(number) in blocked}
+        slow |= held_up  # reported together with the workers that they wait for
         late = {number: reason for number, reason in late.items() if number not in slow}
         suspected = {w.number for w in self._quiet(settings.heartbeat_timeout / 2, now)}
         suspected |= set(half.hung)
         if self._is_lost_node({*late, *slow, *suspected}, replica_of, now):
-            replica_of = {}  # no stall: they share nothing but their node
+            replica_of = {}  # no stall: they share only their node
         self.stall.until = self._until(group, slow) if waiting or late or not slow else math.inf
         answer = self.stall.consider(late, slow, suspected, replica_of, now)
         for number in sorted(answer.put_out):
             self._roster.exclude(workers[number], late[number], now, together=answer.put_out)
-        self._tell(answer, replica_of, now)
+        self._report(answer, replica_of, now)
         return judgement.stuck
 
     def all_wait(self, members: Workers, now: float) -> None:
-        """All ``members`` wait for each other: have them meet again, or put out who waits where the others do not come.
+        """Let ``members`` that all wait for each other meet again, or evict those in a different operation.
 
-        Raises RunOver when that goes on and on.
+        Raises RunOver if that repeats.
         """
         workers, group = self._roster.workers, self._group(members)
-        out = self._epochs.all_wait(apart(group, self._replica_of()))
-        for worker in (workers[number] for number in sorted(out)):
+        evicted = self._epochs.all_wait(apart(group, self._replica_of()))
+        for worker in (workers[number] for number in sorted(evicted)):
             where = f"{worker.progress.phase or 'no phase'} of iteration {worker.progress.iteration}"
-            reason = f"all workers wait for each other, it once more in {where}, to which the others do not come"
-            self._roster.exclude(worker, reason, now, together=out)
+            reason = f"all workers wait for each other; it waits again in {where}, which the others do not reach"
+            self._roster.exclude(worker, reason, now, together=evicted)
 
     def _group(self, members: Workers) -> list[WorkerProgress]:
-        """The progress of those of ``members`` that are reached."""
+        """Return the progress of those ``members`` that are reached."""
         workers = self._roster.workers
         return [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
 
     def _until(self, group: list[WorkerProgress], slow: dict[WorkerId, str]) -> float | None:
-        """See ``Stall.until``."""
+        """Return the time for ``Stall.until``."""
         settings, since = self._roster.settings, [p.waiting_since for p in group if p.waiting_since is not None]
         longer = [p for p in group if p.worker in slow and p.allow > settings.stall_timeout]
         ends = (max(p.marked, min(since, default=p.marked)) + settings.hang_timeout + p.allow for p in longer)
         return max(ends, default=None)
 
     def put_out_aside(self, now: float) -> None:
-        """Put out who was set aside and does not come back."""
+        """Evict workers that were set aside and did not come back in time."""
         workers, settings = self._roster.workers, self._roster.settings
         for number in sorted(self._roster.with_fate(Fate.ASIDE)):
             if now - workers[number].aside_since > max(settings.hang_timeout, settings.grace):
-                self._roster.exclude(workers[number], "it was set aside, and has not come back", now)
+                self._roster.exclude(workers[number], "it was set aside and did not come back", now)
 
     def set_aside(self, members: Workers, now: float) -> None:
-        """Set the replica of ``members`` aside for which all others of them have waited for the grace."""
+        """Set the replica of ``members`` aside for which all other members have waited for the grace."""
         settings, group = self._roster.settings, self._group(members)
         if settings.grace > 0 and len(group) == len(members):
             late = behind(group, self._replica_of(), now, settings)
             self._roster.set_aside(late, f"its replica is late by more than {settings.grace:g} s", now)
 
     def _is_lost_node(self, away: set[WorkerId], replica_of: dict[WorkerId, Hashable], now: float) -> bool:
-        """Whether those ``away`` are of one node that is not heard at all, and the others can go on without it.
+        """Return whether the workers ``away`` are of one silent node, and the others can continue without it.
 
-        They hold a whole replica; or, of broken ones, they are enough for a replica and stand in all of its positions,
-        or say that they could go back.
+        They can if they hold a complete replica. If all replicas are broken, they can if they are enough for a replica
+        and hold all of its positions, or report that they could roll back.
         """
         nodes = {self._roster.workers[number].node_agent for number in away}
-        there = [w for w in self._roster.workers.values() if w.node_agent in nodes and w.fate is Fate.LIVE]
-        if len(nodes) != 1 or "" in nodes or not away.issuperset(w.number for w in there):
+        on_node = [w for w in self._roster.workers.values() if w.node_agent in nodes and w.fate is Fate.LIVE]
+        if len(nodes) != 1 or "" in nodes or not away.issuperset(w.number for w in on_node):
             return False
-        if any(self._roster.vouched(w, now) for w in there):
+        if any(self._roster.vouched(w, now) for w in on_node):
             return False
         if not {replica_of.get(number) for number in away} >= {*replica_of.values()}:
             return True
         places = {number: self._roster.workers[number].progress for number in replica_of}
         others = [places[number] for number in replica_of.keys() - away]
         size = max(Counter(replica_of.values()).values(), default=0)
-        standing = {p.place[1] for p in others if p.place}
-        everywhere = standing >= {p.place[1] for p in places.values() if p.place}
+        positions = {p.place[1] for p in others if p.place}
+        everywhere = positions >= {p.place[1] for p in places.values() if p.place}
         return len(others) >= max(1, size) and (everywhere or all(p.goes_back for p in others))
 
     def _quiet(self, seconds: float, now: float) -> list[Member]:
-        """Attached workers of which nothing was heard for so long."""
+        """Return attached workers that have been silent for more than ``seconds``."""
         workers = self._roster.workers.values()
         return [w for w in workers if w.session is not None and self._roster.silence(w, now) > seconds]
 
     def _not_heard(self, now: float) -> dict[WorkerId, str]:
-        """Why a worker that is silent, or has lost its connection, is late."""
+        """Return the workers that are late since they are silent or have lost their connection -> why."""
         workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
         late = {w.number: f"silent for {now - w.heard:.1f} s" for w in self.silent(now, fresh)}
         self._deaf = {
             number: (at, reason)
             for number, (at, reason) in self._deaf.items()
-            if now - at <= settings.heartbeat_interval  # it is asked again and again, see ``ask_the_quiet``
+            if now - at <= settings.heartbeat_interval  # ``ask_the_quiet`` probes repeatedly
             and at > max(workers[number].heard, fresh)
             and workers[number].fate is Fate.LIVE
         }
@@ -204,14 +205,14 @@ class Lateness:
     def _no_progress(self, number: WorkerId, now: float) -> str:
         progress = self._roster.workers[number].progress
         where = f"iteration {progress.iteration}, {progress.phase or 'no phase'}"
-        what = " (it waits for storage)" if progress.phase in STORAGE_PHASES else ""
+        storage = " (it waits for storage)" if progress.phase in STORAGE_PHASES else ""
         others = " while others wait" if self._others_wait else ""
-        return f"no progress for {now - progress.marked:.1f} s at {where}{what}{others}"
+        return f"no progress for {now - progress.marked:.1f} s at {where}{storage}{others}"
 
     def _held_up(
         self, late: dict[WorkerId, str], slow: set[Hashable], replica_of: dict[WorkerId, Hashable], now: float
     ) -> dict[WorkerId, str]:
-        """Those of the late that run and have a mate that waits for storage: they wait for it, and cannot say so."""
+        """Return late workers that run but wait for a peer of their replica that waits for storage."""
         return {
             number: reason
             for number, reason in late.items()
@@ -221,42 +222,43 @@ class Lateness:
         }
 
     def _replica_of(self) -> dict[WorkerId, Hashable]:
-        """The replicas of the last plan that have lost nobody, but to what makes workers late; see ``detect``.
+        """Return the replicas of the last plan that have lost no worker except late ones; see ``detect``.
 
-        By what a worker says of its place now, else by the plan's statuses; where neither tells each worker is one.
+        The place is the one that a worker reports now, else that of the plan's statuses; without both each worker is a
+        replica.
         """
-        told = statuses_of(self._epochs.plan)
+        statuses = statuses_of(self._epochs.plan)
         replica_of: dict[WorkerId, Hashable] = {}
         broken: set[Hashable] = {None}
         for number in self._epochs.working | self.stall.lately.keys():
             worker = self._roster.workers[number]
             place = worker.progress.place
-            replica: Hashable = place[0] if place else told.get(number, {}).get("replica", f"of {number}")
+            replica: Hashable = place[0] if place else statuses.get(number, {}).get("replica", f"of {number}")
             if worker.fate is Fate.LIVE or (worker.fate is Fate.OUT and number in self.stall.lately):
                 replica_of[number] = replica
             else:
                 broken.add(replica)
         return {number: replica for number, replica in replica_of.items() if replica not in broken}
 
-    def _tell(self, answer: Answer, replica_of: dict[WorkerId, Hashable], now: float) -> None:
-        """Say on the launchers' consoles and in the event log that the run waits, or that it does not any more."""
+    def _report(self, answer: Answer, replica_of: dict[WorkerId, Hashable], now: float) -> None:
+        """Report on the launchers' consoles and in the event log that the run waits, or no longer does."""
         if answer.say:
             assert self.stall.since is not None
             waited, seconds = self.stall.waited, now - self.stall.since
-            text = f"STALLED: {self._who(waited)}; the run waits for them, "
+            text = f"STALLED: {self._describe(waited)}; the run waits for them "
             left = self.stall.ends_in(now)
-            text += "however long" if left is None else f"{left:.0f} s more at most"
+            text += "without a time limit" if left is None else f"for at most {left:.0f} s more"
             text += " (--recover-stall-timeout)" * (self.stall.until is None)
-            told = {"replicas": len({replica_of[number] for number in waited if number in replica_of})}
-            self._out.log("stalled", workers=to_runs(waited), **told, seconds=seconds, left=left, reason=text)
+            counts = {"replicas": len({replica_of[number] for number in waited if number in replica_of})}
+            self._out.log("stalled", workers=to_runs(waited), **counts, seconds=seconds, left=left, reason=text)
             self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
         if answer.over is not None:
-            text = f"the stall is over after {answer.over:.0f} s: the run goes on"
+            text = f"the stall is over after {answer.over:.0f} s: the run continues"
             self._out.log("stall_over", seconds=answer.over)
             self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text})
 
-    def _who(self, waited: dict[WorkerId, str]) -> str:
-        """Workers with their hosts and what they do, for people."""
+    def _describe(self, waited: dict[WorkerId, str]) -> str:
+        """Return workers with their hosts and activities, for messages."""
         named = [f"{self._roster.workers[number].name}: {waited[number]}" for number in sorted(waited)[:NAMED]]
         more = [f"and {len(waited) - NAMED} more workers"] * (len(waited) > NAMED)
         return "; ".join([*named, *more])
@@ -264,7 +266,7 @@ class Lateness:
 
 @dataclass(eq=False)
 class Witnessed:
-    """When a coordinator asks its witness, and what a testimony changes. Calls for epochs in ``Roster.changes``."""
+    """Decides when a coordinator asks its witness, and applies the testimony. Requests epochs in ``Roster.changes``."""
 
     _roster: Roster
     _leadership: Leadership
@@ -273,19 +275,21 @@ class Witnessed:
     _lateness: Lateness
 
     def look(self, state: State, now: float) -> None:
-        """Called now and then, in any state: ask, where the answer matters."""
+        """Ask the witness if the answer matters. Called at every tick, in any state."""
         stalled = state in (State.RENDEZVOUS, State.STEADY) and self._lateness.stall.since is not None
         too_few = state is State.RENDEZVOUS and self._rendezvous.too_few
-        nobody_leads = state is State.STANDBY and self._leadership.lacks_members
-        self._leadership.witness.ask(now, needed=stalled or too_few or nobody_leads)
+        no_leader = state is State.STANDBY and self._leadership.lacks_members
+        self._leadership.witness.ask(now, needed=stalled or too_few or no_leader)
         waiting = self._roster.newcomers - self._rendezvous.members
         lets_in = self._leadership.witness.lets_in
         if state is State.STEADY and any(lets_in(number, self._epochs.formed) for number in waiting):
-            self._roster.changes.append("newcomers that have waited may come in")
+            self._roster.changes.append("waiting newcomers may be admitted")
 
     def hear(self, testimony: Statement, state: State, now: float) -> None:
-        """The witness has spoken: nobody waits any more for those that it says are lost. What it says holds for the
-        next rendezvous, which the launchers acknowledge after this."""
+        """Apply a statement of the witness: evict the workers that it reports lost, so that no member waits for them.
+
+        It counts for the next rendezvous, which the launchers acknowledge after this.
+        """
         off = self._leadership.witness.hear(testimony)
         if not off or state not in (State.RENDEZVOUS, State.STEADY):
             return

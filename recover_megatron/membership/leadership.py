@@ -1,43 +1,44 @@
-"""Whether a candidate may lead, may go on leading, and may leave out workers that it does not reach.
+"""Rules by which a candidate may lead, may continue to lead, and may leave out workers that it does not reach.
 
-``gone``: workers known to have ended (their kernel closed the connection, a node agent saw the process end) or to have
-left in order. The unreachable are not gone: they may be running on the other side of a partition.
+``gone``: workers known to have ended (their kernel closed the connection, or a node agent saw the process end) or to
+have left in order. Unreachable workers are not gone: they may be running on the other side of a partition.
 
-The rule, for a coordinator that wants to fix the plan of a new epoch with the workers it reaches:
+The rule for a coordinator that wants to fix the plan of a new epoch with the workers that it reaches:
 
-* Nobody is missing but the gone: it may, however few are left.
-* It formed the last epoch itself: it needs at least half of that epoch's members that are not gone (its own vote
+* If only gone workers are missing, it may, however few are left.
+* If it formed the last epoch itself, it needs at least half of that epoch's members that are not gone (its own vote
   breaks the tie).
-* It did not (the old coordinator is lost): it needs more than half of them, and more than half of every rendezvous
-  that anybody presents as opened after that epoch, since one of those may have been formed unseen.
-* With a lease (``lease``, on shared storage) the same holds for both: more than half of the epoch's members, those
-  that are gone counted as if they were missing, may go on. Fewer of them that miss no more than half, and still
-  have one, need the lease (``standing``). Others may not go on, but for one case more (``witness``).
+* If it did not (the old coordinator is lost), it needs more than half of them, and more than half of every rendezvous
+  that any member presents as opened after that epoch, since one of those may have been formed unseen.
+* With a lease (``lease``, on shared storage) the same rule holds for both: more than half of the epoch's members may
+  continue, where gone members count as missing. Fewer members need the lease, if they miss no more than half and at
+  least one is left (``standing``). Others may not continue, except in one more case (``witness``).
 
-* Members that have no part in the last epoch (*idle*) cannot tell what it committed, since nothing waited for them. So
-  where somebody is missing who may be running, idle members alone never go on under a new coordinator, lease or not;
-  but where all were idle (all replicas are broken, and spares build what is missing), since nothing was committed.
+* Members without a part in the last epoch (*idle*) do not know what it committed, since no commit waited for them. So
+  if a worker is missing that may be running, idle members alone never continue under a new coordinator, lease or not;
+  except if all were idle (all replicas are broken, and spares build what is missing), since nothing was committed.
 
-Why two sides can never both go on: let M be the last epoch both know, A the side that formed it, B the other. They are
-disjoint, because a member follows one coordinator at a time and only ever a higher term. A has at least half of those
-of M that are not gone, B has more than half; both cannot be, unless B knows deaths on A's side that happened
-after A went on. Such a death could only be told by a node agent, and a side that leaves somebody out goes on
-only after the node agents of its own members have acknowledged the new rendezvous: a node agent that later turns to B
-presents it, and B needs a majority of that one too.
+Why two sides can never both continue: let M be the last epoch that both know, A the side that formed it, B the other.
+They are disjoint, because a member follows one coordinator at a time and only ever a higher term. A has at least half
+of those members of M that are not gone, B has more than half. Both are impossible, unless B knows deaths on A's side
+that happened after A continued. Only a node agent could report such a death, and a side that leaves a worker out
+continues only after the node agents of its own members have acknowledged the new rendezvous. A node agent that later
+turns to B presents it, and B needs a majority of that rendezvous, too.
 
-*Newcomers* add members to an epoch and votes to its count, but never take the place of those before: until a rendezvous
-counts on them they are in no set that anybody needs a majority of, until they hold a plan they cannot tell what was
-committed, and newcomers alone go on nowhere. The argument above holds as it stands, since whoever of M is in a later
-epoch has joined it, so presents it.
+*Newcomers* add members to an epoch and votes to its count, but never replace earlier members. Until a rendezvous counts
+on them, they are in no set of which a side needs a majority. Until they hold a plan, they do not know what was
+committed, and newcomers alone never continue. The argument above holds unchanged: a member of M that is in a later
+epoch has joined it, so it presents it.
 
-With the lease two sides can never both have *enough* and a *claim*, whatever deaths each of them knows: of the epoch's
-members one would need more than half, and the other would miss no more than half; what a side learns of the other's
-deaths later is told by a node agent, as above. Of two claims the lease grants the second only to a side with a member
-of the first, that has followed the second's coordinator later: then the first side can go on without that member only
-by another claim, which is refused (``lease.may_take``). The lease knows no time, so no pause and no clock matters.
+With the lease two sides can never both have *enough* and a *claim*, whatever deaths each of them knows: one side would
+need more than half of the epoch's members, and the other would miss no more than half. What a side learns later of the
+other's deaths is reported by a node agent, as above. Of two claims the lease grants the second only to a side with a
+member of the first that has followed the second's coordinator later. The first side can then continue without that
+member only by another claim, which is refused (``lease.may_take``). The lease uses no time, so no pause and no clock
+affects it.
 
 The Promela model (tests/formal/) explores this exhaustively, with a lease and without, for a run without newcomers; the
-simulation (tests/membership) has those, too.
+simulation (tests/membership) includes newcomers.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ from recover_megatron.membership.witness import Witness
 
 
 def majority(reached: Workers, members: Workers, gone: Workers, tie: bool) -> bool:
-    """Whether ``reached`` is more than half of ``members`` that are not ``gone`` (with ``tie``: at least half).
+    """Return whether ``reached`` is more than half of ``members`` that are not ``gone`` (with ``tie``: at least half).
 
-    When all members are gone nobody can be running on another side, so anybody is a majority.
+    If all members are gone, none can be running on another side, so any set is a majority.
     """
     living = members - gone
     votes = 2 * len(reached & living)
@@ -74,26 +75,26 @@ def majority(reached: Workers, members: Workers, gone: Workers, tie: bool) -> bo
 
 
 def may_go_on(reached: Workers, bases: Iterable[Workers], gone: Workers, own: bool) -> bool:
-    """The rule above, without an arbiter. ``own``: this coordinator formed the last epoch (``bases`` is it alone)."""
+    """Apply the rule above without a lease. ``own``: this coordinator formed the last epoch, the only base."""
     return bool(reached) and all(majority(reached, base, gone, tie=own) for base in bases)
 
 
 class Standing(Enum):
-    """What those that a coordinator reaches may do, where somebody is missing who may be running."""
+    """Permission for the reached members if workers are missing that may be running."""
 
     ENOUGH = "enough"
-    """Go on."""
+    """Continue."""
     CLAIM = "claim"
-    """Go on if they get the lease."""
+    """Continue if they get the lease."""
     TOO_FEW = "too few"
-    """Nothing: the others may go on."""
+    """Do not continue: the others may."""
 
 
 def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: int) -> Standing:
-    """The rule above with a lease, whoever formed the last epoch.
+    """Apply the rule above with a lease, whichever coordinator formed the last epoch.
 
-    ``slack``: by so many workers two halves may differ that can each get the lease, since a node has more workers left
-    than another one. The same for all candidates of a run.
+    ``slack``: by how many workers two halves may differ that can each get the lease, since one node may have more
+    workers left than another. The same for all candidates of a run.
     """
     answer = Standing.ENOUGH
     for base in bases:
@@ -108,41 +109,41 @@ def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: i
 
 
 def can_tell(reached: Workers, idle: Workers, missing: Workers, own: bool) -> bool:
-    """Whether what the last epoch committed is known to ``reached``, or to nobody who may be running elsewhere.
+    """Return whether ``reached`` knows the commits of the last epoch, or no worker that may run elsewhere does.
 
-    ``idle``: members without a part in that epoch, where others have one; ``missing``: those not reached that are not
-    gone. Members with a part have reported what may have been committed, and the coordinator that formed the epoch
+    ``idle``: members without a part in that epoch, where others have one; ``missing``: unreached members that are not
+    gone. Members with a part have reported whatever may have been committed, and the coordinator that formed the epoch
     (``own``) has decided it.
     """
     return own or not missing or bool(reached - idle)
 
 
 _LEAP, _LEAPS, _STRIDE = 1 << 16, 1 << 12, 1 << 8
-"""A leap is longer than any side's row of epochs, and two leaps of two coordinators end at two places."""
+"""A leap is longer than any side's row of epochs, and leaps of two coordinators end at different numbers."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """An open rendezvous leaves out workers that may still be running."""
+    """Open rendezvous that leaves out workers that may still be running."""
 
     missing: Workers
-    """These workers."""
+    """The left-out workers."""
     standing: Standing
-    """Whether the members of the rendezvous may go on without them."""
+    """Permission for the members of the rendezvous to continue without them."""
     known: bool
-    """Whether its members can tell what the last epoch has committed; without that they may not."""
+    """True if its members know what the last epoch has committed; otherwise they may not continue."""
 
 
 class Leadership:
-    """This candidate's term, and the right to it.
+    """Term of this candidate, and its right to lead.
 
-    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``standing``; None: there is no lease. ``own``, where it
-    is asked for: the last epoch if this coordinator has formed it; None: what was presented tells which one it is.
+    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``standing``; None: no lease. ``own``, where a method
+    takes it: the last epoch if this coordinator has formed it; None: the presentations determine it.
     """
 
     def __init__(self, roster: Roster, out: Outbox, salt: int, slack: int | None, witness: Witness) -> None:
         self.term = 0
-        """0: it does not lead yet."""
+        """0 until it leads."""
         self.slack = slack
         self.evidence = Evidence(roster.world)
         self.witness = witness
@@ -150,24 +151,24 @@ class Leadership:
         self._out = out
         self._salt = salt
         self._claim: AskForLease | None = None  # the last one that an epoch waits for
-        self._record: AskForLease | None = None  # the last one that names who goes on, with nobody waiting
+        self._record: AskForLease | None = None  # the last one that records the members, without a waiting epoch
         self._claimed_at = 0.0
         self._verdict: Verdict | None = None  # on that claim
-        self._waiting_told = False  # of that claim
+        self._wait_reported = False  # the wait for that claim was reported
         self._led_at = 0.0  # when it began to lead
-        self._leapt = False  # over the numbers of epochs that nobody knows any more
+        self._leapt = False  # over the numbers of epochs that no live member knows
 
     def presented(self, presentation: Presentation) -> bool:
-        """Take in what a member presents; whether that changes the picture of the last epoch and its end."""
+        """Take in a member's presentation. Return whether it changes what is known of the last epoch and its end."""
         evidence = self.evidence
         before = (evidence.formed, evidence.bases, evidence.dead, evidence.left)
         evidence.add(presentation)
         return before != (evidence.formed, evidence.bases, evidence.dead, evidence.left)
 
-    # -- to lead ------------------------------------------------------------------------------------------------------
+    # -- take over ----------------------------------------------------------------------------------------------------
 
     def may_lead(self, now: float) -> bool:
-        """Whether enough members have come for this candidate to take over."""
+        """Return whether enough members are attached for this candidate to take over."""
         evidence, reached = self.evidence, self._roster.reached
         if not reached & evidence.target:
             return False
@@ -180,15 +181,15 @@ class Leadership:
 
     @property
     def lacks_members(self) -> bool:
-        """Whether this candidate does not lead since others may go on elsewhere, for all that those tell that came."""
+        """True if this candidate does not lead because, as far as known, others may continue elsewhere."""
         evidence, reached = self.evidence, self._roster.reached
         began = self.term == 0 and evidence.formed.epoch > 0 and bool(reached & evidence.target)
         return began and self._standing(reached, None) is Standing.TOO_FEW
 
     def _moved(self, now: float) -> bool:
-        """Whether whole nodes have turned to this candidate: their launchers, and most of the workers that run there.
+        """Return whether complete nodes have attached to this candidate: their launchers, and most of their workers.
 
-        A worker that has only lost its own connection shall not lead a part of the run away from the others.
+        A worker that has only lost its own connection must not lead a part of the run away from the others.
         """
         roster = self._roster
         here = [w for w in roster.workers.values() if w.session is not None]
@@ -210,16 +211,16 @@ class Leadership:
 
     @property
     def not_come(self) -> list[Member]:
-        """Those whom the run counts on, by what was presented, and that have no session."""
+        """Workers without a session on which the run counts, according to the presentations."""
         workers = (self._roster.workers[n] for n in sorted(self.evidence.target))
         return [w for w in workers if w.fate is Fate.LIVE and w.session is None]
 
     def gathers_until(self, worker: Member, now: float) -> float:
-        """Until when a new coordinator waits for a worker that it does not reach.
+        """Return until when a new coordinator waits for a worker that it does not reach.
 
-        A worker whose launcher says that it runs may be deaf for a while. Else, where all have left the lost
-        coordinator for its silence, this one comes at the same time, if it runs; unless its launcher is late, too, or
-        it has none that could speak for it. Else it is waited for as any silent host is.
+        A worker that its launcher reports running may be deaf for a while. Otherwise, if all members left the lost
+        coordinator because it was silent, this worker attaches at the same time as they do, if it runs; unless its
+        launcher is late, too, or no launcher can vouch for it. Otherwise it is awaited like any silent host.
         """
         roster, settings = self._roster, self._roster.settings
         here = [w for w in roster.workers.values() if w.session is not None]
@@ -231,23 +232,25 @@ class Leadership:
             patience = settings.heartbeat_timeout + settings.heartbeat_interval
         return max(self._led_at + patience, worker.awaited_until)
 
-    # -- to go on leading ---------------------------------------------------------------------------------------------
+    # -- continue to lead ---------------------------------------------------------------------------------------------
 
     def has_followers(self, own: Formed | None) -> bool:
-        """Whether those attached are all that may be running, or so many that no other candidate may lead the rest."""
+        """Return whether so many members are attached that no other candidate may lead the rest."""
         return self._standing(self._roster.reached, own) is Standing.ENOUGH
 
     def excuse(self, pause: float) -> None:
-        """This process was kept from running for so long, and waited for nobody meanwhile."""
+        """Exclude a pause of this process: it waited for no member meanwhile."""
         self._led_at += pause
         self._claimed_at += pause
         self.witness.excuse(pause)
 
-    # -- to leave somebody out ----------------------------------------------------------------------------------------
+    # -- leave workers out --------------------------------------------------------------------------------------------
 
     def next_epoch(self) -> int:
-        """A number above those of all epochs that were formed or opened; it leaps over those of a side that a witness
-        knows to be lost as a whole, which are not known."""
+        """Return a number above those of all epochs that were formed or opened.
+
+        It leaps over the unknown numbers of a side that a witness knows to be lost completely.
+        """
         if self.witness.off and not self._leapt:
             self._leapt = True
             self.evidence.highest_epoch += _LEAP + self._salt % _LEAPS * _STRIDE
@@ -255,9 +258,9 @@ class Leadership:
         return self.evidence.highest_epoch
 
     def contest(self, opened: Opened, formed: Formed, own: bool) -> Contest | None:
-        """Whether ``opened`` may follow ``formed``, which was presented or (``own``) formed by this coordinator.
+        """Return the permission of ``opened`` to follow ``formed``; None: it leaves out only gone workers.
 
-        None: it leaves out nobody but the gone, and may.
+        ``formed`` was presented or (``own``) formed by this coordinator.
         """
         bases = self._bases(formed if own else None)
         missing = self._missing(opened.members, bases)
@@ -268,33 +271,35 @@ class Leadership:
         return Contest(missing, may, known)
 
     def has_lease(self, opened: Opened, now: float) -> bool:
-        """Whether the lease is granted to the members of ``opened``, who all follow this term; asks for it.
+        """Return whether the lease is granted to the members of ``opened``, which all follow this term; request it.
 
-        Raises RunOver where it is refused, or there is no answer for ``stall_timeout``.
+        Raises RunOver if it is refused, or there is no answer for ``stall_timeout``.
         """
         patience = self._roster.settings.stall_timeout
         if self._claim is None or (self._claim.term, self._claim.epoch) != (opened.term, opened.epoch):
             self._claim = AskForLease(opened.term, opened.epoch, opened.members)
-            self._claimed_at, self._verdict, self._waiting_told = now, None, False
+            self._claimed_at, self._verdict, self._wait_reported = now, None, False
             self._ask(self._claim)
         verdict = self._verdict
         if verdict is None or verdict.granted is None:
             why = verdict.reason if verdict else "the storage does not answer"
             if now > self._claimed_at + patience:
-                raise RunOver(EXIT_LOST_MAJORITY, f"the lease could not be asked for within {patience:g} s: {why}")
-            if now > self._claimed_at + self._roster.settings.heartbeat_interval and not self._waiting_told:
-                self._waiting_told = True
-                text = f"the run waits for the lease, since others may go on elsewhere: {why}; {patience:g} s at most"
+                raise RunOver(EXIT_LOST_MAJORITY, f"the lease could not be requested within {patience:g} s: {why}")
+            if now > self._claimed_at + self._roster.settings.heartbeat_interval and not self._wait_reported:
+                self._wait_reported = True
+                text = f"the run waits for the lease (others may continue elsewhere): {why}; {patience:g} s at most"
                 self._out.log("lease", epoch=opened.epoch, granted=None, reason=why)
                 self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
             return False
         if not verdict.granted:
-            raise RunOver(EXIT_LOST_MAJORITY, f"the others have gone on, so this side stops: {verdict.reason}")
+            raise RunOver(EXIT_LOST_MAJORITY, f"the others have continued, so this side stops: {verdict.reason}")
         return True
 
     def formed(self, formed: Formed) -> None:
-        """This coordinator has formed an epoch: the lease is to name what has come with it, and whom it has left out,
-        where that one could use the witness (``Witness.lets_in``)."""
+        """Handle an epoch that this coordinator has formed: the lease must name its newcomers.
+
+        For ``Witness.lets_in`` it must also exclude left-out workers that could use the witness.
+        """
         claimed = self._claim is not None and (self._claim.term, self._claim.epoch) == (formed.term, formed.epoch)
         if self.slack is not None and not claimed:
             record = self.witness.has_to_record()
@@ -307,7 +312,7 @@ class Leadership:
         self._out.do(claim)
 
     def lease(self, verdict: Verdict) -> None:
-        """What has become of a claim."""
+        """Take in the answer to a claim."""
         for asked in (self._record, self._claim):
             if asked is not None and verdict.granted and (asked.term, asked.epoch) == (verdict.term, verdict.epoch):
                 self.witness.granted(asked)
@@ -319,7 +324,7 @@ class Leadership:
         self._verdict = verdict
 
     def _standing(self, reached: Workers, own: Formed | None, epoch: int | None = None) -> Standing:
-        """``epoch``: of an open rendezvous, whose members ``reached`` are."""
+        """Return the permission of ``reached``; ``epoch``: of an open rendezvous, whose members they are."""
         bases, gone = self._bases(own), self._roster.gone
         if self.slack is None:
             return Standing.ENOUGH if may_go_on(reached, bases, gone, own is not None) else Standing.TOO_FEW

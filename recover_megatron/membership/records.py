@@ -1,6 +1,6 @@
-"""The records that coordinator and members exchange and keep, the settings of the protocol, and its errors.
+"""Records that coordinator and members exchange and keep, settings of the protocol, and its errors.
 
-The errors are what can end a wait on the control plane other than its result.
+The errors are the ways in which a wait on the control plane can end without its result.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NewType, Self, cast
 
 Json = Any
-"""A value that ``json.dumps`` takes: what statuses and plans are made of."""
+"""A value that ``json.dumps`` accepts: statuses and plans consist of such values."""
 
 WorkerId = NewType("WorkerId", int)
-"""Which worker of the run, for good; no session, rank or slot."""
+"""Permanent number of a worker of the run; not a session, rank or slot."""
 Workers = frozenset[WorkerId]
 
 Runs = list[list[int]]
@@ -23,13 +23,13 @@ MAX_WORKERS = 1 << 20
 """Worker ids are below this; it bounds what a set of runs can expand to."""
 
 FIRST_JOINED = 1 << 10
-"""Candidates that joined after the launch have numbers from here on: those of their event logs' names."""
+"""First number of candidates that joined after the launch; their event logs are named by it."""
 
 JOINED_FROM = 1 << 19
-"""Ids of workers from here on are those of launchers that joined the run."""
+"""First id of workers of launchers that joined the run."""
 
 MOST_ADDED = 3
-"""So many candidates that joined after the launch are told to the members; another one when one of them is lost."""
+"""Number of candidates joined after the launch that members receive; when one is lost, another takes its place."""
 
 
 def to_runs(workers: Iterable[int]) -> Runs:
@@ -43,12 +43,12 @@ def to_runs(workers: Iterable[int]) -> Runs:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """For people: "0-3, 7" for 0, 1, 2, 3, 7."""
+    """Return numbers as text: "0-3, 7" for 0, 1, 2, 3, 7."""
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in to_runs(numbers))
 
 
 def cut_middle(text: str, limit: int) -> str:
-    """At most ``limit`` characters of ``text``: its beginning and its end, which say most of a traceback."""
+    """Return at most ``limit`` characters of ``text``: beginning and end, the best parts of a traceback."""
     if len(text) <= limit:
         return text
     mark = f"\n[... {len(text) - limit} or more characters cut ...]\n"
@@ -57,12 +57,12 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def from_runs(runs: Runs) -> Workers:
-    """Unpack ``to_runs``; the runs must have passed ``wire``'s check (bounded, ordered)."""
+    """Unpack the result of ``to_runs``; the runs must have passed ``wire``'s check (bounded, ordered)."""
     return cast("Workers", frozenset(worker for first, last in runs for worker in range(first, last + 1)))
 
 
 def first_workers(world: int) -> Workers:
-    """The workers that a run of ``world`` workers is launched with."""
+    """Return the workers that a run of ``world`` workers is launched with."""
     return cast("Workers", frozenset(range(world)))
 
 
@@ -72,40 +72,41 @@ class Settings:
 
     heartbeat_interval: float = 1.0
     heartbeat_timeout: float = 5.0
-    """A host that is silent for this long is out."""
+    """A host that is silent for this long is evicted."""
     hang_timeout: float = 60.0
-    """A worker that others wait for is out after this long without a new progress mark."""
+    """A worker that others wait for is evicted after this long without a new progress mark."""
     stall_timeout: float = 600.0
-    """What exists but does not move (a stopped process) is waited for so long where nothing can replace it, and where
-    more than half of the replicas are late at once (see ``detect``)."""
+    """Maximum wait for a process that exists but does not move (stopped), if it cannot be replaced, or if more than
+    half of the replicas are late at once (see ``detect``)."""
     start_timeout: float = 3600.0
-    """All workers must have come to the first rendezvous within this time: data sets are indexed, checkpoints read."""
+    """All workers must have attached to the first rendezvous within this time: data sets are indexed,
+    checkpoints read."""
     max_stuck_epochs: int = 3
-    """So many epochs in a row that all workers wait in and none commits in end the run."""
+    """The run ends after this many consecutive epochs in which all workers wait and none commits."""
 
     grace: float = 0.0
-    """A replica for which all others have waited so long in a step is set aside (``lateness``); 0: none ever is."""
+    """A replica for which all others have waited this long in a step is set aside (``lateness``); 0: never."""
     min_replicas: int = 1
-    """None is set aside where fewer would be left."""
+    """No replica is set aside if fewer would remain."""
     start_needs_all: bool = False
-    """A worker of the launch that is lost before the first plan ends the run: it is no run yet."""
+    """True if a worker of the launch that is lost before the first plan ends the run."""
 
     @classmethod
     def of(cls, flags: object, **others: Any) -> Settings:
-        """Those that are attributes of ``flags``, and ``others``; the defaults for the rest."""
+        """Return settings from the attributes of ``flags``, and ``others``; defaults for the rest."""
         names = [each.name for each in fields(cls) if hasattr(flags, each.name)]
         return cls(**{name: getattr(flags, name) for name in names}, **others)
 
     @property
     def lost_timeout(self) -> float:
-        """A member without a leading coordinator for this long gives up (``CoordinatorLost``)."""
+        """Time after which a member without a leading coordinator gives up (``CoordinatorLost``)."""
         return 4 * self.heartbeat_timeout
 
 
 ADMITTED = "is admitted"
-"""After a newcomer's name: why an epoch is opened."""
+"""Text after a newcomer's name: the reason for an epoch."""
 NEW_COORDINATOR = "a new coordinator leads"
-"""The same after the loss of one."""
+"""Reason for an epoch after the loss of a coordinator."""
 
 
 @dataclass(frozen=True)
@@ -117,23 +118,23 @@ class Formed:
     term: int = 0
 
     def to_wire(self, prefix: str = "") -> dict[str, Any]:
-        """The fields that name it in a message."""
+        """Return the fields that name it in a message."""
         return {f"{prefix}epoch": self.epoch, f"{prefix}term": self.term, f"{prefix}members": to_runs(self.members)}
 
     @classmethod
     def from_wire(cls, message: Mapping[str, Any], prefix: str = "") -> Self:
-        """What these fields of a checked message name."""
+        """Return the epoch that these fields of a checked message name."""
         members, term = message.get(f"{prefix}members", []), message.get(f"{prefix}term", 0)
         return cls(message[f"{prefix}epoch"], from_runs(members), term)
 
 
 class Opened(Formed):
-    """A rendezvous that was opened, whether or not its plan was fixed: ``members`` are those it waits for."""
+    """A rendezvous that was opened, whether or not its plan was fixed; ``members``: the workers that it waits for."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an epoch decides, as every member of it receives it, byte for byte the same."""
+    """Decision of an epoch; every member receives it, byte for byte the same."""
 
     epoch: int
     members: Workers
@@ -145,43 +146,45 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything a planner may look at: a plan is a pure function of it."""
+    """All input of a planner: a plan is a pure function of it."""
 
     epoch: int
     members: tuple[WorkerId, ...]
     """Sorted worker ids of the new epoch."""
     statuses: Mapping[WorkerId, Json]
-    """What each member joined with."""
+    """Status that each member joined with."""
     previous: Json
     """The plan data of the last formed epoch; None before the first."""
     committed: int
-    """The last committed iteration, including what this rendezvous decides."""
+    """The last committed iteration, including decisions of this rendezvous."""
     lost: Mapping[WorkerId, Json] = field(default_factory=dict)
-    """Of each member of the last epoch that has died or was put out: its last ``iteration`` and ``phase``."""
+    """Members of the last epoch that died or were evicted -> last known ``iteration`` and ``phase``."""
     drain: tuple[str, ...] = ()
-    """Nodes that somebody is about to switch off, if the members can do without them."""
+    """Nodes that will be switched off if the members can do without them."""
     aside: tuple[WorkerId, ...] = ()
-    """Live workers that were late, and may come back."""
+    """Live workers that were set aside as late, and may come back."""
 
 
 Planner = Callable[[PlanRequest], Json]
 
 
 def members_only(request: PlanRequest) -> Json:
-    """The planner of a run that plans for itself: its members, their statuses, who was lost; and where there are any,
-    the nodes to ``drain`` and who is ``aside``."""
+    """Plan for a run that plans for itself: its members, their statuses, the lost workers.
+
+    Where there are any, also the nodes to ``drain`` and the workers ``aside``.
+    """
     plan = {
         "members": list(request.members),
         "statuses": {str(member): request.statuses[member] for member in request.members},
         "lost": {str(worker): last for worker, last in request.lost.items()},
     }
     more = {"drain": list(request.drain), "aside": list(request.aside)}
-    return {**plan, **{name: its for name, its in more.items() if its}}
+    return {**plan, **{name: value for name, value in more.items() if value}}
 
 
 @dataclass
 class Presentation:
-    """What a member tells a coordinator it attaches to: all that it followed and all that it holds.
+    """Everything that a member followed and holds, as it presents it to a coordinator when it attaches.
 
     The safety of a failover rests on it (``leadership``), so it only ever grows.
     """
@@ -193,11 +196,12 @@ class Presentation:
     """The last rendezvous joined or acknowledged, if it is newer than ``formed``."""
     committed: int = 0
     dead: Workers = frozenset()
-    """Workers known to have ended, as the coordinator told."""
+    """Workers known to have ended, as the coordinator reported."""
     left: Workers = frozenset()
     """Workers that had finished and left in order."""
     aside: Workers = frozenset()
-    """Live workers that the newest of ``formed`` and ``opened`` leaves out since they are late: they may come back."""
+    """Live workers that the newest of ``formed`` and ``opened`` leaves out because they are late: they may come
+    back."""
 
     @property
     def mentioned(self) -> Workers:
@@ -209,12 +213,12 @@ _COUNTER_SHIFT = 32
 
 
 def next_term(highest: int, salt: int) -> int:
-    """A term above ``highest`` that no other coordinator has: the counter is one more, ``salt`` (32 bits) is random."""
+    """Return a unique term above ``highest``: the next counter, and ``salt`` (32 random bits)."""
     return ((highest >> _COUNTER_SHIFT) + 1 << _COUNTER_SHIFT) | salt
 
 
 def presentation_to_wire(presentation: Presentation) -> dict[str, Any]:
-    """The fields of an ``attach`` message that carry a presentation."""
+    """Return the fields of an ``attach`` message that carry a presentation."""
     wire: dict[str, Any] = {
         "term": presentation.term,
         **presentation.formed.to_wire("formed_"),
@@ -230,7 +234,7 @@ def presentation_to_wire(presentation: Presentation) -> dict[str, Any]:
 
 
 def presentation_from_wire(message: Mapping[str, Any]) -> Presentation:
-    """The presentation in a checked ``attach`` message."""
+    """Return the presentation in a checked ``attach`` message."""
     return Presentation(
         term=message["term"],
         formed=Formed.from_wire(message, "formed_"),
@@ -243,7 +247,7 @@ def presentation_from_wire(message: Mapping[str, Any]) -> Presentation:
 
 
 class Evidence:
-    """All presentations a candidate has seen, merged: a lost coordinator's state is known from it. It only grows."""
+    """Merged presentations that a candidate has seen, from which it knows a lost coordinator's state. It only grows."""
 
     def __init__(self, world: int) -> None:
         self.formed = Formed(0, first_workers(world))
@@ -254,8 +258,8 @@ class Evidence:
         self.dead: Workers = frozenset()
         self.left: Workers = frozenset()
         self.aside: Workers = frozenset()
-        """The living workers that the newest known rendezvous has left out; not what the safety rests on."""
-        self._aside_in = (0, 0)  # the term and epoch of that one
+        """Live workers that the newest known rendezvous has left out; safety does not rest on it."""
+        self._aside_in = (0, 0)  # term and epoch of that rendezvous
 
     def add(self, presentation: Presentation) -> None:
         self.highest_term = max(self.highest_term, presentation.term)
@@ -281,34 +285,34 @@ class Evidence:
 
     @property
     def bases(self) -> list[Workers]:
-        """The sets that a new coordinator needs a majority of."""
+        """Sets of which a new coordinator needs a majority."""
         return [self.formed.members, *(opened.members for opened in self.unfinished)]
 
     @property
     def target(self) -> Workers:
-        """The members of the newest rendezvous: the run counts on them, and all others were put out for good."""
+        """Members of the newest rendezvous: the run counts on them; all others were evicted."""
         unfinished = self.unfinished
         return unfinished[-1].members if unfinished else self.formed.members
 
 
 EXIT_SAME_FAULT = 1
-"""Exit code of a run that an exception ended which every worker would raise."""
+"""Exit code of a run ended by an exception that every worker would raise."""
 EXIT_NO_REPLICA = 10
 """Exit code of a run that has too few live workers left for one replica."""
 EXIT_LOST_MAJORITY = 11
 """Exit code of a worker or a run that no coordinator may continue."""
 EXIT_STATE_LOST = 12
-"""Exit code of a run whose live workers do not hold the whole state between them."""
+"""Exit code of a run whose live workers together do not hold the complete state."""
 EXIT_FENCED = 13
-"""Exit code of a worker that finds itself out of the run; the run itself goes on without it."""
+"""Exit code of an evicted worker; the run continues without it."""
 
 
 class MembershipError(Exception):
-    """Base of everything this package raises for a state of the run (never for a programming error)."""
+    """Base of everything that this package raises for a state of the run (never for a programming error)."""
 
 
 class EpochRevoked(MembershipError):
-    """The epoch in which the operation was started is over; ``join`` the next one with your status."""
+    """Raised when the epoch of the operation is over; ``join`` the next one with your status."""
 
     def __init__(self, epoch: int, reason: str = "") -> None:
         super().__init__(f"epoch {epoch} was revoked" + (f": {reason}" if reason else ""))
@@ -317,14 +321,15 @@ class EpochRevoked(MembershipError):
 
 
 class Fenced(MembershipError):
-    """This worker is out of the run for good: end the process (exit code ``EXIT_FENCED``), the others go on."""
+    """Raised on a worker that was evicted: exit the process (code ``EXIT_FENCED``); the others continue."""
 
 
 class CoordinatorLost(MembershipError):
-    """No coordinator may continue the run for this worker; ``code`` is the exit code to end with.
+    """Raised when no coordinator may continue the run for this worker; ``code`` is the exit code.
 
-    ``by``: the worker whose word ended the run for all (``give_up``, ``report_exception``); None: it was no worker's.
-    ``told``: whether a coordinator has said so; else none was reached, and the run may go on, or have ended well.
+    ``by``: the worker whose message ended the run for all (``give_up``, ``report_exception``); None: no worker's.
+    ``told``: True if a coordinator has reported it; else none was reached, and the run may continue, or have ended
+    well.
     """
 
     def __init__(
@@ -337,7 +342,7 @@ class CoordinatorLost(MembershipError):
 
 
 class SecretError(MembershipError):
-    """The job's secret is missing, unreadable, too short, or readable by others; the message says what to do."""
+    """The job's secret is missing, unreadable, too short, or readable by others; the message names the remedy."""
 
 
 class AuthenticationError(MembershipError):
@@ -345,7 +350,7 @@ class AuthenticationError(MembershipError):
 
 
 class NoPlan(Exception):
-    """Raised by a planner when the survivors cannot go on; the run stops with ``code`` and the message."""
+    """Raised by a planner if the survivors cannot continue; the run stops with ``code`` and the message."""
 
     def __init__(self, message: str, code: int = EXIT_NO_REPLICA) -> None:
         super().__init__(message)
@@ -353,9 +358,9 @@ class NoPlan(Exception):
 
 
 class RunOver(Exception):
-    """Raised within a coordinator: the run ends here, with exit code ``code``, and everybody is told why.
+    """Raised within a coordinator: the run ends here with exit code ``code``, and all members receive the reason.
 
-    ``by``: the worker whose word it is; None: it is the coordinator's own.
+    ``by``: the worker whose message ended it; None: the coordinator decided.
     """
 
     def __init__(self, code: int, reason: str, by: int | None = None) -> None:

@@ -1,14 +1,14 @@
-"""What the coordinator knows of its members: workers, node agents, their sessions, and what became of them.
+"""Roster of a coordinator: workers, node agents, their sessions, and the workers' fates.
 
-    dead   for certain: its kernel closed the session, or its launcher saw the process end
-    out    its host is silent, or it hangs (``detect``): it is told so if it ever wakes up, and killed by its launcher;
-           until that is confirmed it may be running elsewhere (``leadership``)
-    left   it has said bye
+    dead   certainly: its kernel closed the session, or its launcher saw the process end
+    out    evicted, since its host is silent or it hangs (``detect``): it is notified if it ever wakes up, and killed by
+           its launcher; until that is confirmed it may be running elsewhere (``leadership``)
+    left   it has sent bye
     aside  its replica is late (``Settings.grace``): in no epoch until it asks for a place, from then on as a newcomer
 
-Of these *aside* alone is ever undone. A worker that turns away from this coordinator is none of them, but *awaited*: it
-lives, and has no session. A *newcomer* is a worker whose id is none of the launch's (those are below ``world``). It is
-known when it attaches, or a member presents an epoch that counts on it. Ids never come back.
+Only *aside* is ever undone. A worker that abandons this coordinator has none of these fates, but is *awaited*: it is
+alive and has no session. A *newcomer* is a worker whose id is not one of the launch (those are below ``world``). It is
+known once it attaches, or a member presents an epoch that counts on it. Ids are never reused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.records import Formed, Json, Settings, WorkerId, Workers, to_runs
 
 ENDED_IN_ORDER = "exit code 0"
-"""How a launcher says that."""
+"""A launcher's text for an orderly end."""
 
 
 class Fate(Enum):
-    """What a worker is to the run. All but LIVE and ASIDE are final."""
+    """Status of a worker in the run. All except LIVE and ASIDE are final."""
 
     LIVE = "live"
     ASIDE = "aside"
@@ -38,7 +38,7 @@ class Fate(Enum):
 
 @dataclass
 class Member:
-    """What is known of one worker."""
+    """State of one worker, as far as it is known."""
 
     number: WorkerId
     progress: WorkerProgress
@@ -48,37 +48,37 @@ class Member:
     host: str = ""
     node_agent: str = ""
     node: str = ""
-    """Where it runs, as its status tells; before it has told: the name of its launcher."""
+    """Node that its status names; before its first status: the name of its launcher."""
     heard: float = 0.0
     excused: float = 0.0
-    """Seconds since then in which this coordinator could not have heard it."""
+    """Seconds of silence for which this coordinator could not have received its messages."""
     awaited_until: float = 0.0
-    """It has turned away from this coordinator, may come back, and is waited for as long."""
+    """Time until which it is awaited after it abandoned this coordinator: it may come back."""
     left_silence: bool = False
-    """It came from a coordinator that was silent, not from one whose connection had ended."""
+    """True if it left a coordinator because that was silent, not because the connection had ended."""
     done: int = 0
     idle_in: int = 0
-    """The last epoch in which this worker said that it has no part; it holds for that epoch only. 0: none."""
+    """The last epoch in which this worker reported that it has no part; valid for that epoch only. 0: none."""
     vacant: bool = False
-    """Nobody has a part in that, as it has presented."""
+    """True if, as it has presented, no worker has a part in that epoch."""
     joined: int = 0
     """The last rendezvous joined."""
     heard_of: int = 0
-    """The last rendezvous of which it has said that nothing of an epoch before it is believed there any more."""
+    """The last rendezvous for which it has confirmed that it uses no result of an earlier epoch any more."""
     status: Json = None
     formed_epoch: int = 0
-    """The last epoch whose plan this worker presented to hold."""
+    """The last epoch whose plan this worker holds, as it has presented."""
     new: bool = False
-    """A newcomer that has had no plan yet, or one that was aside: the next rendezvous takes it in."""
+    """True for a newcomer without a plan yet, or one that was set aside: the next rendezvous takes it in."""
     aside_since: float = 0.0
     back: bool = False
-    """It was aside, has asked for a place, and waits for its first plan since."""
+    """True if it was set aside, has asked for a place, and waits for its first plan since."""
     ended_at: float | None = None
-    """When its launcher saw its process end in order, before its last word or the end of its connection came here."""
+    """Time of an orderly end, as its launcher saw it before its last message or end of connection arrived."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for messages."""
         return f"worker {self.number} on {self.host or 'an unknown host'}"
 
 
@@ -91,51 +91,53 @@ class NodeAgentStatus:
     heard: float
     excused: float = 0.0
     running: set[WorkerId] = field(default_factory=set)
-    """The workers that it has started and not seen end."""
+    """Workers that it has started and not seen end."""
     awaited_until: float = 0.0
-    """It has turned away from this coordinator, so it lives and may come back; until then it speaks for its workers."""
+    """Time until which it vouches for its workers after it abandoned this coordinator: it is alive and may come
+    back."""
     acknowledged: int = 0
-    """The last rendezvous that it said it knows of."""
+    """The last rendezvous that it has acknowledged."""
     delivered: int = 0
-    """The last one whose opening lies unread at its host while it does not run: it reads that before it turns away."""
+    """The last rendezvous whose revoke lies unread at its stopped process: it reads that before it abandons this
+    coordinator."""
     silent: bool = False
-    """Nothing has been heard of it for the heartbeat timeout."""
+    """True if no message of it has arrived for the heartbeat timeout."""
     asked: float = 0.0
-    """How long it had been silent when it was last sent something to acknowledge."""
+    """Seconds for which it had been silent when it was last sent a message to answer."""
     ended: bool = False
-    """Its process has ended: it can tell nobody anything any more."""
+    """True if its process has ended: it can report to no coordinator any more."""
     stopping: int = 0
-    """The signal by which somebody has told it to end its workers; 0: nobody has."""
+    """Signal that orders it to stop its workers; 0: none."""
 
 
 class Roster:
-    """Workers, launchers and their sessions. It notes in ``changes`` what calls for a new epoch."""
+    """Workers, launchers and their sessions. ``changes`` collects the reasons for a new epoch."""
 
     def __init__(self, world: int, settings: Settings, out: Outbox) -> None:
         self.world = world
-        """Workers of the launch."""
+        """Number of workers of the launch."""
         self.settings = settings
         self.workers = {n: Member(n, WorkerProgress(n)) for n in map(WorkerId, range(world))}
         self.node_agents: dict[str, NodeAgentStatus] = {}
-        """By the name of the node."""
+        """Name of the node -> its launcher."""
         self.sessions: dict[int, Member | NodeAgentStatus] = {}
         self.changes: list[str] = []
-        """Why the next rendezvous has to be opened, for people; empty: it has not."""
+        """Reasons to open the next rendezvous, as text; empty: none."""
         self.fault_at: float | None = None
-        """When the first fault since the last plan was seen."""
+        """Time of the first fault since the last plan."""
         self.heirs: Workers = frozenset()
-        """Workers that are aside and that no epoch is formed without: nobody else is left who had a part."""
+        """Set-aside workers without which no epoch is formed: no other worker with a part is left."""
         self.deserted = False
-        """Whether somebody has turned away who may follow another coordinator."""
-        self._untold: set[WorkerId] = set()
-        """Workers that have ended in order while this candidate did not lead: it cannot know whether they had left."""
+        """True if a member has abandoned this coordinator and may follow another one."""
+        self._unclear_ends: set[WorkerId] = set()
+        """Workers that ended in order while this candidate did not lead: it does not know whether they had left."""
         self._out = out
 
     # -- views --------------------------------------------------------------------------------------------------------
 
     @property
     def gone(self) -> Workers:
-        """Workers that are certainly not running any more, or have left in order."""
+        """Workers that certainly do not run any more, or have left in order."""
         return frozenset(n for n, w in self.workers.items() if w.fate in (Fate.DEAD, Fate.LEFT))
 
     @property
@@ -144,23 +146,26 @@ class Roster:
 
     @property
     def newcomers(self) -> Workers:
-        """Those that wait for their first plan."""
+        """Workers that wait for their first plan."""
         return frozenset(n for n in self.reached if self.workers[n].new)
 
     @property
     def returning(self) -> Workers:
-        """Those of them that were aside."""
+        """Newcomers that were set aside before."""
         return frozenset(n for n in self.newcomers if self.workers[n].back)
 
     def with_fate(self, fate: Fate) -> Workers:
         return frozenset(n for n, w in self.workers.items() if w.fate is fate)
 
     def idle(self, epoch: Formed) -> Workers:
-        """The members of ``epoch`` that have said that they have no part in it."""
+        """Return the members of ``epoch`` that have reported that they have no part in it."""
         return frozenset(n for n, w in self.workers.items() if w.idle_in == epoch.epoch > 0) & epoch.members
 
     def blind(self, epoch: Formed) -> Workers:
-        """Those of them that cannot tell what it has committed; they can where nobody has a part in it: nothing."""
+        """Return the idle members that do not know what it has committed.
+
+        If no worker has a part in it, they know: nothing was committed.
+        """
         return frozenset(number for number in self.idle(epoch) if not self.workers[number].vacant)
 
     def sessions_of(self, members: Iterable[WorkerId]) -> list[int]:
@@ -168,18 +173,21 @@ class Roster:
 
     @property
     def node_agent_sessions(self) -> list[int]:
-        """The sessions of the launchers that have one."""
+        """Sessions of the connected launchers."""
         return [w.session for w in self.node_agents.values() if w.session is not None]
 
     def node_agent_of(self, worker: Member) -> NodeAgentStatus | None:
-        """Its launcher: the one it has named itself, or that says that it runs there."""
+        """Return the worker's launcher: the one that the worker has named, or that reports it as running."""
         if worker.node_agent:
             return self.node_agents.get(worker.node_agent)
         return next((w for w in self.node_agents.values() if worker.number in w.running), None)
 
     def vouched(self, worker: Member, now: float) -> bool:
-        """Whether the worker's launcher is heard, so that it would have told if the process had ended; or is awaited:
-        it has turned away since this coordinator did not run, which is no fault of its workers."""
+        """Return whether the worker's launcher is connected and not silent: it would have reported the worker's end.
+
+        Also True while the launcher is awaited: it abandoned this coordinator because that did not run, which is no
+        fault of its workers.
+        """
         node_agent = self.node_agent_of(worker)
         if node_agent is None or node_agent.session is None:
             return node_agent is not None and now <= node_agent.awaited_until
@@ -187,19 +195,19 @@ class Roster:
 
     @staticmethod
     def silence(peer: Member | NodeAgentStatus, now: float) -> float:
-        """For how many seconds nothing was heard of a peer, while this coordinator could have heard it."""
+        """Return for how many seconds a peer was silent while this coordinator could have received its messages."""
         return now - peer.heard - peer.excused
 
-    # -- what is heard ------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
 
     def meet(self, numbers: Iterable[WorkerId]) -> None:
-        """From now on these are known, if they were not: newcomers that others count on."""
+        """Add unknown workers: newcomers that others count on."""
         for number in numbers:
             if number not in self.workers:
                 self.workers[number] = Member(number, WorkerProgress(number))
 
     def hear(self, peer: Member | NodeAgentStatus, now: float) -> None:
-        """Something has come from this peer."""
+        """Record that a message of this peer has arrived."""
         peer.heard, peer.excused = now, 0.0
         if isinstance(peer, Member):
             peer.progress.heard = now
@@ -208,7 +216,7 @@ class Roster:
             peer.silent, peer.asked = False, 0.0
 
     def excuse(self, pause: float, now: float) -> None:
-        """This process was kept from running for so long, and has heard what came: no silence meanwhile counts."""
+        """Exclude a pause of this process from all silences. It has received all waiting messages since."""
         for worker in self.workers.values():
             worker.excused = min(worker.excused + pause, now - worker.heard)
             worker.awaited_until += pause
@@ -219,7 +227,7 @@ class Roster:
             node_agent.awaited_until += pause
 
     def pass_on(self, worker: Member, text: str) -> None:
-        """A worker has something to say to people: its launcher shows it."""
+        """Log a worker's note, and forward it to the worker's launcher, which prints it."""
         self._out.log("note", worker=worker.number, host=worker.host, text=text)
         node_agent = self.node_agents.get(worker.node_agent)
         if node_agent is not None and node_agent.session is not None:
@@ -228,7 +236,7 @@ class Roster:
     def from_node_agent(
         self, node_agent: NodeAgentStatus, session: int, message: Mapping[str, Any], term: int, now: float
     ) -> None:
-        """A launcher says something, to the coordinator of ``term``."""
+        """Handle a launcher's message to the coordinator of ``term``."""
         match message["type"]:
             case "beat":
                 self._out.send([session], {"type": "beat"})
@@ -250,7 +258,7 @@ class Roster:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def bind(self, peer: Member | NodeAgentStatus, session: int, now: float) -> None:
-        """The peer is reached by this session from now on, and by no other."""
+        """Bind the peer to this session, and to no other."""
         self.unbind(peer)
         peer.session = session
         self.hear(peer, now)
@@ -263,7 +271,7 @@ class Roster:
             self._out.do(Close(session))
 
     def forget(self, session: int) -> Member | NodeAgentStatus | None:
-        """A session has ended by itself; whose it was."""
+        """Drop a session that has ended. Return its peer."""
         peer = self.sessions.pop(session, None)
         if peer is not None:
             peer.session = None
@@ -272,15 +280,15 @@ class Roster:
         return peer
 
     def refuse(self, session: int, reason: str) -> None:
-        """Send whoever it is away, to try another candidate."""
+        """Refuse a peer, which then tries another candidate."""
         self._out.log("refused", reason=reason)
         self._out.send([session], {"type": "refused", "reason": reason})
         self._out.do(Close(session))
 
-    # -- workers go ---------------------------------------------------------------------------------------------------
+    # -- fates --------------------------------------------------------------------------------------------------------
 
     def dead(self, worker: Member, reason: str, now: float) -> None:
-        """The process has ended, for certain."""
+        """Record that the process has certainly ended."""
         if worker.fate is Fate.LIVE or worker.number in self.heirs:
             self.changes.append(f"{worker.name} died: {reason}")
         worker.fate = Fate.DEAD
@@ -288,20 +296,20 @@ class Roster:
         self._fault("dead", worker, reason, now)
 
     def turned_away(self, worker: Member, reason: str, now: float, *, followed: bool) -> None:
-        """It looks for another coordinator; ``followed``: this one leads.
+        """Record that a worker abandons this coordinator to look for another one; ``followed``: this coordinator leads.
 
-        It comes back if there is no other, or its launcher tells of its end. It is not out: what this coordinator has
-        missed while it did not run is no fault of the worker's.
+        It comes back if there is no other, unless its launcher reports its end. It is not evicted: what this
+        coordinator missed while it did not run is no fault of the worker's.
         """
         self._out.log("abandoned", worker=worker.number, reason=reason)
         self.unbind(worker)
         if followed and worker.fate is Fate.LIVE:
             worker.awaited_until = now + self.settings.lost_timeout
             self.deserted = True
-            self.changes.append(f"{worker.name} has turned away and is waited for")
+            self.changes.append(f"{worker.name} abandoned this coordinator and is awaited")
 
     def told_of(self, dead: Workers, left: Workers) -> None:
-        """Another coordinator had learnt that these have died, and that those have left in order."""
+        """Take in deaths and orderly departures that another coordinator knew."""
         for number in dead | left:
             worker = self.workers[number]
             if worker.fate is not Fate.LEFT:
@@ -309,11 +317,11 @@ class Roster:
                 self.unbind(worker)
 
     def exclude(self, worker: Member, reason: str, now: float, together: Workers = frozenset()) -> None:
-        """Put a worker out that may still be running: tell it, and have its launcher kill it.
+        """Evict a worker that may still be running: notify it, and order its launcher to kill it.
 
-        ``together``: all that are put out at once, so that their launcher says of none that it goes on.
+        ``together``: all workers that are evicted at once, so that their launcher reports none of them as continuing.
         """
-        self.changes.append(f"{worker.name} is out: {reason}")
+        self.changes.append(f"{worker.name} is evicted: {reason}")
         worker.fate = Fate.OUT
         self._fault("out", worker, reason, now)
         if worker.session is not None:
@@ -322,25 +330,25 @@ class Roster:
         self.kill(worker, reason, together)
 
     def set_aside(self, workers: Iterable[WorkerId], reason: str, now: float) -> None:
-        """Go on without live workers that are late, and may come back."""
+        """Continue without live workers that are late and may come back."""
         for worker in (self.workers[number] for number in sorted(workers)):
             self.changes.append(f"{worker.name} is set aside: {reason}")
             worker.fate, worker.aside_since = Fate.ASIDE, now
             self._out.log("aside", worker=worker.number, host=worker.host, reason=reason)
 
     def take_back(self, worker: Member, now: float) -> None:
-        """A worker that was aside asks for a place."""
+        """Take back a set-aside worker that asks for a place."""
         self.changes.append(f"{worker.name} is back")
         worker.fate, worker.new, worker.back, worker.idle_in, worker.progress.marked = Fate.LIVE, True, True, 0, now
         self._out.log("back", worker=worker.number, host=worker.host, seconds=now - worker.aside_since)
 
     def away_again(self, worker: Member) -> None:
-        """A worker that was back has lost its connection before it had a plan: it may ask once more."""
-        self.changes.append(f"{worker.name} was back, and has lost its connection")
+        """Set a returning worker aside again that lost its connection before it had a plan: it may ask once more."""
+        self.changes.append(f"{worker.name} was back, and lost its connection")
         worker.fate, worker.new, worker.back = Fate.ASIDE, False, False
 
     def kill(self, worker: Member, reason: str, together: Workers = frozenset()) -> None:
-        """Have the launcher of a worker that is out end its process, if it is reached."""
+        """Order the launcher of an evicted worker, if reached, to kill its process."""
         node_agent = self.node_agent_of(worker)
         if node_agent is not None and node_agent.session is not None:
             order = {"type": "kill", "worker": worker.number, "reason": reason}
@@ -349,33 +357,38 @@ class Roster:
             self._out.send([node_agent.session], order)
 
     def _ended(self, number: WorkerId, how: str, now: float, *, leads: bool) -> None:
-        """A launcher has seen a process end. Whether one that ended in order had left, another coordinator may know."""
-        if number not in self.workers:  # a newcomer, before it came here: it may be in what others will present
+        """Take in a launcher's report that a process has ended.
+
+        If it ended in order while this candidate does not lead, another coordinator may know whether it had left.
+        """
+        if number not in self.workers:  # a newcomer that never attached here: others may still present it
             self.meet([number])
             self.workers[number].fate = Fate.DEAD
             return
         worker = self.workers[number]
         if how == ENDED_IN_ORDER and worker.fate is Fate.LIVE and worker.session is not None:
-            worker.ended_at = now  # at the end of a run the launcher may outrun the worker's ``bye``
+            worker.ended_at = now  # at the end of a run the report may overtake the worker's ``bye``
         elif how == ENDED_IN_ORDER and worker.fate is Fate.LIVE and not leads:
             worker.fate = Fate.DEAD
-            self._untold.add(number)
+            self._unclear_ends.add(number)
         elif worker.fate in (Fate.LIVE, Fate.OUT, Fate.ASIDE):
             self.dead(worker, f"its process has ended ({how})", now)
 
     def tell_of_ends(self, now: float) -> None:
-        """This candidate leads, and what all hold is known: who has ended in order, and had not left, has died."""
-        for number in sorted(self._untold & self.with_fate(Fate.DEAD)):
+        """Log workers as dead that ended in order without having left; all presentations are known now."""
+        for number in sorted(self._unclear_ends & self.with_fate(Fate.DEAD)):
             self._fault("dead", self.workers[number], f"its process has ended ({ENDED_IN_ORDER})", now)
-        self._untold.clear()
+        self._unclear_ends.clear()
 
     def without_last_word(self, now: float) -> None:
-        """Those are dead whose processes have ended in order, and of which nothing has come since: a child may keep
-        their connections open."""
+        """Mark workers dead whose processes ended in order, and that have sent nothing since.
+
+        A child process may keep their connections open.
+        """
         for worker in self.workers.values():
             ended = worker.ended_at
             if ended is not None and worker.fate is Fate.LIVE and now - ended > self.settings.heartbeat_interval:
-                self.dead(worker, f"its process has ended ({ENDED_IN_ORDER}), and it has not said why", now)
+                self.dead(worker, f"its process has ended ({ENDED_IN_ORDER}) without a reported reason", now)
 
     def _fault(self, kind: str, worker: Member, reason: str, now: float) -> None:
         self.fault_at = now if self.fault_at is None else self.fault_at

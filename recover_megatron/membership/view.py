@@ -1,17 +1,17 @@
-"""What an observer is shown: the coordinator's state as one bounded JSON object, and what it remembers for that.
+"""Views for observers: the coordinator's state as one bounded JSON object, and the history that it needs.
 
     observer                                  coordinator
        |  (challenge, auth, proof, as any)         |
        |  observe  ------------------------------> |
        |  <------------------------------  view    |   a pure function of the state
        |  observe ...                              |
-       |  <------------------------------  stop    |   the run has ended while it was looking
+       |  <------------------------------  stop    |   the run has ended meanwhile
 
-An observer is no member. Nothing waits for it, it counts in no quorum, and no message of its own changes anything but
-``Observing.sessions``; but one, ``drain``, which is answered in the same way (``drains``). What it can cost is bounded:
-it is answered once in ``PAUSE_SECONDS``, there are ``MAX_OBSERVERS`` at a time (a newcomer takes the place of the one
-that has been quiet for longest), a view has ``MAX_ROWS`` workers and every text in it is cut. So a view fits
-``wire.MAX_TO_MEMBER``, whatever the members have said.
+An observer is no member. No worker waits for it, it counts in no quorum, and its messages change only
+``Observing.sessions``; except ``drain``, which is answered in the same way (``drains``). Its cost is bounded: it is
+answered once in ``PAUSE_SECONDS``, there are at most ``MAX_OBSERVERS`` (a new one replaces the one that was quiet for
+longest), a view has at most ``MAX_ROWS`` workers, and every text in it is cut. So a view fits ``wire.MAX_TO_MEMBER``,
+whatever the members have sent.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PAUSE_SECONDS = 0.4
 """An observer that asks again within this time is refused."""
 MAX_OBSERVERS = 8
 MAX_ROWS = 8192
-"""Workers told of in one view; those that are not live come first."""
+"""Workers in one view; workers that are not live come first."""
 LAST = 10
-"""Faults and recoveries that are remembered."""
+"""Number of faults and recoveries that are remembered."""
 
 _NAME, _PHASE, _NOTE, _WHY, _REASON = 64, 32, 120, 160, 600  # characters, of which JSON may make twelve bytes each
 _NUMBERS = ("replica", "position", "slot", "at", "iteration", "total", "quota", "device")
@@ -44,9 +44,9 @@ _FAULTS = ("fault", "exception", "stuck", "give_up")
 
 
 class History:
-    """What the state does not tell: why workers went and when, the last faults, recoveries and commit.
+    """Data that the state does not have: reasons and times of departures, the last faults, recoveries and commit.
 
-    Made of the records of the event log. A coordinator that took over knows only what happened since.
+    It is built from the records of the event log. A coordinator that took over knows only events since then.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class History:
         self.recoveries: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
         self.committed_at: float | None = None
         self.ends: dict[WorkerId, tuple[float, str]] = {}
-        """Worker -> when it went (or told that it would), and why."""
+        """Worker -> time and reason of its end (or of the report that it will end)."""
         self.replicas: set[int] = set()
-        """Ids of all replicas that any plan had."""
+        """Ids of all replicas of any plan."""
         self.replica_size = 0
-        """Workers of a whole replica: the most that any plan gave one."""
+        """Workers of a complete replica: the most that any plan gave one."""
         self._reasons: list[str] = []
 
     def note(self, record: Mapping[str, Json], plan: Json, now: float) -> None:
@@ -86,7 +86,8 @@ class History:
         fault = {"kind": kind, "worker": record.get("worker"), "host": _cut(record.get("host", ""), _NAME)}
         self.faults.append((now, {**fault, "why": _cut(why, _REASON)}))
         if event in ("fault", "exception"):
-            # An exception is told before the connection ends, a fence before the process does: the first is the cause.
+            # An exception is reported before the connection ends, an eviction before the process: the first is the
+            # cause.
             since, before = self.ends.get(record["worker"], (now, ""))
             self.ends[record["worker"]] = (since, _cut(f"{before}; {why}" if before else why, _WHY))
 
@@ -104,7 +105,7 @@ class History:
 
 
 def statuses_of(plan: Json) -> dict[WorkerId, Mapping[str, Json]]:
-    """What the members of a plan joined with, bounded; empty where the planner tells nothing of it."""
+    """Return the bounded statuses of a plan's members; empty if the planner's answer has none."""
     statuses = plan.get("statuses") if isinstance(plan, dict) else None
     if not isinstance(statuses, dict):
         return {}
@@ -113,7 +114,7 @@ def statuses_of(plan: Json) -> dict[WorkerId, Mapping[str, Json]]:
 
 
 def _bounded(status: Json) -> dict[str, Json]:
-    """The parts of a status that are for people; a key that is missing, or no such value, is left out."""
+    """Return the displayed parts of a status, without missing keys and values of other types."""
     if not isinstance(status, dict):
         return {}
     numbers = {name: status[name] for name in _NUMBERS if type(status.get(name)) is int and abs(status[name]) < 1 << 53}
@@ -124,7 +125,7 @@ def _bounded(status: Json) -> dict[str, Json]:
 
 @dataclass(eq=False)
 class Observing:
-    """The sessions that look at one coordinator. It reads the parts and changes none; ``Drains`` may do as asked."""
+    """Sessions that observe one coordinator. Reads all parts and changes none, except ``Drains`` on request."""
 
     _roster: Roster
     _leadership: Leadership
@@ -134,15 +135,15 @@ class Observing:
     _drains: Drains
     _out: Outbox
     history: History = field(default_factory=History, init=False)
-    """To be told every record of the event log."""
+    """Receives every record of the event log."""
     sessions: dict[int, float] = field(default_factory=dict, init=False)
-    """Session -> when it has asked last; the quietest first."""
+    """Session -> time of its last request; the quietest first."""
 
     def asked(self, session: int, message: Mapping[str, Any], state: State, now: float) -> None:
-        """Show an observer the state, after it has asked for a node to be drained; refuse one that asks too often."""
+        """Answer an observer with a view, after its request for a drain; refuse one that asks too often."""
         last = self.sessions.pop(session, None)
         if last is not None and now - last < PAUSE_SECONDS:
-            self._roster.refuse(session, "an observer that asks too often")
+            self._roster.refuse(session, "this observer asks too often")
             return
         self.sessions[session] = now
         if message["type"] == "drain" and state is not State.STANDBY and not self._is_taking_over:
@@ -155,11 +156,11 @@ class Observing:
 
     @property
     def _is_taking_over(self) -> bool:
-        """Whether this coordinator leads a run that has begun, and does not know yet what its members have decided."""
+        """True if this coordinator leads a run that has begun, and does not know yet what its members have decided."""
         return self._epochs.formed.epoch > 0 and not self._epochs.own
 
     def view(self, state: State, now: float) -> dict[str, Any]:
-        """The message that shows a run; ``state``: that of its coordinator. Changes nothing."""
+        """Return the message that shows a run; ``state``: that of its coordinator. Changes nothing."""
         epochs, history, stall, workers = self._epochs, self.history, self._stall, self._roster.workers
         statuses = statuses_of(epochs.plan)
         gone_first = sorted(workers.values(), key=lambda worker: (worker.fate is Fate.LIVE, worker.number))
@@ -202,7 +203,7 @@ class Observing:
             "node": _cut(worker.node_agent, _NAME),
         }
         if worker.fate is not Fate.LIVE:
-            since, why = self.history.ends.get(worker.number, (None, "known from the coordinator before this one"))
+            since, why = self.history.ends.get(worker.number, (None, "reported by the previous coordinator"))
             seen = {"phase": _cut(progress.phase, _PHASE), "iteration": progress.iteration} if progress.phase else {}
             return {**row, "why": why, **seen} | ({} if since is None else {"ago": _ago(since, now)})
         if worker.session is not None:

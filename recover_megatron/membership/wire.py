@@ -1,9 +1,9 @@
-"""Messages of the control plane: frames (``network.connection``) checked against a schema before anyone sees them.
+"""Messages of the control plane: frames (``network.connection``) checked against a schema before use.
 
-Nothing that arrives is trusted: every field has a type and a bound, unknown types and unknown fields are errors. An
-error is a ``WireError``, and the only thing it ever costs is the connection it came from.
+No incoming data is trusted: every field has a type and a bound; unknown types and unknown fields are errors. An error
+is a ``WireError``, and it costs only the connection that it came from.
 
-A connection begins with the proof of the job's secret, as any of the run (``network.connection``):
+A connection begins with the proof of the job's secret, like any connection of the run (``network.connection``):
 
     coordinator -> member   challenge(version, nonce Nc)
     member -> coordinator   auth(nonce Nm, mac = HMAC(secret, "member"      | Nc | Nm))
@@ -39,11 +39,11 @@ MAX_ERROR = 2000
 MAX_TRACEBACK = 16 << 10
 """Characters of a traceback."""
 MAX_TRIED = 4096
-"""Microbatches that a worker names as those that may have ended it."""
+"""Microbatches that a worker names as possible causes of its failure."""
 
 Check = Callable[[Any], bool]
 Schema = Mapping[str, tuple[Check, bool]]
-"""Field name -> (its check, whether it must be there)."""
+"""Field name -> (its check, whether it is required)."""
 
 
 def _integer(low: int, high: int) -> Check:
@@ -76,7 +76,7 @@ def _address(value: Any) -> bool:
 
 
 def _loss(value: Any) -> bool:
-    """A step, and its loss; null: it is not finite."""
+    """Check a step and its loss; null: the loss is not finite."""
     if type(value) is not list or len(value) != 2 or not _ITERATION(value[0]):
         return False
     return value[1] is None or (type(value[1]) is float and math.isfinite(value[1]))
@@ -100,7 +100,7 @@ _NOTE = _text(2048)
 
 
 def _epoch(prefix: str = "", required: bool = True) -> Schema:
-    """What names an epoch or a rendezvous, as ``records.Formed.to_wire`` writes it."""
+    """Return the schema of the fields that ``records.Formed.to_wire`` writes."""
     checks = {"epoch": _EPOCH, "term": _TERM, "members": _runs}
     return {f"{prefix}{name}": (check, required) for name, check in checks.items()}
 
@@ -250,7 +250,7 @@ def encode(message: Mapping[str, Any], limit: int = MAX_TO_MEMBER) -> bytes:
 
 
 def parse(body: bytes, schemas: Mapping[str, Schema]) -> dict[str, Any]:
-    """One checked message. ``WireError`` for anything else."""
+    """Return one checked message. Raises ``WireError`` for anything else."""
     message = connection.parse(body)
     kind = message.get("type")
     schema = schemas.get(kind) if type(kind) is str else None
@@ -269,54 +269,54 @@ def parse(body: bytes, schemas: Mapping[str, Schema]) -> dict[str, Any]:
 
 
 class Decoder(connection.Decoder):
-    """Cuts a byte stream into checked messages; ``schemas`` may be changed between them, as ``limit``."""
+    """Splits a byte stream into checked messages; ``schemas``, like ``limit``, may be changed between them."""
 
     def __init__(self, limit: int, schemas: Mapping[str, Schema]) -> None:
         super().__init__(limit)
         self.schemas = schemas
 
     def message(self) -> dict[str, Any] | None:
-        """The next complete message, None if there is none yet. ``WireError`` ends the stream."""
+        """Return the next complete message, None if there is none yet. A ``WireError`` ends the stream."""
         body = self.next()
         return None if body is None else parse(body, self.schemas)
 
 
 SECRET_FILE = "secret"
-"""Name of the file in a launch's log folder with the secret that the launch made up."""
+"""Name of the file in a launch's log folder with the secret that the launch generated."""
 MIN_SECRET = 16
 """Bytes: shorter secrets can be guessed offline from one recorded handshake."""
 
 
 class Secret:
-    """The job's secret; it is never taken from a command line, and shows itself in no log and no traceback."""
+    """The job's secret. It is never taken from a command line, and appears in no log and no traceback."""
 
     __slots__ = ("_value",)
 
     def __init__(self, value: bytes) -> None:
         if len(value) < MIN_SECRET:
-            raise SecretError(f"the job's secret has {len(value)} bytes; give at least {MIN_SECRET} random ones")
+            raise SecretError(f"the job's secret has {len(value)} bytes; use at least {MIN_SECRET} random bytes")
         self._value = value
 
     def __repr__(self) -> str:
         return "Secret(...)"
 
     def mac(self, role: str, coordinator_nonce: str, member_nonce: str) -> str:
-        """The proof of ``role`` ("member" or "coordinator") for one pair of nonces, in hex."""
+        """Return the proof of ``role`` ("member" or "coordinator") for one pair of nonces, in hex."""
         return connection.mac(self._value, "recover-membership", role, coordinator_nonce, member_nonce).hex()
 
     def answer(self, challenge: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-        """A member's message ``auth`` for a message ``challenge``, and the proof that the coordinator then owes."""
+        """Return a member's message ``auth`` for a ``challenge``, and the proof that the coordinator then owes."""
         nonces = challenge["nonce"], connection.nonce()
         auth = {"type": "auth", "nonce": nonces[1], "mac": self.mac("member", *nonces)}
         return auth, self.mac("coordinator", *nonces)
 
     def key(self, purpose: str) -> bytes:
-        """A key derived from the secret for another protocol of the run, such as the ring's."""
+        """Return a key derived from the secret for another protocol of the run, such as the ring's."""
         return connection.mac(self._value, "recover-key", purpose)
 
 
 def read_secret_file(path: Path) -> Secret:
-    """The secret in a file of mode 0600 (or stricter) that belongs to this user; ``SecretError`` says what is wrong."""
+    """Return the secret in a file of mode 0600 (or stricter) owned by this user. Raises ``SecretError``."""
     try:
         with path.open("rb") as file:
             info = os.fstat(file.fileno())
@@ -324,7 +324,7 @@ def read_secret_file(path: Path) -> Secret:
                 raise SecretError(f"secret file {path} is not a regular file")
             if info.st_mode & 0o077:
                 mode = f"mode {info.st_mode & 0o777:04o}"
-                raise SecretError(f"secret file {path} is open to others ({mode}): chmod 600 it")
+                raise SecretError(f"secret file {path} is accessible to others ({mode}): chmod 600 it")
             if info.st_uid not in (os.geteuid(), 0):
                 raise SecretError(f"secret file {path} belongs to user {info.st_uid}, not to you")
             return Secret(file.read(1 << 16).strip())
@@ -333,7 +333,7 @@ def read_secret_file(path: Path) -> Secret:
 
 
 def find_secret(environ: Mapping[str, str] = os.environ, path: Path | None = None) -> Secret:
-    """The secret from ``path``, else from the environment (the value, or a file's name); ``SecretError`` if none."""
+    """Return the secret from ``path``, else from the environment (value or file name). Raises ``SecretError``."""
     if path is not None:
         return read_secret_file(path)
     if value := environ.get(SECRET_VARIABLE):

@@ -1,26 +1,26 @@
-"""What a witness outside of the launchers says: which nodes of the launch are off, so that nothing runs there.
+"""Witness outside of the launchers: it reports which nodes of the launch are off, so that no process runs there.
 
-A witness is whoever manages the nodes: SLURM's controller, Kubernetes' API server (``testimony``). It tells of ends
-alone, and an end is final. What it says of a node that it does not reach is no news: it may be cut off, as this side
-may be. Its word is used where the count of ``leadership`` and the lease give up: fewer than half are reached. They may
-ask for the lease if *nobody else can be running*, by ``alone``:
+A witness is the manager of the nodes: SLURM's controller, Kubernetes' API server (``testimony``). It reports only ends,
+and an end is final. If it does not reach a node, that means nothing: the witness may be cut off, as this side may be.
+Its statements are used where the count of ``leadership`` and the lease give up: fewer than half are reached. These
+workers may ask for the lease if *no other worker can be running*, by ``alone``:
 
-* whoever is missing was started by a launcher of the launch (``JOINED_FROM``), and
-* each node of the launch is off, or is *here*: its launcher is reached, and all that it runs are members, or gone.
+* every missing worker was started by a launcher of the launch (``JOINED_FROM``), and
+* each node of the launch is off, or is *here*: its launcher is reached, and all its workers are members, or gone.
 
-Why no second side can be going on then. Let B be the side that uses the witness, A another one. A has left B out. Its
-members are those of the last epoch that B knows, and newcomers. What runs on a node that is off has ended. What runs on
-a node that is here is a member of B, as its launcher told, after the testimony (``Witness.opened``): so it follows A no
-more. What is left are newcomers of launchers that joined, which may be anywhere, and of which B may never have heard.
-So a side that has left out somebody who may be running takes such newcomers in only when the lease names this side,
-without those that are left out (``Witness.lets_in``); and B needs the lease, which is refused to it then. A coordinator
-that took over cannot know whom the one before has left out: a newcomer that was in an earlier epoch is in nothing that
-its members present. So it takes such newcomers in only when the lease names its side.
+Why no second side can continue then. Let B be the side that uses the witness, A another one that has left B out. The
+members of A are those of the last epoch that B knows, and newcomers. Processes on a node that is off have ended.
+Processes on a node that is here are members of B, as its launcher reported after the testimony (``Witness.opened``), so
+they do not follow A any more. Newcomers of launchers that joined remain: they may run anywhere, unknown to B. So a side
+that has left out a worker that may be running takes such newcomers in only when the lease names this side, without the
+left-out workers (``Witness.lets_in``); and B needs the lease, which is refused to it then. A coordinator that took over
+cannot know which workers the previous one has left out: a newcomer of an earlier epoch is in nothing that its members
+present. So it, too, takes such newcomers in only when the lease names its side.
 
-A death that a witness knows is never counted as one that a launcher has seen: *gone* takes workers out of the count of
-every side, and whoever tells of them there presents what the dead have followed. A witness presents nothing. Were it
-believed so, of five workers a side of three could go on, lose two with their node, and go on with the last one, while
-the others, told of the two, would be two of three.
+A death that a witness reports never counts like one that a launcher has seen. *Gone* removes workers from the count of
+every side, and a member that reports a death presents what the dead worker followed. A witness presents nothing. If its
+deaths counted as gone: of five workers a side of three could continue, lose two with their node, and continue with the
+last one, while the others, informed of the two deaths, would be two of three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recover_megatron.membership.records import JOINED_FROM, Formed, WorkerId, W
 from recover_megatron.membership.roster import Fate, Roster
 
 ASK_SECONDS = 2.0
-"""From one question to the next one."""
+"""Seconds between two questions."""
 
 
 def alone(
@@ -43,10 +43,10 @@ def alone(
     off: frozenset[str],
     here: Mapping[str, Iterable[WorkerId]],
 ) -> bool:
-    """Whether nobody but ``members`` can be running: see above.
+    """Return whether no worker except ``members`` can be running: see above.
 
-    ``nodes``: of the launch, by the names of their launchers. ``here``: what the launchers that are reached run. A
-    node that is reached and said to be off makes the witness no witness.
+    ``nodes``: of the launch, by the names of their launchers. ``here``: workers that the reached launchers run. If a
+    reached node is reported off, the witness is not trusted.
     """
     return (
         bool(off)
@@ -58,43 +58,43 @@ def alone(
 
 
 class Witness:
-    """What a coordinator was told by the witness, and what follows from that.
+    """Statements of the witness to one coordinator, and their consequences.
 
     ``nodes``: of the launch, by the names of their launchers; empty: it cannot be asked from here (by the candidate of
-    a launcher that joined). None: there is no witness, and nothing here does anything.
+    a launcher that joined). None: there is no witness, and all methods do nothing.
     """
 
     def __init__(self, roster: Roster, out: Outbox, nodes: frozenset[str] | None) -> None:
         self.nodes = nodes
         self.off: frozenset[str] = frozenset()
-        """The nodes that are off."""
+        """Nodes that are off."""
         self.took_over = False
-        """Whether another coordinator led before this one: it may have left out workers that nobody here knows."""
+        """True if another coordinator led before this one: it may have left out workers that are unknown here."""
         self._roster = roster
         self._out = out
-        self._then: frozenset[str] = frozenset()  # off when the rendezvous was opened
+        self._off_at_opening: frozenset[str] = frozenset()  # nodes that were off when the rendezvous was opened
         self._asked_at: float | None = None
         self._needed_since: float | None = None
         self._reasons: set[str] = set()
-        self._asked: dict[tuple[int, int], Workers] = {}  # claims by term and epoch -> whom they name
-        self._granted = False  # the first of these, or a later one, is the lease's holder
+        self._asked: dict[tuple[int, int], Workers] = {}  # term and epoch of a claim -> its members
+        self._granted = False  # the first of these claims, or a later one, holds the lease
 
-    # -- what it says -------------------------------------------------------------------------------------------------
+    # -- questions and statements -------------------------------------------------------------------------------------
 
     def ask(self, now: float, needed: bool) -> None:
-        """Called now and then: ask about the nodes that are not reached, where an answer is ``needed``."""
+        """Ask about the unreached nodes, if an answer is ``needed``. Called at every tick."""
         if not needed or not self.nodes:
             self._needed_since = None
             return
         self._needed_since = now if self._needed_since is None else self._needed_since
-        settled = now - self._needed_since >= self._roster.settings.heartbeat_interval
+        waited = now - self._needed_since >= self._roster.settings.heartbeat_interval
         nodes = self.nodes - self.off - self._reached
-        if settled and nodes and (self._asked_at is None or now - self._asked_at >= ASK_SECONDS):
+        if waited and nodes and (self._asked_at is None or now - self._asked_at >= ASK_SECONDS):
             self._asked_at = now
             self._out.do(AskWitness(nodes))
 
     def hear(self, testimony: Statement) -> frozenset[str]:
-        """Take it in; the nodes that are known to be off by it, and were not before."""
+        """Take in a statement. Return the nodes that are newly known to be off."""
         new = testimony.off & (self.nodes or frozenset()) - self.off
         self.off |= new
         if testimony.reason not in self._reasons and (new or not testimony.off) and testimony.reason:
@@ -105,22 +105,22 @@ class Witness:
         return new
 
     def waits(self, now: float) -> bool:
-        """Whether those that may not go on wait for what it says: as long as members look for a coordinator."""
+        """Return whether members that may not continue wait for the witness, at most ``lost_timeout``."""
         since = self._needed_since
         return bool(self.nodes) and (since is None or now <= since + self._roster.settings.lost_timeout)
 
     def excuse(self, pause: float) -> None:
-        """This process was kept from running for so long."""
+        """Exclude a pause of this process."""
         self._needed_since = None if self._needed_since is None else self._needed_since + pause
 
-    # -- what follows -------------------------------------------------------------------------------------------------
+    # -- consequences -------------------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """A rendezvous is opened: its launchers acknowledge it after all that was heard of the witness by now."""
-        self._then = self.off
+        """Note that a rendezvous is opened: launchers acknowledge it after all statements received by now."""
+        self._off_at_opening = self.off
 
     def leaves_alone(self, members: Workers, missing: Workers, epoch: int | None) -> bool:
-        """Whether nobody but ``members`` can be running.
+        """Return whether no worker except ``members`` can be running.
 
         ``epoch``: of the rendezvous that launchers must have acknowledged to be here; None: there is none yet.
         """
@@ -134,42 +134,42 @@ class Witness:
             and not node_agent.silent
             and (epoch is None or node_agent.acknowledged == epoch)
         }
-        off = self.off if epoch is None else self._then
+        off = self.off if epoch is None else self._off_at_opening
         return off.isdisjoint(self._reached) and alone(members, missing, self._roster.gone, self.nodes, off, here)
 
     @property
     def _reached(self) -> frozenset[str]:
-        """The nodes whose launchers are."""
+        """Nodes whose launchers are reached."""
         return frozenset(name for name, agent in self._roster.node_agents.items() if agent.session is not None)
 
     # -- newcomers of launchers that joined ---------------------------------------------------------------------------
 
     def lets_in(self, number: WorkerId, formed: Formed) -> bool:
-        """Whether a worker may come into the next epoch: always, but for newcomers of launchers that joined.
+        """Return whether a worker may come into the next epoch: always, except for newcomers of launchers that joined.
 
-        These may not while somebody is (or may be, ``took_over``) left out who may be running, and would not know of
-        them, unless that one could not get the lease. ``formed``: the last epoch; who was in it is no newcomer.
+        They may not while a worker is left out (or may be, ``took_over``) that may be running without knowing of them,
+        unless that worker could not get the lease. ``formed``: the last epoch; its members are no newcomers.
         """
         return self.nodes is None or number < JOINED_FROM or number in formed.members or self._is_recorded
 
     @property
     def _is_recorded(self) -> bool:
-        """Whether nobody who is left out and may be running can get the lease."""
+        """True if no left-out worker that may be running can get the lease."""
         left_out = self._roster.with_fate(Fate.OUT) | self._roster.with_fate(Fate.ASIDE)
         if not left_out and not self.took_over:
             return True
         return self._granted and left_out.isdisjoint(frozenset().union(*self._asked.values()))
 
     def has_to_record(self) -> bool:
-        """Whether the epoch that was formed is to be named by the lease, without waiting, for what ``lets_in`` says."""
+        """Return whether the lease must name the formed epoch, so that ``lets_in`` may admit newcomers."""
         return self.nodes is not None and not self._is_recorded
 
     def asks(self, claim: AskForLease) -> None:
-        """The lease is asked for, by whatever claim: it may pass to these members."""
+        """Note any claim for the lease: it may pass to these members."""
         self._asked[claim.term, claim.epoch] = claim.members
 
     def granted(self, claim: AskForLease) -> None:
-        """A claim other than a renewal was granted: what was asked before it names nobody any more."""
+        """Note that a claim other than a renewal was granted: earlier claims name no holder any more."""
         keys = list(self._asked)
         for key in keys[: keys.index((claim.term, claim.epoch))]:
             del self._asked[key]

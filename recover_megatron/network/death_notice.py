@@ -1,18 +1,18 @@
-"""The death of a worker, known by what the kernel does first: it gives up the robust mutexes of the worker's threads.
+"""Early notice of a worker's death, by robust mutexes, which the kernel releases before anything else.
 
-The kernel closes the sockets of a killed process, and makes its pidfd readable, only after it has taken the process's
-memory apart: 0.1 s a gigabyte on a quiet machine, several times that on a busy one, and after any core is written. The
-robust mutexes (``pthread_mutexattr_setrobust``) of a thread it gives up before, whatever the process holds: who waits
-for one gets EOWNERDEAD within a few milliseconds. So worker and launcher share a page with such a mutex::
+The kernel closes the sockets of a killed process, and makes its pidfd readable, only after it has freed the process's
+memory: 0.1 s per gigabyte on a quiet machine, several times that on a busy one, and after any core is written. It
+releases a thread's robust mutexes (``pthread_mutexattr_setrobust``) before that, whatever the process holds: a waiting
+thread gets EOWNERDEAD within a few milliseconds. So worker and launcher share a page with such a mutex::
 
     launcher                                    worker
     DeathWatch.make(): the page, a variable --> hold(): a thread locks the mutex, then posts the semaphore, and sleeps
     begin(): a thread waits for the semaphore,
-             then for the mutex             <-- the thread ends: a fatal signal, exit, exec, or by itself
+             then for the mutex             <-- the thread ends: a fatal signal, exit, exec, or a return
     on_dying()
 
-What EOWNERDEAD means, and what it does not, is in docs/membership.md ("A death that is told before the process has
-gone").  Where there is no robust mutex, or the worker cannot reach the page, the pidfd alone tells of the end.
+docs/membership.md has the meaning and the limits of EOWNERDEAD. Without a robust mutex, or if the worker cannot reach
+the page, only the pidfd reports the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ATTRIBUTE_BYTES = 64
 _PROCESS_SHARED = _ROBUST = 1
 _PROBE_SECONDS = 2
 FATAL = b"Fatal Python error: "
-"""The beginning of the line by which faulthandler tells of a fatal signal."""
+"""Beginning of the line by which faulthandler reports a fatal signal."""
 
 
 def _tag(name: str) -> bytes:
@@ -49,18 +49,18 @@ def _tag(name: str) -> bytes:
 
 
 class _Page:
-    """The shared memory.  It stays mapped for as long as a thread of this process may use it."""
+    """Shared memory. It stays mapped for as long as a thread of this process may use it."""
 
     def __init__(self, descriptor: int) -> None:
-        """Raises OSError."""
+        """Map the page. Raises OSError."""
         self._memory = mmap.mmap(descriptor, _SIZE)
-        self._memory.madvise(mmap.MADV_DONTFORK)  # a forked child has no part in it
+        self._memory.madvise(mmap.MADV_DONTFORK)  # a forked child does not use it
         self._bytes = (ctypes.c_char * _SIZE).from_buffer(self._memory)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._mutex, self._semaphore = (ctypes.byref(self._bytes, offset) for offset in (_MUTEX, _SEMAPHORE))
 
     def prepare(self, name: str) -> None:
-        """Make mutex and semaphore; by the launcher, once.  Raises OSError."""
+        """Create mutex and semaphore; by the launcher, once. Raises OSError."""
         attribute = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
         libc = self._libc
         for failed in (
@@ -75,7 +75,7 @@ class _Page:
         self._memory[_TAG : _TAG + len(_tag(name))] = _tag(name)
 
     def is_named(self, name: str) -> bool:
-        """Return True for the page ``name``, if it was made with the C library of this process."""
+        """Return True for the page ``name``, if it was created with the C library of this process."""
         return self._memory[_TAG:_SIZE].rstrip(b"\0") == _tag(name)
 
     @property
@@ -89,7 +89,7 @@ class _Page:
 
     @property
     def holder(self) -> int:
-        """The pid of the process whose thread holds the mutex, or held it."""
+        """Pid of the process whose thread holds the mutex, or held it."""
         return int.from_bytes(self._memory[_PID : _PID + 8], "little")
 
     @holder.setter
@@ -97,11 +97,11 @@ class _Page:
         self._memory[_PID : _PID + 8] = pid.to_bytes(8, "little")
 
     def hold(self, tried: threading.Event) -> None:
-        """Lock the mutex, say so, and sleep for ever; another thread that holds it already is left alone."""
+        """Lock the mutex, announce it, and sleep forever; return if another thread holds it already."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         locked = self._libc.pthread_mutex_trylock(self._mutex) == 0
         if locked:
-            self.holder = int(os.readlink("/proc/self"))  # as the launcher counts: its /proc was opened
+            self.holder = int(os.readlink("/proc/self"))  # in the launcher's pid namespace: its /proc was opened
             self.post()
         tried.set()
         if locked:
@@ -117,17 +117,17 @@ class _Page:
             pass
 
     def wait_given_up(self) -> bool:
-        """Wait for the end of the thread that holds the mutex; False: the mutex cannot tell of it."""
+        """Wait for the end of the thread that holds the mutex; False: the mutex cannot report it."""
         return bool(self._libc.pthread_mutex_lock(self._mutex) == errno.EOWNERDEAD)
 
     def is_given_up(self, seconds: int) -> bool:
-        """Wait for it so long at most."""
+        """Wait for it for at most ``seconds``."""
         until = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)
         return bool(self._libc.pthread_mutex_timedlock(self._mutex, until) == errno.EOWNERDEAD)
 
 
 def _new_page(name: str) -> tuple[_Page, int]:
-    """Return a page that is ready, and the descriptor of its file.  Raises OSError where none can be had."""
+    """Return a page that is ready, and the descriptor of its file. Raises OSError if none can be created."""
     descriptor = memory_file("recover-death-notice")
     try:
         os.ftruncate(descriptor, _SIZE)
@@ -135,15 +135,15 @@ def _new_page(name: str) -> tuple[_Page, int]:
         page.prepare(name)
     except (OSError, AttributeError) as error:
         os.close(descriptor)
-        raise OSError(errno.ENOSYS, f"no robust mutex ({error})") from error
+        raise OSError(errno.ENOSYS, f"cannot create a robust mutex ({error})") from error
     return page, descriptor
 
 
 @cache
 def lacking() -> str:
-    """Tell people why a death is known by the pidfd alone on this host; empty: robust mutexes tell of it.
+    """Return why deaths are known only by the pidfd on this host, as text; empty: robust mutexes report them.
 
-    Tried with a thread that ends while it holds one: a kernel may take the call, and never do it (gVisor).
+    Tested with a thread that ends while it holds one: a kernel may accept the call without any effect (gVisor).
     """
     try:
         page, descriptor = _new_page("try")
@@ -152,27 +152,27 @@ def lacking() -> str:
         thread.start()
         thread.join()
     except (OSError, RuntimeError) as error:
-        return f"no robust mutex can be had here ({error})"
-    return "" if page.is_given_up(_PROBE_SECONDS) else "this kernel does not give up the robust mutexes of dead threads"
+        return f"robust mutexes are not available here ({error})"
+    return "" if page.is_given_up(_PROBE_SECONDS) else "this kernel does not release the robust mutexes of dead threads"
 
 
 class DeathWatch:
-    """The launcher's side, for one worker: ``on_dying`` is called as soon as the worker's threads are being ended."""
+    """The launcher's side, for one worker: calls ``on_dying`` as soon as the kernel ends the worker's threads."""
 
     def __init__(self) -> None:
-        """Raises OSError where there is no robust mutex."""
+        """Create the page. Raises OSError without robust mutexes."""
         name = secrets.token_hex(8)
         self._page, self._descriptor = _new_page(name)
         self._closed = False
         self._process: int | None = None
         self.holder = 0
-        """The pid of the process that holds the mutex, once it is known; under a wrapper a child of the wrapper."""
+        """Pid of the process that holds the mutex, once it is known; under a wrapper a child of the wrapper."""
         self.variables = {DEATH_NOTICE_VARIABLE: f"{name} /proc/{os.getpid()}/fd/{self._descriptor}"}
-        """For the environment of the worker's process."""
+        """Variables for the environment of the worker's process."""
 
     @classmethod
     def make(cls) -> DeathWatch | None:
-        """Return a watch for a worker that is about to be started; None where there is none to be had."""
+        """Return a watch for a worker that is about to be started; None if none is available."""
         if lacking():
             return None
         try:
@@ -186,9 +186,9 @@ class DeathWatch:
         return self._page.left
 
     def begin(self, on_dying: Callable[[], object]) -> None:
-        """Watch from now on.  ``on_dying`` is called in a thread, once; never where the worker does not hold the mutex.
+        """Watch from now on. ``on_dying`` is called in a thread, once; never if the worker does not hold the mutex.
 
-        Where no thread can be started nothing is told.
+        If no thread can be started nothing is reported.
         """
 
         def wait() -> None:
@@ -205,14 +205,14 @@ class DeathWatch:
             threading.Thread(target=wait, name="recover-death-watch", daemon=True).start()
 
     def kill_holder(self) -> None:
-        """SIGKILL to the process ``holder``, and to no later user of its pid.  Raises OSError where that cannot be."""
+        """Send SIGKILL to the process ``holder``, never to a later user of its pid. Raises OSError."""
         if self._process is None:
-            raise ProcessLookupError(errno.ESRCH, f"there is no pidfd of process {self.holder}")
+            raise ProcessLookupError(errno.ESRCH, f"no pidfd of process {self.holder} is open")
         with suppress(ProcessLookupError):  # it has gone
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def close(self) -> None:
-        """Tell nothing more: the worker's process was reaped, or not started."""
+        """Report nothing more: the worker's process was reaped, or not started."""
         if not self._closed:
             self._closed = True
             self._page.post()
@@ -222,14 +222,14 @@ class DeathWatch:
 
 
 _held: _Page | None = None
-"""The page of the launcher that watches this process."""
+"""Page of the launcher that watches this process."""
 
 
 def hold(environ: Mapping[str, str]) -> bool:
-    """Have this process's launcher know of its death at once, from now on.  Returns whether it will.
+    """Let this process's launcher detect its death at once, from now on. Return whether it will.
 
-    A thread is started that sleeps until the process ends.  Python's faulthandler is enabled where the script has not
-    done so: what it writes on stderr tells the launcher of a fatal signal before a core is written.
+    A thread is started that sleeps until the process ends. Python's faulthandler is enabled if the script has not done
+    so: its output on stderr reports a fatal signal to the launcher before a core is written.
     """
     global _held
     name, _, path = environ.get(DEATH_NOTICE_VARIABLE, "").partition(" ")
@@ -244,12 +244,12 @@ def hold(environ: Mapping[str, str]) -> bool:
             page = _Page(descriptor)
         finally:
             os.close(descriptor)
-        if not page.is_named(name):  # this process is in a container of its own, say, or its launcher has ended
+        if not page.is_named(name):  # for example, this process is in a separate container, or its launcher has ended
             return False
         tried = threading.Event()
         threading.Thread(target=page.hold, args=(tried,), name="recover-death-notice", daemon=True).start()
     except (OSError, ValueError, RuntimeError):
-        return False  # the pidfd tells of the end, later
+        return False  # the pidfd reports the end, later
     _held = page
     tried.wait()
     return page.holder == int(os.readlink("/proc/self"))

@@ -1,22 +1,22 @@
-"""The peers' key-value store: a server in a thread of each worker, so that no node is special.
+"""Key-value store of the peers: a server in a thread of each worker, so that no node is special.
 
     server -> client   {"nonce": s}
     client -> server   {"nonce": c, "mac": proof}         then  {"set": key, "value": v, "epoch": n}
     server -> client   {"mac": proof}                     and   {"want": key}
-    server -> client   {"key": key, "value": v}           as soon as somebody sets it
+    server -> client   {"key": key, "value": v}           as soon as it is set
     client -> server   {"fetch": [numbers]}
-    server -> client   {"bytes": n} and n bytes           what its own worker gives for them; n = -1: nothing
-    client -> server   {"stream": name}                   the connection is not the store's any more, see below
+    server -> client   {"bytes": n} and n bytes           the answer of its own worker's source; n = -1: none
+    client -> server   {"stream": name}                   hands the connection over, see below
 
-Asked once, it answers when it can: nobody polls it over the network.
+A request is answered once it can be: no client polls over the network.
 
-Streams are connections that it lets in and then gives away, for others of the worker to speak over:
+Streams are connections that the server accepts and hands over to other parts of the worker:
 
     client                                                   server: the peer store's thread
     open_stream   -- proof of the secret, both ways (client) -->
                   -- {"stream": "tree/5/..."} ----------------->   Streams.arrived
                   <-- {"stream": "tree/5/..."} -----------------   from here on the connection is a plain socket
-                                                                     |- of a kind that is served: its handler gets it
+                                                                     |- if its kind is served, its handler gets it
                                                                      '- else it waits until ``take`` asks for it
 
 The kind is the part of the name before the first slash.
@@ -41,20 +41,20 @@ from recover_megatron.network.connection import HANDSHAKE_SECONDS, LONGEST_MESSA
 from recover_megatron.network.system import close_in_children
 
 MOST_WAITING = 4096
-"""Connections that nobody has taken; the oldest makes room for a newer one."""
+"""Connections that were not taken yet; beyond that the oldest is closed for a newer one."""
 LOOK_SECONDS = 0.25
-"""How often somebody who waits for a connection asks whether the wait is to end."""
+"""Seconds between two checks of a waiting thread whether its wait must end."""
 
 Handler = Callable[[str, socket.socket], None]
-"""Gets a name and its connection, which is its own from then on; called in the server's thread: must be quick."""
+"""Receives a name and its connection, which it owns from then on; called in the server's thread: must be quick."""
 
 
 def open_stream(
     address: str, challenge: Challenge, name: str, patience: Callable[[], None] = lambda: None
 ) -> socket.socket:
-    """A blocking connection to whatever has the name ``name`` at the worker whose peer store is at ``address``.
+    """Return a blocking connection to the stream ``name`` of the worker whose peer store is at ``address``.
 
-    ``patience``: as that of ``Connection``.  Raises ``Unreachable``.
+    ``patience``: as in ``Connection``. Raises ``Unreachable``.
     """
     connection = Connection(address, challenge, patience)
     try:
@@ -65,7 +65,7 @@ def open_stream(
 
 
 class Streams:
-    """The connections that have come to one worker."""
+    """Stream connections that have arrived at one worker."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -74,7 +74,7 @@ class Streams:
         close_in_children(self)
 
     def serve(self, kind: str, handler: Handler) -> None:
-        """Have ``handler`` called for all of this kind, also for those that have come already."""
+        """Call ``handler`` for all streams of this kind, also for those that have arrived already."""
         with self._changed:
             self._handlers[kind] = handler
             names = [name for name in self._waiting if name.partition("/")[0] == kind]
@@ -87,7 +87,7 @@ class Streams:
             handler = self._handlers.get(name.partition("/")[0])
             if handler is None:
                 if (before := self._waiting.pop(name, None)) is not None:
-                    before.close()  # whoever made it has given it up
+                    before.close()  # its client has given it up
                 self._waiting[name] = sock
                 if len(self._waiting) > MOST_WAITING:
                     self._waiting.pop(next(iter(self._waiting))).close()
@@ -96,7 +96,7 @@ class Streams:
             handler(name, sock)
 
     def take(self, name: str, patience: Callable[[], None]) -> socket.socket:
-        """The connection of this name, when it has come.  ``patience``: called while it has not; raises to give up."""
+        """Return the connection of this name. ``patience``: called while it has not arrived; raises to give up."""
         while True:
             patience()
             with self._changed:
@@ -104,7 +104,7 @@ class Streams:
                     return self._waiting.pop(name)
 
     def forget(self, prefix: str) -> None:
-        """Close what waits under names that begin so: nobody will take it any more."""
+        """Close streams that wait under names with this prefix: they will not be taken any more."""
         with self._changed:
             for name in [name for name in self._waiting if name.startswith(prefix)]:
                 self._waiting.pop(name).close()
@@ -120,21 +120,21 @@ _BACKLOG = 4096
 LONGEST_BEFORE_PROOF = 1 << 10
 MOST_UNPROVED = 256
 QUIET_SECONDS = 60.0
-"""Between two lines about a store that can let nobody in."""
+"""Seconds between two log lines about a store that cannot accept connections."""
 MOST_BYTES = 16 << 20
-"""Limit of what is given for one request (``fetch``)."""
+"""Limit of the answer to one request (``fetch``)."""
 Source = Callable[[Sequence[int]], bytes | None]
-"""What this worker gives for some numbers; called in the server's thread.  None: it does not have that."""
+"""Returns this worker's data for some numbers; called in the server's thread. None: it does not have them."""
 KEPT_EPOCHS = 4
-"""What belongs to epochs before the newest so many that were heard of is forgotten: their groups are gone."""
+"""Number of the newest known epochs whose values are kept: the groups of older ones are gone."""
 
 
 class PeerStoreServer:
-    """Serves until the process ends.  ``host``: the address of this machine that the others can reach.
+    """Serves until the process ends. ``host``: an address of this machine that the others can reach.
 
-    A connection that has not proved to know the secret may send ``LONGEST_BEFORE_PROOF`` bytes, within
-    ``HANDSHAKE_SECONDS``; of ``MOST_UNPROVED`` such connections the oldest makes room for a newer one, and where no
-    descriptor is left all do.
+    A connection without proof of the secret may send ``LONGEST_BEFORE_PROOF`` bytes, within ``HANDSHAKE_SECONDS``. Of
+    more than ``MOST_UNPROVED`` such connections the oldest is dropped for a newer one, and all are if no descriptor is
+    left.
     """
 
     def __init__(self, host: str, secret: bytes) -> None:
@@ -146,14 +146,14 @@ class PeerStoreServer:
         self._wanted: defaultdict[str, list[asyncio.StreamWriter]] = defaultdict(list)
         self._unproved: dict[asyncio.StreamWriter, None] = {}
         self._quiet_until = 0.0
-        self._epochs: defaultdict[int, set[str]] = defaultdict(set)  # what each has set
+        self._epochs: defaultdict[int, set[str]] = defaultdict(set)  # epoch -> its keys
         close_in_children(self)
         # Not epoll, which a forked process would share with this one.
         self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
         threading.Thread(target=self._serve, name="recover-peer-store", daemon=True).start()
 
     def put(self, key: str, value: str, epoch: int | None = None) -> None:
-        """Set a value, from any thread, and tell who wants it; after some epochs that of an ``epoch`` is forgotten."""
+        """Set a value, from any thread, for present and later clients; values of an old ``epoch`` are dropped."""
         self._loop.call_soon_threadsafe(self._set, key, value, epoch)
 
     def close_in_child(self) -> None:
@@ -171,30 +171,30 @@ class PeerStoreServer:
         await server.serve_forever()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What asyncio cannot tell to anybody: that nobody can be let in.  (It tries again after a second.)"""
+        """Handle asyncio's unassigned errors: no connection can be accepted. (asyncio tries again after a second.)"""
         error = context.get("exception")
         if isinstance(error, OSError):
             for writer in list(self._unproved):
                 self._drop(writer)
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + QUIET_SECONDS
-            log.info(f"the peer store of this worker: {context['message']}: {error}")
+            log.info(f"the peer store of this worker failed: {context['message']}: {error}")
 
     def _drop(self, writer: asyncio.StreamWriter) -> None:
         self._unproved.pop(writer, None)
         writer.transport.abort()
 
     async def _guarded(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What comes over one connection costs at most that connection."""
+        """Serve one connection; its data can cost at most that connection."""
         self._unproved[writer] = None
         if len(self._unproved) > MOST_UNPROVED:
             self._drop(next(iter(self._unproved)))
         try:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError, connection.WireError):
-                # Else an answer waits 40 ms for an acknowledgement: asyncio sees to it only for sockets that tell
-                # their protocol, which accepted ones do not.
+                # Else an answer waits 40 ms for an acknowledgement: asyncio sets this only for sockets that know
+                # their protocol, and accepted ones do not.
                 writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if await asyncio.wait_for(self._knows(reader, writer), HANDSHAKE_SECONDS):
+                if await asyncio.wait_for(self._authenticate(reader, writer), HANDSHAKE_SECONDS):
                     self._unproved.pop(writer, None)
                     await self._converse(reader, writer)
         finally:
@@ -205,19 +205,19 @@ class PeerStoreServer:
                     del self._wanted[key]
             writer.close()
 
-    async def _knows(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        mine = connection.nonce()
-        _tell(writer, nonce=mine)
-        told = await connection.read(reader, LONGEST_BEFORE_PROOF)
-        if told is None or not connection.proves(told["mac"], self._challenge.of_client(mine, str(told["nonce"]))):
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        own = connection.nonce()
+        _write(writer, nonce=own)
+        answer = await connection.read(reader, LONGEST_BEFORE_PROOF)
+        if answer is None or not connection.proves(answer["mac"], self._challenge.of_client(own, str(answer["nonce"]))):
             return False
-        _tell(writer, mac=self._challenge.of_server(mine, str(told["nonce"])))
+        _write(writer, mac=self._challenge.of_server(own, str(answer["nonce"])))
         return True
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while (message := await connection.read(reader, LONGEST_MESSAGE)) is not None:
             if "fetch" in message:
-                await self._give([int(number) for number in message["fetch"]], writer)
+                await self._send_fetched([int(number) for number in message["fetch"]], writer)
             elif "stream" in message:
                 self._hand_over(str(message["stream"]), writer)
                 return
@@ -225,22 +225,22 @@ class PeerStoreServer:
                 epoch = message.get("epoch")
                 self._set(message["set"], message["value"], None if epoch is None else int(epoch))
             elif (key := message["want"]) in self._values:
-                _tell(writer, key=key, value=self._values[key])
+                _write(writer, key=key, value=self._values[key])
             else:
                 self._wanted[key].append(writer)
 
-    async def _give(self, what: Sequence[int], writer: asyncio.StreamWriter) -> None:
+    async def _send_fetched(self, what: Sequence[int], writer: asyncio.StreamWriter) -> None:
         found = self.source(what)
-        _tell(writer, bytes=-1 if found is None else len(found))
+        _write(writer, bytes=-1 if found is None else len(found))
         if found is not None:
             writer.write(found)
         await writer.drain()
 
     def _hand_over(self, name: str, writer: asyncio.StreamWriter) -> None:
-        """The client says nothing more before it is answered, so all that it will say is still to be read."""
+        """Hand a connection over. Its client sends nothing before the answer, so all later data is unread."""
         answer = connection.encode({"stream": name}, LONGEST_MESSAGE)
         taken = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
-        writer.transport.abort()  # its own descriptor, that is: the connection stays
+        writer.transport.abort()  # closes only its own descriptor: the connection stays
         taken.setblocking(True)
         try:
             taken.sendall(answer)  # a few bytes, in an empty buffer
@@ -257,8 +257,8 @@ class PeerStoreServer:
                 for old in self._epochs.pop(min(self._epochs)):
                     self._values.pop(old, None)
         for waiting in self._wanted.pop(key, []):
-            _tell(waiting, key=key, value=value)
+            _write(waiting, key=key, value=value)
 
 
-def _tell(writer: asyncio.StreamWriter, **message: str | int) -> None:
+def _write(writer: asyncio.StreamWriter, **message: str | int) -> None:
     writer.write(connection.encode(message, LONGEST_MESSAGE))

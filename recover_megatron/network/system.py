@@ -1,21 +1,21 @@
-"""What this host's kernel tells of connections, and what is asked of it for a process of a run.
+"""Kernel interfaces of this host: dead connections, forks, and resource limits of the processes of a run.
 
-Silence (``Watch``): nothing is acknowledged any more, and nobody is told.  A death closes connections, which is noticed
-at once.  A broken cable, a wrong route or a filter between two hosts that are well closes nothing: TCP alone would try
-for a quarter of an hour.  So one thread of the process looks at the connections that it was given:
+Silence (``Watch``): nothing is acknowledged any more, and no process is notified. A death closes connections, which is
+noticed at once. A broken cable, a wrong route or a filter between two healthy hosts closes nothing: TCP alone would try
+for a quarter of an hour. So one thread of the process looks at the connections that it was given:
 
-    something is under way, and for ``SECONDS`` the other kernel has acknowledged nothing --> shut: who waits is woken
-    nothing is under way: the kernel asks (keepalive), and ends the connection itself
+    data is in flight, and for ``SECONDS`` the other kernel has acknowledged nothing --> shut: waiting threads are woken
+    no data is in flight: the kernel asks (keepalive), and ends the connection itself
 
-The other kernel answers whatever its process does: one that is stopped, or that reads nothing, is not silent.
+The other kernel answers whatever its process does: a process that is stopped, or reads nothing, is not silent.
 
-Forks (``close_in_children``): a forked process, such as a data loader, closes what its parent holds open. Else a
-worker's connections would stay open after its death, and nobody would see an end. Sockets are closed, never shut down:
-that would reach the parent's connection.  And it collects no garbage of its parent's: the destructor of a process group
-of gloo waits for threads that a forked process has not, for ever.
+Forks (``close_in_children``): a forked process, such as a data loader, closes connections that its parent holds open.
+Otherwise a worker's connections would stay open after its death, unnoticed by all peers. Sockets are closed, never shut
+down: that would affect the parent's connection. The child does not collect its parent's garbage: the destructor of a
+gloo process group waits forever for threads that a forked process does not have.
 
-What is not everywhere (``lacking``, ``memory_file``): a Python that was built for an older system lacks what is newer
-(uv's and conda's until 2026: os.memfd_create, os.pidfd_open), and a filter of system calls answers ENOSYS or EPERM.
+Optional features (``lacking``, ``memory_file``): a Python that was built for an older system lacks newer functions
+(uv's and conda's until 2026: os.memfd_create, os.pidfd_open), and a seccomp filter answers ENOSYS or EPERM.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _PROBES, _UNACKED, _LAST_ACK = 3, 24, 56  # in ``struct tcp_info`` of linux/tcp.
 
 
 def unacknowledged(sock: socket.socket) -> float:
-    """Seconds for which the other host's kernel has acknowledged nothing, while there is something to acknowledge.
+    """Return for how many seconds the other host's kernel has acknowledged nothing, while data waits for it.
 
-    Packets under way, or more than one question for room that nobody answered: where this host has no route any more
-    nothing is under way, and a host whose process reads nothing answers each.
+    Counted are packets in flight, or more than one unanswered window probe: without a route on this host nothing is in
+    flight, and a host whose process reads nothing answers each probe.
     """
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     (unacked,) = struct.unpack_from("I", info, _UNACKED)
@@ -65,7 +65,7 @@ def unacknowledged(sock: socket.socket) -> float:
 
 
 def all_delivered(sock: socket.socket) -> bool:
-    """Whether the other host's kernel has all that was written, and no word that it sent before that is unread here."""
+    """Return whether the other kernel has all written data, and all that it sent before has been read here."""
     if fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4):
         return False
     try:
@@ -73,12 +73,12 @@ def all_delivered(sock: socket.socket) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        pass  # it has failed, which reading tells
+        pass  # it has failed, which the next read reports
     return False
 
 
 def use_all_descriptors() -> None:
-    """Raise the limit of open files as far as this process may: strangers' connections count against it, too."""
+    """Raise the limit of open files as far as possible: connections of unauthenticated peers count against it, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -86,8 +86,8 @@ def use_all_descriptors() -> None:
 
 @cache
 def lacking(name: str) -> str:
-    """Why there is no ``os.pidfd_open``, ``os.memfd_create`` or ``signal.pidfd_send_signal`` (which a filter of system
-    calls may forbid alone), in words for people; empty: there is one."""
+    """Return why ``os.pidfd_open``, ``os.memfd_create`` or ``signal.pidfd_send_signal`` (which a seccomp filter may
+    forbid alone) is missing, as text; empty: available."""
     try:
         descriptor = os.memfd_create("look") if name == "memfd_create" else os.pidfd_open(os.getpid())
         try:
@@ -97,17 +97,17 @@ def lacking(name: str) -> str:
             os.close(descriptor)
     except AttributeError:
         return f"this Python has no os.{name}: it was built for an older Linux"
-    except OSError as error:  # else there is no descriptor at this time
+    except OSError as error:  # other errors: no descriptor is free at this time
         refused = error.errno in (errno.ENOSYS, errno.EPERM)
-        return f"{name} is refused here ({error.strerror}): by the kernel, or by seccomp" if refused else ""
+        return f"{name} is refused here ({error.strerror}) by the kernel or by seccomp" if refused else ""
     return ""
 
 
 def memory_file(name: str) -> int:
-    """A descriptor of a file in memory that has no name in any folder, and is gone with its last user.
+    """Return the descriptor of a file in memory without a name, which disappears with its last user.
 
-    Where there is no memfd_create: one under /dev/shm, or, where nobody may write there, in the folder for temporary
-    files.  Raises OSError where there is none of these.
+    Without memfd_create it is created under /dev/shm, or, if that is not writable, in the folder for temporary files.
+    Raises OSError if none of these works.
     """
     if not lacking("memfd_create"):
         return os.memfd_create(name)
@@ -117,14 +117,14 @@ def memory_file(name: str) -> int:
 
 
 LONGEST_FOLDER = 89
-"""Bytes: a socket's name behind it has 18, and the kernel takes 107."""
+"""Bytes: the socket's name in it has 18, and the kernel takes 107."""
 
 
 def keep_sockets(environ: Mapping[str, str]) -> None:
-    """Have multiprocessing make the sockets of this process and its children where ``remove_sockets`` finds them.
+    """Make multiprocessing create the sockets of this process and its children where ``remove_sockets`` finds them.
 
-    Python's own folders for them are removed by the process that made them, if it ends in order.  Where the path would
-    be too long for a socket Python chooses another one.
+    Python's own folders for them are removed only by the process that created them, if it ends in order. If the path
+    would be too long for a socket, Python chooses another one.
     """
     launch_id = environ.get(LAUNCH_ID_VARIABLE, "")
     folder = f"{tempfile.gettempdir()}/pymp-{launch_id}-{os.getpid()}"
@@ -136,16 +136,16 @@ def keep_sockets(environ: Mapping[str, str]) -> None:
 
 
 def share_by_lasting_socket() -> None:
-    """Have this process, which has shared nothing yet, hand over descriptors by a socket whose file is gone at once.
+    """Make this process, which has shared nothing yet, pass descriptors by a socket whose file is removed at once.
 
-    A data loader hands over each tensor so.  Its parent reaches the socket by a descriptor of the file, under /proc, so
-    no cleaner of TMPDIR cuts it off.  Where /proc does not allow that, Python's own way is left.
+    A data loader passes each tensor in this way. Its parent reaches the socket by a descriptor of the file, under
+    /proc, so no cleaner of TMPDIR disconnects it. If /proc does not allow that, Python's own way remains.
     """
     from multiprocessing.connection import Listener
     from multiprocessing.resource_sharer import _resource_sharer as sharer  # type: ignore[attr-defined]
 
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix="pymp-") as folder:
-        os.stat(f"/proc/{os.getppid()}/fd/0")  # which is allowed where the parent is allowed the same of this process
+        os.stat(f"/proc/{os.getppid()}/fd/0")  # allowed if the parent is allowed the same of this process
         within = os.open(folder, os.O_PATH | os.O_CLOEXEC)
         file = f"/proc/self/fd/{within}/listener"  # short, whatever TMPDIR is: a socket's path has 107 bytes
         listener = Listener(file, authkey=multiprocessing.process.current_process().authkey, backlog=128)
@@ -161,7 +161,7 @@ def share_by_lasting_socket() -> None:
 
 
 def remove_sockets(launch_id: str, pid: int | None = None) -> None:
-    """Remove the folder that process ``pid`` of a launch has left (None: that all of its processes have left)."""
+    """Remove the folder that process ``pid`` of a launch has left (None: the folders of all of its processes)."""
     for folder in Path(tempfile.gettempdir()).glob(f"pymp-{glob.escape(launch_id)}-{'*' if pid is None else pid}"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -169,25 +169,25 @@ def remove_sockets(launch_id: str, pid: int | None = None) -> None:
 CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def control_groups(controller: str, told: Path, root: Path) -> Iterator[Path]:
-    """Folders of the control groups that a process is in, and of those around them, each of which may have a limit.
+def control_groups(controller: str, table: Path, root: Path) -> Iterator[Path]:
+    """Yield the folders of a process's control groups, and of their parents, each of which may have a limit.
 
-    ``told``: the process's own ``cgroup`` under /proc; ``root``: where they are mounted.  A container has its own group
-    at ``root``, whatever ``told`` calls it; a batch job has one far below.
+    ``table``: the process's own ``cgroup`` under /proc; ``root``: where they are mounted. A container has its own group
+    at ``root``, whatever ``table`` calls it; a batch job has one far below.
     """
-    lines = told.read_text().splitlines() if told.exists() else ["0::/"]
+    lines = table.read_text().splitlines() if table.exists() else ["0::/"]
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         mount, group = root / controller if controllers else root, PurePosixPath(name)
-        yield from (mount / str(its).lstrip("/") for its in (group, *group.parents) if ".." not in its.parts)
+        yield from (mount / str(folder).lstrip("/") for folder in (group, *group.parents) if ".." not in folder.parts)
 
 
 def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
-    """How many processes in this one's cgroup, where its workers are, too, the kernel has killed for want of memory.
+    """Return how many processes of this one's cgroup (which has its workers, too) the kernel's OOM killer has killed.
 
-    0 where that is not told.  ``table``: this process's cgroups; ``mounted``: where cgroups are.
+    0 if that is unknown. ``table``: this process's cgroups; ``mounted``: where cgroups are.
     """
     for folder in control_groups("memory", table, mounted):
         for name in ("memory.events", "memory.oom_control"):
@@ -200,29 +200,29 @@ def memory_kills(table: Path = CGROUP, mounted: Path = CGROUPS) -> int:
 _XID = re.compile(rb"^\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([^)\s]{1,20})\): (\d+)(?:, pid=(\d+))?", re.MULTILINE)
 _XID_SECONDS = 60.0
 _MOST_RECORDS = 100_000
-"""Of the kernel's log, at one time (some 0.1 s): hosts with many cores keep that many, and workers end seldom."""
+"""Records of the kernel's log per read (some 0.1 s): hosts with many cores keep that many, and workers end seldom."""
 
 
 class KernelLog:
-    """What NVIDIA's driver writes of errors into the kernel's log from now on: Xids, each with a number.
+    """Xid errors that NVIDIA's driver writes into the kernel's log from now on.
 
-    Where that log cannot be read (most containers, kernel.dmesg_restrict) none is known.
+    If that log cannot be read (most containers, kernel.dmesg_restrict) none is known.
     """
 
     def __init__(self, path: str = "/dev/kmsg") -> None:
         self._log = -1
-        self._xids: deque[tuple[int | None, float, str]] = deque(maxlen=1000)  # process, seconds, what is told
+        self._xids: deque[tuple[int | None, float, str]] = deque(maxlen=1000)  # process, seconds, text
         with contextlib.suppress(OSError):
             self._log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             os.lseek(self._log, 0, os.SEEK_END)
 
     def xid(self, pid: int) -> str:
-        """The newest Xid that names process ``pid``, else one that names none (a GPU that is off the bus) and is less
-        than a minute old: "Xid 79 of GPU 0000:c1:00"; empty: there is none."""
+        """Return the newest Xid for process ``pid``, else one without a process (a GPU that has fallen off the bus)
+        that is less than a minute old: "Xid 79 of GPU 0000:c1:00"; empty: none."""
         self._read()
         since = time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - _XID_SECONDS
-        own = [told for named, _, told in self._xids if named == pid]
-        others = [told for named, at, told in self._xids if named is None and at > since]
+        own = [text for named, _, text in self._xids if named == pid]
+        others = [text for named, at, text in self._xids if named is None and at > since]
         return (own or others or [""])[-1]
 
     def _read(self) -> None:
@@ -236,47 +236,47 @@ class KernelLog:
             if not record:
                 return
             for micros, gpu, number, pid in _XID.findall(record):
-                told = f"Xid {number.decode()} of GPU {gpu.decode()}"
-                self._xids.append((int(pid) if pid else None, int(micros) / 1e6, told))
+                text = f"Xid {number.decode()} of GPU {gpu.decode()}"
+                self._xids.append((int(pid) if pid else None, int(micros) / 1e6, text))
 
 
 def refused() -> list[str]:
-    """Why nothing can be launched on this host, one line each; empty where the system has what a launch rests on."""
+    """Return why nothing can be launched on this host, one line each; empty if the system has all required features."""
     reasons = []
     if not os.path.exists("/proc/self/stat"):
-        reasons.append("/proc is not mounted: the processes of a launch, and a worker's connections, are found there")
-    libc, told = ctypes.CDLL(None, use_errno=True), ctypes.byref(ctypes.c_int())
+        reasons.append("/proc is not mounted: it is needed to find a launch's processes and a worker's connections")
+    libc, result = ctypes.CDLL(None, use_errno=True), ctypes.byref(ctypes.c_int())
     for name, number in (("PR_GET_CHILD_SUBREAPER", 37), ("PR_GET_PDEATHSIG", 2)):
-        if libc.prctl(number, told, 0, 0, 0) != 0:
+        if libc.prctl(number, result, 0, 0, 0) != 0:
             why = os.strerror(ctypes.get_errno())
-            reasons.append(f"prctl({name}) is refused ({why}), and with it what ends a launch's processes: allow prctl")
+            reasons.append(f"prctl({name}) is refused ({why}), but needed to end a launch's processes: allow prctl")
     return reasons
 
 
 def open_files() -> int:
-    """How many one process may have; see ``use_all_descriptors``."""
+    """Return how many files one process may open; see ``use_all_descriptors``."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return hard if hard != resource.RLIM_INFINITY else sys.maxsize
 
 
 def longest_file() -> int | None:
-    """Bytes; None: no limit."""
+    """Return the limit of a file's size in bytes; None: no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return soft if soft != resource.RLIM_INFINITY else None
 
 
 def shared_memory() -> int:
-    """Bytes of /dev/shm that are left; 0: nobody may write there."""
+    """Return the free bytes of /dev/shm; 0: it is not writable."""
     try:
-        there = os.statvfs("/dev/shm")
+        usage = os.statvfs("/dev/shm")
     except OSError:
         return 0
-    return there.f_bavail * there.f_frsize if os.access("/dev/shm", os.W_OK) else 0
+    return usage.f_bavail * usage.f_frsize if os.access("/dev/shm", os.W_OK) else 0
 
 
 @dataclass(frozen=True)
 class TaskLimit:
-    """Of processes and threads.  ``remedy``: what to do, with {} for how many there are to be."""
+    """Limit of processes and threads. ``remedy``: how to raise it, with {} for the required number."""
 
     name: str
     most: int
@@ -288,7 +288,7 @@ class TaskLimit:
 
 
 def task_limits(proc: Path = Path("/proc"), mounted: Path = CGROUPS) -> list[TaskLimit]:
-    """Those that hold for this process: of its user (not for root, or with its rights), and of its control groups."""
+    """Return the limits of this process: of its user (not for root, or with its rights), and of its control groups."""
     found = []
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if most != resource.RLIM_INFINITY and not _unbounded(proc):
@@ -302,7 +302,7 @@ def task_limits(proc: Path = Path("/proc"), mounted: Path = CGROUPS) -> list[Tas
 
 
 def _unbounded(proc: Path) -> bool:
-    """Whether RLIMIT_NPROC does not hold for this process: root, CAP_SYS_ADMIN or CAP_SYS_RESOURCE."""
+    """Return whether RLIMIT_NPROC does not apply to this process: root, CAP_SYS_ADMIN or CAP_SYS_RESOURCE."""
     with contextlib.suppress(OSError):
         for line in (proc / "self" / "status").read_text().splitlines():
             if line.startswith("CapEff:") and int(line.split()[1], 16) & (1 << 21 | 1 << 24):
@@ -311,7 +311,7 @@ def _unbounded(proc: Path) -> bool:
 
 
 def _tasks_of(user: int, proc: Path) -> int:
-    """Processes and threads of a user, as far as they are seen here."""
+    """Return the number of processes and threads of a user that are visible here."""
     count = 0
     for entry in proc.iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -321,28 +321,28 @@ def _tasks_of(user: int, proc: Path) -> int:
 
 
 class Forked(Protocol):
-    """What holds connections or threads that a forked process does not have or must not keep."""
+    """Owner of connections or threads that a forked process does not have or must not keep."""
 
     def close_in_child(self) -> None:
-        """Called in a forked process, by its only thread. Closes descriptors; must not wait for a lock."""
+        """Close descriptors in a forked process; called by its only thread. Must not wait for a lock."""
 
 
 _known: weakref.WeakKeyDictionary[Forked, threading.Condition | None] = weakref.WeakKeyDictionary()
 _held: list[threading.Condition] = []
 _collects: list[bool] = []
-"""For each fork under way, whether this process collects garbage by itself."""
+"""Stack with an entry for each fork in progress: whether this process collects garbage automatically."""
 
 
 def close_in_children(owner: Forked, lock: threading.Condition | None = None) -> None:
     """Call ``owner.close_in_child`` in every process forked from now on, as long as ``owner`` lives.
 
-    ``lock``: held while this process forks, so that ``owner`` is whole in the child. (It is the child's to replace.)
+    ``lock``: held while this process forks, so that ``owner`` is consistent in the child. (The child must replace it.)
     """
     _known[owner] = lock
 
 
 def forget(owner: Forked) -> None:
-    """It is closed already. Harmless for one that is not known."""
+    """Forget an owner that is closed already. Harmless for an unknown one."""
     _known.pop(owner, None)
 
 
@@ -369,7 +369,7 @@ def _after_fork_in_child() -> None:
     _collects.clear()
     _held.clear()
     owners = list(_known)
-    _known.clear()  # a child of this process closes what this one opens; who is reset, not closed, says so again
+    _known.clear()  # a child of this process closes only what this one opens; an owner that is reset registers again
     for owner in owners:
         with contextlib.suppress(OSError):  # it was closed already: the others must be closed all the same
             owner.close_in_child()
@@ -380,12 +380,12 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 SECONDS = 5.0
 INTERVAL = 1.0
-"""Between two looks."""
+"""Seconds between two looks."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, int(SECONDS) - 2))
 
 
 class Watch:
-    """Looks at connections, and shuts the silent ones; there is one for all of the process."""
+    """Monitors connections, and shuts silent ones down; there is one instance per process."""
 
     def __init__(self) -> None:
         self._begin()
@@ -393,12 +393,12 @@ class Watch:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._since: weakref.WeakKeyDictionary[socket.socket, float | None] = weakref.WeakKeyDictionary()
-        """By connection: since when it is silent, for all that was seen."""
+        """Connection -> time since which it seems silent."""
         self._silent: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
     def watch(self, sock: socket.socket) -> None:
-        """Look at this connection from now on, until it is closed."""
+        """Watch this connection from now on, until it is closed."""
         with contextlib.suppress(OSError):  # it has ended already
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
@@ -410,12 +410,12 @@ class Watch:
                 self._thread.start()
 
     def close_in_child(self) -> None:
-        """A forked process has no such thread, and its parent's connections are none of its own."""
+        """Reset: a forked process has no such thread, and does not watch its parent's connections."""
         self._begin()
         close_in_children(self)
 
     def is_silent(self, sock: socket.socket) -> bool:
-        """Whether it was shut because nothing was acknowledged."""
+        """Return whether it was shut because nothing was acknowledged."""
         with self._lock:
             return sock in self._silent
 
@@ -428,7 +428,7 @@ class Watch:
             last = now
 
     def look(self, now: float, *, late: bool) -> None:
-        """``late``: this process, or its host, did not run for a while: what was seen before says nothing."""
+        """Check all connections; ``late``: this process or its host did not run for a while: discard earlier looks."""
         with self._lock:
             for sock, since in list(self._since.items()):
                 try:

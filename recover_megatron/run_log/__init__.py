@@ -1,4 +1,5 @@
-"""What a run writes into its log folder, line by line.  Standard library only.
+"""Files in a run's log folder, written line by line. Standard library only.
 
-The hooks and fault injection write by it; the viewers (``report``, ``status``) read by it and are imported by none.
+The hooks and fault injection write with it; the viewers (``report``, ``status``) read with it, and it imports none of
+them.
 """

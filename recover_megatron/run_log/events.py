@@ -1,12 +1,12 @@
-"""events.jsonl: what happened in a run, one JSON object a line (schema: docs/report.md).
+"""events.jsonl: events of a run, one JSON object a line (schema: docs/report.md).
 
     {"event": "plan", "time": 1700000000.123456, "worker": 3, "iteration": 7, "epoch": 2, "replicas": [0, 1, 3], ...}
 
 Training workers write events.jsonl, the coordinators events-0.jsonl and events-1.jsonl, fault injection from outside
-chaos.jsonl.  All have ``event`` and ``time`` (unix seconds).
+chaos.jsonl. All lines have ``event`` and ``time`` (unix seconds).
 
 After a host lost its power a line may be a block of NUL bytes or half of a sector, and on a network file system two
-writers' lines may be mixed.  Readers leave such a spoiled line out (``line_objects``; ``Lines`` reads on in any file).
+writers' lines may be mixed. Readers leave such a spoiled line out (``line_objects``; ``Lines`` continues in any file).
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ Event = dict[str, Any]
 
 
 class EventsFile:
-    """Writes events, as several processes may to one file; the disk neither stops nor ends them (``log_writer``)."""
+    """Writes events; several processes may write to one file. The disk neither stops nor ends them (``log_writer``)."""
 
     def __init__(self, path: Path) -> None:
-        """``path`` is opened to add to it, and its folder made, with the first event."""
+        """Append to ``path``, which is opened, and its folder created, with the first event."""
         self._file = LogWriter(path, opening=self._open)
 
     def append(self, event: str, **fields: Any) -> None:
-        """Add one line with the time of now.  It is on the disk then, if the disk is well.
+        """Add one line with the present time. It is on the disk on return, if the disk works.
 
-        One write to a file opened for appending: lines of several writers on one host never mix.  A writer that is
-        killed leaves the whole line or nothing; seldom a part of it, which readers leave out.
+        One write to a file opened for appending: lines of several writers on one host never mix. A writer that is
+        killed leaves the complete line or nothing; rarely a part of it, which readers leave out.
         """
-        told = {"event": event, "time": round(time.time(), 6), **fields}
-        line = json.dumps(told, separators=(",", ":")).encode() + b"\n"
+        record = {"event": event, "time": round(time.time(), 6), **fields}
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         if event == "start":
             self._file.head = line
         self._file.put(line)
         self._file.settle()
 
     def close(self) -> None:
-        """No more events; what is left is written as long as the disk takes it."""
+        """Write the rest, as long as the disk takes it, and accept no more events."""
         self._file.flush()
         self._file.close()
 
     def _open(self, path: Path) -> int:
         """Open the file to append to it; called in the writer's thread.
 
-        A writer that follows a lost one keeps the last ``start`` in the file: after a log rotation nobody else has it.
-        Where the file cannot be read (no descriptor is left, it was moved), the event is written all the same.
+        A writer that follows a lost one keeps the last ``start`` in the file: after a log rotation no other writer has
+        it. If the file cannot be read (no descriptor is left, it was moved), the event is written all the same.
         """
         descriptor = open_to_append(path)
         if not self._file.head and stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or a device need not end
@@ -70,7 +70,7 @@ class EventsFile:
 
 
 def line_object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object in ``line``, behind NUL bytes if there are any; None for a spoiled line."""
+    """Return the JSON object in ``line``, behind NUL bytes if there are any; None for a spoiled line."""
     try:
         value = json.loads(line[line.rfind(b"\0") + 1 :])
     except (ValueError, RecursionError):
@@ -79,25 +79,25 @@ def line_object(line: bytes) -> dict[str, Any] | None:
 
 
 def line_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The number and the JSON object of each line; None: a line was spoiled there.  Raises OSError.
+    """Yield the number and the JSON object of each line; None for a spoiled line. Raises OSError.
 
-    The last line is left out without a word if it has no end and no NUL byte: it is being written, or was cut.  So is
-    an empty line, which ended a line that was whole.
+    The last line is left out silently if it has no end and no NUL byte: it is being written, or was cut. So is an empty
+    line, which terminated a complete line.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            whole = line.endswith(b"\n")
-            found = line_object(line) if whole else None
-            if (found is None and whole and line != b"\n") or b"\0" in line:
+            complete = line.endswith(b"\n")
+            found = line_object(line) if complete else None
+            if (found is None and complete and line != b"\n") or b"\0" in line:
                 yield number, None
             if found is not None:
                 yield number, found
 
 
 def read_events(path: Path, spoiled: list[str] | None = None) -> Iterator[Event]:
-    """The events of a file, in its order; none if there is no such file.
+    """Yield the events of a file, in its order; none if there is no such file.
 
-    ``spoiled`` gets the place of each line that is left out since it is no event.
+    ``spoiled`` receives the place of each line that is left out because it is no event.
     """
     try:
         for number, event in line_objects(path):
@@ -110,9 +110,9 @@ def read_events(path: Path, spoiled: list[str] | None = None) -> Iterator[Event]
 
 
 def read_run_events(folder: Path, spoiled: list[str] | None = None) -> tuple[list[Event], list[Event], list[Event]]:
-    """The events of a run's log folder: the workers', the coordinators', the chaos; each in the order of time.
+    """Return the events of a run's log folder: of workers, coordinators and chaos, each in order of time.
 
-    Those of a coordinator get ``file``, the name of its file.  ``spoiled``: as in ``read_events``.
+    Those of a coordinator get ``file``, the name of its file. ``spoiled``: as in ``read_events``.
     """
     coordinators = [
         {**event, "file": path.name}
@@ -130,7 +130,7 @@ def read_run_events(folder: Path, spoiled: list[str] | None = None) -> tuple[lis
 
 
 class Lines:
-    """The JSON objects of a file with one on each line, from where it was read last."""
+    """JSON objects of a file with one on each line, continued from the last read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -138,7 +138,7 @@ class Lines:
         self._file: tuple[int, int] | None = None
 
     def new(self, upto: bytes = b"") -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file has begun anew, and its new objects; ``upto``: of each line only what comes before this."""
+        """Return whether the file was replaced or truncated, and its new objects; ``upto``: cut lines before it."""
         try:
             with open(self._path, "rb") as file:
                 about = os.fstat(file.fileno())
@@ -154,6 +154,6 @@ class Lines:
             if not line.endswith(b"\n"):
                 return
             self._at += len(line)
-            head, found, _ = line.partition(upto) if upto else (line, b"", b"")
-            if (value := line_object(head + b"}" if found else line)) is not None:
+            head, separator, _ = line.partition(upto) if upto else (line, b"", b"")
+            if (value := line_object(head + b"}" if separator else line)) is not None:
                 yield value

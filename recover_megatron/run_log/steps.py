@@ -1,13 +1,13 @@
-"""steps.jsonl: one line per iteration, the audit that the invariant is judged by.
+"""steps.jsonl: one line per iteration, the audit of the invariant.
 
     {"iteration": 7, "loss": 3.0481903553009033, "grad_norm": 1.37, "consumed_samples": 224, "epoch": 0, "replicas": 4,
      "seconds": 0.31, "time": 1700000000.123, "micro_batch_size": 4,
      "microbatches": {"0": [0, 4], "1": [1, 5], "2": [2, 6], "3": [3, 7]}}
 
-A step is good when its microbatch ids, over all replicas, are exactly 0..M-1, each once (`audit_problem`); a run is
-when every iteration is there, and good (`violations`).  How many microbatches an iteration has follows from the samples
-it consumed, so a batch size that changes by design (ramp-up, a step schedule, another launch) is judged like a constant
-one.
+A step is good if its microbatch ids, over all replicas, are exactly 0..M-1, each once (`audit_problem`); a run is good
+if every iteration is present and good (`violations`). The number of microbatches of an iteration follows from the
+samples that it consumed, so a batch size that changes by design (ramp-up, a step schedule, another launch) is judged
+like a constant one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from recover_megatron.run_log.events import line_object, line_objects
 
 STEPS_FILE = "steps.jsonl"
 NOT_SHOWN = "not shown"
-"""In each sentence on iterations of which it is not known whether they were right."""
+"""Part of each sentence on iterations that cannot be judged."""
 _BLOCK = 1 << 16
-"""How much of a file is read at a time."""
+"""Bytes of a file that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,30 @@ class StepRecord:
     iteration: int
     """Counted from 1."""
     loss: float | None
-    """The logged loss over the whole batch, all digits; None where the step was skipped (loss scaling)."""
+    """The logged loss over the whole batch, all digits; None if the step was skipped (loss scaling)."""
     grad_norm: float | None
-    """Before clipping; None where the step was skipped."""
+    """Before clipping; None if the step was skipped."""
     consumed_samples: int
-    """After this iteration."""
+    """Including this iteration."""
     epoch: int
     """Generation of the membership that committed it."""
     replicas: int
-    """How many replicas counted microbatches."""
+    """Number of replicas that counted microbatches."""
     seconds: float
-    """From the start of the iteration to the end of its optimizer step."""
+    """Time from the start of the iteration to the end of its optimizer step."""
     microbatches: Mapping[int, list[int]]
     """Replica id -> the ids j whose gradients this replica accumulated."""
     skipped: int = 0
-    """How many iterations directly before it were left out on purpose (--iterations-to-skip)."""
+    """Number of iterations directly before it that were left out on purpose (--iterations-to-skip)."""
     skipped_samples: int | None = None
-    """How many samples these consumed; None where its writer does not know, and in files of older versions."""
+    """Samples that these consumed; None if its writer does not know, and in files of older versions."""
     time: float | None = None
-    """Unix seconds when it was over, by its writer's clock; None in files of older versions."""
+    """Unix seconds at its end, by its writer's clock; None in files of older versions."""
     micro_batch_size: int | None = None
-    """The launch that made the step had this micro batch size; None in files of older versions."""
+    """Micro batch size of the launch that ran the step; None in files of older versions."""
 
     def to_json(self) -> str:
-        """The step as a line, without its line end.  The microbatches come last: ``Lines.new`` can leave them out."""
+        """Return the step as a line without its end. The microbatches come last: ``Lines.new`` can omit them."""
         fields = asdict(self)
         if not self.skipped:
             del fields["skipped"]
@@ -74,24 +74,24 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """The inverse of ``to_json``; raises ValueError for anything else."""
+        """Return the step of a line, the inverse of ``to_json``. Raises ValueError for anything else."""
         try:
             return cls.from_fields(json.loads(line))
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"no step: {line!r} ({error})") from None
+            raise ValueError(f"not a step: {line!r} ({error})") from None
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> StepRecord:
-        """The same for the object in a line; raises AttributeError, KeyError, TypeError or ValueError."""
+        """Return the step of a line's object. Raises AttributeError, KeyError, TypeError or ValueError."""
         microbatches = {int(replica): list(ids) for replica, ids in fields.pop("microbatches").items()}
         return cls(microbatches=microbatches, **fields)
 
 
 def audit_problem(step: StepRecord) -> str | None:
-    """What is wrong with the microbatches of a step, in words; None if each of 0..M-1 was counted exactly once.
+    """Return the problem with the microbatches of a step, as text; None if each of 0..M-1 was counted exactly once.
 
     M itself is not in the line: it is the number of ids, so a step that lost its last ids shows only against the
-    samples it consumed (`violations`).
+    samples that it consumed (`violations`).
     """
     counted = sorted(j for ids in step.microbatches.values() for j in ids)
     twice = sorted({a for a, b in pairwise(counted) if a == b})
@@ -104,9 +104,10 @@ def audit_problem(step: StepRecord) -> str | None:
 
 
 def read_steps(path: Path, spoiled: dict[str, int] | None = None) -> Iterator[StepRecord]:
-    """The steps in their order, without a last line that a crash has cut.
+    """Yield the steps in their order, without a last line that a crash has cut.
 
-    ``spoiled`` gets the place of each line that is left out since it is no step, with the last iteration before it.
+    ``spoiled`` receives the place of each line that is left out because it is no step, with the last iteration before
+    it.
     """
     last = 0
     for number, fields in line_objects(path):
@@ -121,7 +122,7 @@ def read_steps(path: Path, spoiled: dict[str, int] | None = None) -> Iterator[St
 
 
 class StepsFile:
-    """Writes steps.jsonl; no disk stops its caller (``log_writer``), one that is well has a line after ``append``."""
+    """Writes steps.jsonl. No disk stops its caller (``log_writer``); a working one has the line after ``append``."""
 
     def __init__(
         self,
@@ -130,26 +131,26 @@ class StepsFile:
         may_write: Callable[[], bool] = lambda: True,
         since_epoch: int | None = None,
     ) -> None:
-        """Continue ``path`` before ``first_iteration``; None: after whatever a writer that is gone has left.
+        """Continue ``path`` before ``first_iteration``; None: after whatever a lost writer has left.
 
-        ``since_epoch``: the run itself went back, with this epoch.  Lines of that epoch or a later one are those of the
-        iterations as they were run again, and are continued.
+        ``since_epoch``: the run itself rolled back, with this epoch. Lines of that epoch or a later one are those of
+        the repeated iterations, and are continued.
 
-        ``may_write`` is asked before each line, in the writer's thread, where it may wait: False drops the line.
+        ``may_write`` is called before each line, in the writer's thread, where it may wait: False drops the line.
 
-        Lines of a run before that reached ``first_iteration`` or further are superseded (it resumed from a checkpoint,
-        or started afresh): the old file is kept as path.1, path.2, ..., and the new one begins with what still holds.
-        A line that a writer left unfinished is cut off.
+        Lines of an earlier run that reached ``first_iteration`` or further are superseded (it resumed from a
+        checkpoint, or started again): the old file is kept as path.1, path.2, ..., and the new one begins with the
+        lines that remain valid. A line that a writer left unfinished is cut off.
         """
         self._first = first_iteration
         self._since_epoch = since_epoch
         self._may_write = may_write
         self._last = 0
-        """Iteration of the last line that was there when the file was opened."""
+        """Iteration of the last line when the file was opened."""
         self._file = LogWriter(path, opening=self._open)
 
     def append(self, step: StepRecord) -> None:
-        """Add one line, if the file does not have its iteration already."""
+        """Add one line, unless the file has its iteration already."""
         self.append_line(step.iteration, step.to_line())
 
     def append_line(self, iteration: int, line: bytes) -> None:
@@ -157,55 +158,55 @@ class StepsFile:
         self._file.settle()
 
     def flush(self) -> bool:
-        """Wait for the disk, for a bounded time; whether it has everything."""
+        """Wait for the disk, for a bounded time. Return whether it has everything."""
         return self._file.flush()
 
     def close(self) -> None:
-        """No more lines; what is left is written as long as the disk takes it."""
+        """Write the rest, as long as the disk takes it, and accept no more lines."""
         self._file.flush()
         self._file.close()
 
     def give_up(self) -> None:
-        """Somebody else writes from now on: leave out what is not written yet."""
+        """Discard unwritten lines: another worker writes from now on."""
         self._file.discard()
         self._file.close()
 
     def _open(self, path: Path) -> int:
-        """In the writer's thread.  What it costs does not grow with the file, unless lines are superseded."""
+        """Open the file, in the writer's thread. The cost does not grow with the file, unless lines are superseded."""
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if self._first is not None and not self._has_gone_back(descriptor):
                 end = _first_at_least(descriptor, self._first)
-                if end < _whole(descriptor):
-                    old, descriptor = descriptor, _begin_anew(path, descriptor, end)
+                if end < _end_of_lines(descriptor):
+                    old, descriptor = descriptor, _begin_new_file(path, descriptor, end)
                     os.close(old)
-            end, size = _whole(descriptor), os.fstat(descriptor).st_size
+            end, size = _end_of_lines(descriptor), os.fstat(descriptor).st_size
             if b"\0" in _read(descriptor, end, size):
-                os.write(descriptor, b"\n")  # lines were lost there, and readers are to know it
+                os.write(descriptor, b"\n")  # lines were lost there, which readers must see
             elif end < size:
                 os.ftruncate(descriptor, end)
             self._last = read_last(descriptor)
         except OSError:
             os.close(descriptor)
             raise
-        self._first = None  # opened again, it has lines of this run
+        self._first = None  # when opened again, it has lines of this run
         return descriptor
 
     def _has_gone_back(self, descriptor: int) -> bool:
-        """Whether another writer has been here since the run went back."""
+        """Return whether another writer has written here since the run rolled back."""
         return self._since_epoch is not None and _last_field(descriptor, "epoch") >= self._since_epoch
 
 
 def microbatches_per_iteration(steps: Sequence[StepRecord]) -> int:
-    """The largest M as the steps themselves show it: one more than the highest id that was counted in any of them."""
+    """Return the largest M that the steps show: one more than the highest id counted in any of them."""
     return 1 + max((j for step in steps for ids in step.microbatches.values() for j in ids), default=-1)
 
 
 def samples_per_microbatch(steps: Sequence[StepRecord]) -> int | None:
-    """The micro batch size as most of the steps show it which do not tell theirs.
+    """Return the micro batch size that most of the steps show that do not record theirs.
 
-    None: none of them shows it (a single line, a bad run).
+    None if none of them shows it (a single line, a bad run).
     """
     sizes: Counter[int] = Counter()
     for before, step in pairwise(steps):
@@ -219,10 +220,10 @@ def samples_per_microbatch(steps: Sequence[StepRecord]) -> int | None:
 
 
 def violations(steps: Sequence[StepRecord], expected: int | None = None) -> list[str]:
-    """What is wrong, a sentence each, in the order of the iterations; empty: the invariant was kept.
+    """Return the problems, a sentence each, in the order of the iterations; empty: the invariant was kept.
 
-    ``expected`` is M where it is known and constant.  Without it M is taken from the samples an iteration consumed;
-    for the first line, which has nothing before it, from its own ids.  Checked besides: no iteration is left out.
+    ``expected`` is M if it is known and constant. Without it M follows from the samples that an iteration consumed; for
+    the first line, which has nothing before it, from its own ids. Also checked: no iteration is left out.
     """
     return list(_violations(steps, expected))
 
@@ -245,9 +246,9 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
             yield f"iteration {step.iteration} follows iteration {before.iteration} in steps.jsonl"
         elif size is None:
             # No line fits its own samples: ids are missing everywhere.
-            yield f"iteration {step.iteration}: {consumed} samples cannot be those of the microbatches counted"
+            yield f"iteration {step.iteration}: {consumed} samples do not match the counted microbatches"
         elif consumed % size:
-            yield f"iteration {step.iteration}: {consumed} samples are no whole number of microbatches of {size}"
+            yield f"iteration {step.iteration}: {consumed} samples are not a whole number of microbatches of {size}"
         elif expected is None:
             total = consumed // size
         elif consumed != total * size:
@@ -256,60 +257,60 @@ def _violations(steps: Sequence[StepRecord], expected: int | None) -> Iterator[s
 
 
 def not_shown(first: int, last: int | None) -> str:
-    """The sentence on iterations whose lines are missing; ``last`` None: it is not known how many they are."""
+    """Return the sentence on iterations whose lines are missing; ``last`` None: their number is unknown."""
     if last is None:
         which = f"iterations after {first - 1} are"
     else:
         which = f"iteration {first} is" if first == last else f"iterations {first} to {last} are"
-    return f"{which} {NOT_SHOWN}: steps.jsonl has no line of {'it' if first == last else 'them'} that can be read"
+    return f"{which} {NOT_SHOWN}: steps.jsonl has no readable line of {'it' if first == last else 'them'}"
 
 
 def _counts(step: StepRecord, total: int) -> Iterator[str]:
-    """What is wrong with the ids of a step that has ``total`` microbatches."""
+    """Yield the problems with the ids of a step that has ``total`` microbatches."""
     counted = {j for ids in step.microbatches.values() for j in ids}
     if problem := audit_problem(step):
         yield problem
     elif missing := sorted(set(range(total)) - counted):
         yield f"iteration {step.iteration}: microbatches {missing} were not counted"
     elif foreign := sorted(counted - set(range(total))):
-        yield f"iteration {step.iteration}: microbatches {foreign} were counted, the last one is {total - 1}"
+        yield f"iteration {step.iteration}: microbatches {foreign} were counted, but the last one is {total - 1}"
 
 
-# -- finding a line without reading all of the file: lines are in the order of their iterations ---------------------
+# -- find a line without reading all of the file: lines are in the order of their iterations ------------------------
 
 
-def _whole(descriptor: int) -> int:
-    """Where the last whole line ends.  Raises OSError."""
+def _end_of_lines(descriptor: int) -> int:
+    """Return the offset of the end of the last complete line. Raises OSError."""
     return _before(descriptor, os.fstat(descriptor).st_size)
 
 
 def read_last(descriptor: int) -> int:
-    """The iteration of the last whole line, 0 if there is none.  Raises OSError."""
+    """Return the iteration of the last complete line, 0 if there is none. Raises OSError."""
     return _last_field(descriptor, "iteration")
 
 
 def _last_field(descriptor: int, name: str) -> int:
-    """A number of the last whole line, 0 if there is none.  Raises OSError."""
-    end = _whole(descriptor)
+    """Return a number of the last complete line, 0 if there is none. Raises OSError."""
+    end = _end_of_lines(descriptor)
     while end:
         start = _before(descriptor, end - 1)
         if (found := _number(_read(descriptor, start, end), name)) is not None:
             return found
-        end = start  # a line that was spoiled: the one before it tells
+        end = start  # a spoiled line: read the one before it
     return 0
 
 
 def _first_at_least(descriptor: int, iteration: int) -> int:
-    """Where the first line begins that has ``iteration`` or a later one; the end of the last whole line if none has.
+    """Return the offset of the first line with ``iteration`` or a later one, or the end of the last complete line.
 
-    Looks at a logarithm of the lines.  Raises OSError.
+    Binary search. Raises OSError.
     """
-    low, high = 0, _whole(descriptor)  # both are beginnings of lines, or the end
+    low, high = 0, _end_of_lines(descriptor)  # both are beginnings of lines, or the end
     place = high
     while low < high:
         middle = end = _before(descriptor, (low + high) // 2)
         found = None
-        while found is None and end < high:  # a spoiled line: the one behind it tells
+        while found is None and end < high:  # a spoiled line: read the one after it
             start, end = end, _after(descriptor, end, high)
             found = _number(_read(descriptor, start, end), "iteration")
         if found is not None and found < iteration:
@@ -320,8 +321,8 @@ def _first_at_least(descriptor: int, iteration: int) -> int:
     return place
 
 
-def _begin_anew(path: Path, descriptor: int, end: int) -> int:
-    """Keep the file as path.1, path.2, ...; a new one has its first ``end`` bytes.  Its descriptor; raises OSError."""
+def _begin_new_file(path: Path, descriptor: int, end: int) -> int:
+    """Keep the file as path.1, ...; return the descriptor of a new one with ``end`` bytes of it. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
     other = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -345,7 +346,7 @@ def _begin_anew(path: Path, descriptor: int, end: int) -> int:
 
 
 def _before(descriptor: int, offset: int) -> int:
-    """Where the line begins that ``offset`` is in: after the last line end before ``offset``, or at 0."""
+    """Return the start of the line that contains ``offset``: after the last line end before ``offset``, or 0."""
     while offset > 0:
         start = max(0, offset - _BLOCK)
         found = _read(descriptor, start, offset).rfind(b"\n")
@@ -356,7 +357,7 @@ def _before(descriptor: int, offset: int) -> int:
 
 
 def _after(descriptor: int, offset: int, end: int) -> int:
-    """Behind the first line end from ``offset`` on, or ``end``."""
+    """Return the offset behind the first line end from ``offset`` on, or ``end``."""
     while offset < end:
         block = _read(descriptor, offset, min(end, offset + _BLOCK))
         found = block.find(b"\n")

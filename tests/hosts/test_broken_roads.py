@@ -74,7 +74,7 @@ def test_two_hosts_that_cannot_talk_to_each_other_do_not_stop_the_run(
     assert f"({hosts.address(2)}) and worker" in result.said
     assert f"({hosts.address(3)})" in result.said
     assert "is put out for it" in result.said, result.told()
-    assert any("asks for it" in str(event["reason"]) for event in result.events if event["event"] == "revoke")
+    assert any("requested a new epoch" in str(event["reason"]) for event in result.events if event["event"] == "revoke")
 
 
 @pytest.mark.parametrize("how", some("short breaks", ["refuse", "cable"], 1))

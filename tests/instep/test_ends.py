@@ -154,7 +154,7 @@ def test_a_sample_that_ends_every_worker_in_other_words_ends_the_run_with_all_of
     victims = [worker for worker in range(4) if "ends by an exception of its own" in said[worker]]
     assert len(victims) == 3, said
     (left,) = set(range(4)) - set(victims)
-    assert "microbatch 5 of iteration 3 ends every worker that runs it, each by another error" in said[left]
+    assert "microbatch 5 of iteration 3 ends every worker that runs it, each with another error" in said[left]
 
 
 @pytest.fixture

@@ -300,7 +300,7 @@ def test_where_no_robust_mutex_is_to_be_had_the_pidfd_tells_and_check_says_so(mo
     assert DeathWatch.make() is None
     (note,) = preflight.host()[1]
     death_notice.lacking.cache_clear()
-    assert "no robust mutex can be had here" in note
+    assert "robust mutexes are not available here" in note
     assert "0.1 to 0.6 s a gigabyte" in note
 
 

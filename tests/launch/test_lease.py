@@ -283,7 +283,7 @@ def test_one_node_of_three_goes_on_only_when_slurm_says_that_the_others_are_powe
     if code == 0:
         assert sorted(losses(bench, 4)) == list(range(1, ITERATIONS + 1))
         assert "SLURM's controller is asked then" in started[0].err
-        assert "witness: SLURM says of n0, n1: powered off" in started[2].err
+        assert "witness: SLURM reports n0, n1 as powered off" in started[2].err
         assert [[4, 5]] in bench.lease_claims()
 
 

@@ -432,7 +432,7 @@ def test_a_worker_that_lost_touch_at_the_start_leaves_the_word_to_whoever_knows_
     def wait_lost(workers: Sequence[int], timeout: float) -> bool:
         assert not shown
         if told:
-            raise CoordinatorLost("before the first plan, which needs all workers, 3 lost", EXIT_NO_REPLICA, told=True)
+            raise CoordinatorLost("workers 3 were lost before the first plan", EXIT_NO_REPLICA, told=True)
         return False
 
     shown: list[str] = []
@@ -445,7 +445,7 @@ def test_a_worker_that_lost_touch_at_the_start_leaves_the_word_to_whoever_knows_
         worker._ended_by(torch.distributed.DistNetworkError("Connection closed by peer [127.0.0.1]:26026"))
     code, message = ended.value.args
     assert code == EXIT_NO_REPLICA
-    assert message.endswith("3 lost" if told else "its traceback is above")
+    assert message.endswith("3 were lost before the first plan" if told else "its traceback is above")
     assert bool(shown) is not told
 
 

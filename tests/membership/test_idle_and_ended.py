@@ -226,7 +226,7 @@ ERROR = "RuntimeError: the loss is not a number"
 the last worker that said why is named when nobody is left
     world 2 nodes=2 runs=4; kill 1; run 3; raises 0 at=5 own=1 RuntimeError: uncorrectable ECC error
     -> ends 10 no live worker is left
-    ends 10 worker 0 on node0 was the last to say why: RuntimeError: uncorrectable ECC error
+    ends 10 worker 0 on node0 reported the last error: RuntimeError: uncorrectable ECC error
 one replica says nothing about the work
     world 2 nodes=2 runs=4; raises 0 at=0 group=0 TypeError: no loss; raises 1 at=0 group=0 TypeError: no loss
     -> ends 10 no live worker is left

@@ -148,7 +148,7 @@ a checkpoint of which nothing is written is told of long before its writer is pu
     stalled while others wait 3600 more; wake; goes_on 20; fates live live live live
 so is one of which all write and nobody can
     world 4 runs=10; mark 0 checkpoint 3600; mark 1 checkpoint 3600; mark 2 checkpoint 3600; mark 3 checkpoint 3600
-    busy 0 1 2 3; run 150 -> no fault; stalled worker 0 worker 3 checkpoint however long
+    busy 0 1 2 3; run 150 -> no fault; stalled worker 0 worker 3 checkpoint without a time limit
     wake; goes_on 20; fates live live live live
 who is held up is told of together with its mate, whose wait for storage began after its own last mark
     world 4 runs=10; place 0 0 0; place 1 0 1; place 2 1 0; place 3 1 1; busy 2 3; mark 2 forward; mark 3 forward
@@ -183,7 +183,7 @@ def test_a_stall(script: str) -> None:
 @table("""
 a worker that waits twice where the others do not come is put out and they go on
     world 3 runs=10; waits barrier 1; waits reduce-scatter 0 2; run 24 -> some stuck; no fault
-    run 22 -> faults out:1; why 1 once more in barrier of iteration; wake; goes_on 10 0 2
+    run 22 -> faults out:1; why 1 waits again in barrier of iteration; wake; goes_on 10 0 2
 so is one of two replicas
     world 2 runs=10; waits barrier 0; waits reduce-scatter 1; run 46 -> lost 0; wake; goes_on 10 1
 so is one that waits where it had reported a step that the others are in

@@ -63,7 +63,7 @@ def test_a_batch_size_that_changes_by_design_is_no_violation_but_a_lost_id_in_it
 
 def test_highest_ids_missing_from_every_iteration_show_against_the_samples() -> None:
     lossy = [dataclasses.replace(s, microbatches={0: [0, 2, 4], 1: [1, 3]}) for s in GOOD]
-    assert violations(lossy)[0] == "iteration 2: 12 samples cannot be those of the microbatches counted"
+    assert violations(lossy)[0] == "iteration 2: 12 samples do not match the counted microbatches"
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_highest_ids_missing_from_every_iteration_show_against_the_samples() -> 
             "iteration 9: microbatches [2] were counted more than once",
         ),
         ({"microbatches": {}}, "iteration 9: microbatches all were not counted"),
-        ({"consumed_samples": 9 * 12 - 1}, "iteration 9: 11 samples are no whole number of microbatches of 2"),
-        ({"consumed_samples": 9 * 12 - 2}, "iteration 9: microbatches [5] were counted, the last one is 4"),
+        ({"consumed_samples": 9 * 12 - 1}, "iteration 9: 11 samples are not a whole number of microbatches of 2"),
+        ({"consumed_samples": 9 * 12 - 2}, "iteration 9: microbatches [5] were counted, but the last one is 4"),
         ({"iteration": 8}, "iteration 8 follows iteration 8"),
     ],
 )
@@ -95,7 +95,7 @@ def test_ids_missing_from_every_iteration_are_found_where_their_number_is_known(
     tmp_path: Path, summary: Summary
 ) -> None:
     assert violations(GOOD, expected=7)[0] == "iteration 1: microbatches [6] were not counted"
-    assert violations(GOOD, expected=5)[0] == "iteration 1: microbatches [5] were counted, the last one is 4"
+    assert violations(GOOD, expected=5)[0] == "iteration 1: microbatches [5] were counted, but the last one is 4"
     (tmp_path / "run.json").write_text('{"microbatches": 7}')
     summary(write_steps(tmp_path, GOOD), code=1)
     summary(tmp_path, "--microbatches", 6)

@@ -83,7 +83,7 @@ def test_a_spoiled_line_is_left_out_and_named_and_its_iteration_is_not_shown(tmp
     shown = list(read_steps(path, spoiled))
     assert shown == [step(1), step(3)]
     assert spoiled == {"steps.jsonl:2": 1}
-    assert violations(shown) == ["iteration 2 is not shown: steps.jsonl has no line of it that can be read"]
+    assert violations(shown) == ["iteration 2 is not shown: steps.jsonl has no readable line of it"]
 
 
 def test_a_line_behind_a_block_of_nul_bytes_is_read(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_of_lines_that_do_not_tell_the_micro_batch_size_most_show_it() -> None:
         "iteration 3: microbatches [4, 5, 6, 7] were not counted"
     ]
     still = [dataclasses.replace(one, consumed_samples=16) for one in old]
-    assert violations(still)[-1] == "iteration 3: 0 samples cannot be those of the microbatches counted"
+    assert violations(still)[-1] == "iteration 3: 0 samples do not match the counted microbatches"
 
 
 def test_new_lines_are_read_once_and_never_by_half(tmp_path: Path) -> None:

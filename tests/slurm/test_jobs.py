@@ -217,4 +217,4 @@ def test_a_job_goes_on_with_one_node_of_three_when_the_others_are_lost_and_power
     powered.run("scontrol", "update", "nodename=n[2-3]", "state=power_down_force")
     job.wait("COMPLETED")
     check_steps(job, None, replicas=1)
-    assert "witness: SLURM says of n2, n3: powered off" in job.said()
+    assert "witness: SLURM reports n2, n3 as powered off" in job.said()

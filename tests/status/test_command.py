@@ -198,7 +198,7 @@ def test_a_wrong_secret_and_an_empty_port_are_told_in_a_sentence(run: Cluster, t
     wrong = tmp_path / "wrong"
     wrong.touch(mode=0o600)
     wrong.write_text("not the secret of this job")
-    assert "refuses the secret" in status(run, "--json", code=2, secret_file=wrong)
+    assert "rejects the secret" in status(run, "--json", code=2, secret_file=wrong)
     assert "cannot be read" in status(run, code=2, secret_file=tmp_path / "none")
     wrong.chmod(0o644)
     assert "chmod 600" in status(run, code=2, secret_file=wrong)

@@ -86,7 +86,7 @@ def test_the_next_coordinator_is_asked_again_if_it_knows_nothing_of_it() -> None
 
 def test_a_coordinator_that_goes_away_while_the_secret_is_proved_to_it_does_not_end_the_command() -> None:
     """The closed connection looks like a refused secret; before the first answer it is taken for that."""
-    refused = AuthenticationError("h:1 refuses the secret")
+    refused = AuthenticationError("h:1 rejects the secret")
     assert drained(Run([ASKED], refused, [], [ASKED], [DRAINED]))[1] == DrainExit.DRAINED
     with pytest.raises(AuthenticationError):
         drained(Run(refused, [ASKED]))

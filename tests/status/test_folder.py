@@ -193,7 +193,7 @@ def test_a_coordinator_that_ends_while_the_secret_is_proved_to_it_does_not_hide_
     log(tmp_path, 0, listening(LAUNCHED, BEGUN))
     monkeypatch.setenv("RECOVER_SECRET", "one that is long enough")
     source = FolderSource(tmp_path, None)
-    refused = Mock(side_effect=AuthenticationError(f"{LAUNCHED} refuses the secret"))
+    refused = Mock(side_effect=AuthenticationError(f"{LAUNCHED} rejects the secret"))
     monkeypatch.setattr(Watch, "look", refused)
     with pytest.raises(AuthenticationError):
         source.look()

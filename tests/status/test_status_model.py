@@ -316,12 +316,12 @@ def test_a_live_view_goes_on_when_a_coordinator_goes_away_while_the_secret_is_pr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The closed connection looks like a refused secret; only a view that has shown nothing yet ends with that."""
-    refused: Any = AuthenticationError("a:1 refuses the secret")
+    refused: Any = AuthenticationError("a:1 rejects the secret")
     over = read({"type": "stop", "code": 0, "reason": "all have left", "epoch": 3}, "a:1")
     console = Console(file=io.StringIO(), width=160, force_terminal=False)
     monkeypatch.setattr("recover_megatron.status.screen._console", lambda: console)
     follow(Answers(seen(), refused, over), interval=0.0, patience=DEADLINE)  # type: ignore[arg-type]
-    complaint = r"no coordinator answers for \d+ s: a:1 refuses the secret.*all have left"
+    complaint = r"no coordinator answers for \d+ s: a:1 rejects the secret.*all have left"
     assert re.search(complaint, console.file.getvalue(), re.DOTALL)  # type: ignore[attr-defined]
     with pytest.raises(AuthenticationError):
         follow(Answers(refused), interval=0.0, patience=DEADLINE)  # type: ignore[arg-type]

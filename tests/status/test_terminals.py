@@ -123,7 +123,7 @@ def test_a_run_of_another_version_is_said_to_be_one_and_not_to_be_over(
         coordinator.join()
     told = "".join(capsys.readouterr())
     assert code == (3 if option == "--check" else 1)
-    assert f"version {older} of the protocol, this is {wire.PROTOCOL_VERSION}: use the recover-status that" in told
+    assert f"has protocol version {older}, this program {wire.PROTOCOL_VERSION}: use the recover-status that" in told
     assert "the run is over" not in told
 
 

@@ -1,1 +1,1 @@
-"""Sockets, threads and files around the state machines: the server, a worker's session, the lease and the testimony."""
+"""Sockets, threads and files around the state machines: server, worker's session, lease, witness."""

@@ -1,14 +1,14 @@
-"""The members' I/O, a thread that keeps the connection to the coordinator, and an observer's, which asks and waits.
+"""Members' I/O: a thread that keeps the connection to the coordinator; and a blocking client for observers.
 
-All decisions are ``Follower``'s.
+``Follower`` takes all decisions.
 
-    Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (has sent our proof, waits for theirs) -> OPEN
+    Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (proof sent, waits for the other one) -> OPEN
 
-A socket is closed only after the other side has closed it, or while nobody is attached by it (see ``follower``). One
-that was abandoned is kept, drained and closed when its other end is.
+A socket is closed only after the other side has closed it, or while it is not attached (see ``follower``). An abandoned
+one is kept, drained, and closed when its other end is.
 
-The kernel tells the coordinator of the owner's death only when the last copy of the socket is closed. So a process that
-it forks (a data loader's worker) closes its own right away, and a fork waits until no socket is being made.
+The kernel reports the owner's death to the coordinator only when the last copy of the socket is closed. So a forked
+process (a data loader's worker) closes its copy right away, and a fork waits until no socket is being created.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from recover_megatron.network.system import close_in_children
 
 Address = tuple[str, int]
 MAX_REJECTIONS = 10
-"""So many refused proofs in a row, with none ever accepted, mean that the secret is wrong."""
+"""The secret is considered wrong after this many refused proofs in a row, if none was ever accepted."""
 MAX_SLEEP = 60.0
 
 
 class Client:
     """Runs ``core`` over TCP in a daemon thread, from ``start`` on.
 
-    ``notify`` gets the core's ``Notify`` effects, in that thread, unlocked. ``condition`` guards the core: hold it to
-    read or call the core, wait on it for a change.
+    ``notify`` receives the core's ``Notify`` effects, in that thread, unlocked. ``condition`` guards the core: hold it
+    to read or call the core, wait on it for a change.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Client:
         self.condition = threading.Condition(threading.RLock())
         self._launched = tuple(addresses)
         self.addresses = list(addresses)
-        """Of all candidates that are known now, in the order in which they are tried; hold ``condition``."""
+        """Addresses of all known candidates, in the order in which they are tried; hold ``condition``."""
         self._secret = secret
         self._notify = notify
         self._sock: socket.socket | None = None
         self._state = ""
-        self._owed = ""
+        self._expected_proof = ""
         self._decoder = wire.Decoder(0, {})
         self._out = bytearray()
         self._abandoned: list[socket.socket] = []
@@ -89,10 +89,10 @@ class Client:
 
     # -- for the owner, any thread ------------------------------------------------------------------------------------
 
-    def call(self, method: Callable[..., Sequence[MemberEffect]], *words: object) -> None:
-        """Call a method of the core, and say what it wants said."""
+    def call(self, method: Callable[..., Sequence[MemberEffect]], *arguments: object) -> None:
+        """Call a method of the core, and send its messages."""
         with self.condition:
-            effects = method(*words)
+            effects = method(*arguments)
             if self._forked:
                 raise RuntimeError("this session belongs to the parent process: a forked child cannot use it")
             for effect in effects:
@@ -102,7 +102,7 @@ class Client:
                 self._wake()
 
     def give_up(self, reason: MembershipError) -> None:
-        """Be out for a reason that the owner knows, if it is neither that nor closed."""
+        """Enter OUT for a reason that the owner knows, unless the core is out or this client is closed."""
         with self.condition:
             if self.core.stage is not Stage.OUT and not self._closed:
                 self.core.give_up(reason)
@@ -110,7 +110,7 @@ class Client:
             self.condition.notify_all()
 
     def close(self, flush_seconds: float = 2.0) -> None:
-        """Send what is queued, then end the thread. The socket stays open: its end is the end of the process."""
+        """Send the queue, then end the thread. The socket stays open: it ends with the process."""
         until = time.monotonic() + flush_seconds
         with self.condition:
             while self._out and self._sock is not None and (left := until - time.monotonic()) > 0:
@@ -125,8 +125,8 @@ class Client:
     def _run(self) -> None:
         try:
             self._serve()
-        finally:  # whatever ended the thread, an error in a callback too: no wait may outlast it
-            self.give_up(MembershipError("the session's thread has failed; see the error printed by it"))
+        finally:  # whatever ended the thread, also an error in a callback: no wait may outlast it
+            self.give_up(MembershipError("the session's thread has failed; see the error that it printed"))
 
     def _serve(self) -> None:
         while not self._closed and (self.core.stage is not Stage.OUT or self._out):
@@ -138,8 +138,8 @@ class Client:
                     self._ready(key.fileobj, mask)
                 now = time.monotonic()
                 if now >= self.core.deadline and not self._closed:
-                    # This thread may have been kept from running for long: hear what has come before ``now``
-                    # before judging that nothing has.
+                    # This thread may not have run for long: read what has arrived before ``now`` before any
+                    # judgement that nothing has.
                     for key, mask in self._selector.select(0):
                         self._ready(key.fileobj, mask)
                     self._carry_out(self.core.handle(Tick(), now))
@@ -204,7 +204,7 @@ class Client:
         try:
             sock.connect(address)
         except BlockingIOError:
-            pass  # the selector tells when
+            pass  # the selector reports the connection
         except OSError as error:
             self._fail(f"{host}:{port}: {error.strerror}", refused=error.errno == errno.ECONNREFUSED)
 
@@ -221,13 +221,13 @@ class Client:
     def _shake_hands(self, message: Mapping[str, Any]) -> None:
         if self._state == "challenged" and message["type"] == "challenge":
             if message["version"] != wire.PROTOCOL_VERSION:
-                self._fail(f"the coordinator speaks version {message['version']}, this is {wire.PROTOCOL_VERSION}")
+                self._fail(f"the coordinator has protocol version {message['version']}, not {wire.PROTOCOL_VERSION}")
                 return
-            auth, self._owed = self._secret.answer(message)
+            auth, self._expected_proof = self._secret.answer(message)
             self._state = "proving"
             self._say(auth)
         elif self._state == "proving" and message["type"] == "proof":
-            if not proves(message["mac"], self._owed):
+            if not proves(message["mac"], self._expected_proof):
                 self._fail("the coordinator does not know the job's secret")
                 return
             self._state, self._rejections = "open", -(1 << 30)
@@ -237,10 +237,10 @@ class Client:
             raise wire.WireError(f"{message['type']} is not expected here")
 
     def _fail(self, reason: str, *, refused: bool = False) -> None:
-        """The connection is of no use any more: ended by the other side, or not made."""
+        """Drop a connection that the other side has ended or that could not be made."""
         if self._state == "proving":
             self._rejections += 1
-            reason = f"{reason} (at the proof of the secret: is it the same for all?)"
+            reason = f"{reason} (during the proof of the secret: do all processes use the same one?)"
         self._drop()
         if self._rejections >= MAX_REJECTIONS:
             self._carry_out(self.core.give_up(AuthenticationError(f"the coordinator refuses this process: {reason}")))
@@ -266,18 +266,18 @@ class Client:
         try:
             while self._sock is sock and (message := self._decoder.message()) is not None:
                 if self._state == "open":
-                    self._handle(Heard(self._without_the_launched(message)))
+                    self._handle(Heard(self._without_known(message)))
                 else:
                     self._shake_hands(message)
         except wire.WireError as error:
             if self._state == "open":
                 self._abandon(f"malformed message: {error}")
-                self._handle(Lost(f"the coordinator sent something malformed: {error}"))
+                self._handle(Lost(f"the coordinator sent a malformed message: {error}"))
             else:
-                self._fail(f"no coordinator: {error}")
+                self._fail(f"not a coordinator: {error}")
 
-    def _without_the_launched(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What is among this process's first addresses already is not added to them: it was started late."""
+    def _without_known(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Remove from the added candidates this process's first addresses: it was started late."""
         if message["type"] == "candidates":
             message["added"] = [address for address in message["added"] if tuple(address) not in self._launched]
         return message
@@ -294,9 +294,9 @@ class Client:
             sent = self._sock.send(self._out)
             del self._out[:sent]
         except BlockingIOError:
-            pass  # the selector tells when
+            pass  # the selector reports when it is writable
         except OSError:
-            self._out.clear()  # reading tells why
+            self._out.clear()  # the next read reports the error
         if threading.current_thread() is self._thread:
             self._watch()
 
@@ -319,14 +319,14 @@ class Client:
         self._sock = None
 
     def _drain(self, sock: socket.socket) -> None:
-        """Read what an abandoned coordinator still says, until it closes."""
+        """Read and discard what an abandoned coordinator still sends, until it closes."""
         try:
             if sock.recv(1 << 18):
                 return
         except BlockingIOError:
             return
         except OSError:
-            pass  # the other side has reset it: as good as an end of file
+            pass  # a reset by the other side counts like an end of file
         self._selector.unregister(sock)
         self._abandoned.remove(sock)
         sock.close()
@@ -343,28 +343,28 @@ class Client:
         self._forked = True
         self.condition = threading.Condition(threading.RLock())
         for sock in [*self._abandoned, *([self._sock] if self._sock else [])]:
-            sock.close()  # no shutdown: that would reach the parent's connection
+            sock.close()  # a shutdown would affect the parent's connection
         self._selector.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
 
 
 ANSWER_SECONDS = 10.0
-"""A candidate that says nothing for this long is given up."""
+"""Time limit for an answer of a candidate."""
 
 
 class NoAnswer(MembershipError):
-    """The candidate is not there, or does not answer as a coordinator does; the message says which."""
+    """The candidate does not run, or does not answer like a coordinator; the message says which."""
 
 
 class OtherVersion(NoAnswer):
-    """A coordinator is there, of another version of the protocol."""
+    """A coordinator answers, but has another version of the protocol."""
 
 
 class Observer:
-    """A connection to the candidate at ``address``. All calls block, for at most ``timeout`` seconds each.
+    """Connection to the candidate at ``address``. All calls block, for at most ``timeout`` seconds each.
 
-    Raises ``NoAnswer``, and ``AuthenticationError`` where the secret is not that of the run.
+    Raises ``NoAnswer``, and ``AuthenticationError`` if the secret is not that of the run.
     """
 
     def __init__(self, address: Address, secret: Secret, timeout: float = ANSWER_SECONDS) -> None:
@@ -382,43 +382,43 @@ class Observer:
             raise
 
     def ask(self, drain: str | None = None) -> dict[str, Any]:
-        """The answer, a message ``view``; or ``stop``: the run has ended (or ends on this side of a partition).
+        """Return the answer, a message ``view``; or ``stop``: the run has ended (or ends on this side of a partition).
 
-        ``drain``: ask, too, for the node or host of that name to be drained; a candidate that does not lead forgets it.
+        ``drain``: also request a drain of the node or host of that name; a candidate that does not lead forgets it.
         """
         self._send({"type": "observe"} if drain is None else {"type": "drain", "node": drain})
         message = self._hear()
         if message["type"] == "refused":
             raise NoAnswer(f"{self.name}: {message['reason']}")
         if message["type"] not in ("view", "stop"):
-            raise NoAnswer(f"{self.name} answers with {message['type']!r}")
+            raise NoAnswer(f"{self.name} sent an unexpected {message['type']!r}")
         return message
 
     def close(self) -> None:
-        """End the connection; nobody minds."""
+        """Close the connection; the coordinator ignores that."""
         self._sock.close()
 
     def _shake_hands(self, secret: Secret) -> None:
         challenge = self._expect("challenge")
         if challenge["version"] != wire.PROTOCOL_VERSION:
-            its = f"{self.name} speaks version {challenge['version']} of the protocol, this is {wire.PROTOCOL_VERSION}"
-            raise OtherVersion(f"{its}: use the recover-status that belongs to the run")
-        auth, owed = secret.answer(challenge)
+            text = f"{self.name} has protocol version {challenge['version']}, this program {wire.PROTOCOL_VERSION}"
+            raise OtherVersion(f"{text}: use the recover-status that belongs to the run")
+        auth, expected = secret.answer(challenge)
         self._send(auth)
         try:
             proof = self._expect("proof")
         except NoAnswer as error:
             if "closed the connection" not in str(error):
                 raise
-            raise AuthenticationError(f"{self.name} refuses the secret: it is not that of this run") from error
-        if not proves(proof["mac"], owed):
-            raise AuthenticationError(f"{self.name} does not know the secret: it is no coordinator of this run")
+            raise AuthenticationError(f"{self.name} rejects the secret: it is not the secret of this run") from error
+        if not proves(proof["mac"], expected):
+            raise AuthenticationError(f"{self.name} does not know the secret: it is not a coordinator of this run")
         self._decoder.limit, self._decoder.schemas = wire.MAX_TO_MEMBER, wire.TO_MEMBER
 
     def _expect(self, kind: str) -> dict[str, Any]:
         message = self._hear()
         if message["type"] != kind:
-            raise NoAnswer(f"{self.name} says {message['type']!r} where a coordinator says {kind!r}")
+            raise NoAnswer(f"{self.name} sent {message['type']!r} where a coordinator sends {kind!r}")
         return message
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -426,7 +426,7 @@ class Observer:
             self._sock.settimeout(self._timeout)
             self._sock.sendall(wire.encode(message, wire.MAX_HANDSHAKE))
         except OSError as error:
-            # What it said before it closed is still to be heard: the end of the run, perhaps.
+            # Messages that it sent before it closed must still be read: perhaps the end of the run.
             if not isinstance(error, ConnectionError):
                 raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
 
@@ -440,11 +440,11 @@ class Observer:
                     raise NoAnswer(f"{self.name} closed the connection")
                 self._decoder.feed(data)
         except TimeoutError as error:
-            raise NoAnswer(f"{self.name} does not answer within {self._timeout:.0f} s") from error
+            raise NoAnswer(f"{self.name} did not answer within {self._timeout:.0f} s") from error
         except ConnectionError as error:
             raise NoAnswer(f"{self.name} closed the connection ({error.strerror})") from error
         except wire.WireError as error:
-            raise NoAnswer(f"{self.name} is no coordinator: {error}") from error
+            raise NoAnswer(f"{self.name} is not a coordinator: {error}") from error
         except OSError as error:
             raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
         return message

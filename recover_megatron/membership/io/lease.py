@@ -1,16 +1,16 @@
-"""The lease: who of two halves goes on. Files on shared storage, each written once and never changed.
+"""Lease that decides which of two halves continues. Files on shared storage, each written once and never changed.
 
-    PATH.1   {"term", "epoch", "members"}   the first side that went on without others who may be running
+    PATH.1   {"term", "epoch", "members"}   the first side that continued without others that may be running
     PATH.2   ...                            the next one: a part of that side, under a coordinator of a later term
 
-The last file names the holder. The lease passes by members, not by time: whoever wants it needs one of the holder's
-members among those that have joined its rendezvous, and a term that is not lower (``may_take``). So whoever was left
-out stays out, and no process that was stopped for whatever time, or holds a wrong clock, can take it back.
+The last file names the holder. The lease passes by members, not by time: a claim needs one of the holder's members
+among those that have joined its rendezvous, and a term that is not lower (``may_take``). So a left-out worker stays
+out, and no process that was stopped for any time, or has a wrong clock, can take the lease back.
 
-Each later epoch that has newcomers takes it anew (``is_due``): one day they may be all that is left of that side.
+Each later epoch that has newcomers takes it again (``is_due``): later they may be all that is left of that side.
 
-A file is written beside its place and gets its name by ``link``, which succeeds for one of all hosts: NFS, Lustre, GPFS
-and local file systems promise that, without locks. It must be a PATH of this run alone.
+A file is written under a draft name and gets its name by ``link``, which succeeds on only one of all hosts: NFS,
+Lustre, GPFS and local file systems promise that, without locks. PATH must be used by this run only.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ from recover_megatron.membership.events import AskForLease, Verdict
 from recover_megatron.membership.records import from_runs, to_runs
 
 RETRY_SECONDS = 0.5
-"""Until the next attempt where the storage has failed."""
+"""Seconds before the next attempt after a failure of the storage."""
 _MOST_HOLDERS = 10_000
 
 
 def may_take(holder: AskForLease | None, claim: AskForLease) -> bool:
-    """Whether the lease passes from ``holder`` (None: nobody has had it) to ``claim``.
+    """Return whether the lease passes from ``holder`` (None: there was none) to ``claim``.
 
-    A member of both has joined under both terms, and a member follows a higher term only ever: so it is the claim's
-    now, and the holder cannot commit anything without it.
+    A member of both has joined under both terms, and a member only ever follows a higher term. So it follows the
+    claim's coordinator now, and the holder cannot commit anything without it.
     """
     return holder is None or (claim.term >= holder.term and bool(claim.members & holder.members))
 
 
 def is_due(holder: AskForLease | None, claim: AskForLease) -> bool:
-    """Whether there is anything to take: not by an epoch that has been formed, if nobody has had the lease, or its
-    holder knows all of the members."""
+    """Return whether the claim must take the lease.
+
+    A formed epoch does not, if there is no holder, or if the holder knows all of its members.
+    """
     return not claim.renew or (holder is not None and not claim.members <= holder.members)
 
 
 def publish(path: Path, content: str) -> bool:
-    """Write a file with this content, if there is none of this name; whether it was written. Raises OSError."""
+    """Write a file with this content unless the name exists. Return whether it was written. Raises OSError."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -65,26 +67,26 @@ def publish(path: Path, content: str) -> bool:
 
 
 class Lease:
-    """Asks for the lease in a thread of its own, since storage may hang; ``report`` gets the answers there."""
+    """Asks for the lease in a separate thread, which calls ``report`` with the answers: storage may hang."""
 
     def __init__(self, path: Path, report: Callable[[Verdict], None]) -> None:
         self._path = path
         self._report = report
         self._claim: AskForLease | None = None
-        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # something has changed; False: this is closed
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: new claim; False: closed
         threading.Thread(target=self._run, name="recover-lease", daemon=True).start()
 
     def ask(self, claim: AskForLease) -> None:
-        """Try for the lease until there is an answer; an earlier claim is forgotten."""
+        """Try to take the lease until there is an answer; an earlier claim is forgotten."""
         self._claim = claim
         self._asked.put(True)
 
     def forget(self) -> None:
-        """Try no more. What is being tried just now may still succeed."""
+        """Stop trying. The present attempt may still succeed."""
         self._claim = None
 
     def close(self) -> None:
-        """End the thread, when the storage lets it."""
+        """End the thread when the storage lets it."""
         self._claim = None
         self._asked.put(False)
 
@@ -109,22 +111,22 @@ class Lease:
             return Verdict(claim.term, claim.epoch, None, reason)
 
     def attempt(self, claim: AskForLease) -> Verdict:
-        """Take the lease if it may be taken. Raises OSError; ValueError, KeyError or TypeError for unreadable files."""
+        """Take the lease if possible. Raises OSError; ValueError, KeyError or TypeError for unreadable files."""
         holder, number = None, 1
         for _ in range(_MOST_HOLDERS):
             place = self._path.with_name(f"{self._path.name}.{number}")
             try:
-                told = json.loads(place.read_text())
+                record = json.loads(place.read_text())
             except FileNotFoundError:
-                told = None
-            if told is not None:
-                holder = AskForLease(int(told["term"]), int(told["epoch"]), from_runs(told["members"]))
+                record = None
+            if record is not None:
+                holder = AskForLease(int(record["term"]), int(record["epoch"]), from_runs(record["members"]))
                 number += 1
             elif holder == claim or not is_due(holder, claim):
                 return Verdict(claim.term, claim.epoch, True)
             elif not may_take(holder, claim):
-                return Verdict(claim.term, claim.epoch, False, f"{self._path}.{number - 1} names them")
+                return Verdict(claim.term, claim.epoch, False, f"{self._path}.{number - 1} names them as holders")
             else:
-                ours = {"term": claim.term, "epoch": claim.epoch, "members": to_runs(claim.members)}
-                publish(place, json.dumps(ours))  # then it is read again, whoever has written it
-        raise ValueError("its files come and go, or are too many")
+                content = {"term": claim.term, "epoch": claim.epoch, "members": to_runs(claim.members)}
+                publish(place, json.dumps(content))  # it is read in the next round, whichever host has written it
+        raise ValueError("its files appear and disappear, or are too many")

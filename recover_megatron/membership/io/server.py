@@ -1,13 +1,13 @@
 """The coordinator's I/O: one thread, one selector, non-blocking sockets, and the event log.
 
-All decisions are ``Coordinator``'s, and none is read from the log.
+``Coordinator`` takes all decisions; none depends on the log.
 
 A connection goes through
 
-    CHALLENGED (sent our nonce, waits for the proof) -> PROVED (sent ours) -> messages for the state machine
+    CHALLENGED (nonce sent, waits for the proof) -> PROVED (own proof sent) -> messages for the state machine
 
-and has ``HANDSHAKE_SECONDS`` for the first step, however slowly it feeds us. Of more than ``2 * world + 1024``
-connections without proof the oldest is dropped for the newest: a crowd that never speaks keeps no worker out.
+and has ``HANDSHAKE_SECONDS`` for the first step, however slowly its data arrives. If more than ``2 * world + 1024``
+connections have no proof, the oldest is dropped for the newest: many silent connections keep no worker out.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ EventSink = Callable[[Mapping[str, Json]], None]
 
 HANDSHAKE_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
-"""A connection that is being closed has this long to take what it was sent."""
+"""Time that a closing connection has to send its queue."""
 MAX_BACKLOG = 128 << 20
-"""Bytes queued for one member that does not read; more and the connection is given up."""
+"""Bytes queued for one member that does not read; beyond that the connection is given up."""
 _MOST_READS = 64
 MOST_IN_A_PERIOD, PERIOD_SECONDS = 10, 10.0
-"""So many events of each kind that strangers cause are logged; how many more there were is told after the period."""
+"""Number of logged events of each kind that unauthenticated peers cause; the rest is counted, and logged after the
+period."""
 
 
 class _Connection:
@@ -85,7 +86,7 @@ class _Connection:
 class CoordinatorServer:
     """Serves one ``Coordinator`` on a bound, listening socket until it stops.
 
-    ``log`` gets every event record (see docs/membership.md for the schema). ``lease``, ``witness``: set them before
+    ``log`` receives every event record (see docs/membership.md for the schema). ``lease``, ``witness``: set them before
     serving; they report by ``post``.
     """
 
@@ -95,7 +96,7 @@ class CoordinatorServer:
         self._secret = secret
         self._log = log
         self._strangers: dict[str, tuple[float, int]] = {}
-        """Events that they have caused: by kind, since when, and how many since then."""
+        """Kind of event caused by unauthenticated peers -> since when, and how many since then."""
         self.lease: Lease | None = None
         self.witness: WitnessThread | None = None
         self._selector = selectors.DefaultSelector()
@@ -111,7 +112,7 @@ class CoordinatorServer:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
         self._full = False
-        """No descriptor is left: nobody is let in before the next tick."""
+        """True if no descriptor is left: no connection is accepted before the next tick."""
         use_all_descriptors()
 
     def post(self, event: CoordinatorEvent) -> None:
@@ -120,7 +121,7 @@ class CoordinatorServer:
         os.write(self._wake_out, b"x")
 
     def serve_forever(self) -> int:
-        """Serve until the run is over or may not go on here; the exit code."""
+        """Serve until the run is over or may not continue here. Return the exit code."""
         while self._exit is None:
             deadline = self.coordinator.deadline
             if self._unproved:
@@ -129,8 +130,8 @@ class CoordinatorServer:
                 key.data(mask)
             now = time.monotonic()
             if now >= self.coordinator.deadline:
-                # This process may have been kept from running for long: hear what has come before ``now`` before
-                # judging that nothing has.
+                # This process may not have run for long: read what has arrived before ``now`` before any judgement
+                # that nothing has.
                 for key, mask in self._selector.select(0):
                     key.data(mask)
                 self._handle(Tick(), now)
@@ -143,7 +144,7 @@ class CoordinatorServer:
         return self._exit.code
 
     def close(self) -> None:
-        """Close every socket, and ask for the lease no more."""
+        """Close every socket, and stop asking for the lease."""
         if self.lease is not None:
             self.lease.close()
         for connection in list(self._connections.values()):
@@ -200,7 +201,7 @@ class CoordinatorServer:
                     self._reject(next(iter(self._unproved.values())), "too many open files")
                     continue
                 self._log_limited("accept_failed", reason=str(error))
-                self._selector.unregister(self._listener)  # whoever waits there would wake this loop all the time
+                self._selector.unregister(self._listener)  # waiting connections would wake this loop all the time
                 self._full = True
                 return
             sock.setblocking(False)
@@ -229,7 +230,7 @@ class CoordinatorServer:
         self._drop(connection)
 
     def _log_limited(self, kind: str, **record: Json) -> None:
-        """Log what anybody who reaches the port can cause: a flood of bad connections must not fill the disk."""
+        """Log an event that any peer can cause at a limited rate: a flood of bad connections must not fill the disk."""
         now = time.monotonic()
         start, count = self._strangers.get(kind, (now, 0))
         if now - start > PERIOD_SECONDS:
@@ -280,19 +281,19 @@ class CoordinatorServer:
                     return
                 if connection.proved:
                     if message["type"] == "ended":
-                        self._hear_out(message["worker"])
+                        self._read_rest(message["worker"])
                     self._handle(Received(connection.number, message))
                 else:
                     self._prove(connection, message)
         except wire.WireError as error:
             self._reject(connection, f"malformed: {error}")
-            self._handle(Closed(connection.number, False, f"it sent something malformed ({error})"))
+            self._handle(Closed(connection.number, False, f"it sent a malformed message ({error})"))
 
-    def _hear_out(self, number: WorkerId) -> None:
-        """Read what this worker has sent, before its launcher's word that it is dying closes its session.
+    def _read_rest(self, number: WorkerId) -> None:
+        """Read everything that this worker has sent, before its launcher's report of its death closes its session.
 
-        It may have said why the run must end (``give_up``), or that its step is done.  Both come from one host, so what
-        the worker has sent is there before the word; but the two connections are read in any order.
+        It may have reported why the run must end (``give_up``), or that its step is done. Both come from one host, so
+        the worker's messages have arrived before the report; but the two connections are read in any order.
         """
         worker = self.coordinator.roster.workers.get(number)
         for _ in range(_MOST_READS):
@@ -301,13 +302,13 @@ class CoordinatorServer:
                 return
             try:
                 if not connection.sock.recv(1, socket.MSG_PEEK):
-                    return  # its end says less than the launcher does
+                    return  # the end of file says less than the launcher's report
             except OSError:  # nothing more is there, or the connection has failed
                 return
             self._read(connection)
 
     def _lost(self, connection: _Connection, error: OSError | None) -> None:
-        """The other side has ended the connection (end of file, reset), or the network has."""
+        """Handle the end of a connection by the other side (end of file, reset) or by the network."""
         if not connection.proved:
             self._log_limited("unproved_closed", peer=connection.peer)
         self._drop(connection)
@@ -322,7 +323,7 @@ class CoordinatorServer:
         for session in sessions:
             connection = self._connections.get(session)
             if connection is None or connection.closing or (connection.out and message["type"] == "view"):
-                continue  # an observer that has not read its last view gets no other
+                continue  # an observer that has not read its last view gets no new one
             self._write(connection, frame)
 
     def _write(self, connection: _Connection, frame: bytes) -> None:
@@ -333,13 +334,13 @@ class CoordinatorServer:
             except BlockingIOError:
                 pass  # queued below
             except OSError:
-                return  # reading tells why: end of file or reset
+                return  # the next read reports the reason: end of file or reset
         if view:
             connection.out.append(view)
             connection.queued += len(view)
             if connection.queued > MAX_BACKLOG:
                 self._drop(connection)
-                self.post(Closed(connection.number, False, "it does not read what it is sent"))
+                self.post(Closed(connection.number, False, "it does not read its messages"))
             elif not connection.writing:
                 connection.writing = True
                 self._watch(connection)
@@ -371,7 +372,7 @@ class CoordinatorServer:
     # -- closing ------------------------------------------------------------------------------------------------------
 
     def _finish(self, connection: _Connection) -> None:
-        """Close after what is queued has been sent, or after ``DRAIN_SECONDS``."""
+        """Close after the queue has been sent, or after ``DRAIN_SECONDS``."""
         connection.closing = True
         self._closing[connection.number] = connection
         connection.until = time.monotonic() + DRAIN_SECONDS
@@ -386,7 +387,7 @@ class CoordinatorServer:
             connection.sock.close()
 
     def _drain(self) -> None:
-        """Give everybody what is still queued for them, then close."""
+        """Send the queues of all connections, then close them."""
         assert self.coordinator.state is State.STOPPED
         until = time.monotonic() + DRAIN_SECONDS
         for connection in list(self._connections.values()):
@@ -397,15 +398,15 @@ class CoordinatorServer:
 
 
 class Journal:
-    """The event log, for people: writes records to a file or stderr, one JSON object a line.
+    """Event log for people: writes records to a file or stderr, one JSON object a line.
 
-    It adds ``time`` (wall clock) and ``mono`` (monotonic), in seconds. The disk neither stops nor ends its caller
+    Adds ``time`` (wall clock) and ``mono`` (monotonic), in seconds. The disk neither stops nor terminates its caller
     (``log_writer``).
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._needed: dict[str, bytes] = {}
-        """The last line of each of the events by which readers find the run."""
+        """The last line of each event by which readers find the run."""
         self._file = LogWriter(
             path or Path("/dev/stderr"),
             lambda text: log.warning(f"coordinator: {text}"),
@@ -421,7 +422,7 @@ class Journal:
         self._file.put(line)
 
     def close(self) -> None:
-        """Write what is left, as long as the disk takes it."""
+        """Write the rest, as long as the disk takes it."""
         self._file.flush()
         self._file.close()
 

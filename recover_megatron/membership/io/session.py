@@ -1,4 +1,4 @@
-"""A worker's session: what the training loop and the collectives call, and how a worker of recover-run opens it.
+"""A worker's session: calls for the training loop and the collectives, and its opening from recover-run's environment.
 
 Every wait ends: with its result, with ``EpochRevoked``, with ``Fenced``, or with ``CoordinatorLost``.
 """
@@ -39,11 +39,11 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE
 
 RevokeCallback = Callable[[int, str], None]
 EXCEPTION_REPORT_SECONDS = 2.0
-"""The longest that a worker that ends waits for a coordinator to hear why."""
+"""Maximum time for which an ending worker waits until a coordinator has received the reason."""
 
 
 class Session:
-    """One worker's place in the run. Create it with ``connect``; the methods may be called from any thread.
+    """A worker's place in the run. Create it with ``connect``; the methods may be called from any thread.
 
     Use it in one process only: a forked child has no session (its copies of the sockets are closed at once).
     """
@@ -71,8 +71,8 @@ class Session:
         """Start the session of ``worker`` and return at once; the first ``join`` waits for the others.
 
         ``addresses``: the candidate coordinators, in the same order for all. ``node_agent``: the node name under which
-        the worker's launcher runs a ``NodeAgent``; None if there is none. ``newcomer``: the worker was not launched
-        with the run, and its id never was the run's; nobody waits for it, or tells it anything, before its ``join``.
+        the worker's launcher runs a ``NodeAgent``; None: none. ``newcomer``: the worker was not launched with the run,
+        and its id was never used in it; no worker waits for it, and it receives nothing, before its ``join``.
         """
         settings = settings or Settings()
         hello: dict[str, Json] = {
@@ -96,22 +96,22 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last epoch joined, revoked or not; None before the first."""
+        """Plan of the last epoch joined, revoked or not; None before the first."""
         return self._core.plan
 
     @property
     def epoch(self) -> int:
-        """The number of that epoch, 0 before the first."""
+        """Number of that epoch, 0 before the first."""
         return self._core.plan.epoch if self._core.plan is not None else 0
 
     @property
     def term(self) -> int:
-        """The term of the coordinator that formed that epoch: the same on all of its members."""
+        """Term of the coordinator that formed that epoch: the same on all of its members."""
         return self._core.presentation.formed.term
 
     @property
     def revoked(self) -> bool:
-        """Whether that epoch is over. A plain attribute read: cheap enough for every step of a loop."""
+        """True if that epoch is over. A plain attribute read: cheap enough for every step of a loop."""
         return self._core.revoked or self._core.out is not None
 
     @property
@@ -121,30 +121,30 @@ class Session:
 
     @property
     def fenced(self) -> bool:
-        """Whether this worker was put out of the run: end the process."""
+        """True if this worker was evicted from the run: exit the process."""
         return isinstance(self._core.out, Fenced)
 
     @property
     def dead(self) -> Workers:
-        """Workers that have ended, as the coordinator told with the last revoke. Put out is not dead (yet)."""
+        """Workers that have ended, as reported with the last revoke. An evicted worker is not dead (yet)."""
         return self._core.presentation.dead
 
     @property
     def left(self) -> Workers:
-        """Workers that had finished and left in order, as the coordinator told with the last revoke."""
+        """Workers that had finished and left in order, as reported with the last revoke."""
         return self._core.presentation.left
 
     @property
     def aside(self) -> Workers:
-        """Live workers that the run goes on without, since they were late, as told with the last revoke."""
+        """Live workers without which the run continues because they were late, as reported with the last revoke."""
         return self._core.presentation.aside
 
     @property
     def opened_members(self) -> Workers:
-        """The workers that the run counts on: those that the open rendezvous waits for, else the members of ``plan``.
+        """Workers that the run counts on: members of the open rendezvous, else the members of ``plan``.
 
-        Empty before both. In a callback of ``on_revoke`` this (as ``dead`` and ``left``) is that of the rendezvous
-        told, or a newer one: who is in ``plan.members`` but not in here is missing.
+        Empty before both. In a callback of ``on_revoke`` this (like ``dead`` and ``left``) is that of the reported
+        rendezvous, or a newer one: a worker in ``plan.members`` but not in here is missing.
         """
         opened, plan = self._core.presentation.opened, self._core.plan
         if opened is not None:
@@ -152,8 +152,8 @@ class Session:
         return plan.members if plan is not None else frozenset()
 
     def on_revoke(self, callback: RevokeCallback) -> None:
-        """Call ``callback(epoch, reason)`` in the session's thread when an epoch is revoked (``epoch``: the next one's
-        number), and with epoch 0 when this worker is out. It must return soon, without waiting for the session."""
+        """Call ``callback(epoch, reason)`` in the session's thread when an epoch is revoked (``epoch``: the next one),
+        and with epoch 0 when this worker is out. It must return soon, without waiting for the session."""
         self._callbacks.append(callback)
 
     def check(self) -> None:
@@ -169,29 +169,29 @@ class Session:
     ) -> None:
         """Report progress: no system call, the next heartbeat carries the latest mark.
 
-        ``waiting``: from now on this worker waits for others (in a collective). ``allow``: seconds this phase may take
-        without another mark, on top of the hang timeout (a checkpoint).
+        ``waiting``: from now on this worker waits for others (in a collective). ``allow``: seconds that this phase may
+        take without another mark, in addition to the hang timeout (a checkpoint).
         """
         self._core.mark(iteration, phase[:256], microbatch, waiting, allow)
 
     def show(self, place: tuple[int, int, int] | None, goes_back: bool = False) -> None:
-        """Tell with the next marks where this worker stands: replica, position, quota; None: nowhere.
+        """Set the worker's place that the next marks carry: replica, position, quota; None: no place.
 
-        ``goes_back``: the run could go back to a checkpoint or a snapshot, should nobody who lives have its state.
+        ``goes_back``: the run could load a checkpoint or a snapshot if no live worker had its state.
         """
         self._core.place, self._core.goes_back = place, goes_back
 
     def show_loss(self, step: int, loss: float) -> None:
-        """Tell with the next marks that ``step`` is finished, and its loss: for people and metrics."""
+        """Set the finished ``step`` and its loss that the next marks carry, for status and metrics."""
         self._core.loss = step, loss
 
     def join(self, status: Json, reason: str = "") -> Plan:
         """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.
 
-        Every member gets the same plan; its epoch may be revoked already, as at any later time. Apply the step of an
-        iteration that this worker reported done and ``plan.committed`` has reached. If the present epoch was not
-        revoked, joining asks for a new one; say why in ``reason``. Raises ``Fenced`` or ``CoordinatorLost``;
-        ``ValueError`` for a status that is no JSON or too long.
+        Every member gets the same plan; its epoch may be revoked already. Apply the step of an iteration that this
+        worker reported done and ``plan.committed`` has reached. If the present epoch was not revoked, joining requests
+        a new one for ``reason``. Raises ``Fenced`` or ``CoordinatorLost``; ``ValueError`` for a status that is not JSON
+        or too long.
         """
         encode({"type": "join", "status": status}, MAX_TO_COORDINATOR // 2)
         with self._client.condition:
@@ -208,26 +208,26 @@ class Session:
             return plan
 
     def ask(self, reason: str, peer: int | None = None) -> None:
-        """Ask for a new epoch, and do not wait: for a thread that has news while another one joins for this worker.
+        """Request a new epoch without waiting: for a thread that has news while another one joins for this worker.
 
-        ``peer``: with whom something failed, where that is the reason. Does nothing where an epoch is being made, or no
-        coordinator is reached, of which the next one opens an epoch. Raises ``Fenced`` or ``CoordinatorLost``.
+        ``peer``: the worker with which an operation failed, if that is the reason. Does nothing while an epoch is being
+        formed, or no coordinator is reached (the next one opens an epoch). Raises ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
             self._client.call(self._core.ask, reason, peer)
 
     def note(self, text: str) -> None:
-        """Have the launcher write down, for people, why this worker is where it is (workers.json); empty: no more.
+        """Make the launcher record why this worker is in its present state (workers.json); empty: remove it.
 
         Does not wait; harmless when already out.
         """
         self._say(self._core.note, text)
 
     def answer_drain(self, node: str, reason: str) -> None:
-        """Tell what the last epoch joined has decided of a node of ``PlanRequest.drain``.
+        """Send the decision of the last joined epoch about a node of ``PlanRequest.drain``.
 
-        ``reason``: why it is refused; empty: it is not. Does not wait; harmless when already out.
+        ``reason``: why it is refused; empty: accepted. Does not wait; harmless when already out.
         """
         self._say(self._core.answer_drain, node, reason)
 
@@ -242,30 +242,30 @@ class Session:
     def wait_committed(self, iteration: int, epoch: int | None = None) -> None:
         """Wait until ``iteration`` is committed. May raise as ``agree`` does.
 
-        ``epoch``: wait in this one alone, for a thread that another one of this worker may join a newer one beside.
+        ``epoch``: wait in this epoch only, for a thread next to which another one may join a newer epoch.
         """
         with self._client.condition:
             while self._core.committed < iteration:
                 self._raise_if_out()
                 self._raise_if_revoked()
                 if epoch is not None and self.epoch != epoch:
-                    raise EpochRevoked(epoch, "a newer one was joined")
+                    raise EpochRevoked(epoch, "a newer epoch was joined")
                 self._client.condition.wait()
 
     def agree(self, iteration: int) -> None:
         """Report ``iteration`` done and wait until it is committed: all members of the epoch have reported it.
 
-        Raises ``EpochRevoked`` when the epoch ends first (the next plan tells whether the iteration was committed),
-        ``Fenced`` or ``CoordinatorLost`` when this worker is out.
+        Raises ``EpochRevoked`` if the epoch ends first (the next plan shows whether the iteration was committed),
+        ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
         self.report_done(iteration)
         self.wait_committed(iteration)
 
     def be_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Return when the coordinator has answered within the heartbeat timeout and the epoch goes on: mostly at once.
+        """Return when the coordinator has answered within the heartbeat timeout and the epoch continues: often at once.
 
-        Call it before what a process must not do that was stopped or cut off and put out meanwhile (it does not know
-        yet). Raises ``EpochRevoked`` (unless ``in_epoch`` is False), ``Fenced`` or ``CoordinatorLost``.
+        Call it before actions forbidden for a process that was evicted while stopped or cut off. Raises
+        ``EpochRevoked`` (unless ``in_epoch`` is False), ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
             while True:
@@ -277,15 +277,14 @@ class Session:
                 self._client.condition.wait(self._core.settings.heartbeat_interval)
 
     def idle(self, vacant: bool = False) -> None:
-        """Have no part in the present epoch: a spare. Does not wait, and holds until the next ``join``.
+        """Report no part in the present epoch: a spare. Does not wait, and holds until the next ``join``.
 
-        ``vacant``: nobody has a part in it, so nothing is committed there, and this worker can tell that. All members
-        of the epoch must say the same.
+        ``vacant``: no worker has a part in it, so nothing is committed there; all members of the epoch must report the
+        same.
 
         No commit waits for this worker, and it need not make marks, until a rendezvous is open (``wait_revoked``
-        returns): then it has as long to join as any other. When all that have a part have left in order the run is
-        finished: ``CoordinatorLost`` with code 0. Does nothing before the first plan. Raises ``Fenced`` or
-        ``CoordinatorLost``.
+        returns): then it has as long to join as any other. When all with a part have left in order the run is finished:
+        ``CoordinatorLost`` with code 0. Does nothing before the first plan. Raises ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
@@ -294,7 +293,7 @@ class Session:
     def wait_revoked(self, timeout: float | None = None) -> bool:
         """Wait until the present epoch is revoked (True, at once before the first), at most ``timeout`` seconds.
 
-        False when the time is over. Raises ``Fenced`` or ``CoordinatorLost`` when this worker is out.
+        False after the timeout. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
         with self._client.condition:
             self._client.condition.wait_for(lambda: self.revoked, timeout)
@@ -302,15 +301,15 @@ class Session:
             return self._core.revoked
 
     def wait_all_heard(self, epoch: int) -> None:
-        """Wait until the end of ``epoch`` is known to all of its members that live: their callbacks have returned.
+        """Wait until all live members of ``epoch`` know of its end: their callbacks have returned.
 
-        Members that this coordinator has put out do not count: it may form the next epoch without them by then. Asks
-        for a new epoch if this one goes on. Raises ``Fenced`` or ``CoordinatorLost`` when this worker is out. Not for
-        the session's thread.
+        Members that this coordinator has evicted do not count: it may form the next epoch without them by then.
+        Requests a new epoch if this one continues. Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out. Not
+        for the session's thread.
         """
         with self._client.condition:
             if self.epoch == epoch and not self._core.revoked:
-                self.ask("operations of this epoch are to be aborted")
+                self.ask("operations of this epoch must be aborted")
             while 0 < epoch >= self._core.all_heard:
                 self._raise_if_out()
                 self._client.condition.wait()
@@ -318,7 +317,7 @@ class Session:
     def wait_lost(self, workers: Collection[int], timeout: float) -> bool:
         """Wait until the run does not count on one of ``workers`` any more (True), at most ``timeout`` seconds.
 
-        Raises ``Fenced`` or ``CoordinatorLost`` when this worker is out.
+        Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
         """
         with self._client.condition:
             self._client.condition.wait_for(
@@ -328,11 +327,11 @@ class Session:
             return not self.opened_members.issuperset(workers)
 
     def give_up(self, code: int, reason: str) -> None:
-        """Say that the run must end for all, with exit code ``code`` (1 to 255); the first to say so wins.
+        """Request the end of the run for all, with exit code ``code`` (1 to 255); the first request wins.
 
-        Does not wait: ``CoordinatorLost(reason, code)`` comes to every member's next call, this one's too; the next
-        coordinator is asked if this one is lost. ``reason`` is cut to 2,000 characters. Harmless when already out.
-        Raises ``ValueError`` for another code.
+        Does not wait: every member's next call raises ``CoordinatorLost(reason, code)``; the request is repeated if the
+        coordinator is lost. ``reason`` is cut to 2,000 characters. Harmless when already out. Raises ``ValueError`` for
+        another code.
         """
         if not 1 <= code <= 255:
             raise ValueError(f"exit code {code} is not between 1 and 255")
@@ -350,16 +349,16 @@ class Session:
         tried: Iterable[int] = (),
         own: bool = False,
     ) -> bool:
-        """Tell that an exception ends this process, which ends right after; whether a coordinator has heard it.
+        """Report the exception that ends this process, which exits next. Return whether a coordinator received it.
 
         Waits for that, at most ``EXCEPTION_REPORT_SECONDS``. ``error``: the exception's type and message (cut to 2,000
         characters), ``traceback``: cut to 16 Ki, each in the middle; ``group``: the worker's replica. ``tried``: all
-        microbatches of the iteration that may have raised it, ``microbatch`` is the last one; none: what ``phase``
-        names did. ``own``: a fault of this worker's host or device. By what several replicas tell the coordinator may
-        end the run for all (``ending``). Raises ``ValueError`` for a negative number.
+        microbatches of the iteration that may have raised it, the last is ``microbatch``; none: the work of ``phase``.
+        ``own``: a fault of this worker's host or device. Reports of several replicas may end the run for all
+        (``ending``). Raises ``ValueError`` for a negative number.
         """
         if min(iteration, microbatch or 0, group) < 0:
-            raise ValueError(f"negative: iteration {iteration}, microbatch {microbatch} or group {group}")
+            raise ValueError(f"negative number: iteration {iteration}, microbatch {microbatch} or group {group}")
         report: dict[str, Json] = {"iteration": iteration, "group": group, "phase": phase[:256], "own": own}
         if microbatch is not None:
             report["microbatch"] = microbatch
@@ -371,24 +370,24 @@ class Session:
             return self._core.noted
 
     def leave(self) -> None:
-        """Leave in order: the run is finished for this worker; its end is no death. Harmless when already out."""
+        """Leave in order: this worker has finished, and its end is no death. Harmless when already out."""
         death_notice.leaving()
         self._say(self._core.leave)
         self._client.close()
 
     def leave_idle(self) -> None:
-        """Leave in order in the middle of the run, with no part in the present epoch; the run goes on without it."""
+        """Leave in order during the run, without a part in the present epoch; the run continues without it."""
         if self._core.out is None:
             self.idle()
         self.leave()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------------------------------
 
-    def _say(self, said: Callable[..., list[MemberEffect]], *what: object) -> None:
-        """Have a method of the core say something, unless this worker is out."""
+    def _say(self, method: Callable[..., list[MemberEffect]], *arguments: object) -> None:
+        """Call a sending method of the core, unless this worker is out."""
         with self._client.condition:
             if self._core.out is None:
-                self._client.call(said, *what)
+                self._client.call(method, *arguments)
 
     def _raise_if_out(self) -> None:
         if self._core.out is not None:
@@ -403,7 +402,7 @@ class Session:
             self._revoked_reason = notice.detail["reason"]
             for callback in self._callbacks:
                 callback(notice.detail["epoch"], notice.detail["reason"])
-            self._say(self._core.heard, notice.detail["epoch"], notice.detail["term"])  # all that believe have stopped
+            self._say(self._core.heard, notice.detail["epoch"], notice.detail["term"])  # all users have stopped
         elif notice.kind == "out":
             for callback in self._callbacks:
                 callback(0, str(self._core.out))
@@ -414,11 +413,11 @@ def connect(
     environ: Mapping[str, str] = os.environ,
     addresses: Sequence[Address] | None = None,
 ) -> Session:
-    """Open the session of this worker (``Session.connect``), as recover-run's environment variables say.
+    """Open the session of this worker (``Session.connect``) from recover-run's environment variables.
 
-    Also raise the limit of open files, have the launcher remove what multiprocessing leaves, and have it know of this
+    Also raise the limit of open files, and let the launcher remove multiprocessing's leftovers and detect this
     process's death at once. ``addresses``: the candidates, instead of the environment's; the launcher is a node agent
-    with its own candidates only. Raises KeyError where the launcher gave no coordinator or no rank, ValueError for a
+    with its own candidates only. Raises KeyError if the launcher gave no coordinator or no rank, ValueError for a
     malformed address, SecretError without a usable secret.
     """
     system.use_all_descriptors()
@@ -434,12 +433,12 @@ def connect(
 
 
 def worker_id(environ: Mapping[str, str] = os.environ) -> WorkerId:
-    """Which worker this process is. Raises KeyError where the launcher gave neither an id nor a rank."""
+    """Return this process's worker id. Raises KeyError if the launcher gave neither an id nor a rank."""
     return WorkerId(int(environ.get(WORKER_ID_VARIABLE) or environ["RANK"]))
 
 
 def is_newcomer(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this worker was not launched with the run."""
+    """Return whether this worker was not launched with the run."""
     return environ.get(JOIN_VARIABLE) == "1"
 
 

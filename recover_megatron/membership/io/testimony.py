@@ -1,12 +1,12 @@
-"""The word of SLURM's controller or Kubernetes' API server on which nodes are off; asked in a thread.
+"""Statements of SLURM's controller or Kubernetes' API server about nodes that are off; asked in a thread.
 
-What is believed is an end that cannot be taken back, and that somebody has made sure of:
+Only an end counts that is irreversible and verified:
 
-* SLURM: a node is POWERED_DOWN: the site's program has cut its power, and had the time to do it. Not DOWN, FAIL or
-  not responding (``DOWN*``): its processes go on as long as nobody kills them there.
+* SLURM: a node is POWERED_DOWN: the site's program has cut its power, and had enough time for that. Not DOWN, FAIL or
+  not responding (``DOWN*``): its processes continue until they are killed there.
 * Kubernetes: a pod (of the same UID) is Failed or Succeeded, and its kubelet has seen each of its containers end. Not a
-  pod that is gone or being deleted, nor one whose node does not answer: they may be running. A kubelet that evicts says
-  Failed before it kills, so the phase alone is not enough.
+  pod that is missing or being deleted, nor one whose node does not answer: it may be running. A kubelet that evicts
+  reports Failed before it kills, so the phase alone is not enough.
 """
 
 from __future__ import annotations
@@ -35,61 +35,61 @@ from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SLURM, KUBERNETES = "slurm", "kubernetes"
 ASK_SECONDS = 5.0
-"""Until an answer is none."""
+"""Time limit for an answer."""
 MOST_BYTES = 8 << 20
-"""Of an answer."""
-_AT_ONCE = 500  # nodes that one scontrol is asked about: a command line must stay below 128 KiB
+"""Size limit of an answer."""
+_AT_ONCE = 500  # nodes of one scontrol call: a command line must stay below 128 KiB
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _POD = re.compile(r"([a-z0-9][a-z0-9-]{0,62})/([a-z0-9][a-z0-9.-]{0,252})/([A-Za-z0-9-]{1,64})")
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class NoAnswer(Exception):
-    """The witness cannot be asked, or has not answered; the message says why, without any secret."""
+    """The witness cannot be asked, or has not answered; the message has the reason, without any secret."""
 
 
 class Source(Protocol):
-    """Where testimonies come from."""
+    """Source of testimonies."""
 
     name: str
-    """For people."""
+    """Name for messages."""
 
     def look(self, places: Iterable[str]) -> dict[str, bool]:
-        """Of each place that is known there: whether it is off. Raises NoAnswer."""
+        """Return for each known place whether it is off. Raises NoAnswer."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What the candidates of a run need to know of its witness."""
+    """Data about a run's witness that its candidates need."""
 
     kind: str
     """SLURM or KUBERNETES."""
     places: Mapping[str, str]
-    """By the name of a node's launcher: what the witness calls it."""
+    """Name of a node's launcher -> the witness's name of the node."""
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "places": dict(self.places)}
 
     @staticmethod
-    def from_json(told: Any) -> Scope:
-        """Raises ValueError for anything that ``to_json`` does not make."""
-        match told:
+    def from_json(value: Any) -> Scope:
+        """Return the scope. Raises ValueError for anything that ``to_json`` does not produce."""
+        match value:
             case {"kind": str(kind), "places": dict(places)} if kind in SOURCES:
                 if all(type(name) is str and type(place) is str for name, place in places.items()):
                     return Scope(kind, places)
-        raise ValueError("not the scope of a witness")
+        raise ValueError("not a witness scope")
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
 
 
-def slurm_states(said: str) -> dict[str, frozenset[str]]:
-    """The states of each node in what ``scontrol --oneliner show node`` prints: ``DOWN*+POWERED_DOWN`` is two.
+def slurm_states(output: str) -> dict[str, frozenset[str]]:
+    """Return the states of each node in the output of ``scontrol --oneliner show node``: ``DOWN*+POWERED_DOWN`` is two.
 
-    Without the signs behind the first one. A line that cannot be read in one way only is left out.
+    Flags behind a state are removed. An ambiguous line is left out.
     """
     found = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         facts = line.partition(" Reason=")[0]
         name, states = re.findall(r"^NodeName=(\S+)", facts), re.findall(r"\sState=(\S+)", facts)
         if len(name) == len(states) == 1:
@@ -98,22 +98,22 @@ def slurm_states(said: str) -> dict[str, frozenset[str]]:
 
 
 def is_powered_off(states: frozenset[str]) -> bool:
-    """Whether nothing runs on such a node."""
+    """Return whether certainly no process runs on such a node."""
     return "POWERED_DOWN" in states and states.isdisjoint({"POWERING_DOWN", "POWERING_UP", "POWER_UP"})
 
 
 class Slurm:
-    """SLURM's controller, by ``scontrol``; a place is the name of a node."""
+    """Queries SLURM's controller with ``scontrol``; a place is the name of a node."""
 
     name = "SLURM"
 
     def look(self, places: Iterable[str]) -> dict[str, bool]:
         program = shutil.which("scontrol")
         if program is None:
-            raise NoAnswer("there is no scontrol")
+            raise NoAnswer("scontrol was not found")
         names = sorted(set(places))
         if not all(map(_NODE.fullmatch, names)):
-            raise NoAnswer("the name of a node is none of SLURM's")
+            raise NoAnswer("a node's name is not a valid SLURM node name")
         until = time.monotonic() + ASK_SECONDS
         found: dict[str, bool] = {}
         for first in range(0, len(names), _AT_ONCE):
@@ -124,9 +124,10 @@ class Slurm:
 
 
 def _output(command: list[str], until: float) -> str:
-    """What a command prints of nodes. It ends by ``until``, or is killed. Raises NoAnswer where it tells of none.
+    """Return a command's output about nodes. It ends by ``until``, or is killed.
 
-    Its exit code says nothing: a launcher waits for all of its children, so it may have been taken by then.
+    Raises NoAnswer if the output has no nodes. The exit code is ignored: a launcher waits for all of its children, so
+    it may have reaped this one.
     """
     hidden = (SECRET_VARIABLE, SECRET_FILE_VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"LC_ALL": "C"}
@@ -144,32 +145,32 @@ def _output(command: list[str], until: float) -> str:
     assert process.stdout is not None
     with process.stdout as pipe:
         try:
-            said = _read(pipe.fileno(), until, os.path.basename(command[0]))
+            output = _read(pipe.fileno(), until, os.path.basename(command[0]))
             process.wait(max(0.0, until - time.monotonic()) + 0.1)
         except (NoAnswer, subprocess.TimeoutExpired) as error:
-            with suppress(ChildProcessError):  # somebody else has waited for it: its number may be another's
+            with suppress(ChildProcessError):  # it was reaped elsewhere: its pid may belong to another process
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 os.killpg(process.pid, signal.SIGKILL)
             threading.Thread(target=process.wait, daemon=True, name="recover-witness-reap").start()
             raise NoAnswer(str(error)) from error
-    if "NodeName=" not in said:
-        last = next(iter(reversed(said.split("\n")[:-1])), "nothing")
-        raise NoAnswer(f"{os.path.basename(command[0])} says: {last[:200]}")
-    return said
+    if "NodeName=" not in output:
+        last = next(iter(reversed(output.split("\n")[:-1])), "nothing")
+        raise NoAnswer(f"{os.path.basename(command[0])} printed: {last[:200]}")
+    return output
 
 
 def _read(descriptor: int, until: float, what: str) -> str:
-    """All that comes to its end. Raises NoAnswer where that takes too long, or is too much."""
-    said = bytearray()
+    """Return everything up to the end of file. Raises NoAnswer if that takes too long or is too much."""
+    output = bytearray()
     while (left := until - time.monotonic()) > 0:
         if not select.select([descriptor], [], [], left)[0]:
             break
         piece = os.read(descriptor, 1 << 16)
         if not piece:
-            return said.decode(errors="replace")
-        said += piece
-        if len(said) > MOST_BYTES:
-            raise NoAnswer(f"{what} says more than {MOST_BYTES >> 20} MiB")
+            return output.decode(errors="replace")
+        output += piece
+        if len(output) > MOST_BYTES:
+            raise NoAnswer(f"{what} printed more than {MOST_BYTES >> 20} MiB")
     raise NoAnswer(f"{what} has not answered within {ASK_SECONDS:g} s")
 
 
@@ -177,7 +178,7 @@ def _read(descriptor: int, until: float, what: str) -> str:
 
 
 def pod_has_ended(pod: Any, uid: str) -> bool | None:
-    """Whether the kubelet of the pod's node has seen all of its containers end; None: this is not the pod."""
+    """Return whether the kubelet of the pod's node has seen all of its containers end; None: this is not the pod."""
     try:
         if pod["metadata"]["uid"] != uid:
             return None
@@ -188,29 +189,29 @@ def pod_has_ended(pod: Any, uid: str) -> bool | None:
         ends = [container["state"].get("terminated") for container in seen]
     except (KeyError, TypeError, AttributeError):
         return None
-    unknown = "ContainerStatusUnknown"  # nobody has seen its end
+    unknown = "ContainerStatusUnknown"  # no kubelet has seen its end
     return len(ends) == len(containers) > 0 and all(end and end.get("reason") != unknown for end in ends)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The token is for the API server alone."""
+    """Refuses redirects: the token is for the API server only."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class Pods:
-    """Kubernetes' API server, as a pod's service account reaches it; a place is NAMESPACE/POD/UID."""
+    """Queries Kubernetes' API server with a pod's service account; a place is NAMESPACE/POD/UID."""
 
     name = "Kubernetes"
 
     def __init__(self, server: str = "", account: Path = ACCOUNT) -> None:
-        """``server``: https://HOST:PORT; empty: that of the environment. ``account``: folder of token and ca.crt."""
+        """Use ``server`` (https://HOST:PORT; default: environment) with token and ca.crt in folder ``account``."""
         self._server = server
         self._account = account
 
     def look(self, places: Iterable[str]) -> dict[str, bool]:
-        """As ``Source.look``; within the time, so of many pods perhaps of some only, each time of others."""
+        """Return the answer as in ``Source.look``; of many pods perhaps only a part, others at each call."""
         until = time.monotonic() + ASK_SECONDS
         found: dict[str, bool] = {}
         ask = self._opener()
@@ -219,7 +220,7 @@ class Pods:
                 break
             match = _POD.fullmatch(place)
             if match is None:
-                raise NoAnswer("the name of a pod is none of Kubernetes'")
+                raise NoAnswer("a pod's name is not NAMESPACE/POD/UID")
             namespace, name, uid = match.groups()
             pod = ask(f"/api/v1/namespaces/{namespace}/pods/{name}", until)
             ended = pod_has_ended(pod, uid) if pod is not None else None
@@ -228,7 +229,7 @@ class Pods:
         return found
 
     def _opener(self) -> Callable[[str, float], Any]:
-        """Asks for a path: the answer, None where there is nothing. The token may be another one each time."""
+        """Return a function that requests a path (None: missing object). The token may change each time."""
         server = self._server or _server_of(os.environ)
         try:
             token = (self._account / "token").read_text().strip()
@@ -248,21 +249,21 @@ class Pods:
             except urllib.error.HTTPError as error:
                 if error.code == 404:
                     return None
-                hint = ": it needs get on pods (docs/kubernetes.md)" if error.code in (401, 403) else ""
-                raise NoAnswer(f"the API server refuses, {error.code} {error.reason}{hint}") from None
+                hint = ": allow get on pods (docs/kubernetes.md)" if error.code in (401, 403) else ""
+                raise NoAnswer(f"the API server refused, {error.code} {error.reason}{hint}") from None
             except (OSError, ValueError) as error:
-                raise NoAnswer(f"the API server: {getattr(error, 'reason', None) or error}") from None
+                raise NoAnswer(f"the API server failed: {getattr(error, 'reason', None) or error}") from None
 
         return ask
 
 
 def _body(answer: Any, until: float) -> bytes:
-    said = bytearray()
+    content = bytearray()
     while piece := answer.read1(1 << 16):
-        said += piece
-        if len(said) > MOST_BYTES or time.monotonic() > until:
-            raise ValueError("its answer takes too long, or is too long")
-    return bytes(said)
+        content += piece
+        if len(content) > MOST_BYTES or time.monotonic() > until:
+            raise ValueError("its answer takes too long, or is too large")
+    return bytes(content)
 
 
 def _server_of(environ: Mapping[str, str]) -> str:
@@ -273,25 +274,25 @@ def _server_of(environ: Mapping[str, str]) -> str:
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- thread -----------------------------------------------------------------------------------------------------------
 
 SOURCES: Mapping[str, Callable[[], Source]] = {SLURM: Slurm, KUBERNETES: Pods}
 
 
 class WitnessThread:
-    """Asks in a thread of its own; ``report`` is called there, when there is news, and when there is no answer."""
+    """Asks the witness in a separate thread, which calls ``report`` for news and if there is no answer."""
 
     def __init__(self, scope: Scope, report: Callable[[Statement], None], source: Source | None = None) -> None:
-        """``source``: that of the scope's kind, unless given."""
+        """Start the thread; ``source``: default is the one of the scope's kind."""
         self._scope = scope
         self._source = SOURCES[scope.kind]() if source is None else source
         self._report = report
         self._asked: queue.SimpleQueue[frozenset[str]] = queue.SimpleQueue()
-        self._failing = False  # and that was told
+        self._failing = False  # and that was reported
         threading.Thread(target=self._run, daemon=True, name="recover-witness").start()
 
     def ask(self, nodes: frozenset[str]) -> None:
-        """Ask about these nodes; of what was asked meanwhile the last question alone is."""
+        """Ask about these nodes; of the pending questions only the last one is asked."""
         self._asked.put(nodes)
 
     def _run(self) -> None:
@@ -307,12 +308,12 @@ class WitnessThread:
         try:
             found = self._source.look(places.values())
         except NoAnswer as error:
-            told, self._failing = self._failing, True
-            return None if told else Statement(frozenset(), f"nothing is heard of {self._source.name}: {error}")
+            reported, self._failing = self._failing, True
+            return None if reported else Statement(frozenset(), f"{self._source.name} does not answer: {error}")
         self._failing = False
         off = {node: place for node, place in places.items() if found.get(place)}
         if not off:
             return None
         named = ", ".join(sorted(off.values())[:4]) + (f" and {len(off) - 4} more" if len(off) > 4 else "")
         how = "powered off" if self._scope.kind == SLURM else "ended"
-        return Statement(frozenset(off), f"{self._source.name} says of {named}: {how}")
+        return Statement(frozenset(off), f"{self._source.name} reports {named} as {how}")

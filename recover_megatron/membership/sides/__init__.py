@@ -1,1 +1,1 @@
-"""The other sides of the coordinator: state machines of those who follow it, a worker's and a launcher's.  No I/O."""
+"""Other sides of the coordinator's protocol: state machines of a worker and of a launcher that follow it. No I/O."""

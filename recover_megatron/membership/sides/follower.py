@@ -1,20 +1,20 @@
-"""What workers and launchers have in common, as a state machine without I/O: ``handle(event, now) -> effects``.
+"""Common part of workers and launchers as a state machine without I/O: ``handle(event, now) -> effects``.
 
-                connected          lead, revoke of a term not below mine       fenced, stopped, given up
+                connected          lead, revoke of own term or higher          fenced, stopped, given up
     SEEKING ---------------> ATTACHED --------------------------> FOLLOWING ------------------------> OUT
        ^  refused, silent,      |                                    |
        |  does not lead         |         connection lost, silent    |
        '------------------------'------------------------------------'
 
 SEEKING     dials the candidates in turn, beginning after the one it lost.
-ATTACHED    has presented what it follows and holds, to a candidate that does not lead (yet).
+ATTACHED    has presented what it follows and holds to a candidate that does not lead (yet).
 FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of a lower term are never obeyed.
-            ``lead`` alone tells who leads: the rendezvous comes when what all hold has been presented.
-OUT         for good; ``out`` says why.
+            ``lead`` only announces the leader: the rendezvous follows when all have presented what they hold.
+OUT         final; ``out`` has the reason.
 
-A worker is a ``Member``, a launcher a ``NodeAgentClient``: these say what the coordinator is to know. A connection is
-given up only with ``Abandon`` (a message first, no close): the kernel's closing of a session means that the process has
-ended, and the partition rule rests on that being true.
+A worker is a ``Member``, a launcher a ``NodeAgentClient``: these send the reports. A connection is given up only with
+``Abandon`` (a message first, no close): if the kernel closes a session, the process has ended, and the partition rule
+relies on that.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from recover_megatron.membership.records import (
 
 
 class Stage(Enum):
-    """See the drawing above."""
+    """Stages of a follower; see the drawing above."""
 
     SEEKING = "seeking"
     ATTACHED = "attached"
@@ -63,9 +63,9 @@ class Stage(Enum):
 
 
 class Follower:
-    """Finds and follows the coordinator. ``hello``: the fields of the attach message that tell who this is.
+    """Finds and follows the coordinator. ``hello``: the fields of the attach message that identify this process.
 
-    ``late``: it comes to a run that has begun, so any candidate may lead, and the first one may be a fresh standby.
+    ``late``: it attaches to a run that has begun, so any candidate may lead, and the first one may be a fresh standby.
     """
 
     beat: Mapping[str, Any] = {"type": "beat"}
@@ -79,31 +79,31 @@ class Follower:
         self.out: MembershipError | None = None
         self.presentation = Presentation()
         self.last_epoch = 0
-        """The last epoch of a run that has stopped, as its coordinator told."""
+        """The last epoch of a run that has stopped, as its coordinator reported."""
         self.deadline = now
         self._hello = dict(hello)
-        self._launched = candidates  # candidates of the launch; those that were added come after them
+        self._launched = candidates  # number of candidates of the launch; added ones follow them
         self._added: tuple[tuple[str, int], ...] = ()
-        self.candidate = -1  # the one that was dialled last
+        self.candidate = -1  # the last one dialed
         self._connected = False
         self._heard = now
         self._beat_at = now
         self._alone_since = now
         self._move_at: float | None = now  # when to try the next candidate
         self._failures = 0
-        self._asked = deque[float]()  # when beats were said that are not answered yet
-        self._answered = -math.inf  # when the last one was said that is
+        self._asked = deque[float]()  # send times of unanswered beats
+        self._answered = -math.inf  # send time of the last answered beat
         self._silent = False  # the last coordinator was left because it was silent, not because the connection ended
-        self._accepted = False  # by the host of the candidate that was dialed last
-        self._mute: set[int] = set()  # candidates whose host has accepted a connection, and that said nothing
+        self._accepted = False  # by the host of the last candidate dialed
+        self._mute: set[int] = set()  # candidates whose host has accepted a connection, but that sent nothing
         self._complaint = "no candidate was tried"
         self._effects: list[MemberEffect] = []
 
     def in_touch(self, now: float, *, in_epoch: bool = True) -> bool:
-        """Whether the coordinator cannot have given this member up for its silence yet.
+        """Return whether the coordinator cannot have given this member up for its silence yet.
 
-        It counts from when that was said which is answered: answers lie in the socket of a process that was stopped,
-        too.  ``in_epoch``: the coordinator that formed the present epoch, no other.
+        The time counts from the sending of the answered message: answers may lie in the socket of a stopped process.
+        ``in_epoch``: only the coordinator that formed the present epoch counts.
         """
         if self.stage is not Stage.FOLLOWING or (in_epoch and self.presentation.term != self.presentation.formed.term):
             return False
@@ -119,7 +119,7 @@ class Follower:
                 self._accepted = True
                 self._mute.add(self.candidate)
                 if self._candidates == 1:
-                    self._move_at = None  # there is nobody else: it has this connection when it wakes up
+                    self._move_at = None  # there is no other candidate: it has this connection when it wakes up
             case Connected():
                 self._connected, self._failures = True, 0
                 self._mute.discard(self.candidate)
@@ -145,13 +145,13 @@ class Follower:
         return self._effects
 
     def _excuse(self, pause: float, now: float) -> None:
-        """This process was kept from running: what it did not hear meanwhile is nobody's silence."""
+        """Exclude a pause of this process from the coordinator's silence and from its own deadlines."""
         self._alone_since += pause
         self._heard = min(now, self._heard + pause)
         if self._move_at is not None:
             self._move_at += pause
 
-    # -- finding a coordinator ----------------------------------------------------------------------------------------
+    # -- find a coordinator -------------------------------------------------------------------------------------------
 
     @property
     def _patience(self) -> float:
@@ -161,20 +161,20 @@ class Follower:
 
     @property
     def _first(self) -> bool:
-        """Whether this is the candidate that leads at the start of a run, if all goes well."""
+        """True for the candidate that normally leads at the start of a run."""
         return not self._late and self.presentation.term == 0 and self.candidate == 0
 
     @property
     def _dwell(self) -> float:
-        """How long it waits for a candidate to lead, in seconds, before it tries the next."""
+        """Seconds to wait for a candidate to lead before the next one is tried."""
         if self._first:
             return self.settings.start_timeout / 2
         if self._late and self.presentation.term == 0:
-            return self.settings.heartbeat_interval  # nobody leads by a newcomer's coming
+            return self.settings.heartbeat_interval  # a newcomer's attach makes no candidate lead
         return self.settings.heartbeat_timeout
 
     def _seek(self, now: float) -> None:
-        """Try the next candidate: at once, or after a pause when all have just failed."""
+        """Try the next candidate: at once, or after a pause if all have just failed."""
         if self.stage is Stage.FOLLOWING:
             self._alone_since = now
             self._failures = 0
@@ -188,7 +188,7 @@ class Follower:
     def _tick(self, now: float) -> None:
         if self.stage is not Stage.FOLLOWING and now >= self._alone_since + self._patience:
             since = f"for {self._patience:.0f} s"
-            self._leave_with(CoordinatorLost(f"no coordinator that may go on was found {since}: {self._complaint}"))
+            self._leave_with(CoordinatorLost(f"no coordinator that may continue was found {since}: {self._complaint}"))
             return
         if self._connected and now - self._heard > self.settings.heartbeat_timeout:
             self._complaint = f"the coordinator was silent for {now - self._heard:.1f} s"
@@ -197,15 +197,15 @@ class Follower:
             self._seek(now)
         elif self._move_at is not None and now >= self._move_at:
             if self._connected:
-                self._complaint = "candidates were reached, but too few members have turned to any of them"
-                self._effects.append(Abandon("you do not lead"))
+                self._complaint = "candidates were reached, but too few members are attached to any of them"
+                self._effects.append(Abandon("this candidate does not lead"))
                 self._connected = False
                 self.stage = Stage.SEEKING
             if not self._accepted:
                 self._mute.discard(self.candidate)
             self._accepted = False
             self.candidate = (self.candidate + 1) % self._candidates
-            # For a host that does not answer. At the start of a run the process may still be starting.
+            # Time for a host that does not answer. At the start of a run the process may still be starting.
             slow = self.settings.start_timeout / 20 if self._first else 0.0
             self._move_at = now + max(slow, self.settings.heartbeat_timeout / 2)
             self._effects.append(Dial(self.candidate))
@@ -226,7 +226,7 @@ class Follower:
         attach = {**self._hello, **presentation_to_wire(self.presentation)}
         return {**attach, "silent": True} if self._silent else attach
 
-    # -- following it -------------------------------------------------------------------------------------------------
+    # -- follow it ----------------------------------------------------------------------------------------------------
 
     def _on(self, message: Mapping[str, Any], now: float) -> None:
         match message["type"]:
@@ -264,7 +264,7 @@ class Follower:
                 self.presentation.committed = max(self.presentation.committed, message["iteration"])
                 self._effects.append(Notify("commit"))
             case "candidates":
-                self._candidates_are(tuple((host, port) for host, port in message["added"]))
+                self._set_candidates(tuple((host, port) for host, port in message["added"]))
                 self._effects.append(Notify("candidates", message))
             case "kill" | "note" | "tell" | "drain":
                 self._effects.append(Notify(message["type"], message))
@@ -273,8 +273,8 @@ class Follower:
     def _candidates(self) -> int:
         return self._launched + len(self._added)
 
-    def _candidates_are(self, added: tuple[tuple[str, int], ...]) -> None:
-        """The coordinator knows which candidates have joined. The next one to turn to is still that after this one."""
+    def _set_candidates(self, added: tuple[tuple[str, int], ...]) -> None:
+        """Set the candidates that joined, as the coordinator lists them; the order of tries stays."""
         if self.candidate >= self._launched:
             current = self._added[self.candidate - self._launched]
             place = added.index(current) if current in added else len(added) - 1
@@ -283,7 +283,7 @@ class Follower:
         self._effects.append(Look(added))
 
     def _reached(self, now: float) -> None:
-        """A candidate that may lead one day is there."""
+        """Note that a candidate is reached that may lead later. A hook for subclasses."""
 
     def _is_open(self, message: Mapping[str, Any]) -> bool:
         opened = self.presentation.opened
@@ -305,21 +305,21 @@ class Follower:
         if message.get("after_epoch", 0) > presentation.formed.epoch:
             presentation.formed = Formed.from_wire(message, "after_")
         if presentation.formed.epoch and message["committed"] > presentation.committed:
-            # Told to others by a coordinator that was lost in doing so.
+            # A coordinator that was lost while sending this commit had sent it to others.
             presentation.committed = message["committed"]
             self._effects.append(Notify("commit"))
 
     def _revoked(self, message: Mapping[str, Any]) -> None:
-        """A rendezvous was opened."""
+        """Handle an opened rendezvous. A hook for subclasses."""
 
     def _planned(self, message: Mapping[str, Any]) -> None:
-        """Its plan was fixed."""
+        """Handle its plan. A hook for subclasses."""
 
     def overhear(self, message: Mapping[str, Any]) -> None:
-        """Of a coordinator that was just abandoned: this had come from it before it could know of that."""
+        """Handle a message that a just abandoned coordinator had sent before it could notice. A hook for subclasses."""
 
     def _report(self, message: Mapping[str, Any], *, may: bool | None = None) -> list[MemberEffect]:
-        """Say something that the owner wants said, if it ``may`` be; None: if a coordinator is connected."""
+        """Send a message of the owner if it ``may`` be sent; None: if a coordinator is connected."""
         self._effects = []
         if self._connected if may is None else may:
             self._say(message)
@@ -329,7 +329,7 @@ class Follower:
         self._effects.append(Say(message))
 
     def give_up(self, reason: MembershipError) -> list[MemberEffect]:
-        """Be out, for a reason that the owner knows better."""
+        """Enter OUT for a reason that the owner knows."""
         self._effects = []
         self._leave_with(reason)
         return self._effects

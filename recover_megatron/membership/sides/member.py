@@ -1,13 +1,13 @@
-"""A worker's side of the protocol as a state machine without I/O, beside following (``follower``).
+"""A worker's side of the protocol as a state machine without I/O, on top of ``follower``.
 
                     join                        revoke                     plan
-    no plan ---------------> waits for a plan ----------> says join ----------------> in an epoch
+    no plan ---------------> waits for a plan ----------> sends join ---------------> in an epoch
                                     ^                      ^   | revoke                  |
-                                    | join: says complain  '---'                         | revoke: the epoch is over
+                                    | join: sends complain '---'                         | revoke: the epoch is over
                                     '----------------------------------------------------'
 
-What it reports (``done``, ``idle``) it presents to every coordinator anew, and so it repeats that the run must end, and
-why an exception ends it, until somebody has heard that.
+It presents its reports (``done``, ``idle``) to every new coordinator. It also repeats that the run must end, and which
+exception ends the worker, until a coordinator has received it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from recover_megatron.membership.sides.follower import Follower, Stage
 
 
 class Member(Follower):
-    """A worker.
+    """A worker's side of the protocol.
 
-    A newcomer (``hello`` says so) dials nobody before its first ``join``: it gets ready while the run goes on without
-    it, and once it attaches the others wait for it. Where it reaches no candidate it gives up sooner than the launch
-    would, since that run is over.
+    A newcomer (``hello`` has the flag) dials no candidate before its first ``join``: it gets ready while the run
+    continues without it, and the others wait for it once it attaches. If it reaches no candidate it gives up sooner
+    than a worker of the launch would, since that run is over.
     """
 
     def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
@@ -36,28 +36,28 @@ class Member(Follower):
         self.plan: Plan | None = None
         self.done = 0
         self.place: tuple[int, int, int] | None = None
-        """Replica, position and quota, which marks tell along."""
+        """Replica, position and quota, which marks carry."""
         self.goes_back = False
-        """They tell also that a state that is lost could be had from a checkpoint, or a snapshot."""
+        """True if lost state could be loaded from a checkpoint or a snapshot; marks carry it."""
         self.loss: tuple[int, float] | None = None
-        """The last finished step with its loss, which marks tell along."""
+        """The last finished step with its loss, which marks carry."""
         self.mark(0, "", None, False, 0.0)
         self.noted = False
-        """Whether a coordinator has heard the exception report."""
+        """True once a coordinator has received the exception report."""
         self.idle_in = 0
         """The last epoch in which this member has no part; 0: none."""
         self.vacant = False
-        """Nobody has a part in that."""
+        """True if no member has a part in that epoch."""
         self.all_heard = 0
-        """No live worker believes anything of an epoch before this one any more."""
-        self._plea: dict[str, Any] | None = None
+        """No live worker uses results of an epoch before this one any more."""
+        self._end_request: dict[str, Any] | None = None
         self._exception: dict[str, Any] | None = None
         self._status: tuple[Json] | None = None
         self._present_plan = False
 
     @property
     def revoked(self) -> bool:
-        """Whether the epoch of ``plan`` is over (or none has been formed yet)."""
+        """True if the epoch of ``plan`` is over (or none has been formed yet)."""
         return self.plan is None or self.presentation.opened is not None
 
     @property
@@ -66,7 +66,7 @@ class Member(Follower):
         return self.presentation.committed
 
     def mark(self, iteration: int, phase: str, microbatch: int | None, waiting: bool, allow: float) -> None:
-        """Set the progress that the next heartbeat tells."""
+        """Set the progress that the next heartbeat carries."""
         count = self.beat.get("count", -1) + 1
         beat: dict[str, Any] = {"type": "heartbeat", "count": count, "iteration": iteration, "phase": phase}
         beat |= {"waiting": waiting, "allow": allow}
@@ -90,12 +90,12 @@ class Member(Follower):
         return self._report(message, may=self.stage is Stage.FOLLOWING)
 
     def ask(self, reason: str, peer: int | None = None) -> list[MemberEffect]:
-        """Ask for a new epoch, if none is being made; joining it is another matter."""
+        """Request a new epoch unless one is being formed, without joining it."""
         return self._report(self._request(reason, peer), may=self._in_epoch)
 
     @property
     def _in_epoch(self) -> bool:
-        """Whether the epoch of ``plan`` goes on, and its coordinator is reached."""
+        """True if the epoch of ``plan`` is not revoked, and its coordinator is reached."""
         return self.stage is Stage.FOLLOWING and not self.revoked
 
     def _request(self, reason: str, peer: int | None = None) -> dict[str, Any]:
@@ -109,45 +109,47 @@ class Member(Follower):
         return self._report(message, may=self._in_epoch)
 
     def heard(self, epoch: int, term: int) -> list[MemberEffect]:
-        """Tell that nothing of an epoch before rendezvous ``epoch`` is believed here any more."""
+        """Confirm that no result of an epoch before rendezvous ``epoch`` is used here any more."""
         following = self.stage is Stage.FOLLOWING and self.presentation.term == term
         return self._report({"type": "heard", "epoch": epoch, "term": term}, may=following)
 
     def idle(self, vacant: bool = False) -> list[MemberEffect]:
-        """Have no part in the epoch of ``plan``; ``vacant``: nobody has. It holds for that epoch alone, and every
-        coordinator is told."""
+        """Report no part in the epoch of ``plan``; ``vacant``: no member has a part.
+
+        It holds for that epoch only, and is repeated to every coordinator.
+        """
         if self.plan is None or self.idle_in == self.plan.epoch:
             return []
         self.idle_in, self.vacant = self.plan.epoch, vacant
         return self._report({"type": "idle", "epoch": self.idle_in}, may=self._in_epoch)
 
     def note(self, text: str) -> list[MemberEffect]:
-        """Tell this worker's launcher something for people; not told again to the next coordinator."""
+        """Send a note for the log to this worker's launcher; not repeated to the next coordinator."""
         return self._report({"type": "note", "text": text[:2000]}, may=self.stage is Stage.FOLLOWING)
 
     def answer_drain(self, node: str, reason: str) -> list[MemberEffect]:
-        """Tell what the epoch of ``plan`` has decided of a node; not told again to the next coordinator."""
+        """Send the decision of the epoch of ``plan`` about a node; not repeated to the next coordinator."""
         if self.plan is None:
             return []
         message = {"type": "drain_answer", "epoch": self.plan.epoch, "node": node, "reason": reason[:2000]}
         return self._report(message, may=self.stage is Stage.FOLLOWING)
 
     def end_run(self, code: int, reason: str) -> list[MemberEffect]:
-        """Ask whoever leads, now or next, to end the run for all."""
-        if self._plea is not None:
+        """Ask the present or next coordinator to end the run for all."""
+        if self._end_request is not None:
             return []
-        self._plea = {"type": "give_up", "code": code, "reason": reason}
-        return self._report(self._plea, may=self.stage is Stage.FOLLOWING)
+        self._end_request = {"type": "give_up", "code": code, "reason": reason}
+        return self._report(self._end_request, may=self.stage is Stage.FOLLOWING)
 
     def report_exception(self, report: Mapping[str, Any]) -> list[MemberEffect]:
-        """Tell why this worker ends; ``noted`` when a coordinator has heard it."""
+        """Report why this worker ends; ``noted`` becomes True when a coordinator has received it."""
         if self._exception is not None or self.stage is Stage.OUT:
             return []
         self._exception = {"type": "report_exception", **report}
         return self._report(self._exception)
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
-        """As ``Follower.handle``; an exception report that nobody has heard is told to the next coordinator."""
+        """Apply one event, as in ``Follower``; repeat an unconfirmed exception report to the next coordinator."""
         if self._asleep:
             if self._status is None:
                 self.deadline = math.inf
@@ -168,12 +170,12 @@ class Member(Follower):
 
     def _tick(self, now: float) -> None:
         if self._newcomer and self.presentation.term == 0 and now >= self._reached_at + self.settings.lost_timeout:
-            self._leave_with(CoordinatorLost(f"the run that this worker was to join is not reached: {self._complaint}"))
+            self._leave_with(CoordinatorLost(f"the run that this worker should join is not reached: {self._complaint}"))
         else:
             super()._tick(now)
 
     def leave(self) -> list[MemberEffect]:
-        # With the last epoch without a part: ``idle`` is not heard while the next one is being made.
+        # With the last epoch without a part: ``idle`` is ignored while the next one is being formed.
         bye = {"type": "bye", "idle": self.idle_in} if self.idle_in else {"type": "bye"}
         self._effects = [Say(bye)] if self._connected else []
         self.stage = Stage.OUT
@@ -184,7 +186,7 @@ class Member(Follower):
         return {**super()._attach_message(), **self._reports()}
 
     def _reports(self) -> dict[str, int | bool]:
-        """What of the last epoch this member has reported: it decides what that epoch committed."""
+        """Return this member's reports for the last epoch, which decide what that epoch committed."""
         idle = {"idle": self.idle_in} if self.idle_in else {}
         return {"done": self.done, **idle, **({"vacant": True} if self.vacant else {})}
 
@@ -198,8 +200,8 @@ class Member(Follower):
     def _revoked(self, message: Mapping[str, Any]) -> None:
         self._present_plan = message.get("present_plan") == self._hello["worker"]
         self._effects.append(Notify("revoke", {name: message[name] for name in ("epoch", "term", "reason")}))
-        if self._plea is not None:
-            self._say(self._plea)
+        if self._end_request is not None:
+            self._say(self._end_request)
         if self._status is not None and self.presentation.opened is not None:
             self._say(self._join_message(self.presentation.opened, *self._status))
 

@@ -1,4 +1,4 @@
-"""A launcher's session: it tells how its workers end, vouches for those that run, and kills those that are put out."""
+"""A launcher's session: it reports how its workers end, vouches for running ones, and kills evicted ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recover_megatron.membership.wire import Secret
 
 
 class NodeAgentClient(Follower):
-    """A launcher's side as a state machine without I/O: what it says and hears beside following (``follower``)."""
+    """A launcher's side of the protocol as a state machine without I/O, on top of ``follower``."""
 
     def __init__(
         self, node: str, incarnation: str, candidates: int, settings: Settings, now: float, *, late: bool = False
@@ -33,43 +33,43 @@ class NodeAgentClient(Follower):
         hello = {"type": "attach_node_agent", "node": node, "incarnation": incarnation}
         super().__init__(hello, candidates, settings, now, late=late)
         self.planned: Workers = frozenset()
-        """The workers that were in any plan."""
+        """Workers that were in any plan."""
         self._running: set[WorkerId] = set()
         self.condemned: Workers = frozenset()
-        """The workers of this node or others that are to be killed, as far as this launcher was told."""
+        """Workers of this node or others that must be killed, as far as this launcher knows."""
         self.ends: dict[WorkerId, str] = {}
-        """The workers whose end was reported, and how they ended."""
+        """Workers whose end was reported -> how they ended."""
         self._stopping = 0
-        self._own: tuple[str, int] | None = None  # the candidate here, if it was added after the launch
+        self._own: tuple[str, int] | None = None  # this launcher's candidate, if added after the launch
         self.attached = False
-        """True once a candidate has proved that it is one of this run."""
+        """True once a candidate has proved that it belongs to this run."""
         self._unanswered = 0  # beats
         self._unanswered_dial: int | None = None
-        self._refused: dict[int, float] = {}  # by candidate: since when
+        self._refused: dict[int, float] = {}  # candidate -> since when
 
     def stopping(self, signal: int) -> list[MemberEffect]:
-        """Report that somebody has told this launcher to end its workers; every coordinator from now on is told."""
+        """Report that a signal ordered this launcher to stop its workers; repeated to every later coordinator."""
         self._stopping = signal
         return self._report({"type": "stopping", "signal": signal})
 
     def hosts(self, address: tuple[str, int]) -> list[MemberEffect]:
-        """Report a candidate that was started here after the launch; every coordinator from now on is told."""
+        """Report a candidate that was started here after the launch; repeated to every later coordinator."""
         self._own = address
         return self._report({"type": "candidate", "address": list(address)})
 
     def ended(self, worker: WorkerId, how: str) -> list[MemberEffect]:
-        """Report that a worker's process has ended; every coordinator attached to from now on is told."""
+        """Report that a worker's process has ended; repeated to every later coordinator."""
         self.ends[worker] = how
         self._running.discard(worker)
         return self._report({"type": "ended", "worker": worker, "how": how})
 
     def spawned(self, worker: WorkerId, pid: int) -> list[MemberEffect]:
-        """Report a worker's process: whoever leads knows then who can tell of its end."""
+        """Report a worker's process, so that the coordinator knows which launcher can report its end."""
         self._running.add(worker)
         return self._report({"type": "spawned", "worker": worker, "pid": pid})
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
-        """As ``Follower.handle``; the deaths seen are told to each coordinator anew."""
+        """Apply one event, as in ``Follower``; repeat the seen deaths to each new coordinator."""
         tried = self.candidate
         effects = super().handle(event, now)
         if isinstance(event, (Accepted, Lost)):
@@ -90,7 +90,7 @@ class NodeAgentClient(Follower):
         return effects
 
     def _tried(self, candidate: int, refused: float | None) -> None:
-        """``refused``: when the candidate's host has answered that no process listens there; None: it has not."""
+        """Record an attempt; ``refused``: time of the answer that no process listens there, else None."""
         self._unanswered_dial = None
         if refused is None:
             self._refused.pop(candidate, None)
@@ -99,7 +99,7 @@ class NodeAgentClient(Follower):
 
     @property
     def all_refused_since(self) -> float:
-        """Since when the hosts of all candidates have answered that no process listens there; inf: not all do."""
+        """Time since which all candidates' hosts have answered that no process listens there; inf: not all do."""
         return max(self._refused.get(candidate, math.inf) for candidate in range(self._candidates))
 
     def _attach_message(self) -> dict[str, Any]:
@@ -107,11 +107,11 @@ class NodeAgentClient(Follower):
 
     @property
     def up_to_date(self) -> bool:
-        """Whether a coordinator is reached, and all is heard that it said before it got the last beat."""
+        """True if a coordinator is reached, and everything it sent before it received the last beat has arrived."""
         return self._connected and self._unanswered <= 0
 
     def ask(self) -> list[MemberEffect]:
-        """Have the coordinator answer; it is ``up_to_date`` again with the answer."""
+        """Send a beat to the coordinator; the answer makes this client ``up_to_date`` again."""
         return self._report(self.beat)
 
     def _say(self, message: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class NodeAgentClient(Follower):
         super()._on(message, now)
 
     def overhear(self, message: Mapping[str, Any]) -> None:
-        """Present to the next coordinator what the last one may count on (``Rendezvous._acknowledged``)."""
+        """Adopt a revoke of the abandoned coordinator, which may count on it (``Rendezvous._acknowledged``)."""
         if message["type"] == "revoke" and message["term"] >= self.presentation.term:
             self.presentation.term = message["term"]
             self._opened(message)
@@ -139,38 +139,39 @@ class NodeAgentClient(Follower):
 
 
 class Orders(Protocol):
-    """What the coordinator has for a launcher."""
+    """Orders of the coordinator to a launcher."""
 
     def put_out(self, worker: WorkerId, reason: str) -> None:
-        """End the whole process group of ``worker``, of this node, then report ``ended``; perhaps said repeatedly."""
+        """Kill the complete process group of ``worker``, of this node, then report ``ended``; may be repeated."""
 
     def epoch_wanted(self) -> None:
-        """A rendezvous was opened: somebody may be ``missing``."""
+        """A rendezvous was opened: workers may be ``missing``."""
 
     def noted(self, worker: WorkerId, text: str) -> None:
-        """What ``worker``, of this node, wants to be known of it."""
+        """A note of ``worker``, of this node, for the log."""
 
     def draining(self, stays: bool) -> None:
-        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly. ``stays``:
-        they do not after all."""
+        """Start no more workers: this node's workers leave; may be repeated. ``stays``: they stay after all."""
 
 
 class NodeAgentEvents(Orders, Protocol):
-    """What a launcher does about what its session hears.  Called in the session's thread, so they must be quick."""
+    """Callbacks of a launcher's session. They run in the session's thread, so they must be quick."""
 
     def said(self, text: str) -> None:
-        """What the coordinator has to say to people."""
+        """A text of the coordinator for the console."""
 
     def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
-        """A candidate here is to know this: workers of the launch, the lease (None: there is none) and its slack, and
-        whether the run has a witness; said by each coordinator anew."""
+        """Settings for a candidate here: number of workers of the launch, lease (None: none), its slack, witness.
+
+        Repeated by each new coordinator.
+        """
 
 
 class NodeAgent:
-    """The launcher of one node. While it is heard, a worker of its node that is silent is not taken for dead.
+    """Session of one node's launcher. While it is not silent, a silent worker of its node is not considered dead.
 
-    Its word counts: report ``ended`` only for a process that executes no user code any more, since it has ended or
-    SIGKILL has been sent to all of its threads (docs/membership.md).
+    The coordinator relies on its reports: report ``ended`` only for a process that executes no user code any more,
+    since it has ended or SIGKILL has been sent to all of its threads (docs/membership.md).
     """
 
     def __init__(
@@ -192,73 +193,73 @@ class NodeAgent:
 
     @property
     def out(self) -> MembershipError | None:
-        """Why there is no coordinator any more: the run has stopped or is finished, or none is reached."""
+        """Reason why there is no coordinator any more: the run has stopped or finished, or none is reached."""
         return self._core.out
 
     @property
     def turned_to(self) -> Address | None:
-        """The candidate that it has turned to last; None: to none yet."""
+        """The candidate that it dialed last; None: none yet."""
         with self._client.condition:
             return self._client.addresses[self._core.candidate] if self._core.candidate >= 0 else None
 
     @property
     def epoch(self) -> int:
-        """The last epoch that was formed, as far as this launcher was told; 0: no worker has come yet."""
+        """The last formed epoch that this launcher knows; 0: no worker has attached yet."""
         return max(self._core.presentation.formed.epoch, self._core.last_epoch)
 
     @property
     def planned(self) -> Workers:
-        """The workers that were in any plan that this launcher was told of."""
+        """Workers that were in any plan that this launcher received."""
         return self._core.planned
 
     @property
     def condemned(self) -> Workers:
-        """The workers that the coordinator has put out, as far as this launcher was told: they do not go on."""
+        """Workers that the coordinator has evicted, as far as this launcher knows: they do not continue."""
         return self._core.condemned
 
     @property
     def left(self) -> Workers:
-        """The workers that had finished and left in order, as the coordinator has told; at the end of the run all."""
+        """Workers that had finished and left in order, as reported by the coordinator; after the run all of them."""
         return self._core.presentation.left
 
     @property
     def taken(self) -> Workers:
-        """The ids that no newcomer may have, for all that this launcher was told."""
+        """Ids that no newcomer may have, as far as this launcher knows."""
         return self._core.planned | self._core.presentation.mentioned
 
     @property
     def had_all(self) -> bool:
-        """Whether all workers of the last plan were this launcher's, and have ended: no others go on with the run."""
+        """True if all workers of the last plan were this launcher's, and have ended: no others continue the run."""
         with self._client.condition:
             formed = self._core.presentation.formed
             return formed.epoch > 0 and formed.members <= self._core.ends.keys()
 
     def missing(self, world: int) -> Workers:
-        """Whom, of the first ``world`` workers, the open rendezvous does without, those apart that left in order."""
+        """Return workers below ``world`` that the open rendezvous does without, except those that left in order."""
         with self._client.condition:
             opened, left = self._core.presentation.opened, self._core.presentation.left
             return first_workers(world) - opened.members - left if opened is not None else frozenset()
 
     def wait_led(self, timeout: float) -> bool:
-        """Wait until a coordinator leads, or ``out`` is known, at most ``timeout`` seconds; whether one has led."""
+        """Wait ``timeout`` seconds at most for a leading coordinator or ``out``. Return whether one has led."""
         with self._client.condition:
             self._client.condition.wait_for(lambda: self.led or self._core.out is not None, timeout)
             return self.led
 
     @property
     def attached(self) -> bool:
-        """True once a candidate of the run was reached, whether it leads or not."""
+        """True once a candidate of the run was reached, leading or not."""
         return self._core.attached
 
     @property
     def refused_seconds(self) -> float:
-        """For how long the hosts of all candidates have answered that no process listens there; 0: not all do."""
+        """Seconds for which all candidates' hosts have answered that no process listens there; 0: not all do."""
         with self._client.condition:
             return max(0.0, time.monotonic() - self._core.all_refused_since)
 
     @property
     def led(self) -> bool:
-        """Whether a coordinator has ever led: enough workers had come to it."""
+        """True if a coordinator has ever led: enough workers had attached to it."""
         return self._core.presentation.term > 0
 
     def spawned(self, worker: WorkerId, pid: int) -> None:
@@ -267,7 +268,7 @@ class NodeAgent:
 
     @property
     def addresses(self) -> Sequence[Address]:
-        """Of all candidates that are known now, in the order in which members turn to them."""
+        """Addresses of all known candidates, in the order in which members try them."""
         with self._client.condition:
             return tuple(self._client.addresses)
 
@@ -276,7 +277,7 @@ class NodeAgent:
         self._client.call(self._core.hosts, address)
 
     def stopping(self, signal: int, timeout: float) -> None:
-        """Report that a signal told this launcher to end its workers; waits ``timeout`` at most until it is heard."""
+        """Report the signal that orders this launcher to stop its workers; wait at most ``timeout`` seconds."""
         self._client.call(self._core.stopping, signal)
         self.catch_up(timeout)
 
@@ -285,11 +286,11 @@ class NodeAgent:
         self._client.call(self._core.ended, worker, how[:256])
 
     def run_over(self, code: int, what: str) -> None:
-        """A candidate here has led the run to its end, ``what`` in words: nobody is left who would tell of it."""
+        """Record that a candidate here has led the run to its end (``what``): no other process would report it."""
         self._client.give_up(CoordinatorLost(f"the run has ended: {what}", code, told=True))
 
     def catch_up(self, timeout: float | None = None) -> None:
-        """Wait until all is heard that the coordinator has said by now; at most ``timeout`` seconds."""
+        """Wait until all messages that the coordinator has sent by now have arrived; at most ``timeout`` seconds."""
         with self._client.condition:
             self._client.call(self._core.ask)
             self._client.condition.wait_for(lambda: self._core.out is not None or self._core.up_to_date, timeout)
@@ -301,7 +302,7 @@ class NodeAgent:
             return self._core.out
 
     def close(self) -> None:
-        """End the session; the coordinator then knows that this launcher says nothing more."""
+        """Close the session; the coordinator then knows that this launcher reports nothing more."""
         self._client.close()
 
     def _notified(self, notice: Notify) -> None:
@@ -316,12 +317,12 @@ class NodeAgent:
         elif notice.kind == "drain":
             self._events.draining(notice.detail.get("stays", False))
         elif notice.kind == "candidates":
-            told = notice.detail
-            self._events.may_host(told["world"], told.get("lease"), told.get("slack", 0), told.get("witnessed", False))
+            info = notice.detail
+            self._events.may_host(info["world"], info.get("lease"), info.get("slack", 0), info.get("witnessed", False))
 
 
 class NoAgent:
-    """In the place of a ``NodeAgent`` where none is open: it knows nobody, was told nothing, and waits for nothing."""
+    """Null object for a ``NodeAgent``: no members, no messages, no waits."""
 
     out: MembershipError | None = None
     turned_to: Address | None = None
@@ -332,10 +333,10 @@ class NoAgent:
     led = attached = had_all = False
 
     def missing(self, world: int) -> Workers:
-        """No rendezvous is open."""
+        """Return an empty set: no rendezvous is open."""
         return frozenset()
 
     def _nothing(self, *_: object) -> None:
-        """Nobody hears it, nobody answers."""
+        """Do nothing."""
 
     spawned = ended = stopping = hosts = run_over = catch_up = wait_led = wait_out = close = _nothing
