@@ -1,4 +1,4 @@
-"""What a worker tells when it joins an epoch, and what the epoch decides from it (`plan`): equal on all workers."""
+"""Status with which a worker joins an epoch, and the decision made from all statuses (`plan`), equal on all workers."""
 
 from __future__ import annotations
 
@@ -15,115 +15,116 @@ _SEQUENCES = (
     "ran", "last_step", "unreached", "domains", "timeline", "checkpoints", "unreadable", "snapshots", "spoiled",
     "draining",
 )  # fmt: skip
-"""Of a status."""
+"""Fields of a status that are sequences."""
 
 Timeline = tuple[int, int]
-"""What the run has done since it last went back: the epoch that decided that, and the iteration it went back to.
+"""The run since its last rollback: the epoch that decided that rollback, and the iteration to which it went back.
 
-(0, 0): it never did.  States of different timelines are never mixed, though they may be of one iteration.
+(0, 0): there was no rollback.  States of different timelines are never mixed, though they may be of one iteration.
 """
 Checkpoint = tuple[int, str]
-"""A complete checkpoint of this run: its iteration, and what of Megatron's arguments names its folder (`SOURCES`)."""
+"""A complete checkpoint of this run: its iteration, and the argument of Megatron that names its folder (`SOURCES`)."""
 NON_PERSISTENT = "non_persistent"
-"""Of those that Megatron keeps the last one of (--non-persistent-ckpt-type global)."""
+"""Source of checkpoints of which Megatron keeps only the last one (--non-persistent-ckpt-type global)."""
 SOURCES = ("save", "load", NON_PERSISTENT)
 MEMORY = "memory"
 """The source of a rollback to snapshots in the workers' memory (`snapshots`)."""
 HELD = "held"
-"""That of one to an older state that workers hold themselves: they were set aside, and the others are lost."""
+"""The source of a rollback to an older state that live workers hold: they were set aside, and the others are lost."""
 Snapshot = tuple[int, int, int, int, int]
-"""A part that a worker holds: which (``workload.snapshots``), after which iteration, of which timeline (its epoch); in
-which epoch it was taken, if parts of several do not fit together, else 0; and of how many parts it is one."""
+"""A snapshot part that a worker holds: the part (``workload.snapshots``), the iteration after which it was taken, the
+epoch of its timeline, the epoch in which it was taken if parts of several epochs do not fit together (else 0), and the
+number of parts of the snapshot."""
 
 
 @dataclass(frozen=True)
 class JoinStatus:
-    """What a worker tells when it joins an epoch."""
+    """Status that a worker sends when it joins an epoch."""
 
     replica: int | None
     """Its replica; None: a spare."""
     position: int | None = None
-    """What its model is built for; None: for nothing (yet, or any more)."""
+    """The position for which its model is built; None: it has no model (yet, or any more)."""
     at: int = 0
-    """The decision that it works on (steps, evaluations and checkpoints are counted together), or has just finished."""
+    """The decision that it works on or has just finished; steps, evaluations and checkpoints are counted together."""
     step: bool = False
-    """Whether that is a training step that has begun."""
+    """True if ``at`` is a training step that has begun."""
     boundary: bool = False
-    """Whether that is a training step that this worker is about to begin: it may get new mates, or a new state."""
+    """True if ``at`` is a training step that this worker is about to begin: its replica and its state may change."""
     total: int = 0
-    """Microbatches of that step, over all replicas."""
+    """Microbatches of the step ``at``, over all replicas."""
     ran: Sequence[int] = ()
     """Ids whose gradients the workers of this replica hold, all inner ranks together."""
     iteration: int = 0
-    """The training iteration under way, from 1; a spare's: when it became one."""
+    """The training iteration under way, from 1; of a spare: the iteration in which it became one."""
     last_step: tuple[int, int] = (0, 0)
-    """Of the last training step that it has begun since it has its state: the iteration, and which decision it is."""
+    """The last training step that it has begun since it got its state: its iteration and the number of its decision."""
     version: int | None = None
-    """How many iterations its parameters and optimizer state have seen; None: not known, or of no use."""
+    """Number of iterations that its parameters and optimizer state have seen; None: not known, or useless."""
     digest: str = ""
-    """Of that state; empty: not taken."""
+    """Digest of the state of ``version``; empty: not computed."""
     aside: bool = False
-    """A spare's: it was left out alive, since it was late; if what the others have seen is lost, all may go back to
-    its state."""
+    """True for a spare that was set aside, alive but late: if the state of the others is lost, all workers may go back
+    to its state."""
     pace: float = 0.0
-    """The seconds per microbatch of its replica over those of the median one, as it has measured; 0: it has not."""
+    """Seconds per microbatch of its replica, divided by the median replica's, as it measured; 0: not measured."""
     ready: bool = False
-    """A spare's: it could take a place now."""
+    """True for a spare that could take a place now."""
     node: str = ""
-    """Where it runs: a tensor-parallel group stays within one node."""
+    """Name of its node: a tensor-parallel group stays within one node."""
     domains: Sequence[str] = ()
-    """What it may be lost with: its node, its rack (``workload.domains.names``)."""
+    """Names of its failure domains: its node, its rack (``workload.domains.names``)."""
     device: int | None = None
-    """The number of its device there, from 0; None: not known. For people."""
+    """The number of its device on its node, from 0; None: not known.  Used in messages only."""
     checkpoint: str = ""
-    """The last checkpoint that it knows of, in words."""
+    """The last checkpoint that it knows of, as text for messages."""
     note: str = ""
-    """Why it is a spare, for the log."""
+    """Reason why it is a spare, for the log."""
     peer_store: str = ""
-    """Where it keeps what the members of an epoch tell each other (``collectives.peers``)."""
+    """Address of the store on which it keeps the data that members of an epoch exchange (``collectives.peers``)."""
     unreached: Sequence[int] = ()
-    """Live workers that it has tried to reach, and could not (``instep.meeting.edges``)."""
+    """Live workers to which it tried to connect, and failed (``instep.meeting.edges``)."""
     building: bool = False
-    """A spare's: it builds its model, and has no state."""
+    """True for a spare that builds its model and has no state."""
     timeline: Timeline = (0, 0)
-    """The newest that it has heard of; ``iteration`` is of it."""
+    """The newest timeline that it knows; ``iteration`` belongs to it."""
     undone: int = 0
-    """The iteration that would have been next before the last rollback, as long as this worker does not know that it
-    was carried out; 0: there is none."""
+    """The iteration that would have been next before the last rollback, as long as this worker does not know that the
+    rollback was carried out; 0: there is none."""
     state_of: int = 0
-    """The epoch of the timeline that ``version`` is of."""
+    """The epoch of the timeline to which ``version`` belongs."""
     same_as: int = -1
     """``Decision.same_as`` of ``timeline``."""
     checkpoints: Sequence[Checkpoint] = ()
-    """The newest that it knows of."""
+    """The newest checkpoints that it knows."""
     unreadable: Sequence[int] = ()
-    """Iterations of those that it could not load."""
+    """Iterations of checkpoints that it could not load."""
     snapshots: Sequence[Snapshot] = ()
-    """Those that it holds, as a whole."""
+    """Complete snapshot parts that it holds."""
     spoiled: Sequence[tuple[int, int]] = ()
-    """Of snapshots that it could not load: iteration and timeline."""
+    """Iteration and timeline of each snapshot that it could not load."""
     snapshot_interval: int = 0
-    """Iterations between snapshots, as far as it knows; 0: it does not."""
+    """Iterations between snapshots, as far as it knows; 0: not known."""
     draining: Sequence[str] = ()
-    """Nodes that an epoch has decided to do without (the coordinator reads this, too)."""
+    """Nodes that an epoch has decided to drain (the coordinator reads this field, too)."""
     flags: str = ""
-    """A digest of the flags that it was started with (`comparison`); empty: not to be compared."""
+    """Digest of the flags with which it was started (`comparison`); empty: not compared."""
     code: str = ""
-    """A digest of the program that it runs (`program`); empty: not to be compared."""
+    """Digest of the program that it runs (`program`); empty: not compared."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), **{name: list(getattr(self, name)) for name in _SEQUENCES}}
 
     @classmethod
     def from_json(cls, value: Any) -> JoinStatus:
-        """Raises Disagreement for what no worker of this version sends."""
+        """Parse a status; raise Disagreement for a value that no worker of this version sends."""
         try:
             status = cls(**{**value, **{name: tuple(map(_hashable, value[name])) for name in _SEQUENCES}})
             if any(type(iteration) is not int or source not in SOURCES for iteration, source in status.checkpoints):
                 raise ValueError(status.checkpoints)
             return status
         except (TypeError, KeyError, ValueError) as error:
-            raise Disagreement(f"a worker joined with a status that this version does not know: {value!r}") from error
+            raise Disagreement(f"a worker joined with a status that this version cannot read: {value!r}") from error
 
 
 def _hashable(value: Any) -> Any:
@@ -132,160 +133,160 @@ def _hashable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rollback:
-    """The state of the run is lost: whoever has a place goes back to a checkpoint or a snapshot, loaded in place."""
+    """Rollback after the run's state is lost: every worker with a place loads a checkpoint or a snapshot in place."""
 
     iteration: int
-    """The last one that the checkpoint has seen."""
+    """The last iteration that the checkpoint has seen."""
     source: str
-    """Which of Megatron's arguments names its folder; or ``MEMORY``; or ``HELD``: whoever has a place has it."""
+    """The argument of Megatron that names its folder; or ``MEMORY``; or ``HELD``: the placed workers have the state."""
     lost: int
-    """How many iterations were committed after it, and are run again; those of a rollback included that another epoch
-    took the place of before it was carried out. Where nobody lives who has seen them, by where the lost were last seen:
-    what they did after their last heartbeat is not counted.
+    """Number of iterations that were committed after it and run again.  It includes the iterations of a rollback that
+    another epoch replaced before it was carried out.  If no live worker has seen them, it is estimated from the last
+    heartbeats of the lost workers, which does not count later iterations.
     """
     committed: bool = False
-    """Whether the iteration that was under way is one of these: its step was over, its evaluation may not have been."""
+    """True if the iteration under way is one of these: its step was committed, its evaluation may not have been run."""
 
     @property
     def next(self) -> int:
-        """The iteration that would have followed those that are run again."""
+        """The iteration that would have followed the iterations that are run again."""
         return self.iteration + self.lost + 1
 
     @property
     def under_way(self) -> int:
-        """The iteration that was when the state was lost."""
+        """The iteration that was under way when the state was lost."""
         return self.next - self.committed
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The newest snapshot that is complete: of every part somebody who lives holds it."""
+    """The newest complete snapshot: for each of its parts some live worker holds it."""
 
     iteration: int
     holders: Mapping[int, Mapping[int, str]]
     """Part -> worker that holds it -> the address of its peer store."""
     taken: int = 0
-    """See ``Snapshot``."""
+    """Epoch in which it was taken, or 0 (``Snapshot``)."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What every worker of a run knows and no epoch changes."""
+    """Settings that every worker of a run knows and that no epoch changes."""
 
     least: int = 1
-    """So many microbatches, per inner rank, a replica runs in one pass at least, if any (``workload.assign``)."""
+    """The least number of microbatches per inner rank that a replica runs in one pass, if any (``workload.assign``)."""
     cross_node: bool = False
-    """Whether a tensor-parallel group may reach over nodes."""
+    """True if a tensor-parallel group may span nodes."""
     strict: bool = False
-    """Whether the run ends where a column's states differ and no majority says which is right."""
+    """True if the run terminates when the states of a column differ and no majority shows which is right."""
     spread: bool = False
-    """Whether the optimizer's state is spread over the replicas: then no worker has all of its position's."""
+    """True if the optimizer state is spread over the replicas: no worker has the complete state of its position."""
     replaced: bool = False
-    """Whether workers may come in place of those that are lost."""
+    """True if replacements may come for lost workers."""
     min_replicas: int = 1
-    """With fewer the run ends."""
+    """Least number of replicas: with fewer the run terminates."""
     shards: int = 0
-    """Where Megatron's optimizer instances are the copies of a spread state: how many shards each is cut in."""
+    """Number of shards per copy, if Megatron's optimizer instances are the copies of a spread state; else 0."""
     holders: int = 1
-    """Of each part of a state that is spread: who has it, and its shadows."""
+    """Number of workers that hold each part of a spread state: its primary and its shadows."""
     placed: bool = True
-    """Whether these are chosen by their domains, not by Megatron (its optimizer instances)."""
+    """True if the holders are chosen by their failure domains, not by Megatron (its optimizer instances)."""
     memory: str = "off"
-    """Whether snapshots are kept in memory: see ``workload.snapshots.copies``."""
+    """Mode of the snapshots in memory; "off": none are taken.  See ``workload.snapshots.copies``."""
     memory_interval: int = 0
-    """Iterations between two; 0: by what they cost."""
+    """Iterations between two snapshots; 0: chosen by their cost."""
     spares: int = 0
-    """So many workers without a place are left as they are by a run that grows: they are for losses."""
+    """Number of workers without a place that a growing run keeps as spares for losses."""
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """What an epoch's plan tells beside what its members joined with: of those who are not among them."""
+    """Facts for an epoch's plan about workers that are not among its members."""
 
     committed: int = 0
-    """The last decision that is committed: members that were aside may not know it."""
+    """The last decision that is committed: members that were set aside may not know it."""
     seen: int = 0
-    """The newest iteration in which those were seen who were lost with the epoch before; 0: nobody was."""
+    """The newest iteration in which workers lost with the previous epoch were seen; 0: no worker was lost."""
     aside: bool = False
-    """Whether there are workers that are aside: they may come back, with the state that they have."""
+    """True if some workers are set aside: they may come back with the state that they have."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What an epoch decides; ``plan`` says how."""
+    """Result of an epoch's rendezvous; ``plan`` computes it."""
 
     epoch: int
     grid: Mapping[int, tuple[int, ...]]
     """Replica -> its workers by position, in the order of the ids."""
     spares: tuple[int, ...]
     iteration: int = 0
-    """The newest that anybody tells of."""
+    """The newest iteration that any member reports."""
     checkpoint: str = ""
-    """The last that is known to who is at that iteration."""
+    """The last checkpoint known to the members at that iteration, as text."""
     at: int = 0
     step: bool = False
-    """Whether ``at`` is a step that some replica has gradients of."""
+    """True if ``at`` is a step for which some replica holds gradients."""
     rerun: Mapping[int, list[list[int]]] = field(default_factory=dict)
-    """Replica -> by inner rank, the ids to run on top of what it ran."""
+    """Replica -> by inner rank, the ids to run in addition to those that it ran."""
     paces: Mapping[int, float] = field(default_factory=dict)
-    """Replica -> its pace, of those that were measured (``workload.quotas``)."""
+    """Replica -> its pace, for replicas with a measured pace (``workload.quotas``)."""
     regroup: bool = False
-    """Whether an epoch at the next boundary would have more replicas."""
+    """True if an epoch at the next boundary would have more replicas."""
     fresh: tuple[int, ...] = ()
-    """The replicas that this epoch put together."""
+    """The replicas that this epoch formed."""
     version: int | None = None
-    """Of the state that the fresh replicas begin with."""
+    """Version of the state with which the fresh replicas begin."""
     rollback: Rollback | None = None
-    """Where they get it, if nobody has it any more; ``iteration`` is that which follows it."""
+    """The rollback that brings the state, if no worker has it any more; ``iteration`` is then the next one."""
     undone: int = 0
-    """What is to be joined with until its rollback, if any, was carried out (``JoinStatus.undone``)."""
+    """``JoinStatus.undone`` with which members join until the rollback, if any, was carried out."""
     timeline: Timeline = (0, 0)
-    """The newest: all that have a place are in it, or will be when they have gone back."""
+    """The newest timeline: all workers with a place are in it, or will be after their rollback."""
     before: Timeline = (0, 0)
-    """That which all were in when they met."""
+    """The timeline of all members when they met."""
     same_as: int = -1
-    """The epoch of the timeline whose states of iteration ``timeline[1]`` are those that ``timeline`` began with, since
-    nothing was loaded (``HELD``); -1: there is none."""
+    """The epoch of the timeline whose states of iteration ``timeline[1]`` equal those with which ``timeline`` began,
+    since nothing was loaded (``HELD``); -1: there is none."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """The newest that anybody knows of, newest first."""
+    """The newest checkpoints that any member knows, newest first."""
     copies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Part of a snapshot -> who gives it and keeps it, and who else keeps it; empty: none are taken."""
+    """Part of a snapshot -> the worker that takes and keeps it, and a second keeper; empty: none are taken."""
     kept: Kept | None = None
     """The newest complete snapshot of ``before``; None: there is none."""
     covered: bool = False
-    """Whether that is where ``copies`` wants it."""
+    """True if ``kept`` is where ``copies`` wants it."""
     snapshot_interval: int = 0
-    """Iterations between two."""
+    """Iterations between two snapshots."""
     holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Worker that needs a state -> all that hold the same one, who gives it first: they share the work."""
+    """Worker that needs a state -> all workers that hold it, the preferred sender first: they share the work."""
     mended: tuple[int, ...] = ()
-    """Those of them that had one, which differed from that of most of their column."""
+    """Workers that need a state because theirs differs from that of most of their column."""
     disputed: tuple[int, ...] = ()
-    """Workers of columns whose states differ without a majority for any: the lowest replica's was taken."""
+    """Workers of columns whose states differ without a majority for any: the lowest replica's state was taken."""
     short: bool = False
-    """Whether the run could go back to a checkpoint if there were workers enough for a replica, which may come."""
+    """True if the run could go back to a checkpoint if it had enough workers for a replica, and more may come."""
     rebuild: Mapping[int, int] = field(default_factory=dict)
-    """Spare -> position that it should build its model for."""
+    """Spare -> position for which it should build its model."""
     mirrors: Mapping[int, int] = field(default_factory=dict)
-    """Spare -> worker whose state it takes over before every step: nobody else would have it, should that one die."""
+    """Spare -> worker whose state it mirrors before every step: if that worker died, no other would have the state."""
     enough: int = 0
-    """How many replicas there are, or may be once all who are on their way have come."""
+    """Number of replicas that exist, or may exist once all workers on their way have come."""
     state_lost: str = ""
-    """Why the state is lost although workers enough for a replica live; empty: it is not."""
+    """Reason why the state is lost although enough workers for a replica live; empty: it is not lost."""
     peer_stores: Mapping[int, str] = field(default_factory=dict)
     """Worker with a place -> the address of its peer store."""
     touched: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """Worker with a place -> the failure domains with which its replica would break."""
+    """Worker with a place -> the failure domains whose loss would break its replica."""
     broken: frozenset[Edge] = frozenset()
-    """Pairs of live workers that cannot talk to each other."""
+    """Pairs of live workers that cannot connect to each other."""
     put_out: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
-    """Replicas that were whole and are left out, and the broken edges for which they are."""
+    """Complete replicas that are left out -> the broken edges that caused it."""
     draining: tuple[str, ...] = ()
-    """Nodes that the run does without: whoever stands there leaves at the next boundary, who does not leaves now."""
+    """Nodes that the run drains: workers there with a place leave at the next boundary, the others leave now."""
     undrained: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that should have been drained, and why the run cannot do without them."""
+    """Nodes that should be drained -> the reason why the run cannot do without them."""
     leaving: frozenset[int] = frozenset()
-    """The replicas that leave at the next boundary: those with a worker on such a node."""
+    """The replicas that leave at the next boundary: they have a worker on a node to be drained."""
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -293,11 +294,11 @@ class Decision:
 
     @property
     def workers(self) -> list[int]:
-        """All that have a place in this epoch, ascending."""
+        """All workers with a place in this epoch, ascending."""
         return sorted(worker for workers in self.grid.values() for worker in workers)
 
     def slots(self, launch: LaunchGrid) -> dict[Slot, int]:
-        """Slot -> worker that stands there, ascending."""
+        """Slot -> worker in it, ascending."""
         pairs = (
             (slot, worker)
             for replica, workers in self.grid.items()
@@ -306,7 +307,7 @@ class Decision:
         return dict(sorted(pairs))
 
     def peer_stores_by_slot(self, launch: LaunchGrid) -> dict[Slot, str]:
-        """Slot -> the address of the peer store of who stands there."""
+        """Slot -> the address of the peer store of the worker in it."""
         return {slot: self.peer_stores[worker] for slot, worker in self.slots(launch).items()}
 
     def place(self, worker: int) -> tuple[int, int] | None:
@@ -318,30 +319,30 @@ class Decision:
 
 
 MOST_CHECKPOINTS = 4
-"""Checkpoints that are told of: the newest; an older one is there should one not be readable."""
+"""Number of newest checkpoints that are reported; an older one is the fallback if one is not readable."""
 
 
 def merged(*known: Iterable[Checkpoint], until: Rollback | None = None) -> tuple[Checkpoint, ...]:
-    """The newest of them, newest first; of those that Megatron deletes soon two.
+    """The newest of the checkpoints, newest first; at most two of the kind that Megatron deletes soon.
 
-    ``until``: what the run goes back to; a newer one, which could not be loaded, is not to be gone forward to later.
+    ``until``: the rollback in progress; a newer checkpoint, which could not be loaded, must not be used later.
     """
     last = inf if until is None else until.iteration
-    every = sorted({checkpoint for its in known for checkpoint in its if checkpoint[0] <= last}, reverse=True)
+    every = sorted({checkpoint for group in known for checkpoint in group if checkpoint[0] <= last}, reverse=True)
     kept = [one for one in every if one[1] != NON_PERSISTENT][:MOST_CHECKPOINTS]
     return tuple(sorted([*kept, *[one for one in every if one[1] == NON_PERSISTENT][:2]], reverse=True))
 
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A worker that is gone; what is not known is empty or None."""
+    """A lost worker; fields that are not known are empty or None."""
 
     worker: int
     node: str = ""
     device: int | None = None
     """Number of its device on its node, from 0."""
     phase: str = ""
-    """Its phase in the iteration of its loss, by its last heartbeat, which is up to an interval old."""
+    """Its phase in the iteration of its loss, from its last heartbeat, which may be up to one interval old."""
 
     def __str__(self) -> str:
         places = [f"node {self.node}"] * bool(self.node) + [f"GPU {self.device}"] * (self.device is not None)
@@ -366,19 +367,19 @@ class Failure:
 
 
 SnapshotName = tuple[int, int]
-"""A snapshot's iteration, and the epoch in which it was taken where that matters, else 0; a newer one is larger."""
+"""A snapshot's iteration, and the epoch in which it was taken if that matters, else 0; a newer snapshot is larger."""
 
 
 @dataclass(frozen=True)
 class Taking:
-    """A snapshot that all take together, in ``epoch`` after ``iteration``."""
+    """A snapshot that all workers take together, in ``epoch`` after ``iteration``."""
 
     epoch: int
     iteration: int
     parts: int
-    """The number of parts of which it is made (``workload.snapshots``)."""
+    """The number of its parts (``workload.snapshots``)."""
     together: bool = False
-    """True where its parts are shards, which are cut for the members of an epoch: they fit only those of the same."""
+    """True if its parts are shards, which are cut for the members of one epoch: only parts of the same epoch fit."""
 
     @property
     def name(self) -> SnapshotName:

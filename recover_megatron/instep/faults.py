@@ -1,14 +1,14 @@
-"""Tells whose fault an exception is: of somebody this worker communicates with, of its host or device, of the work.
+"""Attributes an exception to a peer, to this worker's host or device, or to the training code.
 
-of a mate    an operation on a group of this replica failed         ``is_in_a_group``, if a mate is lost, and else
-                                                                      ``is_communication``; the worker is an orphan
-its own      its host or device cannot do what others may           ``is_own``; the worker ends, the run goes on
-its context  CUDA has failed in this process                        ``is_of_device``; the worker ends, an orphan, too,
-                                                                      soon, whatever hangs in it (``ends_soon``)
-any other    of the worker or of its work: the coordinator finds    ``signature``; the worker ends, and the run if
-             out by who else meets it                               the work ends others, too
+mates        an operation on a group of this replica failed         ``is_in_a_group``, if a mate is lost, and else
+                                                                    ``is_communication``; the worker is an orphan
+own host     this host or device cannot do what others may          ``is_own``; the worker exits, the run continues
+CUDA context CUDA has failed in this process                        ``is_of_device``; the worker exits, even an orphan,
+                                                                    soon, whatever hangs in it (``ends_soon``)
+any other    of the worker or of the training code: the             ``signature``; the worker exits, and the run if
+             coordinator compares the errors of all workers         other workers fail with the same error
 
-``InStepError`` and its kinds say what ends a worker's part in the training other than the end of the training.
+``InStepError`` and its subclasses are the reasons, other than the end of the training, for which a worker leaves it.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST
 log = get_logger(__name__)
 
 EXIT_REFUSED = 2
-"""That of a worker whose flags are wrong, or not those of the run; nobody is started in its place."""
+"""Exit code of a worker whose flags are wrong, or differ from those of the run; no worker is started in its place."""
 
 
 class Orphaned(InStepError):
-    """This worker's replica is broken: another of its workers is gone.  The worker leaves the training and waits."""
+    """Raised when this worker's replica is broken: another of its workers is lost.  This worker leaves and waits."""
 
 
 class NoReplica(InStepError):
-    """No complete replica is left, or fewer than the user wants: the run ends with exit code 10."""
+    """Raised if no complete replica is left, or fewer than --recover-min-replicas: the run ends with exit code 10."""
 
     code = EXIT_NO_REPLICA
 
 
 class WrongGradients(Disagreement):
-    """A pass of this worker is over, and has not added the gradients of its microbatches alone."""
+    """Raised if a finished pass of this worker has added other gradients than those of its microbatches."""
 
 
 class StateLost(InStepError):
-    """Workers enough for a replica live, but nobody holds the state of one of its positions: exit code 12."""
+    """Raised if enough workers for a replica live, but no worker holds the state of some position: exit code 12."""
 
     code = EXIT_STATE_LOST
 
 
 class RunOver(InStepError):
-    """The run is over for this worker, which has no place: ``code`` is the exit code, the text says why."""
+    """Raised when the run is over for this worker, which has no place; ``code``: the exit code, text: the reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -64,36 +64,34 @@ class RunOver(InStepError):
 
 
 class Drained(RunOver):
-    """This worker's node is drained: it has left the run in order, which goes on without it."""
+    """Raised when this worker's node is drained: it has left the run in order, and the run continues without it."""
 
     def __init__(self, node: str) -> None:
         super().__init__(0, f"node {node} is drained")
 
 
 class OtherFlags(RunOver):
-    """This worker was started with other flags than the run, or runs another program: exit code 2.  The run goes on
-    without it.
-    """
+    """Raised if this worker's flags or program differ from those of the run: exit code 2.  The run continues."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(EXIT_REFUSED, reason)
 
 
 class OtherPosition(InStepError):
-    """This worker is wanted in another position: it builds the model of ``position``, and comes back."""
+    """Raised if the run wants this worker in another position: it builds the model of ``position`` and waits again."""
 
     def __init__(self, position: int) -> None:
-        super().__init__(f"position {position} is wanted of this worker")
+        super().__init__(f"the run wants this worker in position {position}")
         self.position = position
 
 
 class Spoiled(ValueError):
-    """Nobody holds the snapshot as it was taken."""
+    """Raised if no worker holds an intact copy of the snapshot."""
 
 
 class CheckpointFailed(InStepError):
-    """A checkpoint cannot be written.  ``own``: by this worker; others can.  ``to_folder``: the folder does not let it
-    be, which needs no traceback.
+    """Raised if a checkpoint cannot be written.  ``own``: only this worker cannot write it.  ``to_folder``: the folder
+    cannot be written, which needs no traceback.
     """
 
     def __init__(self, message: str, *, own: bool, to_folder: bool = False) -> None:
@@ -102,7 +100,7 @@ class CheckpointFailed(InStepError):
 
 
 class UnknownOperation(InStepError):
-    """An operation over replicas inside a step, of which the recovery does not know what it is for: exit code 1."""
+    """Raised for an operation over replicas inside a step whose purpose the recovery does not know: exit code 1."""
 
 
 _SIGNS = (
@@ -115,7 +113,7 @@ _SIGNS = (
 """Texts of torch's communication errors that have no type of their own (gloo raises RuntimeError)."""
 
 _COMMON_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-"""The same, in words that others than torch use: only from within an operation on a group."""
+"""Texts that other libraries use, too: they count only if raised within an operation on a group."""
 
 _IN_A_GROUP = (
     "torch/distributed/distributed_c10d.py",
@@ -124,21 +122,21 @@ _IN_A_GROUP = (
     "recover_megatron/instep/groups/process_group.py",
     "recover_megatron/instep/groups/traffic.py",
 )
-"""Where operations on groups are: files of frames."""
+"""Source files of operations on groups."""
 
 _IN_THE_DATA = ("torch/utils/data/", "recover_megatron/megatron_hooks/data/source.py")
-"""Where samples are read.  What fails below is no mate's doing, whatever it looks like: a store of data has hung up."""
+"""Source files that read samples.  An error raised below them is no mate's fault: a data store closed a connection."""
 
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 DISK_QUOTA = "Disk quota exceeded"
 _FULL_SIGNS = ("No space left on device", DISK_QUOTA)
 _FULL_BYTES = 1 << 16
-"""A file system with less to give is full: torch's writer of archives does not say why it failed."""
+"""A file system with fewer free bytes is full: torch's archive writer does not report why it failed."""
 
 _FILE_NUMBERS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
-"""Of what is met with an open file, whose name the error does not have."""
+"""Errors met with an open file, whose name the error does not carry."""
 _ARCHIVE = "PytorchStreamWriter failed"
-"""torch's writer of archives: nor has its error."""
+"""Text of torch's archive writer, whose errors carry no file name either."""
 
 _OWN_NUMBERS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, *_FULL_NUMBERS)
 
@@ -146,7 +144,7 @@ _OWN_SIGNS = (
     "Too many open files",
     "Cannot allocate memory",
     *_FULL_SIGNS,
-    "items of ancdata",  # torch's words where a process may not open the descriptors that were sent to it
+    "items of ancdata",  # torch's text if a process cannot open the file descriptors sent to it
     "insufficient shared memory",
     "uncorrectable ECC",
     "uncorrectable NVLink",
@@ -156,24 +154,24 @@ _OWN_SIGNS = (
     "no CUDA-capable device",
     "CUDA-capable device(s) is/are busy or unavailable",
 )
-"""Of faults that say nothing about the work, in whatever type: full tables, disks and memories of hosts, devices that
-have failed.  The memory of a device is not among them: what the work asks for may be too much for each.
+"""Texts of faults that do not depend on the training code, of any type: full tables, disks and memories of hosts, and
+failed devices.  Full device memory is not among them: the training code may need too much on every worker.
 """
 
 _CUDA_SIGN = "CUDA error:"
-"""With this begins the text of every error of CUDA's that torch raises."""
+"""Prefix of every CUDA error that torch raises."""
 
 _CUDA_FULL = "out of memory"
-"""The one after which a process can go on."""
+"""Text of the only CUDA error after which a process can continue."""
 
 _FROM_A_LOADER = "in DataLoader worker process"
-"""In the text of an exception that a process of a torch DataLoader raised: its traceback follows, and its own text."""
+"""Text in an exception raised by a process of a torch DataLoader: its traceback and its own text follow."""
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether ``error`` came from an operation on a group of processes, so that another worker may be its cause.
+    """Return whether ``error`` came from an operation on a group of processes, so that another worker may be its cause.
 
-    Also when it was raised while such an error was handled (torch's own logging of it may fail).
+    True also if it was raised while such an error was handled (torch's logging of the error may fail).
     """
     return any(map(_is_communication, _causes(error)))
 
@@ -191,22 +189,22 @@ def _is_communication(error: BaseException) -> bool:
 
 
 def is_in_a_group(error: BaseException) -> bool:
-    """Whether ``error`` was raised in an operation on a group of processes, in whatever words: if another worker of the
-    group is lost, that is the cause.
+    """Return whether ``error`` was raised in an operation on a group of processes, whatever its text: if another worker
+    of the group is lost, that is the cause.
     """
     found = [_files(each) for each in _causes(error)]
     return any(_any_in(files, _IN_A_GROUP) and not _any_in(files, _IN_THE_DATA) for files in found)
 
 
 def _files(error: BaseException) -> list[str]:
-    """Those of the frames that it came through."""
+    """Source files of the frames in the traceback."""
     return [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether ``error`` is a fault of this worker's host or device, of which another worker need not have its like.
+    """Return whether ``error`` is a fault of this worker's host or device, which other workers need not have.
 
-    Of a checkpoint it is known: what its file system says is everybody's, whatever it means elsewhere.
+    A ``CheckpointFailed`` knows it: errors of the checkpoint's file system concern every worker.
     """
     if isinstance(error, CheckpointFailed):
         return error.own
@@ -214,10 +212,10 @@ def is_own(error: BaseException) -> bool:
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Whether CUDA has failed in this process: what it is asked for from now on may fail as well, or hang.
+    """Return whether CUDA has failed in this process: later CUDA calls may fail as well, or hang.
 
-    "To continue using CUDA, the process must be terminated and relaunched" holds for nearly all of its errors, those of
-    kernels first of all, and they are told by whichever call comes next.
+    "To continue using CUDA, the process must be terminated and relaunched" holds for nearly all CUDA errors, first of
+    all those of kernels, which the next CUDA call reports, whichever it is.
     """
     return any(_is_of_device(each) for each in _causes(error))
 
@@ -229,7 +227,7 @@ def _is_of_device(error: BaseException) -> bool:
 
 
 def is_full(error: BaseException, folder: str) -> bool:
-    """Whether ``error``, met while a file was written in ``folder``, means that its file system has no space left."""
+    """Return whether ``error``, raised while a file was written in ``folder``, means that its file system is full."""
     if any(_is(each, _FULL_NUMBERS, _FULL_SIGNS) and not _is_elsewhere(each, folder) for each in _causes(error)):
         return True
     try:
@@ -240,7 +238,7 @@ def is_full(error: BaseException, folder: str) -> bool:
 
 
 def is_write(error: BaseException, folder: str) -> bool:
-    """Whether ``error`` says of ``folder``, or of a file in it, that it cannot be written."""
+    """Return whether ``error`` means that ``folder``, or a file in it, cannot be written."""
     if is_full(error, folder) or is_of_folder(error, folder):
         return True
     found = [each for each in _causes(error) if not _is_elsewhere(each, folder)]
@@ -248,7 +246,7 @@ def is_write(error: BaseException, folder: str) -> bool:
 
 
 def is_of_folder(error: BaseException, folder: str) -> bool:
-    """Whether ``error`` was met with ``folder`` or something in it, by the names that the system's errors have."""
+    """Return whether ``error`` concerns ``folder`` or something in it, by the file name in a system error."""
     return any(_names(each, folder) for each in _causes(error))
 
 
@@ -257,7 +255,7 @@ def _names(error: BaseException, folder: str) -> bool:
 
 
 def _is_elsewhere(error: BaseException, folder: str) -> bool:
-    """Whether it names a file, and none in ``folder``."""
+    """Return whether the error names a file outside ``folder``."""
     return isinstance(error, OSError) and error.filename is not None and not _names(error, folder)
 
 
@@ -266,25 +264,25 @@ def _is(error: BaseException, numbers: tuple[int, ...], signs: tuple[str, ...]) 
 
 
 def signature(error: BaseException) -> str:
-    """An exception in one line: for the same fault on another worker equal but for its numbers (ranks, devices)."""
+    """Return an exception as one line, equal on all workers with the same fault except for numbers (ranks, devices)."""
     text = " ".join(str(error).split())
     full = platform.node()
     for name in (full, full.partition(".")[0]):
         if name:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "this host", text)
-    if _FROM_A_LOADER in text:  # one worker's loader process met what another meets on the spot
+    if _FROM_A_LOADER in text:  # a loader process of one worker may meet what the main process of another meets
         text = text.rpartition(f" {type(error).__name__}: ")[2]
     return f"{type(error).__name__}: {text}"[:1000]
 
 
 def in_short(error: BaseException) -> str:
-    """The first sentence of an error, for people, without the line of torch's C++ that raised it."""
+    """Return the first sentence of an error, for messages, without torch's C++ source line."""
     text = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split()))
     return text.partition(". ")[0][:120] or type(error).__name__
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what it came from, or was raised in the handling of."""
+    """Yield the exception and its causes and contexts."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -298,28 +296,28 @@ def _any_in(texts: list[str], parts: Iterable[str]) -> bool:
 
 
 END_SECONDS = 4.0
-"""In which a process with a broken device ends, if it has not by itself."""
+"""Seconds after which a process with a broken device exits, if it has not exited before."""
 
 
 def check_device(device: torch.device) -> None:
-    """Return if ``device`` still computes; raises what CUDA raises if an earlier kernel has broken this process."""
+    """Return if ``device`` still computes; raise CUDA's error if an earlier kernel has broken this process."""
     if device.type == "cuda":
         torch.zeros(1, device=device).add_(1)
         drained(device, within())
 
 
 def break_device(device: torch.device) -> None:
-    """Index beyond a tensor on ``device``: the kernel's assertion is an error that lasts until the process ends."""
+    """Index beyond a tensor on ``device``: the kernel's assertion breaks CUDA until the process exits."""
     torch.zeros(4, device=device)[torch.tensor([1 << 30], device=device)]
 
 
 def ends_soon(seconds: float = END_SECONDS) -> None:
-    """See to it that this process ends within ``seconds``: with a broken device anything may hang from here on."""
+    """Make this process exit within ``seconds``: with a broken device any later call may hang."""
     timer = threading.Timer(seconds, _end)
     timer.daemon = True
     timer.start()
 
 
 def _end() -> None:
-    log.info("the device of this worker has failed, and its last words take too long: it ends")
+    log.info("the device of this worker has failed, and its orderly exit takes too long: the process exits now")
     os._exit(EXIT_OWN_FAULT)

@@ -1,47 +1,49 @@
-"""The interface of in-step recovery: one ``Manager`` for each worker, and the ``View`` of the run that it gives.
+"""Interface of in-step recovery: one ``Manager`` per worker, and the ``View`` of the run that it returns.
 
-What you get: every iteration sums the gradients of the same M microbatches, each exactly once, whichever workers die,
-and whenever.  An iteration that ``step`` has returned from is committed.  Where it raises, the others may commit the
-iteration, with or without what this replica ran, and this worker does not apply it.  What workers do together besides
-(an evaluation, a checkpoint) is a section: it is run to its end by whoever is left, from the beginning where a worker
-is lost in the middle.
+Guarantee: every iteration sums the gradients of the same M microbatches, each exactly once, whichever workers die, and
+whenever.  An iteration from which ``step`` has returned is committed.  If ``step`` raises, the others may commit the
+iteration, with or without the microbatches of this replica, and this worker does not apply it.  Everything else that
+workers do together (an evaluation, a checkpoint) is a section: the remaining workers run it to its end, again from the
+beginning if a worker is lost in the middle.
 
-You have a few responsibilities.  First, give a ``Hooks`` (`hooks`): methods of it that do not say "in the main thread"
-are called in other threads, too, whatever your own does then, and must be quick and wait for nobody.  Then, in the
-thread that trains (the main thread; only what says otherwise may be called by others)::
+The caller has a few duties.  First, pass a ``Hooks`` (`hooks`): its methods that are not documented as "in the main
+thread" are also called in other threads at any time, and must be quick and wait for no worker.  Then call, in the
+thread that trains (the main thread; other threads may call only the methods that say so)::
 
     start                          once: all workers of the launch join the first epoch.  Before it a death ends the run
                                    (a worker without a slot at launch begins with ``wait_for_place`` instead)
     for each iteration:
         at_boundary                new workers come in here
-        step                       give it your microbatches' gradients; update the parameters only when it has returned
-        section                    whatever else needs workers of other replicas: the same ones in the same order on all
+        step                       pass your microbatches' gradients; update the parameters only when it has returned
+        section                    everything else that needs workers of other replicas: the same sections in the same
+                                   order on all workers
     finish                         once: the training is over for this worker
 
-Look at ``view`` after each of these anew: it may have met the others, which closes the groups of the epoch.
+Get a new ``view`` after each of these: the call may have met the others, which closes the groups of the epoch.
 
-Tell where you are (``mark``), so that a worker that hangs is known: without a mark within the hang timeout this worker
-is put out.  Say which waiting is for others or for storage (``waiting``).
+Report progress (``mark``), so that a worker that hangs is found: a worker without a mark within the hang timeout is
+evicted.  Declare waits for others or for storage (``waiting``).
 
-Where an exception comes out of your own code or of a method here, those of the list below end the process, but for
-``Orphaned``.  Of any other ask ``is_of_mates`` (for an orphan it is True whatever the error is).  If it is, this worker
-is an orphan: its replica is broken, and the others go on.  Call ``leave``, drop what holds tensors of the training,
-call ``release``, then ``wait_for_place``; with its decision enter ``take_place``, in which you make your groups anew
-and load your state, and go on with ``at_boundary``.  If it is not, it is an error of this worker: end the process.
+If your own code or a method here raises an exception of the list below except ``Orphaned``, terminate the process.  For
+any other exception, call ``is_of_mates`` (for an orphan it is True whatever the error is).  If it is True, this worker
+is an orphan: its replica is broken, and the others continue.  Call ``leave``, drop everything that holds tensors of the
+training, call ``release``, then ``wait_for_place``; with its decision enter ``take_place``, inside which you create
+your groups again and load your state, and continue with ``at_boundary``.  If it is False, it is an error of this
+worker: terminate the process.
 
 Raised by ``start``, ``at_boundary``, ``step``, ``section`` and ``finish``, which meet other workers:
 
     Orphaned           this worker has no place any more: as above
-    Drained            its node is to be switched off: end with exit code 0
-    NoReplica          nobody has a complete replica: the run ends for all, exit code 10
-    StateLost          nobody has a part of the training's state any more: the run ends for all, exit code 12
-    Fenced             this worker was put out, and the run goes on without it: end with 13
-    CoordinatorLost    the run has ended, or its majority is lost: end with the error's code
-    EpochRevoked       only from ``View.groups`` and ``be_in_touch``: let it out of the section, which begins again by
-                       itself (what a step calls uses neither)
+    Drained            its node is drained: exit with code 0
+    NoReplica          no complete replica is left: the run ends for all, exit code 10
+    StateLost          a part of the training's state is lost: the run ends for all, exit code 12
+    Fenced             this worker was evicted, and the run continues without it: exit with code 13
+    CoordinatorLost    the run has ended, or its majority is lost: exit with the error's code
+    EpochRevoked       only from ``View.groups`` and ``be_in_touch``: let it leave the section, which is then run again
+                       (a step uses neither)
 
-The idea of a manager that hides a quorum behind step, boundary and commit is torchft's; there a failed step is
-dropped, here it is finished.
+The idea of a manager that hides a quorum behind step, boundary and commit is torchft's; there a failed step is dropped,
+here it is finished.
 """
 
 from __future__ import annotations
@@ -68,14 +70,14 @@ from recover_megatron.membership.io.session import Session
 from recover_megatron.workload.grid import Column, LaunchGrid
 
 __all__ = ["CommunicationConfig", "EpochGroups", "Hooks", "Manager", "Offer", "Overlap", "Shards", "View", "Worker"]
-"""The manager, and types of what it takes and gives; ``recover_megatron.instep`` names the rest of the interface."""
+"""The manager, and the types of its arguments and results; the rest is in ``recover_megatron.instep``."""
 
 Agree = Callable[[list[int]], list[int]]
-"""Gives all workers of a model-parallel group the numbers of its first rank."""
+"""Return the numbers of a model-parallel group's first rank on all of its workers."""
 
 
 class Manager:
-    """A worker's part in the run; the module's docstring says who calls what when."""
+    """A worker's part in the run; the module's docstring defines who calls what when."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Manager:
         rules: Rules | None = None,
         verify_interval: int = 0,
     ) -> None:
-        """Open the part of ``worker``, which has attached by ``session``; nobody is waited for.
+        """Create the part of ``worker``, which has attached through ``session``; waits for no worker.
 
         :param grid: the slots of the launch
         :param verify_interval: iterations between comparisons of states; 0: none
@@ -97,20 +99,21 @@ class Manager:
 
     @property
     def view(self) -> View:
-        """The run as this worker knows it now; a later plan makes another view.  From any thread."""
+        """The run as this worker knows it now; a later plan changes it.  From any thread."""
         return self._parts.view()
 
     # ---- the training
 
     def start(self, traffic: Traffic) -> None:
-        """Join the first epoch, with all workers of the launch.  ``traffic`` carries their groups from then on."""
+        """Join the first epoch, with all workers of the launch.  ``traffic`` then carries their groups' operations."""
         self._parts.rendezvous.start()
         traffic.recovery = self._parts
 
     def at_boundary(self, prepare: Callable[[], Any]) -> None:
         """Meet the others before a step if a plan has called for it: workers come in or leave, states are compared.
 
-        ``prepare`` is called before each such meeting, and must be made of sections: what must not wait until then.
+        ``prepare`` is called before each such meeting, for work that must not wait until then; it may consist of
+        sections only.
         """
         self._parts.boundary.meet_if_wanted(prepare)
 
@@ -120,12 +123,12 @@ class Manager:
         :param tail: the bucket that is summed last, with the losses and the counts of microbatches
         :param share: 1 / number of workers of the tail's column in one replica
         :param balance: give slow replicas fewer microbatches from the next step on
-        :raises Disagreement: what this worker ran cannot be right: end the process.  Where it may be in a sum, the run
-            ends for all and nobody commits the step; else the others run its microbatches
+        :raises Disagreement: this worker's microbatches or gradients cannot be right: terminate the process.  If they
+            may be in a sum, the run ends for all and no worker commits the step; else the others run its microbatches
         """
         self._parts.show(total)
         outcome = Step(self._parts, trainer, total, tail, share).run()
-        if balance is not None and not outcome.by_plan:  # nor do those change anything whom the plan found further on
+        if balance is not None and not outcome.by_plan:  # workers that the plan found further on change nothing either
             self._parts.rebalance(outcome.speeds, total, balance)
         return outcome
 
@@ -139,79 +142,79 @@ class Manager:
         phase: str = "",
         moved: Callable[[], int] | None = None,
     ) -> Any:
-        """Have all workers run ``run`` to its end, again from the start where one is lost; what it returned.
+        """Run ``run`` to its end on all workers, again from the start if one is lost; return its result.
 
         :param run: raises ``EpochRevoked``, or has no effect that a second run would double
-        :param reset: undoes the rest before a second run; inputs that collectives wrote over are restored without it
-        :param together: in ``run`` the workers of a replica wait for each other, so they begin it together
-        :param moved: bytes that this worker has read and written by now: for as long as they grow, ``run`` is no hang.
-            It is then in ``phase``, by default ``kind``
+        :param reset: undoes other effects before a second run; inputs that collectives overwrote are restored anyway
+        :param together: the workers of a replica wait for each other in ``run``, so they begin it together
+        :param moved: bytes that this worker has read and written so far: while they grow, ``run`` is not taken for a
+            hang.  It is then in ``phase``, by default ``kind``
         """
         if moved is not None:
             run = self._parts.progress.moving(phase or kind, run, moved)
         return self._parts.sections.run(kind, run, reset=reset, together=together)
 
     def finish(self) -> None:
-        """Leave the run in order, when all have come to the end of the training."""
+        """Leave the run in order, once all workers have reached the end of the training."""
         self._parts.finish()
 
-    # ---- what this worker says
+    # ---- reports of this worker
 
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress.
 
-        :param waiting: it waits for others, who are to blame for a hang
+        :param waiting: this worker waits for others, which are to blame for a hang
         :param allow: seconds beyond the hang timeout until the next mark
         """
         self._parts.progress.mark(phase, microbatch=microbatch, waiting=waiting, allow=allow)
 
     def waiting(self, what: str, *, storage: bool = False) -> AbstractContextManager[None]:
-        """While it is entered this worker waits for others, or with ``storage`` for data: its own hang timeout rests.
+        """Context in which this worker waits for others, or with ``storage`` for data: its hang timeout is suspended.
 
-        Storage has the stall timeout on top of it.
+        For storage the stall timeout is added to the hang timeout.
         """
         progress = self._parts.progress
         return progress.storage(what) if storage else progress.waiting(what)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
-        """Inject a fault if one is due in ``phase`` of ``iteration``; None: of that under way.  From any thread."""
+        """Inject a fault if one is due in ``phase`` of ``iteration``; None: of the one under way.  From any thread."""
         self._parts.progress.inject(phase, iteration)
 
     def log(self, event: str, *, note: str = "", **fields: Any) -> None:
-        """Write a line of events.jsonl, if this worker is the one that does; ``fields`` are JSON values.
+        """Write a line of events.jsonl, if this worker is the one that writes them; ``fields`` are JSON values.
 
-        ``note``: what recover-status shows of this worker from now on.
+        ``note``: shown by recover-status for this worker from now on.
         """
         self._parts.hooks.log(event, **fields)
         if note:
             self._parts.session.note(note)
 
-    # ---- what goes wrong
+    # ---- errors
 
     def check(self) -> None:
-        """Raise ``Orphaned`` if this worker's replica is broken, ``Fenced`` or ``CoordinatorLost`` if it is out."""
+        """Raise ``Orphaned`` if the replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out."""
         self._parts.orphan.stay()
 
     def be_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Return when the coordinator has answered just now, mostly at once.  From any thread.
+        """Return once the coordinator has answered a new request, mostly at once.  From any thread.
 
-        To be called before what a worker must not do that was stopped, and put out without knowing yet.  Raises
-        ``Fenced`` or ``CoordinatorLost``, ``EpochRevoked`` unless ``in_epoch`` is False, and after ``finish`` a
-        ``MembershipError`` that is none of these.
+        Call it before an action that a stopped worker, evicted without knowing it, must not perform.  Raises ``Fenced``
+        or ``CoordinatorLost``, ``EpochRevoked`` unless ``in_epoch`` is False, and after ``finish`` another
+        ``MembershipError``.
         """
         self._parts.session.be_in_touch(in_epoch=in_epoch)
 
     def is_of_mates(self, error: BaseException) -> bool:
-        """Tell if ``error`` comes from the loss of a worker of this replica, or this one is an orphan already.
+        """Return whether ``error`` comes from a loss in this replica, or this worker is an orphan already.
 
-        May wait for the news of a loss.  Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out.
+        May wait for the news of a loss.  Raises ``Fenced`` or ``CoordinatorLost`` if this worker is out of the run.
         """
         return self._blame.of_mates(error, self._parts)
 
     def lose_state(self, what: str) -> NoReturn:
-        """Nobody has a part of the training's state any more; ``what`` says which, for people.
+        """Report that no worker holds a part of the training's state any more; ``what`` names it, for messages.
 
-        Raises ``Orphaned`` where there is a checkpoint or a snapshot to go back to, else ``StateLost``, for all.
+        Raises ``Orphaned`` if there is a checkpoint or a snapshot to go back to, else ``StateLost``, for all.
         """
         if self._parts.planner.can_go_back:
             self._parts.orphan.leave(what)
@@ -221,9 +224,9 @@ class Manager:
     # ---- out of the training, and back
 
     def leave(self, why: BaseException | str, *, note: str = "") -> None:
-        """Leave the training, for an error that ``is_of_mates``, or for a reason in words.  The others are told.
+        """Leave because of an error that ``is_of_mates``, or for a reason as text; the others are notified.
 
-        ``note``: what recover-status shows of this worker from now on.
+        ``note``: shown by recover-status for this worker from now on.
         """
         if note:
             self._parts.session.note(note)
@@ -234,16 +237,15 @@ class Manager:
             self._blame.left(self._parts)
 
     def release(self) -> None:
-        """Close the groups of the epoch: nothing of it touches a tensor any more.  May wait for the device."""
+        """Close the groups of the epoch: their operations touch no tensor any more.  May wait for the device."""
         self._parts.assignment.close()
 
     def wait_for_place(self, **offer: Any) -> Decision:
-        """Wait as a spare; the decision that gives this worker a place.
+        """Wait as a spare; return the decision that gives this worker a place.
 
         :param offer: fields of ``JoinStatus``: ``version`` and ``digest`` of its state; ``position`` None: it can take
             no place
-        :raises OtherPosition: it is to build the model of another position, which is its own from now on, and to wait
-            again
+        :raises OtherPosition: it must build the model of another position, which is its own from now on, and wait again
         :raises RunOver: there will be no place
         """
         try:
@@ -254,22 +256,23 @@ class Manager:
 
     @contextmanager
     def take_place(self, decision: Decision, traffic: Traffic) -> Iterator[None]:
-        """Take the place that ``decision`` has for this worker; in the block it makes its groups and has its state.
+        """Take this worker's place in ``decision``; the block must create its groups and load its state.
 
-        ``traffic`` carries its groups over replicas from then on.  Where the block raises it is to ``leave`` again.
+        ``traffic`` then carries its groups' operations over replicas.  If the block raises, ``leave`` must be called
+        again.
         """
         self._parts.orphan.come_back(decision)
         self.mark("regroup", waiting=True)
         traffic.recovery = self._parts
         yield
         self._parts.hooks.planned(decision)
-        # Where a replica goes on, that one tells of the plan; this one only where all are new.
+        # If a replica continues, it logs the plan; this replica logs it only if all are new.
         self._parts.planner.log(decision, None, 0.0)
 
     # ---- the optimizer's state, where it is spread over the replicas
 
     def shards(self, columns: Mapping[Column, Column], shadows: int, instances: int = 1) -> Shards:
-        """Say who holds which shard of the optimizer's state; see ``Shards`` for the parameters."""
+        """Return which worker holds which shard of the optimizer state; see ``Shards`` for the parameters."""
         return Shards(dict(columns), shadows, self._parts.assignment, instances)
 
     def overlap(

@@ -1,8 +1,8 @@
-"""The parts of a worker's recovery, put together: each part knows its own matter, and those that were made before it.
+"""The parts of a worker's recovery, assembled: each part knows its task, and the parts created before it.
 
-Only modules of this package use them: what trains has a ``Manager`` (`manager`).  A training step (`step`) and whatever
-else takes part in a run is given the ``Recovery`` and uses the part that it needs.  ``Blame`` judges with it whether a
-worker's mates may be to blame for an error, and for how long that is believed.
+Only modules of this package use them; a training loop has a ``Manager`` (`manager`).  A training step (`step`) and all
+other code that takes part in a run receives the ``Recovery`` and uses the parts that it needs.  ``Blame`` uses them to
+judge whether a worker's mates may be to blame for an error, and for how long to believe that.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from recover_megatron.workload.grid import LaunchGrid, Slot
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker as it comes into the run, beside its model and its state."""
+    """Description of a worker when it enters the run, without its model and state."""
 
     id: int
     slot: Slot | None
-    """The slot in which it stands at launch; None: it was started later, and has no place yet."""
+    """Its slot at launch; None: it was started later, and has no place yet."""
     node: str = ""
     """Name of its host."""
     domains: Sequence[str] = ()
-    """Names of the failure domains that it is in (``workload.domains``)."""
+    """Names of its failure domains (``workload.domains``)."""
     device: int | None = None
     """Number of its device on the host."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Flags of its command line that must be the same on all workers (`script_flags`), by name."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """The program that it runs (`program`); empty: it may be any."""
+    """Description of its program (`program`); empty: not compared."""
 
 
 class Recovery:
@@ -63,15 +63,15 @@ class Recovery:
         self.comm_config = comm_config
         self.hooks = hooks
         self.progress = ProgressReports(session, hooks)
-        mine = self.assignment = Assignment(session, worker.id, grid, comm_config, rules.least)
+        place = self.assignment = Assignment(session, worker.id, grid, comm_config, rules.least)
         if worker.slot is not None:
-            mine.stand(*grid.place(worker.slot))
+            place.stand(*grid.place(worker.slot))
         self.edges = Edges(worker.id)
         self.snapshots = SnapshotStore(comm_config, self.progress.inject)
         self.planner = Planner(
             session,
             hooks,
-            mine,
+            place,
             self.edges,
             rules,
             node=worker.node,
@@ -81,41 +81,41 @@ class Recovery:
             snapshots=self.snapshots,
             own=OwnDescription(worker.flags, worker.code, comm_config.peer_store, comm_config.secret),
         )
-        announcements = Announcements(mine, comm_config.peer_store)
+        announcements = Announcements(place, comm_config.peer_store)
         self.orphan = Orphan(
             session,
             hooks,
             self.progress,
-            mine,
+            place,
             self.planner,
             self.edges,
             announcements,
             at_launch=worker.slot is not None,
         )
-        self.rendezvous = Rendezvous(session, hooks, self.progress, mine, self.planner, self.orphan, announcements)
-        self.sections = Sections(hooks, self.progress, mine, self.orphan, self.rendezvous)
-        self.boundary = Boundary(hooks, self.progress, mine, self.rendezvous, verify_interval)
+        self.rendezvous = Rendezvous(session, hooks, self.progress, place, self.planner, self.orphan, announcements)
+        self.sections = Sections(hooks, self.progress, place, self.orphan, self.rendezvous)
+        self.boundary = Boundary(hooks, self.progress, place, self.rendezvous, verify_interval)
         self.exchange = Exchange(
-            hooks, comm_config, self.progress, mine, self.planner, self.edges, self.orphan, announcements
+            hooks, comm_config, self.progress, place, self.planner, self.edges, self.orphan, announcements
         )
         session.on_revoke(self.orphan.revoked)
 
     def view(self) -> View:
-        """See ``Manager.view``."""
-        mine, progress, session, planner = self.assignment, self.progress, self.session, self.planner
-        decision, epoch_groups, replica, inner_rank, position = mine.at_once()
+        """Return the view of ``Manager.view``."""
+        place, progress, session, planner = self.assignment, self.progress, self.session, self.planner
+        decision, epoch_groups, replica, inner_rank, position = place.at_once()
         started = decision is not None
         return View(
-            worker=mine.me,
-            grid=mine.grid,
+            worker=place.me,
+            grid=place.grid,
             communication=self.comm_config,
             plan=decision,
             replica=replica,
             inner_rank=inner_rank,
             position=position,
-            live=frozenset() if decision is None else mine.slots_of(decision)[1],
+            live=frozenset() if decision is None else place.slots_of(decision)[1],
             epoch_groups=epoch_groups,
-            quotas=mine.shares,
+            quotas=place.shares,
             snapshots=self.snapshots,
             number=progress.at,
             iteration=self.hooks.iteration(),
@@ -136,17 +136,17 @@ class Recovery:
         )
 
     def show(self, total: int) -> None:
-        """Tell the coordinator where this worker stands, and how much of a step of ``total`` its replica runs."""
+        """Report this worker's place, and how much of a step of ``total`` its replica runs, to the coordinator."""
         self.assignment.show(total, self.planner.can_go_back)
 
     def rebalance(self, speeds: Mapping[int, float], total: int, agree: Callable[[list[int]], list[int]]) -> None:
-        """Take up quotas for the next step by the paces of the one just committed; every worker of a replica calls it.
+        """Set quotas for the next step by the paces of the one just committed; every worker of a replica calls it.
 
-        How long a replica took per microbatch is summed with the gradients (``Tail``), so every worker of a column
-        knows the same numbers when a step is committed.  Columns measure different ones (stages wait for each other
-        differently), so ``agree`` gives all of a group that stands in one column what its first rank has.  No worker
-        changes anything after a step that fresh replicas began late: they ran little of it.  ``speeds``: replica ->
-        seconds per microbatch.
+        A replica's time per microbatch is summed with the gradients (``Tail``), so every worker of a column knows the
+        same numbers when a step is committed.  Columns measure different times (stages wait for each other
+        differently), so ``agree`` returns the values of the first rank to all of a group that is within one column.  No
+        worker changes quotas after a step that fresh replicas began late: they ran little of it.  ``speeds``: replica
+        -> seconds per microbatch.
         """
         decision, shares = self.assignment.decision, self.assignment.shares
         if shares.easing:
@@ -156,8 +156,8 @@ class Recovery:
         if len(paces) == len(decision.replicas):
             shares.balance.measured(paces)
         wanted = shares.balance.counts(current, total, multiple_of=shares.granularity, least=shares.least)
-        told = agree([wanted[replica] for replica in decision.replicas])
-        wanted = dict(zip(decision.replicas, told, strict=True))
+        agreed = agree([wanted[replica] for replica in decision.replicas])
+        wanted = dict(zip(decision.replicas, agreed, strict=True))
         if wanted != current:
             shares.rebalance(wanted)
             self.hooks.log(
@@ -167,7 +167,7 @@ class Recovery:
             )
 
     def finish(self) -> None:
-        """The training is over for this worker: leave in order, when all have come this far."""
+        """Leave in order, once all workers have reached the end of the training."""
         self.sections.run("end", lambda: None)
         self.orphan.finished = True
         self.assignment.epoch_groups.close()
@@ -175,17 +175,17 @@ class Recovery:
 
 
 UNEXPLAINED = 2
-"""How often in one iteration a replica's communication may fail while all of its workers live."""
+"""Number of times per iteration that a replica's communication may fail while all of its workers live."""
 
 
 @dataclass(eq=False)
 class Blame:
-    """Judges the errors of one worker, and remembers how often they were unexplained in this iteration.
+    """Judges the errors of one worker, and counts the unexplained ones in this iteration.
 
-    An operation on a group that fails while a mate is being lost fails by that, whatever its words are.  One that fails
-    in words of a lost connection is taken for the end of a mate before that is known, and the worker waits for another
-    replica.  Where its mates live and the iteration fails in the same way again and again, it is a fault of the work
-    (two workers that do not agree on a shape), and is told as one.
+    If an operation on a group fails while a mate is being lost, the loss is the cause, whatever the error text.  An
+    error about a lost connection is attributed to the death of a mate before that is known, and the worker waits for
+    another replica.  If the mates live and the iteration fails in the same way again and again, the training code is at
+    fault (for example, two workers disagree on a shape), and the error is reported as such.
     """
 
     _iteration: int = 0
@@ -193,9 +193,9 @@ class Blame:
     _judged: tuple[BaseException | None, bool] = (None, False)
 
     def of_mates(self, error: BaseException, recovery: Recovery) -> bool:
-        """Whether ``error`` is no fault of this worker and its work: its replica is broken, or seems to be.
+        """Return whether ``error`` is no fault of this worker and its code: its replica is broken, or seems to be.
 
-        May wait for the news of a death, once for an error.  Raises as ``Session.wait_lost`` does.
+        May wait for the news of a death, once per error.  Raises as ``Session.wait_lost`` does.
         """
         if self._judged[0] is not error:
             self._judged = error, self._is_of_mates(error, recovery)
@@ -204,7 +204,7 @@ class Blame:
     def _is_of_mates(self, error: BaseException, recovery: Recovery) -> bool:
         if isinstance(error, Orphaned):
             return True
-        if is_of_device(error):  # of an orphan, too: with this device it could only wait, and nobody would replace it
+        if is_of_device(error):  # an orphan's, too: with this device it could only wait, and would not be replaced
             return False
         if recovery.orphan.orphaned:
             return True
@@ -215,11 +215,11 @@ class Blame:
                 return True
         elif is_own(error) or not is_in_a_group(error):
             return False
-        # Not until an epoch is revoked: that may be for others' sake, and before the news of a mate's death.
+        # Do not wait for a revoke: it may be due to others, and come before the news of a mate's death.
         return recovery.session.wait_lost(recovery.assignment.mates, BLAME_SECONDS)
 
     def left(self, recovery: Recovery) -> None:
-        """This worker has left the training because of such an error, and has waited for the news of a death."""
+        """Count the error for which this worker left the training, after it has waited for the news of a death."""
         iteration = recovery.hooks.iteration()
         if self._iteration != iteration:
             self._iteration, self._unexplained = iteration, 0

@@ -1,18 +1,18 @@
-"""One training iteration, to its end, whoever dies: the state machine of layer 2.
+"""State machine of layer 2: one training iteration, to its end, whichever workers die.
 
     COMPUTE ----> REDUCE ----> AGREE ----> COMMITTED
        |            |            |             ^
-       |            '--revoked---+             | it was decided before the epoch ended, or the plan says so
+       |            '--revoked---+             | committed before the epoch ended, or by the plan
        |                         v             |
        |                    RENDEZVOUS --------'
        |                         |  plan of the next epoch
        |                         v
        '----> REDUCE <------- RERUN: pull what is finished anywhere, run the lost microbatches into what is not
 
-COMPUTE and RERUN are never interrupted: they use only what lies inside a replica, whose workers run them in lock-step.
-(If one left in the middle, its mates would wait for it, and everybody else for them at the rendezvous.)  Whether the
-epoch was revoked is looked at where replicas meet: in REDUCE and AGREE.  A worker whose own replica broke leaves from
-any state, by ``Orphaned`` or by the error of its replica's communication.
+COMPUTE and RERUN are never interrupted: they use only groups inside a replica, whose workers run them in lock-step.
+(If one worker left in the middle, its mates would wait for it, and all others for them at the rendezvous.)  Only where
+replicas meet, in REDUCE and AGREE, does a worker check whether the epoch was revoked.  A worker whose own replica broke
+leaves from any state, by ``Orphaned`` or by the error of its replica's communication.
 
 Nothing before COMMITTED changes a parameter, and after it no worker of another replica is needed for this step.
 """
@@ -33,11 +33,11 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.trainer import Outcome, Tail, Trainer, alive
 
 REGROUP_SECONDS = 120.0
-"""Beyond the hang timeout, for all rings of an epoch to open, and again for what is pulled over them."""
+"""Seconds beyond the hang timeout for all rings of an epoch to open, and again for the pull over them."""
 
 
 class State(Enum):
-    """As drawn above; the values name the phases of ``Outcome.seconds``."""
+    """States of the diagram above; the values name the phases of ``Outcome.seconds``."""
 
     COMPUTE = "compute"
     REDUCE = "reduce"
@@ -48,10 +48,10 @@ class State(Enum):
 
 
 class Step:
-    """One iteration of one worker.
+    """State machine of one iteration of one worker.
 
     ``total``: microbatches of the step, over all replicas.  ``tail``: the bucket that is summed last (`trainer`).
-    ``share``: 1 / how many workers of the dense parameters' column stand in one replica (see ``Tail.fill``).
+    ``share``: 1 / number of workers of the dense parameters' column in one replica (see ``Tail.fill``).
     """
 
     def __init__(self, recovery: Recovery, trainer: Trainer, total: int, tail: Tail, share: float) -> None:
@@ -71,10 +71,10 @@ class Step:
         self._number = 0
 
     def run(self) -> Outcome:
-        """Return when the step is committed; raises ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``),
+        """Return when the step is committed; raise ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``),
         ``Disagreement``, and what ``Trainer.compute`` raises.
 
-        Where a ``Disagreement`` is found after gradients of this replica may have been summed, the run ends for all.
+        If a ``Disagreement`` is found after gradients of this replica may have been summed, the run ends for all.
         """
         parts = {
             State.COMPUTE: self._compute,
@@ -95,10 +95,10 @@ class Step:
                 if state is State.REDUCE or self._may_be_summed(error):
                     self._progress.end_run(f"worker {self._assignment.me} has found wrong gradients", error)
                 raise
-            if recovering and state is not State.RERUN:  # which tells its parts
+            if recovering and state is not State.RERUN:  # RERUN records its parts
                 self._took(state.value, time.perf_counter() - started)
             recovering, state = recovering or following is State.RENDEZVOUS, following
-        self._progress.tried.clear()  # what ends this worker from here on is no fault of a microbatch
+        self._progress.tried.clear()  # an error from here on is not caused by a microbatch
         self._outcome.counted = self._tail.verify()
         self._outcome.extras = self._tail.extras
         self._outcome.speeds = self._tail.seconds
@@ -119,58 +119,59 @@ class Step:
         return State.RERUN
 
     def _compute(self) -> State:
-        """My replica's share of the microbatches; buckets that are complete are summed meanwhile."""
-        mine = self._assignment
+        """Run this replica's share of the microbatches; complete buckets are summed meanwhile."""
+        assignment = self._assignment
         self._progress.mark("forward")
-        if not mine.epoch_groups.over:
-            self._trainer.gradients.stream(mine.epoch_groups, mine.live)
+        if not assignment.epoch_groups.over:
+            self._trainer.gradients.stream(assignment.epoch_groups, assignment.live)
         self._run_microbatches()
         return State.REDUCE
 
     def _reduce(self) -> State:
-        """Sum the gradients over the column, and with them who ran what."""
-        mine = self._assignment
+        """Sum the gradients over the column, together with the counts of who ran what."""
+        assignment = self._assignment
         self._progress.mark("reduce-scatter", waiting=True)
         self._orphan.check()
-        self._tail.fill(mine.replica, self._ran, self._trainer.extras(), self._share, self._pace)
-        self._trainer.gradients.reduce(mine.epoch_groups, mine.live, self._tail)
+        self._tail.fill(assignment.replica, self._ran, self._trainer.extras(), self._share, self._pace)
+        self._trainer.gradients.reduce(assignment.epoch_groups, assignment.live, self._tail)
         self._tail.verify()
         return State.AGREE
 
     def _agree(self) -> State:
-        """Wait until all have every sum: then nobody needs another replica for this step any more."""
+        """Wait until all workers have every sum: then none needs another replica for this step any more."""
         self._progress.agree(self._number)
         return State.COMMITTED
 
     # ---- after a death
 
     def _meet(self) -> State:
-        """Meet whoever is left; their plan says what my replica runs in place of the lost ones."""
-        mine = self._assignment
+        """Meet the remaining workers; their plan names the lost microbatches that this replica runs."""
+        assignment = self._assignment
         if self._rendezvous.committed_before_the_end(self._number):
             return State.COMMITTED
         self._rendezvous.meet(self._number, step=True, total=self._total, ran=tuple(self._ran))
-        if mine.committed(self._number):
+        if assignment.committed(self._number):
             self._outcome.by_plan = True
             return State.COMMITTED
-        for replica, inner_ranks in mine.decision.rerun.items():
+        for replica, inner_ranks in assignment.decision.rerun.items():
             if lost := [j for inner_rank in inner_ranks for j in inner_rank]:
                 self._outcome.reran.setdefault(replica, []).extend(lost)
-        self._todo = mine.decision.rerun.get(mine.replica, [])
+        self._todo = assignment.decision.rerun.get(assignment.replica, [])
         return State.RERUN
 
     def _rerun(self) -> State:
-        """Take over what is finished anywhere, then run the lost microbatches into what is not."""
-        mine, gradients = self._assignment, self._trainer.gradients
-        # All workers wait for each other here, and tell nothing meanwhile.
+        """Pull finished sums, then run the lost microbatches into the unfinished parts."""
+        assignment, gradients = self._assignment, self._trainer.gradients
+        # All workers wait for each other here, and report nothing meanwhile.
         self._progress.mark("reduce-scatter", waiting=True, allow=REGROUP_SECONDS)
         with self._phase("regroup"):
             gradients.hold()
             self._open_rings()
         self._progress.mark("reduce-scatter", waiting=True, allow=REGROUP_SECONDS)
-        # If it is revoked: other columns may have finished and be running already, so this one runs, and tells later.
+        # After a revoke other columns may have finished and be running already: this worker runs, too, and raises
+        # later.
         with self._phase("pull"), suppress(EpochRevoked):
-            gradients.pull(mine.epoch_groups, mine.live, self._tail)
+            gradients.pull(assignment.epoch_groups, assignment.live, self._tail)
         self._progress.mark("forward")
         self._progress.inject("recovery")
         with self._phase("rerun"):
@@ -184,7 +185,7 @@ class Step:
     # ---- parts of the above
 
     def _may_be_summed(self, error: Disagreement) -> bool:
-        """Tell if a sum may have what is wrong in it, which other workers would keep and commit without this one.
+        """Return whether wrong values may be in a sum, which other workers would keep and commit without this one.
 
         After a pass the mates may have submitted gradients that they have reduced with this worker's.  In the middle of
         a pass they have not: they cannot finish it without this worker.
@@ -194,22 +195,22 @@ class Step:
 
     def _open_rings(self) -> None:
         """Open the rings of this epoch before anything depends on them."""
-        mine = self._assignment
+        assignment = self._assignment
         columns = dict.fromkeys([*self._trainer.gradients.columns, self._tail.column])
-        rings = [alive(column, mine.live) for column in columns]
-        mine.epoch_groups.open_rings(rings)
+        rings = [alive(column, assignment.live) for column in columns]
+        assignment.epoch_groups.open_rings(rings)
         with suppress(EpochRevoked):  # raised again in REDUCE
             for ring in rings:
-                mine.epoch_groups.ring(ring)
+                assignment.epoch_groups.ring(ring)
 
     def _run_microbatches(self) -> None:
-        mine = self._todo[self._assignment.inner_rank] if self._todo else []
-        self._progress.tried.update(j for inner_rank in self._todo if inner_rank is not mine for j in inner_rank)
-        if mine:
+        own = self._todo[self._assignment.inner_rank] if self._todo else []
+        self._progress.tried.update(j for inner_rank in self._todo if inner_rank is not own for j in inner_rank)
+        if own:
             started = time.perf_counter()
-            self._trainer.compute(mine, again=self._again)
+            self._trainer.compute(own, again=self._again)
             if not self._again:
-                self._pace = (time.perf_counter() - started) / len(mine)
+                self._pace = (time.perf_counter() - started) / len(own)
             self._again = True
         self._ran += [j for inner_rank in self._todo for j in inner_rank]
         self._todo = []

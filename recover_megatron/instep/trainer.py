@@ -1,14 +1,14 @@
 """Input and result of a step: ``Trainer`` with its ``Gradients`` and ``Tail``, and ``Outcome``.
 
-The buckets of gradients and parameters on their way through the rings:
+Path of the gradient and parameter buckets through the rings:
 
     buffers --(compute)--> LOCAL --submit, in one order--> rings --wait--> REDUCED --(commit)--> the optimizer
                              ^                                                 |
-                             '---- re-run: REDUCED spans set aside, put back --'
+                             '------ re-run: REDUCED spans saved, restored ----'
 
-With the distributed optimizer (``Shards``) the ring does its first half only: a sum is REDUCED at the workers that hold
-the part of the optimizer's state which it updates, and all others keep their own gradient.  After a death a pull gives
-what is REDUCED anywhere to all members, as without it.
+With the distributed optimizer (``Shards``) the ring does only its first half: a sum is REDUCED at the workers that hold
+the part of the optimizer state which it updates, and all others keep their own gradient.  After a death a pull gives
+everything that is REDUCED anywhere to all members, as without the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from recover_megatron.workload.grid import Column
 
 
 class Gradients:
-    """The buckets of this worker, in the order in which every worker of their columns submits them.
+    """Gradient buckets of this worker, in the order in which every worker of their columns submits them.
 
-    ``parts``: (column, flat tensor) of each.  ``shards``: with the distributed optimizer, which parts of the sum each
-    worker needs (its own, and those that it is a shadow of); None: all need all.  ``memory``: where sums are set aside.
+    ``parts``: (column, flat tensor) of each.  ``shards``: with the distributed optimizer, the parts of the sum that
+    each worker needs (its own, and those that it shadows); None: every worker needs all.  ``memory``: where sums are
+    saved.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class Gradients:
         return list(dict.fromkeys(column for column, _ in self._parts))
 
     def begin(self) -> None:
-        """A new iteration: everything is LOCAL."""
+        """Begin a new iteration: everything is LOCAL."""
         self.hold()
         for _, bucket in self._parts:
             bucket.ledger.clear()
 
     def stream(self, epoch_groups: EpochGroups, live: frozenset[int]) -> None:
-        """From now on a bucket is summed as soon as it and all before it are ready (--overlap-grad-reduce)."""
+        """Sum each bucket from now on as soon as it and all before it are ready (--overlap-grad-reduce)."""
         self.hold()
         self._stream = epoch_groups, live
 
@@ -69,11 +70,11 @@ class Gradients:
 
     @property
     def submitted(self) -> bool:
-        """True when other workers may hold a sum with gradients of this worker's present pass."""
+        """True if other workers may hold a sum with gradients of this worker's present pass."""
         return self._next > 0
 
     def ready(self, number: int) -> None:
-        """The last gradient of this pass has been added to bucket ``number``; called during the backward pass."""
+        """Record that bucket ``number`` has the last gradient of this pass; called during the backward pass."""
         self._ready[number] = True
         if self._stream is None:
             return
@@ -81,7 +82,7 @@ class Gradients:
             try:
                 self._submit(*self._stream)
             except EpochRevoked:
-                self._stream = None  # told again where the step reduces; until then this replica goes on computing
+                self._stream = None  # raised again where the step reduces; until then this replica continues computing
                 return
 
     def reduce(self, epoch_groups: EpochGroups, live: frozenset[int], tail: Tail) -> None:
@@ -100,22 +101,22 @@ class Gradients:
         self.hold()
 
     def pull(self, epoch_groups: EpochGroups, live: frozenset[int], tail: Tail) -> None:
-        """Take over what is REDUCED at any member of a column: it is final.  Raises ``EpochRevoked``."""
+        """Copy everything that is REDUCED at any member of a column: it is final.  Raises ``EpochRevoked``."""
         for column in dict.fromkeys([*self.columns, tail.column]):
-            buckets = [bucket for its, bucket in self._parts if its == column]
+            buckets = [bucket for key, bucket in self._parts if key == column]
             if column == tail.column:
                 buckets.append(tail.bucket)
             epoch_groups.ring(alive(column, live)).pull(buckets)
 
     def set_aside(self) -> list[Aside]:
-        """Copies of what is REDUCED, while lost microbatches run again into the same buffers."""
+        """Save copies of the REDUCED spans, while lost microbatches run again into the same buffers."""
         kept: list[Aside] = []
         for _, bucket in self._parts:
             kept.append(bucket.set_aside(self._memory, sum(aside.device_bytes for aside in kept)))
         return kept
 
     def divide_local(self, number: int, factor: float) -> None:
-        """Divide what is LOCAL of bucket ``number``, between two epochs."""
+        """Divide the LOCAL spans of bucket ``number`` by ``factor``, between two epochs."""
         bucket = self._parts[number][1]
         with torch.no_grad():
             for span in bucket.ledger.local:
@@ -134,7 +135,7 @@ class Gradients:
 
 
 def alive(column: Column, live: frozenset[int]) -> Column:
-    """Those of a column that have a place in the epoch, in the column's order."""
+    """Return the slots of a column that have a place in the epoch, in the column's order."""
     return tuple(worker for worker in column if worker in live)
 
 
@@ -147,11 +148,11 @@ class Tail:
 
     [count of id 0..total-1 | replica+1 of id 0..total-1 | seconds per microbatch of each replica | extras]
 
-    It is the audit: a step is committed only if every id was counted exactly once, and what steps.jsonl says comes from
-    the sum, not from the plan.  ``replicas``: the launch's number of them.
+    It is the audit: a step is committed only if every id was counted exactly once, and the counts in steps.jsonl come
+    from the sum, not from the plan.  ``replicas``: the number of replicas at launch.
 
-    The size is the same at all members from the start, since a recovery may compare ledgers before anybody has filled
-    it.  ``extras``: ``room`` for any numbers that are summed over the column (losses, tokens).
+    The size is the same at all members from the start, since a recovery may compare ledgers before any worker has
+    filled it.  ``extras``: ``room`` numbers that are summed over the column (losses, tokens).
     """
 
     def __init__(self, column: Column, total: int, replicas: int, device: torch.device, *, room: int = EXTRAS) -> None:
@@ -163,13 +164,13 @@ class Tail:
         self.bucket = Bucket(torch.zeros(self._extras_at + room, dtype=torch.float64, device=device))
 
     def fill(self, replica: int, ids: Sequence[int], extras: torch.Tensor, share: float, seconds: float = 0.0) -> None:
-        """Set what this worker adds: the ids of all that it ran, and its extras (float64, flat, at most ``room``).
+        """Set this worker's contribution: the ids of all that it ran, and its extras (float64, flat, at most ``room``).
 
-        ``share``: 1 / how many workers of this column stand in one replica: their counts add up to one.  ``seconds``:
-        per microbatch of the main pass.  What is finished already is not touched.
+        ``share``: 1 / number of workers of this column in one replica: their counts add up to one.  ``seconds``: per
+        microbatch of the main pass.  Spans that are REDUCED already are not touched.
         """
         if extras.numel() > self._room:
-            raise ValueError(f"{extras.numel()} numbers to be logged per step, there is room for {self._room}")
+            raise ValueError(f"the step has {extras.numel()} numbers to log, but the tail has room for {self._room}")
         flat = torch.zeros(self._extras_at + self._room, dtype=torch.float64)
         where = torch.tensor(list(ids), dtype=torch.int64)
         flat[where] = share
@@ -181,11 +182,11 @@ class Tail:
         aside.put_back()
 
     def verify(self) -> dict[int, list[int]]:
-        """Replica -> ids it counted, from the finished sum.  Raises Disagreement unless each id was counted once."""
+        """Return replica -> ids it counted, by the finished sum.  Raises Disagreement if an id was not counted once."""
         counts, replicas = self.bucket.flat[: 2 * self.total].cpu().view(2, -1).round(decimals=6).tolist()
         wrong = {j: count for j, count in enumerate(counts) if count != 1}
         if wrong:
-            raise Disagreement(f"microbatches counted other than once, of {self.total}: {wrong}")
+            raise Disagreement(f"of {self.total} microbatches some were not counted exactly once: {wrong}")
         counted: dict[int, list[int]] = {}
         for j, replica in enumerate(replicas):
             counted.setdefault(round(replica) - 1, []).append(j)
@@ -198,9 +199,9 @@ class Tail:
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Replica -> seconds per microbatch, of those that told."""
-        told = self.bucket.flat[self._seconds_at : self._extras_at].tolist()
-        return {replica: seconds for replica, seconds in enumerate(told) if seconds > 0}
+        """Replica -> seconds per microbatch, for replicas that reported it."""
+        means = self.bucket.flat[self._seconds_at : self._extras_at].tolist()
+        return {replica: seconds for replica, seconds in enumerate(means) if seconds > 0}
 
 
 class Trainer(Protocol):
@@ -213,14 +214,14 @@ class Trainer(Protocol):
     def compute(self, ids: Sequence[int], *, again: bool) -> None:
         """Run these microbatches forward and backward and add their gradients to the buckets, summing nothing.
 
-        ``ids`` are those of this worker's inner rank.  ``again``: on top of what earlier calls of this step added.
+        ``ids``: for this worker's inner rank.  ``again``: in addition to earlier calls of this step.
         """
 
     def settle(self) -> None:
-        """After ``compute``: the buckets hold the gradients (extra main gradients were copied into them)."""
+        """Bring the gradients into the buckets after ``compute`` (extra main gradients are copied into them)."""
 
     def extras(self) -> torch.Tensor:
-        """Losses and counts over all ``compute`` calls of this step, to be summed over the column; float64, flat."""
+        """Return losses and counts of all ``compute`` calls of this step, to be summed over the column; float64."""
 
 
 @dataclass
@@ -231,12 +232,12 @@ class Outcome:
     """Replica -> microbatch ids, from the sum itself."""
     extras: torch.Tensor
     reran: dict[int, list[int]] = field(default_factory=dict)
-    """Replica -> ids that it ran in place of lost ones."""
+    """Replica -> ids that it ran in place of a lost replica."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of the recovery by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker joined it;
     empty if there was none."""
     aside_bytes: int = 0
-    """Device and host memory, at its peak, of the finished sums that were set aside during a re-run."""
+    """Peak device and host memory of the finished sums that were saved during a re-run."""
     speeds: dict[int, float] = field(default_factory=dict)
     """Replica -> seconds per microbatch of its main pass, the same on all workers of a column."""
     by_plan: bool = False
@@ -244,14 +245,14 @@ class Outcome:
 
 
 class Parameters:
-    """The model's parameters after a sharded update: everybody gets what the primaries have made.
+    """Model parameters after a sharded update: every worker gets the values that the primaries have updated.
 
         updated --gather--> each part from its primary, over the ring --all have agreed--> complete
            ^                        |
-           '---- epoch revoked -----'     pull: what arrived anywhere is final; the rest comes from who is primary now,
-                                          the shadow of a lost owner, which has made the same update
+           '---- epoch revoked -----'     pull: parts that arrived anywhere are final; the rest comes from the new
+                                          primary, the shadow of a lost owner, which has done the same update
 
-    ``parts``: (column, flat tensor) of each bucket, in the order of those of the gradients.
+    ``parts``: (column, flat tensor) of each bucket, in the order of the gradients' buckets.
     """
 
     def __init__(self, parts: Sequence[tuple[Column, torch.Tensor]], shards: Shards) -> None:
@@ -259,18 +260,18 @@ class Parameters:
         self._shards = shards
 
     def begin(self) -> None:
-        """An update begins: nothing has been gathered."""
+        """Begin an update: nothing has been gathered."""
         for _, bucket in self._parts:
             bucket.ledger.clear()
 
     def gather(self, epoch_groups: EpochGroups, live: frozenset[int], *, again: bool) -> None:
-        """Give every part to all; afterwards the parameters are complete.  Raises ``EpochRevoked``.
+        """Send every part to all members; afterwards the parameters are complete.  Raises ``EpochRevoked``.
 
-        ``again``: somebody may hold parts that an earlier epoch brought; the same at all members.
+        ``again``: some worker may hold parts that an earlier epoch brought; the same at all members.
         """
         if again:
             for column in dict.fromkeys(column for column, _ in self._parts):
-                epoch_groups.ring(alive(column, live)).pull([bucket for its, bucket in self._parts if its == column])
+                epoch_groups.ring(alive(column, live)).pull([bucket for key, bucket in self._parts if key == column])
         handles = []
         for column, bucket in self._parts:
             spans, _ = self._shards.cut(column, bucket.ledger.numel)

@@ -1,4 +1,4 @@
-"""The run as one worker knows it at one moment: the plan in force, the worker's place, and its progress."""
+"""Knowledge of one worker about the run at one moment: the plan in force, the worker's place, and its progress."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from recover_megatron.workload.grid import LaunchGrid, Slot
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A worker's view of the run.  Each ``Manager.view`` makes another: look again after a method that meets others.
+    """A worker's view of the run.  Each ``Manager.view`` returns a new one: get it again after a meeting.
 
-    ``groups``, ``quotas`` and ``snapshots`` are handles of things that go on changing; all else stays as it is.
+    ``groups``, ``quotas`` and ``snapshots`` are handles of objects that keep changing; all else is constant.
     """
 
     worker: int
@@ -24,13 +24,13 @@ class View:
     communication: CommunicationConfig
 
     plan: Decision | None
-    """The last plan that had a place for this worker; None: the first epoch was not joined yet."""
+    """The last plan with a place for this worker; None: it has not joined the first epoch yet."""
     replica: int
     inner_rank: int
     position: int | None
-    """The position that this worker's model is built for; None: it has no model yet."""
+    """The position for which this worker's model is built; None: it has no model yet."""
     live: frozenset[Slot]
-    """The slots in which somebody stands by ``plan``; the same object for as long as the plan is."""
+    """The slots with a worker by ``plan``; the same object as long as the plan is the same."""
     epoch_groups: EpochGroups | None
     quotas: Quotas
     snapshots: SnapshotStore
@@ -46,36 +46,36 @@ class View:
     section: str
     """The kind of the section under way, or of the last one; empty: there was none."""
     joining_next: bool
-    """Whether the step that follows is one that others have begun, or some begin without a state."""
+    """True if the next step is one that others have begun, or that some workers begin without a state."""
     verifying: bool
-    """Whether states are compared before the step of this iteration."""
+    """True if states are compared before the step of this iteration."""
     in_section_of_others: bool
-    """Whether the epoch was made while others were in a section that comes before the next step."""
+    """True if the epoch was formed while others were in a section that comes before the next step."""
 
     orphaned: bool
-    """Whether this worker's replica is known to be broken."""
+    """True if this worker's replica is known to be broken."""
     spare_seconds: float
-    """How long this worker has been without a place."""
+    """Seconds since this worker lost its place; 0: it has one."""
     counted_on: frozenset[int]
     """The workers that the run counts on."""
     set_aside: frozenset[int]
-    """Live workers that the run goes on without, since they were late: they can still be asked for their state."""
+    """Live workers that were set aside for lateness: they can still be asked for their state."""
     lost: Failure | None
-    """The loss that the last epoch found and that this worker has met the others for."""
+    """The loss that the last epoch found and for which this worker has met the others."""
     whereabouts: Mapping[int, LostWorker]
-    """The hosts and devices of the workers that were there when the last epoch was made."""
+    """The hosts and devices of the members of the last epoch."""
     term: int
     """The term of the coordinator that formed the epoch: the same on all of its members."""
 
     @property
     def started(self) -> bool:
-        """Whether the first epoch was joined: before it a death ends the run."""
+        """True after the first epoch was joined; before that a death ends the run."""
         return self.plan is not None
 
     @property
     def decision(self) -> Decision:
-        """The plan, of a worker that has joined an epoch."""
-        assert self.plan is not None, "no epoch was joined yet"
+        """The plan; only for a worker that has joined an epoch."""
+        assert self.plan is not None, "this worker has not joined an epoch yet"
         return self.plan
 
     @property
@@ -84,10 +84,10 @@ class View:
 
     @property
     def groups(self) -> EpochGroups:
-        """Groups of the epoch, of a worker that has joined one."""
-        assert self.epoch_groups is not None, "no epoch was joined yet"
+        """Groups of the epoch; only for a worker that has joined one."""
+        assert self.epoch_groups is not None, "this worker has not joined an epoch yet"
         return self.epoch_groups
 
     def share(self, total: int) -> list[list[int]]:
-        """The microbatches of this worker's replica in a step of ``total``, by inner rank."""
+        """Return the microbatches of this worker's replica in a step of ``total``, by inner rank."""
         return self.quotas.of(self.decision, self.replica, total)

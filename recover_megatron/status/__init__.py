@@ -1,6 +1,6 @@
-"""``recover-status``: a live view of a running job, asked of its coordinator.
+"""``recover-status``: a live view of a running job, from its coordinator.
 
     addresses --watch: ask--> view (JSON) --model: read--> Status --screen: render--> terminal, or JSON
 
-docs/status.md has the command. Looking changes nothing: an observer is no member of the run (``membership.view``).
+docs/status.md describes the command. A view changes nothing: an observer is no member of the run (``membership.view``).
 """

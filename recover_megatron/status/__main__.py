@@ -1,7 +1,7 @@
-"""``recover-status HOST:PORT[,HOST:PORT...]``, or a log folder: what a running job does, from its coordinator.
+"""``recover-status HOST:PORT[,HOST:PORT...]``, or a log folder: the status of a running job, from its coordinator.
 
-Exit status: 0, also when the run turns out to have ended; 1 if nobody answers; 2 for a wrong address or secret.  With
-``--check`` those of monitoring (``headline.Level``), with ``drain`` those of ``DrainExit``.
+Exit status: 0, also if the run turns out to have ended; 1 if no coordinator answers; 2 for a wrong address or secret.
+With ``--check``: the codes of monitoring (``headline.Level``), with ``drain``: those of ``DrainExit``.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, SECRET_FILE_VARIABL
 EXIT_NOBODY = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Of ``drain``, where 0 means that the node may be switched off."""
+"""Exit code of an interrupted ``drain``, whose code 0 means that the node may be switched off."""
 PATIENCE_SECONDS = 30.0
-"""A live view that nobody answers any more ends after this long: a new coordinator leads sooner, or never."""
+"""Seconds without any answer after which a live view ends: a new coordinator leads sooner, or never."""
 SHORTEST_INTERVAL = 0.5
-"""Seconds; a coordinator refuses who asks more often."""
+"""Seconds; a coordinator refuses an observer that asks more often."""
 PAUSE_SECONDS = 0.5
-"""Between two questions of ``drain``."""
+"""Seconds between two requests of ``drain``."""
 
 
 class DrainExit(IntEnum):
-    """Exit codes of ``drain``, beside ``EXIT_NOBODY`` and ``EXIT_INTERRUPTED``."""
+    """Exit codes of ``drain``, in addition to ``EXIT_NOBODY`` and ``EXIT_INTERRUPTED``."""
 
     DRAINED = 0
-    """It may be switched off."""
+    """The node may be switched off."""
     REFUSED = 3
-    """Nothing has changed; or, of a host, some of its nodes are drained and others stay."""
+    """Nothing has changed; or, for a host, some of its nodes are drained and others stay."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="recover-status",
-        description="A live view of a running job, asked of its coordinator. Looking changes nothing in the run; with "
-        "drain NODE a node's workers leave it in order, so that the node can be switched off.",
-        epilog="The job's secret: DIR/secret, if the launch made one up; else from the environment, "
-        f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} (a file of mode 0600). docs/status.md says where to find address "
-        "and secret of a launch.",
+        description="Show a live view of a running job, from its coordinator. A view changes nothing in the run. "
+        "drain NODE makes the workers of a node leave the run in order, so that the node can be switched off.",
+        epilog="The job's secret: DIR/secret, if the launch generated one; else from the environment, "
+        f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} (a file of mode 0600). docs/status.md describes where to find "
+        "the address and the secret of a launch.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
@@ -68,34 +68,32 @@ def make_parser() -> argparse.ArgumentParser:
         "drain",
         nargs="*",
         metavar="drain NODE",
-        help="have the workers of NODE (a node as the view names it, or a host) leave the run at the next iteration "
-        "without losing a step, and wait until it may be switched off: exit code 0; 3: the run cannot do without it",
+        help="make the workers of NODE (a node as named in the view, or a host) leave the run at the next iteration "
+        "without losing a step, and wait until NODE may be switched off: exit code 0; 3: the run cannot do without it",
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print one view and end")
-    how.add_argument(
-        "--watch", action="store_true", help="show view after view, which it does if nothing else is asked"
-    )
+    how.add_argument("--once", action="store_true", help="print one view and exit")
+    how.add_argument("--watch", action="store_true", help="show views continuously (the default)")
     how.add_argument(
         "--check",
         action="store_true",
-        help="print one line and end with an exit code for monitoring: "
-        "0 healthy or finished, 1 degraded, recovering or starting, 2 stalled or failed, 3 not known",
+        help="print one line and exit with a code for monitoring: "
+        "0 healthy or finished, 1 degraded, recovering or starting, 2 stalled or failed, 3 unknown",
     )
-    how.add_argument("--json", action="store_true", help="print one JSON object and end")
+    how.add_argument("--json", action="store_true", help="print one JSON object and exit")
     how.add_argument(
         "--coordinators",
         action="store_true",
-        help="print the addresses of all candidates of which the folder tells, as recover-run --join takes them "
-        "(--recover-coordinator), ask nobody, and end",
+        help="print the addresses of all candidates that the folder names, in the format of recover-run --join "
+        "(--recover-coordinator), without a request, and exit",
     )
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two views (default: 1)")
-    parser.add_argument("--secret-file", type=Path, metavar="PATH", help="instead of the environment; mode 0600")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between views (default: 1)")
+    parser.add_argument("--secret-file", type=Path, metavar="PATH", help="file with the job's secret; mode 0600")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    if sys.stdout is None:  # started with stdout closed (>&-): the exit code is all that can be told
+    if sys.stdout is None:  # started with stdout closed (>&-): the exit code is the only result
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -104,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.addresses == "drain" and len(args.drain) == 1 and COORDINATOR_VARIABLE in os.environ:
         args.addresses, args.drain = os.environ[COORDINATOR_VARIABLE], ["drain", *args.drain]
     if args.drain and (len(args.drain) != 2 or args.drain[0] != "drain" or not args.drain[1]):
-        parser.error(f"{' '.join(args.drain)}: what can be asked for is: drain NODE")
+        parser.error(f"{' '.join(args.drain)}: the only command is: drain NODE")
     if args.drain and (args.once or args.watch or args.check or args.json or args.coordinators):
-        parser.error("drain NODE shows how that goes on: ask for a view by itself")
+        parser.error("drain NODE shows its own progress: it takes no option for a view")
     if args.addresses is None:
         parser.error(f"give the coordinator's HOST:PORT, or set {COORDINATOR_VARIABLE}")
     if args.coordinators:
@@ -126,12 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where it may fail
         return code
     except AuthenticationError as error:
-        told = f"{error}; set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} to the secret of the run"
-        return _refuse(told, EXIT_USAGE, check=args.check)
+        message = f"{error}; set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} to the secret of the run"
+        return _refuse(message, EXIT_USAGE, check=args.check)
     except OtherVersion as error:
         return _refuse(str(error), EXIT_NOBODY, check=args.check)
     except NoAnswer as error:
-        hint = "the run is over (its launcher's output and events-*.jsonl say how), has not started, or is elsewhere"
+        hint = "the run is over (see its launcher's output and events-*.jsonl), has not started, or is elsewhere"
         more = "" if args.check else f"\nEither {hint}."
         return _refuse(f"no coordinator answers: {error}{more}", EXIT_NOBODY, check=args.check)
     except KeyboardInterrupt:
@@ -139,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _print_no_more()
         return EXIT_NOBODY if args.drain else 0
-    except OSError as error:  # a file of the folder, or what is written to
+    except OSError as error:  # a file of the folder, or the output
         _print_no_more()
         return _refuse(str(error), Level.UNKNOWN if args.check else EXIT_NOBODY)
     finally:
@@ -169,13 +167,13 @@ def _show(source: Source, args: argparse.Namespace) -> int:
 
 
 def _print_no_more() -> None:
-    """What is still to be written to stdout, which takes nothing, would fail once more when the interpreter ends."""
+    """Redirect stdout to /dev/null: its unwritten data would fail again when the interpreter exits."""
     with contextlib.suppress(OSError):  # no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(reason: str, code: int, *, check: bool = False) -> int:
-    """Tell why there is nothing to show; returns the exit status.  ``check``: as monitoring wants it told."""
+    """Print why there is nothing to show; return the exit status.  ``check``: in the format of monitoring."""
     if check:
         print(f"UNKNOWN: {reason}")
         return Level.UNKNOWN
@@ -184,20 +182,20 @@ def _refuse(reason: str, code: int, *, check: bool = False) -> int:
 
 
 def drain(node: str, look: Callable[[str | None], RunStatus], patience: float, say: Callable[[str], None]) -> DrainExit:
-    """Have ``node`` (or all nodes of a host of that name) drained, and tell of it until it is known what becomes of it.
+    """Ask to drain ``node`` (or all nodes of a host of that name), and report progress until the outcome is known.
 
     ask -> asked, moving: a line for each change -> drained: it may be switched off
-                                               |--> refused: why; of a host: which of its nodes
-                                               '--> the run ends: so it may, too
+                                               |--> refused: why; for a host: which of its nodes
+                                               '--> the run ends: it may be switched off, too
 
-    The coordinator that was asked may be lost before the run's members know of it; the next one shows nothing of the
-    node then, and is asked again.  Ctrl-C ends the looking and takes nothing back.
+    The coordinator that was asked may be lost before the run's members know the request; the next one shows nothing
+    about the node then, and is asked again.  Ctrl-C ends the command and withdraws nothing.
 
-    ``look``: the run as it is now, after asking for a node to be drained if one is given.  Raises ``NoAnswer`` or
-    ``AuthenticationError`` when nobody answers for ``patience`` seconds, or the first one asked refuses the secret, and
+    ``look``: returns the status now, after asking to drain a node if one is given.  Raises ``NoAnswer`` or
+    ``AuthenticationError`` if no coordinator answers for ``patience`` seconds, or the first one refuses the secret, and
     what else ``look`` raises.
     """
-    told, silent_since, known, answered = "", None, False, False
+    last, silent_since, known, answered = "", None, False, False
     while True:
         try:
             status = look(None if known else node)
@@ -209,35 +207,35 @@ def drain(node: str, look: Callable[[str | None], RunStatus], patience: float, s
         else:
             silent_since, answered = None, True
             if status.code is not None:
-                say(f"the run has ended ({status.reason}): nothing of it runs on {node}")
+                say(f"the run has ended ({status.reason}): no worker runs on {node}")
                 return DrainExit.DRAINED
             rows = [row for row in status.drains if node in row.names]
             known = bool(rows)
-            text, end = _told(node, rows)
-            if text and text != told:
+            text, end = _progress(node, rows)
+            if text and text != last:
                 say(text)
-                told = text
+                last = text
             if end is not None:
                 return end
         time.sleep(PAUSE_SECONDS)
 
 
-def _told(node: str, rows: list[DrainStatus]) -> tuple[str, DrainExit | None]:
-    """What to say of a node, and how that ends the command, if it does."""
+def _progress(node: str, rows: list[DrainStatus]) -> tuple[str, DrainExit | None]:
+    """Return the message about a node, and the exit code if the drain is decided."""
     if not rows:
         return "", None
     running = [row for row in rows if row.state in ("asked", "moving")]
     refused = [row for row in rows if row.state == "refused"]
     if running:
         workers = ranges(sorted(worker for row in running for worker in row.workers))
-        doing = "is asked for" if any(row.state == "asked" for row in running) else "leaves at the next iteration"
+        doing = "drain is requested" if any(row.state == "asked" for row in running) else "leaves at the next iteration"
         return f"{node}: {doing}; workers there: {workers or 'none'}", None
     if refused:
         drained = " and ".join(row.node for row in rows if row not in refused)
         if not drained:
             return f"{node} is not drained, and nothing has changed: {refused[0].reason}", DrainExit.REFUSED
         stays = ". ".join(f"{row.node} stays: {row.reason}" for row in refused)
-        return f"{node} is not drained as a whole. {stays}. {drained} is drained", DrainExit.REFUSED
+        return f"{node} is not completely drained. {stays}. {drained} is drained", DrainExit.REFUSED
     return f"{node} is drained: it may be switched off", DrainExit.DRAINED
 
 

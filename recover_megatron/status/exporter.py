@@ -1,15 +1,14 @@
-"""The process that watches a run for others: Prometheus, node-exporter's textfile, a command for events.
+"""Process that exports a run's status: to Prometheus, node-exporter's textfile, and a command for events.
 
-recover-run starts it beside the coordinator where a flag asks for any of it, and tells it by a pipe that the launch
-ends. It asks the coordinator as an observer and reads the log folder, so the training knows nothing of it and never
-waits.
+recover-run starts it next to the coordinator if a flag asks for any of these, and notifies it through a pipe when the
+launch ends. It asks the coordinator as an observer and reads the log folder, so it never delays the training.
 
     every ``INTERVAL``:  look, read --> registry (served by HTTP), textfile (replaced), events (to the command)
-    a word in the pipe:  the same once more, then the end; signals, which may be meant for the workers, do nothing
+    data in the pipe:    the same once more, then the end; signals, which may be meant for the workers, are ignored
 
 The command gets one event at a time, as a JSON object on its stdin.  It is killed, with its whole process group, after
-``SECONDS``; where ``MOST`` events wait for it another one is dropped.  A line says so, and not again until it has gone
-well; neither does it repeat what else goes wrong with the command.
+``SECONDS``; if ``MOST`` events wait for it, further ones are dropped.  A log line reports that once, until the queue
+was empty again; other faults of the command are not repeated either.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ INTERVAL = 2.0
 ANSWER_SECONDS = 2.0
 SECONDS = 30.0
 LAST_SECONDS = 3.0
-"""How long, at the end, the command may take for the events that are left."""
+"""Seconds that the command may take, at the end, for the remaining events."""
 MOST = 1000
 UNTOLD = (
     "commit", "attached", "join", "spawned", "witness", "complaint", "listening", "unproved_closed",
 )  # fmt: skip
-"""Events of every run and every second, of which the command is not told."""
+"""Events of every run and every second, which the command does not get."""
 
 
 class EventHook:
-    """Runs the command.  ``say``, in any thread, tells of what went wrong."""
+    """Runs the command.  ``say``, in any thread, logs faults."""
 
     def __init__(self, command: str, say: Callable[[str], None], seconds: float = SECONDS) -> None:
-        """``command``: words as a shell would split them; no shell runs them.  Raises ValueError for none."""
+        """``command``: words as a shell would split them; no shell runs them.  Raises ValueError if there are none."""
         self._words = shlex.split(command)
         if not self._words:
             raise ValueError("--recover-on-event names no command")
@@ -71,7 +70,7 @@ class EventHook:
         self._thread.start()
 
     def put(self, event: Mapping[str, Any]) -> None:
-        """Have the command run for ``event``; returns at once."""
+        """Queue ``event`` for the command; return at once."""
         if self._events.empty():
             self._full = False
         try:
@@ -79,32 +78,30 @@ class EventHook:
         except queue.Full:
             if not self._full:
                 self._say(
-                    f"--recover-on-event: {MOST} events wait for the command; others are dropped until it is through"
+                    f"--recover-on-event: {MOST} events wait in the queue: further ones are dropped while it is full"
                 )
             self._full = True
 
     def close(self, seconds: float) -> None:
-        """No more events; wait for those that are left, ``seconds`` at most."""
+        """Accept no more events; wait for the remaining ones, ``seconds`` at most."""
         with suppress(queue.Full):
             self._events.put_nowait(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._say(
-                f"--recover-on-event: {self._words[0]} was not through with all events {seconds:g} s after the end"
-            )
+            self._say(f"--recover-on-event: {self._words[0]} had not handled all events {seconds:g} s after the end")
 
     def _run(self) -> None:
         while (event := self._events.get()) is not None:
             try:
                 complaint = self._call(json.dumps(event).encode() + b"\n")
             except OSError as error:
-                complaint = f"cannot be run: {error.strerror or error}"
+                complaint = f"could not be started: {error.strerror or error}"
             if complaint and complaint != self._complaint:
                 self._say(f"--recover-on-event: {self._words[0]} {complaint}")
             self._complaint = complaint
 
     def _call(self, data: bytes) -> str:
-        """What went wrong; empty: nothing.  Raises OSError where the command cannot be started."""
+        """Run the command; return the fault, or empty.  Raises OSError if it cannot be started."""
         process = subprocess.Popen(
             self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -117,7 +114,7 @@ class EventHook:
             process.communicate()
             return f"took longer than {self._seconds:g} s and was killed"
         code = process.returncode
-        return "" if code == 0 else f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+        return "" if code == 0 else f"exited with code {code}" if code > 0 else f"was killed by signal {-code}"
 
 
 class Exporter:
@@ -132,7 +129,7 @@ class Exporter:
         self._collector: Any = None
         self._over: RunStatus | None = None
         self._word = ""
-        self._told = False
+        self._complained = False
         if args.port or args.textfile:
             self._serve(args.host, args.port)
 
@@ -151,7 +148,7 @@ class Exporter:
                 log.warning(f"--recover-metrics {where}:{port}: no metrics are served ({error.strerror or error})")
 
     def look(self, *, last: bool = False) -> None:
-        """Once; ``last``: the run may have ended, and its coordinator with it."""
+        """Export the status once; ``last``: the run may have ended, and its coordinator with it."""
         status = self._status(last)
         self._history.read()
         if status is not None:
@@ -161,7 +158,7 @@ class Exporter:
             self._collector.put(status)
             self._write_textfile()
         if self._hook is not None:
-            self._tell(status)
+            self._send_events(status)
 
     def close(self) -> None:
         self._watch.close()
@@ -170,8 +167,8 @@ class Exporter:
 
     def _status(self, last: bool) -> RunStatus | None:
         if self._over is not None:
-            return self._over  # a candidate that does not lead may be left, and knows nothing of it
-        if last and (over := ending(self._folder) or self._told_by_launcher()) is not None:
+            return self._over  # a candidate that does not lead may be left, and does not know the end
+        if last and (over := ending(self._folder) or self._launcher_end()) is not None:
             self._over = over
             return over
         try:
@@ -181,8 +178,8 @@ class Exporter:
         self._over = status if status.code is not None else None
         return status
 
-    def _told_by_launcher(self) -> RunStatus | None:
-        """How the launch has ended, if it was the launcher that ended it."""
+    def _launcher_end(self) -> RunStatus | None:
+        """Return the end of the launch, if the launcher caused it."""
         how = json.loads(os.read(self._end_fd, 1 << 16) or "null")
         return how and RunStatus(str(self._folder), "stopped", code=how["code"], reason=how["reason"])
 
@@ -200,11 +197,11 @@ class Exporter:
         except OSError as error:
             with suppress(OSError):
                 draft.unlink()
-            if not self._told:
-                self._told = True
+            if not self._complained:
+                self._complained = True
                 log.warning(f"--recover-metrics-file {self._textfile} cannot be written ({error.strerror or error})")
 
-    def _tell(self, status: RunStatus | None) -> None:
+    def _send_events(self, status: RunStatus | None) -> None:
         assert self._hook is not None
         for event in sorted(self._history.news, key=lambda event: event.get("time") or 0.0):
             if event.get("event") not in UNTOLD:
@@ -226,8 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--textfile", type=Path)
     parser.add_argument("--on-event", default="")
-    parser.add_argument("--end-fd", type=int, required=True, help="pipe in which the launcher tells that it ends")
-    for number in _SENT_TO_ALL:  # by a function, so that the command has them as they are at first
+    parser.add_argument("--end-fd", type=int, required=True, help="pipe on which the launcher reports its end")
+    for number in _SENT_TO_ALL:  # a function, so that the command inherits the defaults
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     args = parser.parse_args(argv)
@@ -241,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What SLURM, for one, sends to every process of a step; the launcher decides when it is over."""
+"""Signals that SLURM, for one, sends to every process of a step; the launcher decides when the run is over."""
 
 
 if __name__ == "__main__":

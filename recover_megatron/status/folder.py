@@ -1,10 +1,10 @@
-"""What a log folder tells of the last launch into it: who is to be asked, how it ended, how its training gets on.
+"""Contents of a log folder about its last launch: the addresses to ask, its end, the progress of its training.
 
 ``events-<n>.jsonl`` begins, for each launch into the folder, with the address at which candidate n listens, and the
-one that led ends with how the run ended. Files of candidates that joined an earlier run there are left out.
-``launch.lock`` says how the launcher has ended: before the training begins no candidate leads, so none tells.
+file of the candidate that led ends with the end of the run. Files of candidates that joined an earlier run there are
+ignored.  ``launch.lock`` has the launcher's end: before the training begins no candidate leads, so none reports it.
 
-``History`` reads on from where it read last; a line that is being written is read when it is whole.
+``History`` continues from where it read last; a line is read once it is complete.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from recover_megatron.status.model import Gone, RunStatus, Training, printable
 
 CLAIM_FILE = "launch.lock"
 STOPPING_SECONDS = 1.0
-"""A worker that ended so shortly before its launcher told that it stops was ended by it."""
+"""Seconds before the launcher's report that it stops within which an ended worker counts as stopped by it."""
 SIGNALLED = 128
-"""Above it are the exit codes of a run whose launchers were stopped by a signal."""
+"""Exit codes above it are of runs whose launchers were stopped by a signal."""
 
 
 def candidates(folder: Path) -> str:
-    """``HOST:PORT,HOST:PORT...`` of the last launch into ``folder``; ValueError if there was none."""
+    """Return ``HOST:PORT,HOST:PORT...`` of the last launch into ``folder``; raise ValueError if there was none."""
     listening = [launch[0]["address"] for launch in _launches(folder) if "address" in launch[0]]
     if not listening:
         raise ValueError(f"{folder} has no events-<n>.jsonl of a coordinator: was it the --log-dir of a launch here?")
@@ -42,26 +42,28 @@ def candidates(folder: Path) -> str:
 
 
 def secret_file(folder: Path) -> Path | None:
-    """The secret that the launch made up, if it did: a launch removes what an earlier one has left."""
+    """Return the secret that the launch generated, if it did: a launch removes the file of an earlier one."""
     path = folder / SECRET_FILE
     return path if path.exists() else None
 
 
 def ending(folder: Path) -> RunStatus | None:
-    """How the last launch into ``folder`` ended; None if nobody has told (it may go on, or was killed)."""
+    """Return the end of the last launch into ``folder``; None if it is not recorded (it may run, or was killed)."""
     launches = _launches(folder)
     stops = [(record, launch) for launch in launches for record in launch if record["event"] == "stop"]
     if not stops:
         return _launcher_ended(folder)
-    # Of two sides of a partition, the one that stopped for it is not the run.
-    stop, launch = max(stops, key=lambda told: (told[0].get("code") != EXIT_LOST_MAJORITY, told[0].get("time", 0.0)))
-    return _ended(folder, stop, **_told(launch, stop))
+    # If a partition stopped one of two sides, the other is the run.
+    stop, launch = max(
+        stops, key=lambda stopped: (stopped[0].get("code") != EXIT_LOST_MAJORITY, stopped[0].get("time", 0.0))
+    )
+    return _ended(folder, stop, **_details(launch, stop))
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether the last launch into ``folder`` has made a plan, or an iteration, if its disk was full.
+    """Return whether the last launch into ``folder`` has made a plan, or an iteration, if its disk was full.
 
-    Before its first iteration steps.jsonl and events.jsonl are those of an earlier launch.
+    Before its first iteration steps.jsonl and events.jsonl are files of an earlier launch.
     """
     launches = _launches(folder)
     if any(record["event"] == "plan" for launch in launches for record in launch):
@@ -74,7 +76,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def last_written(folder: Path) -> str:
-    """How long ago the run's own logs were written, and which iteration was the last; in words."""
+    """Return the age of the run's own logs, and the last iteration, as text."""
     times = [path.stat().st_mtime for path in (*folder.glob(COORDINATOR_FILES), folder / STEPS_FILE) if path.exists()]
     iteration = _last_iteration(folder)
     last = f", with iteration {iteration} as the last" if iteration else ""
@@ -82,14 +84,14 @@ def last_written(folder: Path) -> str:
 
 
 def may_go_on(folder: Path) -> bool:
-    """Whether the run may go on though a candidate has told its end: a side of a partition has stopped for the others,
-    and there is another candidate, which has told no end."""
+    """Return whether the run may continue although a candidate recorded its end: one side of a partition has stopped,
+    and another candidate has recorded no end."""
     ends = [next((r["code"] for r in launch if r["event"] == "stop"), None) for launch in _launches(folder)]
     return set(ends) == {None, EXIT_LOST_MAJORITY}
 
 
 def _launcher_ended(folder: Path) -> RunStatus | None:
-    """What the launcher of a run on one node has said at its end; of several nodes others may go on without it."""
+    """Return the end that the launcher of a one-node run recorded; with several nodes others may continue."""
     try:
         claim = json.loads((folder / CLAIM_FILE).read_bytes())
         if not claim["ended"] or claim["nnodes"] != 1 or not isinstance(claim["code"], int):
@@ -106,21 +108,21 @@ def _ended(folder: Path, how: Mapping[str, Any], **fields: Any) -> RunStatus:
     )
 
 
-def _told(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> dict[str, Any]:
-    """What a launch's records say of its end: fields of ``Status``."""
+def _details(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of ``RunStatus`` about the end of a launch, from its records."""
     last: dict[str, Mapping[str, Any]] = {record["event"]: record for record in launch}
     workers = {record["worker"] for record in launch if record["event"] == "attached" and "worker" in record}
     gone = {}
     stopping = [record.get("time", 0.0) for record in launch if record["event"] == "stopping"]
-    # A worker's end and the launcher's word come by two connections, so either may be first.
+    # A worker's end and the launcher's report come by two connections, so either may be first.
     since = min(stopping, default=math.inf) - STOPPING_SECONDS if stop.get("code", 0) > SIGNALLED else math.inf
-    said: dict[int, str] = {}  # by worker: the exception that it ended by
+    errors: dict[int, str] = {}  # by worker: the exception that ended it
     for record in launch:
         if record["event"] == "exception" and "worker" in record:
-            said[record["worker"]] = f"{printable(str(record.get('error', '')))}; "
+            errors[record["worker"]] = f"{printable(str(record.get('error', '')))}; "
         if record["event"] == "fault" and "worker" in record:
             kind, host, why = (printable(str(record.get(name, ""))) for name in ("kind", "host", "reason"))
-            why = said.get(record["worker"], "") + why
+            why = errors.get(record["worker"], "") + why
             fate = "stopped" if record.get("time", 0.0) >= since + STOPPING_SECONDS * (kind != "dead") else kind
             gone[record["worker"]] = Gone(record["worker"], fate, host, why, _age(record.get("time", 0.0)))
     return {
@@ -138,7 +140,7 @@ def _age(unix_seconds: float) -> float:
 
 
 def _last_iteration(folder: Path) -> int:
-    """The newest that was committed; 0: none is known, or the last launch has made none."""
+    """Return the newest committed iteration; 0: none is known, or the last launch has made none."""
     if not has_begun(folder):
         return 0
     try:
@@ -149,7 +151,7 @@ def _last_iteration(folder: Path) -> int:
 
 
 def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
-    """Of each candidate, in order: its records of its last launch."""
+    """Return, by candidate, in order, the records of its last launch."""
     numbers = [path.stem.removeprefix("events-") for path in folder.glob(COORDINATOR_FILES)]
     launches: list[list[Mapping[str, Any]]] = []
     begun = math.inf  # when the last launch began
@@ -157,7 +159,7 @@ def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
         path = folder / f"events-{number}.jsonl"
         launch: list[Mapping[str, Any]] = []
         for line in path.read_bytes().split(b"\n"):
-            record = line_object(line)  # none: spoiled, or being written
+            record = line_object(line)  # none: corrupted, or being written
             if record is not None and "event" in record:
                 if record["event"] == "listening":
                     launch = []
@@ -173,9 +175,9 @@ def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
 
 
 REPEATED = ("lead", "plan")
-"""Events that a coordinator writes again into a file that was emptied or made anew."""
+"""Events that a coordinator writes again into a file that was emptied or recreated."""
 RECENT = 20
-"""Iterations over which the pace is taken."""
+"""Iterations over which the pace is measured."""
 Record = Mapping[str, Any]
 
 
@@ -191,7 +193,7 @@ class RecentStep:
 
 
 class History:
-    """The training of the last launch into a folder: its pace, losses, checkpoints, recoveries, goodput."""
+    """Training of the last launch into a folder: its pace, losses, checkpoints, recoveries, goodput."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -200,25 +202,25 @@ class History:
         self._last_of: dict[tuple[Path, str], Record] = {}
         """The last event of each kind in a coordinator's file."""
         self.start: Record | None = None
-        """The event of the training's beginning."""
+        """The event of the training's start."""
         self._forget_steps()
         self._forget_events()
         self.news: list[Record] = []
-        """Events since ``read`` was called last, of workers and coordinators, each with the name of its ``file``."""
+        """Events since the last call of ``read``, of workers and coordinators, each with the name of its ``file``."""
         self.last_time = 0.0
-        """Of the newest event, in unix seconds: when a run that has ended did."""
+        """Time of the newest event, in unix seconds: the end of a run that has ended."""
         self._steps_written = 0.0  # when steps.jsonl was, in unix seconds
         self._step_time: float | None = None  # of the last step, by its writer's clock
-        self._told = 0.0  # time of the training's newest event, by its writer's clock
+        self._event_time = 0.0  # time of the training's newest event, by its writer's clock
 
     def _forget_steps(self) -> None:
         self.recent: deque[RecentStep] = deque(maxlen=RECENT + 1)
-        self._first: int | None = None  # iteration of which the file tells
-        self._worked: dict[int, float] = {}  # replicas -> seconds of this launch's steps with so many
+        self._first: int | None = None  # first iteration in the file
+        self._worked: dict[int, float] = {}  # number of replicas -> seconds of this launch's steps with it
 
     def _forget_events(self) -> None:
         self.recovered: list[tuple[float, Sequence[int]]] = []
-        """Losses of replicas that were survived: when each was read (monotonic), and which workers were lost."""
+        """Survived losses of replicas: when each was read (monotonic), and the lost workers."""
         self.rerun = 0
         self.phases: list[tuple[str, float]] = []
         """(phase, seconds) of every recovery."""
@@ -226,14 +228,14 @@ class History:
         self._saved: Record | None = None
 
     def begin(self) -> None:
-        """A launch begins: what is in the folder by now is of earlier ones."""
+        """Begin a launch: the present contents of the folder are of earlier ones."""
         self.read()
         self.news, self.start = [], None
         self._forget_steps()
         self._forget_events()
 
     def read(self) -> None:
-        """Take in what has been written since the last call."""
+        """Read everything written since the last call."""
         self.news = []
         for event in self._events.new()[1]:
             self._take_event(event)
@@ -250,8 +252,8 @@ class History:
 
     def _take_event(self, event: Record) -> None:
         if event == self.start:
-            return  # told again, in a file that was emptied or made anew
-        self._told = max(self._told, _number(event.get("time")) or 0.0)
+            return  # repeated, in a file that was emptied or recreated
+        self._event_time = max(self._event_time, _number(event.get("time")) or 0.0)
         self._note(event, self._folder / EVENTS_FILE)
         match event.get("event"):
             case "start":
@@ -289,21 +291,21 @@ class History:
         self.last_time = max(self.last_time, _number(event.get("time")) or 0.0)
 
     def now(self, age: float | None) -> float:
-        """The time by the clock of those who train, ``age`` seconds after they told of something, in unix seconds.
+        """Return the time, in unix seconds, by the workers' clock, ``age`` seconds after their last report.
 
-        The clock here, which may differ by hours, where steps tell no time (those of older versions).
+        The local clock, which may differ by hours, if steps have no time (of older versions).
         """
-        return time.time() if self._step_time is None else max(self._step_time, self._told) + (age or 0.0)
+        return time.time() if self._step_time is None else max(self._step_time, self._event_time) + (age or 0.0)
 
     def training(self, now: float, end: float | None = None) -> Training | None:
-        """How the training gets on until ``end``, ages as of ``now`` (unix seconds); None: no iteration is known."""
+        """Return the progress until ``end``, ages as of ``now`` (unix seconds); None: no iteration is known."""
         if not self.recent:
             return None
         start, last = self.start or {}, self.recent[-1]
         if last.iteration >= start.get("iteration", 0) and (
             self._steps_written if self._step_time is None else self._step_time
         ) < start.get("time", 0.0):
-            return None  # an earlier launch has made it; this one makes its first, and begins the file anew then
+            return None  # of an earlier launch; this one begins the file again with its first iteration
         pace = [step.seconds for step in list(self.recent)[1:]]
         samples = last.consumed_samples - self.recent[0].consumed_samples
         rate = samples / sum(pace) if pace and sum(pace) > 0 else None
@@ -327,7 +329,7 @@ class History:
         )
 
     def goodput(self, now: float) -> float | None:
-        """See ``Training``; a recovery's seconds are not counted as work.  None where steps are missing."""
+        """Return ``Training.goodput``; the time of recoveries is not counted as work.  None if steps are missing."""
         if self.start is None or now <= self.start["time"] or not self.start.get("replicas"):
             return None
         if self._first is None or self._first > self.start.get("iteration", self._first):
@@ -338,7 +340,7 @@ class History:
 
 
 def worker_processes(folder: Path) -> dict[int, dict[str, Any]]:
-    """Of workers.json, by worker id; empty where there is none."""
+    """Return the entries of workers.json, by worker id; empty if there is none."""
     try:
         entries = json.loads((folder / "workers.json").read_bytes())
         return {int(entry["worker_id"]): entry for entry in entries}

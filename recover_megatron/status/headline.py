@@ -1,14 +1,14 @@
-"""What a run does in one word, for people, monitoring (``recover-status --check``) and metrics: a pure judgement.
+"""State of a run in one word, for users, monitoring (``recover-status --check``) and metrics; pure.
 
-STARTING     has made no plan yet                                      warning
-HEALTHY      as many replicas as at the launch, or more                ok
-DEGRADED     fewer; with how many of how many                          warning
-             (workers instead, where plans tell of no replicas)
-             (both also say who is set aside, and which nodes are being drained)
-RECOVERING   an epoch is being made, or no coordinator leads           warning
+STARTING     no plan has been made yet                                 warning
+HEALTHY      as many replicas as at launch, or more                    ok
+DEGRADED     fewer; with the number running and the number at launch   warning
+             (workers instead, if plans name no replicas)
+             (both also name workers set aside, and nodes being drained)
+RECOVERING   an epoch is being formed, or no coordinator leads         warning
 STALLED      waits for workers that make no progress                   critical
 ENDED        with exit code 0                                          ok
-ENDED        with another one                                          critical
+ENDED        with another exit code                                    critical
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from recover_megatron.membership.records import ranges
 from recover_megatron.status.model import RunStatus, WorkerStatus, of_launch
 
 HELD_UP_SECONDS = 20.0
-"""A worker that keeps others waiting for so long, and for several iterations' time, holds the run up."""
+"""Seconds, and at least ``HELD_UP_ITERATIONS``, for which a worker must keep others waiting to count as stalling."""
 HELD_UP_ITERATIONS = 5
 QUIET_SECONDS = 3.0
-"""A worker that is silent for longer is: a heartbeat a second is usual."""
+"""Seconds without a message after which a worker counts as silent: a heartbeat per second is usual."""
 DESCRIBED = 3
-"""So many workers that are waited for are described one by one."""
+"""Number of awaited workers up to which each one is described."""
 WRITES = ("checkpoint", "rollback")
-"""Phases that take their time."""
+"""Phases that may take long."""
 
 
 class Level(IntEnum):
-    """The exit codes of ``--check``, which are those of Nagios and of all that came after it."""
+    """Exit codes of ``--check``, as in Nagios and compatible monitoring."""
 
     OK = 0
     WARNING = 1
@@ -42,7 +42,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Headline:
-    """``word`` is one of those above; ``text`` begins with it."""
+    """Headline of a run.  ``word`` is one of the words above; ``text`` begins with it."""
 
     word: str
     text: str
@@ -55,9 +55,9 @@ def headline(status: RunStatus) -> Headline:
         text = f"ENDED: {verdict}exit code {status.code}: {status.reason}"
         return Headline("ENDED", text, Level.CRITICAL if status.code else Level.OK)
     if (stall := status.stall) is not None:
-        who = f"waits for workers {some(stall.workers)}" if len(stall.workers) > 1 else "waits"
+        what = f"waits for workers {some(stall.workers)}" if len(stall.workers) > 1 else "waits"
         where = f", {stall.where[0]}" if len(stall.workers) == 1 and stall.where else ""
-        return _stalled(f"for {span(stall.seconds)}: {who}{where}")
+        return _stalled(f"for {span(stall.seconds)}: {what}{where}")
     if status.state in ("standby", "gathering", "rendezvous"):
         return _between(status)
     if (culprit := held_up_by(status)) is not None:
@@ -73,7 +73,7 @@ def headline(status: RunStatus) -> Headline:
 
 
 def _by_workers(status: RunStatus) -> Headline:
-    """Of a run whose plans tell of no replicas, as those of the library: who has left in order is not missing."""
+    """Headline of a run whose plans name no replicas (library API): a worker that left in order is not missing."""
     left = sum(gone.fate == "left" for gone in status.gone)
     if status.live + left < (of := status.workers_of_launch or 0):
         return Headline("DEGRADED", f"DEGRADED {status.live}/{of} workers", Level.WARNING)
@@ -81,7 +81,7 @@ def _by_workers(status: RunStatus) -> Headline:
 
 
 def _passing(status: RunStatus) -> str:
-    """What is under way, and no loss."""
+    """Return text about waits and drains that are no loss."""
     aside = [f"worker{'s' * (len(status.aside) > 1)} {some(status.aside)} set aside"] if status.aside else []
     nodes = status.draining
     drains = [f"node{'s' * (len(nodes) > 1)} {some(nodes)} being drained"] if nodes else []
@@ -89,7 +89,7 @@ def _passing(status: RunStatus) -> str:
 
 
 def held_up_by(status: RunStatus) -> WorkerStatus | None:
-    """The worker for which others with a place have waited for too long; None: there is none."""
+    """Return the worker for which others with a place have waited too long; None: there is none."""
     placed = status.placed
     usual = status.training.seconds_per_iteration if status.training is not None else None
     limit = max(HELD_UP_SECONDS, HELD_UP_ITERATIONS * (usual or 0.0))
@@ -100,7 +100,7 @@ def held_up_by(status: RunStatus) -> WorkerStatus | None:
 
 
 def span(seconds: float | None) -> str:
-    """A time span in a few characters; empty for None."""
+    """Format a time span in a few characters; empty for None."""
     if seconds is None:
         return ""
     if seconds < 10:
@@ -120,25 +120,25 @@ def _stalled(text: str) -> Headline:
 
 
 def _between(status: RunStatus) -> Headline:
-    """A start or a recovery: since when, who has come, and for whom it waits."""
+    """Headline of a start or a recovery: its duration, the workers that have connected, and the awaited ones."""
     word = "RECOVERING" if status.epoch else "STARTING"
     absent = [worker for worker in status.workers if worker.silence is None]
-    come = f"{status.attached or 'none'} of {status.live} workers have come"
+    come = f"{status.attached or 'none'} of {status.live} workers are connected"
     come += f", but not {_named(absent)}" if absent and status.attached else ""
     awaited = [worker for worker in status.workers if worker.worker in status.awaited]
     if status.state == "standby" and (status.epoch or not absent):
         text = f"no coordinator leads: {come}"
     elif status.state == "gathering":
-        text = f"a new coordinator waits for all to come to it: {come}"
+        text = f"a new coordinator waits for all workers to connect: {come}"
     elif not status.epoch and absent:
         text = come
     elif not status.epoch and len(awaited) == status.live:
         silent = [worker for worker in awaited if (worker.silence or 0.0) > QUIET_SECONDS]
-        text = "the workers build their models" + (f"; nothing is heard of {_named(silent)}" if silent else "")
+        text = "the workers build their models" + (f"; no messages from {_named(silent)}" if silent else "")
     elif awaited:
         ready = sum(worker.joined for worker in status.workers)
         what = f"for epoch {status.opened}" if status.epoch else "to train"
-        text = f"{ready} of {ready + len(awaited)} workers are ready {what}; it waits for {_named(awaited)}"
+        text = f"{ready} of {ready + len(awaited)} workers are ready {what}; the others: {_named(awaited)}"
     else:
         text = f"opens epoch {status.opened}" if status.epoch else "all workers are ready"
     since = f" for {span(status.between)}" if status.between is not None else ""
@@ -146,7 +146,7 @@ def _between(status: RunStatus) -> Headline:
 
 
 def _named(workers: Sequence[WorkerStatus]) -> str:
-    """Workers that are waited for; few of them with where they are and what they were last heard to do."""
+    """Return awaited workers as text; if they are few, with their host and last phase."""
     if len(workers) > DESCRIBED:
         return f"workers {ranges([worker.worker for worker in workers])}"
     return ", ".join(map(_described, workers))
@@ -154,11 +154,11 @@ def _named(workers: Sequence[WorkerStatus]) -> str:
 
 def _described(worker: WorkerStatus) -> str:
     where = f" on {worker.host}" if worker.host else ""
-    told = [f"in {worker.phase}"] if worker.phase else []
+    details = [f"in {worker.phase}"] if worker.phase else []
     if worker.silence is None:
-        told = [f"pid {worker.pid}"] if worker.pid is not None else []
+        details = [f"pid {worker.pid}"] if worker.pid is not None else []
     elif worker.silence > QUIET_SECONDS:
-        told = [f"silent for {span(worker.silence)}", *told]
+        details = [f"silent for {span(worker.silence)}", *details]
     elif worker.marked is not None:
-        told += [f"no progress for {span(worker.marked)}"]
-    return f"worker {worker.worker}{where}" + (f" ({', '.join(told)})" if told else "")
+        details += [f"no progress for {span(worker.marked)}"]
+    return f"worker {worker.worker}{where}" + (f" ({', '.join(details)})" if details else "")

@@ -1,7 +1,7 @@
-"""A run as numbers for Prometheus: families of ``prometheus_client``, made of what ``recover-status`` shows.
+"""Metrics of a run for Prometheus: families of ``prometheus_client``, from the data that ``recover-status`` shows.
 
-docs/metrics.md has the list; names and labels are part of the interface.  Every sample has the label ``run``: several
-runs may be told of on one node, in textfiles that are read together, and one after the other at one port.
+docs/metrics.md lists them; names and labels are part of the interface.  Every sample has the label ``run``: several
+runs may be reported on one node, in textfiles that are read together, and one after the other at one port.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ STATES = ("STARTING", "HEALTHY", "DEGRADED", "RECOVERING", "STALLED", "ENDED")
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper bounds, in seconds, of the histogram of recoveries."""
 UNNAMED = "ended"
-"""The cause of a loss that nobody has named, or not yet."""
+"""Cause of a loss that is not known, or not yet."""
 ASIDE = "aside"
-"""That of a recovery whose worker lives, and may come back."""
+"""Cause of a recovery whose worker lives, and may come back."""
 NAMED_SECONDS = 10.0
-"""A launcher tells how its worker has ended after the connection was seen to fail; at most so much later."""
+"""Seconds after a failed connection within which the launcher reports how its worker ended."""
 
 
 class RunCollector(Collector):
-    """What was put in last; nothing before that.  ``run``: the label of every sample."""
+    """Collector of the last status; nothing before the first.  ``run``: the label of every sample."""
 
     def __init__(self, history: History, run: str) -> None:
         self._history = history
         self._run = run
         self._status: RunStatus | None = None
         self._answers = False
-        # What counters have counted keeps its cause, so that none of them ever falls.
+        # Counted causes never change, so that no counter ever decreases.
         self._causes: dict[int, str] = {}
-        """By worker that was lost."""
+        """Lost worker -> cause."""
         self._recovered: list[str] = []
-        """Of each recovery."""
+        """Cause of each recovery."""
 
     def registry(self) -> CollectorRegistry:
-        """A registry of its own, without what prometheus_client adds of this process."""
+        """Return a registry without the process metrics that prometheus_client adds."""
         registry = CollectorRegistry()
         registry.register(self)
         return registry
 
     def put(self, status: RunStatus | None) -> None:
-        """None: no coordinator answers; what it said last stays."""
+        """Set the status; None: no coordinator answers, and the last status stays."""
         self._answers = status is not None
         self._status = status or self._status
         if status is not None:
@@ -64,11 +64,11 @@ class RunCollector(Collector):
             self._recovered = []
         for at, lost in recovered[len(self._recovered) :]:
             if (cause := self._cause(at, lost)) is None:
-                break  # with the next look, and those after it
+                break  # retry this and later ones with the next look
             self._recovered.append(cause)
 
     def _cause(self, at: float, lost: Sequence[int]) -> str | None:
-        """The cause of a recovery from a loss of these workers, read ``at`` (monotonic); None: not known yet."""
+        """Return the cause of a recovery from a loss of these workers, read ``at`` (monotonic); None: not known yet."""
         if found := {self._causes[worker] for worker in lost if worker in self._causes}:
             return min(found, key=CAUSES.index)
         if self._status is not None and set(self._status.aside) & set(lost):
@@ -81,19 +81,19 @@ class RunCollector(Collector):
             yield family
 
     def _families(self) -> Iterator[Metric]:
-        up = "Whether a coordinator of the run answers."
+        up = "1 if a coordinator of the run answers."
         yield GaugeMetricFamily("recover_coordinator_up", up, value=float(self._answers))
         if self._status is not None:
             yield from _of_status(self._status)
         yield _by_cause("recover_workers_lost", "Workers lost.", CAUSES, self._causes.values())
-        survived = "Losses of replicas that were survived."
+        survived = "Losses of replicas that the run survived."
         yield _by_cause("recover_recoveries", survived, (*CAUSES, ASIDE), self._recovered)
         yield from _of_history(self._history)
 
 
 def _of_status(status: RunStatus) -> Iterator[Metric]:
     word = headline(status).word
-    state = GaugeMetricFamily("recover_state", "1 for the state that the run is in.", labels=["state"])
+    state = GaugeMetricFamily("recover_state", "1 for the present state of the run.", labels=["state"])
     for name in STATES:
         state.add_metric([name], float(name == word))
     yield state
@@ -105,16 +105,16 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
         running, launched = status.live, status.workers_of_launch - left
     rows: list[tuple[str, str, float | None]] = [
         ("recover_epoch", "Epoch of the last plan.", status.epoch),
-        ("recover_replicas", "Replicas that run.", running),
-        ("recover_replicas_of_launch", "Replicas at the launch.", launched),
-        ("recover_workers_live", "Workers that live.", status.live),
-        ("recover_workers", "All workers that the run has known.", status.world),
+        ("recover_replicas", "Complete replicas.", running),
+        ("recover_replicas_of_launch", "Replicas at launch.", launched),
+        ("recover_workers_live", "Live workers.", status.live),
+        ("recover_workers", "All workers that the run has had.", status.world),
         ("recover_spares", "Live workers without a place.", len(status.spares)),
-        ("recover_workers_aside", "Workers that are late and may come back.", len(status.aside)),
+        ("recover_workers_aside", "Workers that are set aside: late, but may come back.", len(status.aside)),
         ("recover_nodes_draining", "Nodes that are being drained.", len(status.draining)),
         ("recover_worker_silence_seconds", "Longest silence of a live worker.", max(silences, default=None)),
-        ("recover_last_step_age_seconds", "Since the last committed decision.", status.commit_age),
-        ("recover_exit_code", "Of a run that has ended.", status.code),
+        ("recover_last_step_age_seconds", "Seconds since the last committed decision.", status.commit_age),
+        ("recover_exit_code", "Exit code of a run that has ended.", status.code),
     ]
     if training is not None or (status.epoch and status.iteration):
         iteration = status.iteration if training is None else training.iteration
@@ -123,24 +123,24 @@ def _of_status(status: RunStatus) -> Iterator[Metric]:
         rows.append(("recover_loss", "Loss of the last iteration.", status.loss))
     else:
         rows += [
-            ("recover_train_iterations", "Iterations that the training shall have.", training.train_iters),
+            ("recover_train_iterations", "Iterations of the complete training.", training.train_iters),
             ("recover_loss", "Loss of the last iteration.", training.loss),
-            ("recover_iteration_seconds", "Mean of the last iterations.", training.seconds_per_iteration),
-            ("recover_samples_per_second", "Over the last iterations.", training.samples_per_second),
-            ("recover_tflops_per_gpu", "By Megatron's formula.", training.tflops_per_gpu),
+            ("recover_iteration_seconds", "Mean seconds of the last iterations.", training.seconds_per_iteration),
+            ("recover_samples_per_second", "Samples per second over the last iterations.", training.samples_per_second),
+            ("recover_tflops_per_gpu", "TFLOP/s per GPU by Megatron's formula.", training.tflops_per_gpu),
             ("recover_goodput_ratio", "Share of worker time in committed iterations.", training.goodput),
-            ("recover_checkpoint_iteration", "Of the last checkpoint.", training.checkpoint),
-            ("recover_checkpoint_age_seconds", "Of the last checkpoint.", training.checkpoint_age),
+            ("recover_checkpoint_iteration", "Iteration of the last checkpoint.", training.checkpoint),
+            ("recover_checkpoint_age_seconds", "Seconds since the last checkpoint.", training.checkpoint_age),
         ]
     for name, text, value in rows:
         if value is not None:
             yield GaugeMetricFamily(name, text, value=float(value))
     if status.restarts is not None and status.world:  # before any worker has come, workers.json may be another run's
-        yield CounterMetricFamily("recover_restarts", "Workers started in place of others.", float(status.restarts))
+        yield CounterMetricFamily("recover_restarts", "Replacement workers started.", float(status.restarts))
 
 
 def _by_cause(name: str, text: str, causes: Iterable[str], counted: Iterable[str]) -> Metric:
-    """All causes, from 0 on: of a counter that appears with 1 Prometheus sees no increase."""
+    """Return all causes, from 0 on: Prometheus sees no increase of a counter that appears with 1."""
     counts = Counter(counted)
     family = CounterMetricFamily(name, text, labels=["cause"])
     for cause in causes:
@@ -160,7 +160,7 @@ def _of_history(history: History) -> Iterator[Metric]:
 
 
 def _buckets(times: Sequence[float]) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus has them."""
+    """Return cumulative counts, as Prometheus expects."""
     counts = [0] * (len(BUCKETS) + 1)
     for seconds in times:
         counts[bisect_left(BUCKETS, seconds)] += 1

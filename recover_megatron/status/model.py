@@ -1,12 +1,12 @@
-"""A run as it is shown to people and programs: ``RunStatus`` and what it consists of.  Pure.
+"""Status of a run for users and programs: ``RunStatus`` and its parts.  Pure.
 
-    RunStatus:  grid       replicas that run, each with its workers by position
-                spares     live workers without a place in a whole replica
-                unplaced   live workers of which no place is known (yet)
-                gone       dead, put out, left: why, and how long ago
+    RunStatus:  grid       complete replicas, each with its workers by position
+                spares     live workers without a place in a complete replica
+                unplaced   live workers whose place is not known (yet)
+                gone       workers that are dead, evicted or have left, with reason and age
 
-``read`` makes it of what the coordinator answers, which ``wire`` has checked; ``with_files`` adds what the log folder
-tells.
+``read`` builds it from the coordinator's answer, which ``wire`` has checked; ``with_files`` adds data of the log
+folder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 Raw = Mapping[str, Any]
 """A JSON object."""
 SCHEMA = 2
-"""Of ``--json``: raised when a field changes its meaning or goes; new fields may come at any time."""
+"""Schema of ``--json``: increased when a field changes its meaning or is removed; fields may be added at any time."""
 
 CAUSES = ("killed", "exit", "hang", "silent", "unreachable", "ended")
-"""Of the end of a worker, in the order in which one of several is told."""
+"""Causes of a worker's loss; if there are several, the first of this order is reported."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class WorkerStatus:
     phase: str
     microbatch: int | None
     silence: float | None
-    """Since anything was heard of it; None: it has no connection to this coordinator."""
+    """Since its last message; None: it has no connection to this coordinator."""
     marked: float | None
     """Since its last progress mark."""
     waiting: float | None
-    """Since when it waits for others; None: it does not."""
+    """Since it began to wait for others; None: it does not wait."""
     joined: bool
-    """Whether it has come to the rendezvous that is (or was last) open."""
+    """True if it has joined the rendezvous that is open, or was open last."""
     quota: int | None
     note: str
     device: int | None = None
@@ -59,12 +59,12 @@ class Replica:
     replica: int
     workers: Sequence[WorkerStatus]
     quota: int | None
-    """Microbatches of an iteration, where the plan tells them."""
+    """Microbatches per iteration, if the plan has them."""
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A worker that is no part of the run any more."""
+    """A worker that is no longer part of the run."""
 
     worker: int
     fate: str
@@ -72,14 +72,14 @@ class Gone:
     why: str
     ago: float | None
     exit: str = ""
-    """How its process ended, as its launcher saw it: "SIGKILL", "SIGKILL, out of memory", "exit code 1"."""
+    """End of its process, as its launcher saw it: "SIGKILL", "SIGKILL, out of memory", "exit code 1"."""
     phase: str = ""
-    """What it was doing when it was last heard."""
+    """The phase of its last message."""
     iteration: int | None = None
 
     @property
     def cause(self) -> str:
-        """One of ``CAUSES``, as metrics need; of a fault that nobody has named "ended"."""
+        """The cause for metrics, one of ``CAUSES``; "ended" if it is unknown."""
         if self.fate == "out":
             silent = "silent" in self.why or "acknowledged" in self.why
             return "hang" if "no progress" in self.why else "silent" if silent else "unreachable"
@@ -109,50 +109,50 @@ class RecoveryStatus:
 
 @dataclass(frozen=True)
 class Stall:
-    """The run waits for workers that are late: too many to go on without, or with their data."""
+    """State of a run that waits for late workers: too many to continue without, or waiting for storage."""
 
     seconds: float
-    """Since when."""
+    """Seconds since the wait began."""
     left: float | None
-    """For how long it will go on waiting; None: as long as it takes."""
+    """Seconds for which it will still wait; None: without limit."""
     workers: Sequence[int]
     where: Sequence[str]
-    """Of the first of them: who, on which host, and what it was doing."""
+    """Descriptions of the first of them: worker, host, and phase."""
 
 
 @dataclass(frozen=True)
 class DrainStatus:
-    """A node that somebody wants, or wanted, to switch off."""
+    """A node that a user asked to drain."""
 
     node: str
     state: str
     """``asked``, ``moving``, ``drained`` (it may be switched off) or ``refused``."""
     workers: Sequence[int]
-    """Those of it that live."""
+    """Its live workers."""
     reason: str = ""
-    """Why it was refused."""
+    """Reason if it was refused."""
     names: Sequence[str] = ()
-    """By which it may be asked for: its own, its host's."""
+    """Names by which it may be requested: its own, its host's."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How the training gets on; what is not known is None."""
+    """Progress of the training; unknown values are None."""
 
     iteration: int
-    """The last that was committed."""
+    """The last committed iteration."""
     train_iters: int | None
     loss: float | None
     seconds_per_iteration: float | None
-    """Mean of the last ``folder.RECENT``, recoveries included."""
+    """Mean over the last ``folder.RECENT`` iterations, recoveries included."""
     samples_per_second: float | None
     tflops_per_gpu: float | None
-    """By Megatron's own formula, over the workers of the launch."""
+    """Computed by Megatron's formula, over the workers of the launch."""
     eta_seconds: float | None
     goodput: float | None
     """Share of the launch's worker time since the training began that went into committed iterations, 0 to 1."""
     checkpoint: int | None
-    """The iteration of the last one of this launch."""
+    """Iteration of the last checkpoint of this launch."""
     checkpoint_folder: str | None
     checkpoint_age: float | None
     recoveries: int
@@ -165,22 +165,22 @@ class RunStatus:
 
     address: str
     state: str
-    """As the coordinator calls it (``membership/events.py``): standby, gathering, rendezvous, steady, stopped."""
+    """State as named by the coordinator (``membership/events.py``): standby, gathering, rendezvous, steady, stopped."""
     code: int | None = None
-    """Of a run that has ended: its exit code."""
+    """Exit code, if the run has ended."""
     reason: str = ""
-    """Of a run that has ended: why."""
+    """Reason, if the run has ended."""
     ended_age: float | None = None
-    """Of a run that has ended, where its log folder is known: seconds since then."""
+    """Seconds since the end, if the run has ended and its log folder is known."""
     term: int = 0
     epoch: int = 0
     opened: int = 0
     iteration: int = 0
-    """The newest that a worker with a place tells of."""
+    """The newest iteration that a worker with a place reports."""
     loss: float | None = None
-    """The loss of the last step that workers of the library tell of; NaN where it is not finite."""
+    """Loss of the last step that workers using the library API report; NaN if it is not finite."""
     committed: int = 0
-    """The last decision (steps, evaluations and checkpoints are counted together)."""
+    """The last committed decision (steps, evaluations and checkpoints are counted together)."""
     commit_age: float | None = None
     world: int = 0
     live: int = 0
@@ -193,18 +193,18 @@ class RunStatus:
     faults: Sequence[Fault] = ()
     recoveries: Sequence[RecoveryStatus] = ()
     hidden: int = 0
-    """Live workers that the view had no room for."""
+    """Number of live workers that the view omits for lack of room."""
     awaited: Sequence[int] = ()
-    """Members that an open rendezvous waits for."""
+    """Members for which an open rendezvous waits."""
     stall: Stall | None = None
     drains: Sequence[DrainStatus] = ()
-    """Nodes that were to be drained."""
+    """Nodes that were asked to be drained."""
     training: Training | None = None
-    """How the training gets on, where its log folder is known."""
+    """Progress of the training, if its log folder is known."""
     restarts: int | None = None
-    """Workers that were started in place of others, where the log folder is known."""
+    """Number of replacement workers started, if the log folder is known."""
     started_age: float | None = None
-    """Seconds since the launch's first worker was started, where the log folder is known."""
+    """Seconds since the start of the launch's first worker, if the log folder is known."""
 
     @property
     def workers(self) -> list[WorkerStatus]:
@@ -213,7 +213,7 @@ class RunStatus:
 
     @property
     def between(self) -> float | None:
-        """For how long the start, or the recovery, has been under way, for all that is known; None: neither is."""
+        """Known duration of the start, or the recovery, under way; None: neither is."""
         if self.state not in ("standby", "gathering", "rendezvous"):
             return None
         if not self.epoch:
@@ -226,7 +226,7 @@ class RunStatus:
 
     @property
     def placed(self) -> list[WorkerStatus]:
-        """The workers of the replicas that run."""
+        """The workers of the complete replicas."""
         return [worker for replica in self.grid for worker in replica.workers]
 
     @property
@@ -236,7 +236,7 @@ class RunStatus:
 
     @property
     def lost(self) -> list[Gone]:
-        """Workers that died or were put out: without those that left in order, are aside, or were told to end."""
+        """Workers that died or were evicted: without those that left in order, are set aside, or were stopped."""
         return [gone for gone in self.gone if gone.fate not in ("left", "aside", "stopped")]
 
     @property
@@ -246,20 +246,20 @@ class RunStatus:
 
     @property
     def draining(self) -> list[str]:
-        """Nodes that are being drained: not those that may be switched off, nor those that were refused."""
+        """Nodes that are being drained: neither drained already nor refused."""
         return [drain.node for drain in self.drains if drain.state in ("asked", "moving")]
 
     def to_json(self) -> dict[str, Any]:
-        told = {"schema": SCHEMA, "replicas_running": len(self.grid), "between": self.between, **asdict(self)}
-        for its in (told, told["training"] or {}):
-            if not math.isfinite(its.get("loss") or 0.0):
-                its["loss"] = None  # JSON has no NaN
-        return told
+        value = {"schema": SCHEMA, "replicas_running": len(self.grid), "between": self.between, **asdict(self)}
+        for part in (value, value["training"] or {}):
+            if not math.isfinite(part.get("loss") or 0.0):
+                part["loss"] = None  # JSON has no NaN
+        return value
 
     def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
-        """With what the log folder tells; ``processes``: by worker id, of workers.json.
+        """Return this status with data of the log folder; ``processes``: by worker id, of workers.json.
 
-        Heartbeats tell of iterations up to an interval late; what is committed was begun.
+        Heartbeats report iterations up to one interval late; a committed iteration has begun.
         """
         started = [entry["started"] for entry in processes.values() if entry.get("started") is not None]
         return replace(
@@ -276,9 +276,9 @@ class RunStatus:
 
 
 def of_launch(running: int, launched: int, noun: str = "") -> str:
-    """ "7 of 8", "9 (8 at the launch)" where the run has grown; with a ``noun`` behind the first number or both."""
+    """ "7 of 8", "9 (8 at launch)" if the run has grown; with ``noun`` after the first number or both."""
     noun = f" {noun}" if noun else ""
-    return f"{running} of {launched}{noun}" if running <= launched else f"{running}{noun} ({launched} at the launch)"
+    return f"{running} of {launched}{noun}" if running <= launched else f"{running}{noun} ({launched} at launch)"
 
 
 def _processed(worker: WorkerStatus, processes: Mapping[int, Raw]) -> WorkerStatus:
@@ -302,7 +302,7 @@ def _exit(entry: Raw) -> str:
 
 
 def read(answer: Raw, address: str) -> RunStatus:
-    """The status in a ``view`` or ``stop`` of ``address``.  KeyError, TypeError, ValueError: not of this version."""
+    """Return the status in a ``view`` or ``stop``.  KeyError, TypeError, ValueError: it is of another version."""
     answer = printable(answer)
     if answer["type"] == "stop":
         return RunStatus(address, "stopped", code=answer["code"], reason=answer["reason"], epoch=answer["epoch"])
@@ -335,7 +335,7 @@ def read(answer: Raw, address: str) -> RunStatus:
 
 
 def printable(value: Any) -> Any:
-    """``value`` with all texts in it made harmless: what a member sends must not steer the terminal that shows it."""
+    """Return ``value`` with unprintable characters replaced: data of a member must not control the terminal."""
     match value:
         case str():
             return "".join(c if c.isprintable() else "?" for c in value)
@@ -347,9 +347,10 @@ def printable(value: Any) -> Any:
 
 
 def _grid(workers: Sequence[WorkerStatus], size: int) -> list[Replica]:
-    """The replicas of which every position has a live worker; ``size``: how many positions one has.
+    """Return the replicas with a live worker in every position; ``size``: number of positions.
 
-    The coordinator remembers that of all plans it made: a replica that lost a worker is not taken for a small one.
+    The coordinator keeps ``size`` from all plans that it made: a replica that lost a worker is not taken for a small
+    one.
     """
     by_replica: dict[int, list[WorkerStatus]] = {}
     for worker in workers:
@@ -365,14 +366,14 @@ def _grid(workers: Sequence[WorkerStatus], size: int) -> list[Replica]:
 
 
 def _place(worker: WorkerStatus) -> int:
-    """Two workers of one replica at the same position are one place; where none is told, each has its own."""
+    """Return the place of a worker in its replica: its position or, if that is not known, its own id."""
     return worker.worker if worker.position is None else worker.position
 
 
 def _replicas_of_launch(answer: Raw) -> int | None:
-    """As many as its workers make; all that any plan had where those are not told; None where plans tell of none.
+    """Return the number at launch, from the workers; else the number in any plan; None: plans name no replicas.
 
-    (A run that has grown has had more of them than at the launch.)
+    (A run that has grown has had more replicas than at launch.)
     """
     size, runs = answer["replica_size"], answer["replicas"]
     return (answer["launched"] // size or sum(last - first + 1 for first, last in runs)) if size else None
@@ -381,12 +382,12 @@ def _replicas_of_launch(answer: Raw) -> int | None:
 def _spare(worker: WorkerStatus) -> WorkerStatus:
     if worker.note or worker.replica is None:
         return worker
-    return replace(worker, note=f"replica {worker.replica} is not whole")
+    return replace(worker, note=f"replica {worker.replica} is not complete")
 
 
 def _worker(row: Raw) -> WorkerStatus:
     status = row["status"]
-    # What it says now, if it does: a plan may have given it another place than it joined with.
+    # Its reported place, if any: a plan may have given it another place than the one with which it joined.
     replica, position, quota = row.get("place") or map(status.get, ("replica", "position", "quota"))
     return WorkerStatus(
         worker=row["worker"],
@@ -410,19 +411,19 @@ def _gone(row: Raw) -> Gone:
 
 
 def _recovery(row: Raw) -> RecoveryStatus:
-    told = {name: row[name] for name in ("ago", "epoch", "reason", "workers")}
-    return RecoveryStatus(**told, **{name: row["seconds"].get(name) for name in ("rendezvous", "since_fault")})
+    fields = {name: row[name] for name in ("ago", "epoch", "reason", "workers")}
+    return RecoveryStatus(**fields, **{name: row["seconds"].get(name) for name in ("rendezvous", "since_fault")})
 
 
 def _drain(row: Raw) -> DrainStatus:
     return DrainStatus(**{**row, "workers": _workers(row), "names": [row["node"], *row["names"]]})
 
 
-def _loss(told: Sequence[tuple[int, float | None]]) -> float | None:
-    """Return the loss of the newest of these steps: all workers that have finished it tell the same."""
-    if not told:
+def _loss(reports: Sequence[tuple[int, float | None]]) -> float | None:
+    """Return the loss of the newest of these steps: all workers that have finished it report the same."""
+    if not reports:
         return None
-    _, loss = max(told, key=lambda its: its[0])
+    _, loss = max(reports, key=lambda report: report[0])
     return math.nan if loss is None else loss
 
 

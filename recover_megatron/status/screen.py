@@ -1,11 +1,11 @@
-"""A ``RunStatus`` on a terminal: as something that rich prints, and as the live view.
+"""A ``RunStatus`` on a terminal: as a rich renderable, and as the live view.
 
-The first is pure; whatever members sent is ``Text``, never markup.  The live view looks again and again until the run
-ends, nobody answers any more, or its user has seen enough.
+The first is pure; data of members is ``Text``, never markup.  The live view refreshes until the run ends, no
+coordinator answers any more, or its user interrupts it.
 
 LOOKING --view--> shown --interval--> LOOKING
-    |  no answer: the last view stays, with the complaint, for ``patience`` seconds --> ``NoAnswer``
-    '--stop: the last view with how the run ended --> over
+    |  no answer: the last view stays, with the error, for ``patience`` seconds --> ``NoAnswer``
+    '--stop: the last view with the end of the run --> over
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from recover_megatron.status.source import Source
 
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.CRITICAL: "red", Level.UNKNOWN: "red"}
 ACTIVITY = ("worker", "node", "GPU", "pid", "iteration", "phase", "microbatch", "silent")
-"""Of one worker."""
+"""Columns of one worker."""
 NUMBERS = frozenset("replica quota position worker iteration microbatch workers epoch GPU pid".split())
-"""Columns."""
-_TERM_COUNTER = 32  # bits of a term that only make it unlike any other
+"""Columns with numbers."""
+_TERM_COUNTER = 32  # bits of a term that only make it unique
 
 
 def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> RenderableType:
-    """The whole view; ``lines``: how many there is room for (None: any number), ``complaint``: why it is not newer."""
+    """Return the complete view; ``lines``: its height (None: any), ``complaint``: why it is not newer."""
     parts: list[RenderableType] = [_headline(status, complaint)]
     if status.stall is not None:
         parts += [Text(f"  {where}", "yellow") for where in status.stall.where]
-        left = "they are waited for however long it takes, since nobody waits for another"
+        left = "the run waits for them without limit, since no worker waits for another one"
         if status.stall.left is not None:
             writes = any(worker.phase in WRITES for worker in status.workers if worker.worker in status.stall.workers)
             why = "an hour for a checkpoint" if writes else "--recover-stall-timeout"
-            left = f"they are put out if they are not back in {span(status.stall.left)} ({why})"
+            left = f"they are evicted if they do not come back within {span(status.stall.left)} ({why})"
         parts.append(Text(f"  {left}", "dim"))
     few = None if lines is None else 8
     room = None if lines is None else max(4, lines - 9 - _lines_of(status))
     tables = {
         "grid": _grid(status.grid, room),
-        f"workers{', of which no replica is known' * (status.replicas_of_launch is not None)}": _loose(
+        f"workers{' whose replica is not known' * (status.replicas_of_launch is not None)}": _loose(
             status.unplaced, room
         ),
         "spares": _loose(status.spares, few),
@@ -74,15 +74,15 @@ def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> 
         if table.rows:
             parts += [Text(), Text(title, "bold"), table]
     if status.hidden:
-        parts.append(Text(f"{status.hidden} more workers are not told of", style="dim"))
+        parts.append(Text(f"{status.hidden} more workers are not shown", style="dim"))
     return Group(*parts)
 
 
 def _drains(drains: Sequence[DrainStatus]) -> Table:
     table = _table("node", "is", "workers there", "why")
     for row in drains:
-        told = {"drained": "drained: it may be switched off", "moving": "being drained"}.get(row.state, row.state)
-        _add(table, row.node, told, ranges(row.workers), row.reason)
+        text = {"drained": "drained: it may be switched off", "moving": "being drained"}.get(row.state, row.state)
+        _add(table, row.node, text, ranges(row.workers), row.reason)
     return table
 
 
@@ -108,7 +108,7 @@ def _headline(status: RunStatus, complaint: str) -> Panel:
 
 
 def _pace(training: Training, ended: bool) -> Text:
-    """What the training does: its iteration, loss and speed."""
+    """Return the row with the training's iteration, loss and speed."""
     of = f" of {training.train_iters}" if training.train_iters else ""
     parts = [("step ", f"{training.iteration}{of}")]
     if training.loss is not None:
@@ -125,7 +125,7 @@ def _pace(training: Training, ended: bool) -> Text:
 
 
 def _care(status: RunStatus, training: Training) -> Text:
-    """What losses have cost, and would cost."""
+    """Return the row with the cost of losses so far, and the last checkpoint."""
     parts = [] if training.goodput is None else [("goodput ", f"{100 * training.goodput:.0f} %")]
     parts.append(("recoveries ", f"{training.recoveries} ({training.microbatches_rerun} microbatches run again)"))
     if training.checkpoint is not None:
@@ -144,7 +144,7 @@ def _panel(status: RunStatus, *rows: Text) -> Panel:
 
 
 def _at_the_end(status: RunStatus) -> list[Text]:
-    """Of a run that has ended: what is known of it, which is nothing where only its coordinator was asked."""
+    """Return rows about a run that has ended; none if only its coordinator was asked."""
     known = []
     if status.iteration and status.training is None:
         known.append(Text.assemble(("last iteration ", "dim"), (str(status.iteration), "bold")))
@@ -158,7 +158,7 @@ def _at_the_end(status: RunStatus) -> list[Text]:
 
 def _replicas(status: RunStatus) -> Text:
     if status.replicas_of_launch is None:
-        return Text("not told")
+        return Text("not known")
     running, launched = len(status.grid), status.replicas_of_launch
     return Text(of_launch(running, launched), "" if running >= launched else "yellow")
 
@@ -218,11 +218,11 @@ def _gone(gone: Sequence[Gone], room: int | None) -> Table:
         seen = worker.phase + (f" of iteration {worker.iteration}" if worker.phase and worker.iteration else "")
         fate = Text(worker.fate, style)
         rows.append([str(worker.worker), worker.host, fate, _when(worker.ago), worker.exit, seen, worker.why])
-    # What is known of nobody needs no room, of which a narrow terminal has little.
-    told = [at for at in range(len(names)) if any(str(row[at]) for row in rows)]
-    table = _table(*(names[at] for at in told))
+    # Columns without any value are omitted: a narrow terminal has little room.
+    shown = [at for at in range(len(names)) if any(str(row[at]) for row in rows)]
+    table = _table(*(names[at] for at in shown))
     for row in rows:
-        _add(table, *(row[at] for at in told))
+        _add(table, *(row[at] for at in shown))
     if room is not None and len(gone) > room:
         _add(table, "...", f"{len(gone) - room} more")
     return table
@@ -246,8 +246,8 @@ def _recoveries(recoveries: Sequence[RecoveryStatus]) -> Table:
 def _activity(worker: WorkerStatus) -> list[str | Text]:
     phase = worker.phase + (f", waits {span(worker.waiting)}" if worker.waiting is not None else "")
     where = [str(worker.worker), worker.node or worker.host, _or_nothing(worker.device), _or_nothing(worker.pid)]
-    told = [*where, str(worker.iteration), phase, _or_nothing(worker.microbatch)]
-    return [*told, _silence(worker.silence)]
+    cells = [*where, str(worker.iteration), phase, _or_nothing(worker.microbatch)]
+    return [*cells, _silence(worker.silence)]
 
 
 def _silence(seconds: float | None) -> Text:
@@ -272,7 +272,7 @@ def _newest[T](entries: Sequence[T], lines: int | None) -> list[T]:
 
 
 def _lines_of(status: RunStatus) -> int:
-    """How many lines all but the grid takes."""
+    """Return the number of lines without the grid."""
     lists = [(status.spares, 9), (status.drains, 9), (status.gone, 9), (status.faults, 3), (status.recoveries, 3)]
     return sum(min(len(entries), most) + 4 for entries, most in lists if entries)
 
@@ -286,11 +286,11 @@ def _or_nothing(number: int | None) -> str:
 
 
 PIPE_COLUMNS = 160
-"""Width of what is printed where there is no terminal, and no ``COLUMNS`` in the environment."""
+"""Width of the output if there is no terminal, and no ``COLUMNS`` in the environment."""
 
 
 class _Console(Console):
-    """One whose reader may go away (``| head``): ``BrokenPipeError``, where rich would end with exit code 1."""
+    """Console whose reader may go away (``| head``): raises ``BrokenPipeError``, where rich would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -298,9 +298,9 @@ class _Console(Console):
 
 
 def _console() -> Console:
-    """No markup and no highlighting of what members sent."""
-    told = Console().is_terminal or os.environ.get("COLUMNS", "").isdecimal()
-    return _Console(highlight=False, markup=False, width=None if told else PIPE_COLUMNS)
+    """Return a console without markup and highlighting of data sent by members."""
+    sized = Console().is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    return _Console(highlight=False, markup=False, width=None if sized else PIPE_COLUMNS)
 
 
 def show_once(status: RunStatus) -> None:
@@ -308,7 +308,7 @@ def show_once(status: RunStatus) -> None:
 
 
 def follow(source: Source, interval: float, patience: float) -> None:
-    """Show view after view. Where there is no terminal they are printed one below the other."""
+    """Show one view after another; without a terminal they are printed below each other."""
     console = _console()
     last: RunStatus | None = None
     answered = time.monotonic()
@@ -318,7 +318,7 @@ def follow(source: Source, interval: float, patience: float) -> None:
             try:
                 last = _ended_as_seen(source.look(), last)
                 answered = time.monotonic()
-            except (NoAnswer, AuthenticationError) as error:  # our secret was right before: it ended at the proof
+            except (NoAnswer, AuthenticationError) as error:  # our secret was right: it ended during the proof
                 silent = time.monotonic() - answered
                 if last is None or silent > patience:
                     raise
@@ -333,7 +333,7 @@ def follow(source: Source, interval: float, patience: float) -> None:
 
 
 def _ended_as_seen(status: RunStatus, last: RunStatus | None) -> RunStatus:
-    """The end of a run tells only how it ended: what was seen last stays on the screen."""
+    """Return the ended status with the last known details: a coordinator that stops reports only the end."""
     if status.code is None or last is None:
         return status
     training = status.training or last.training

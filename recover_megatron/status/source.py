@@ -1,15 +1,15 @@
-"""A run as its user names it, by addresses or by its log folder: who is asked, and which files tell more.
+"""A run as its user names it, by addresses or by its log folder: the process to ask, and the files to read.
 
 addresses          the coordinator's view
-folder, running    the same, and what the folder's files tell of the training
+folder, running    the same, and data about the training from the folder's files
 folder, ended      the files alone
 
-Among addresses the candidate that leads is asked:
+Among several addresses, the leading candidate is asked:
 
 current candidate --view--> shown, asked again next time
         |  standby, stop with code 11 (others may go on), no answer
         v
-next candidate ...  none leads: the best of what they said; nobody said anything: ``NoAnswer``
+next candidate ...  none leads: the best of their answers; no answer at all: ``NoAnswer``
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recover_megatron.status.model import RunStatus, read
 
 
 class Watch:
-    """Looks at the run whose candidates have these addresses."""
+    """View of the run whose candidates have these addresses."""
 
     def __init__(self, addresses: Sequence[Address], secret: Secret, timeout: float = ANSWER_SECONDS) -> None:
         self._addresses = list(addresses)
@@ -45,15 +45,15 @@ class Watch:
         self._observer: Observer | None = None
 
     def look(self, drain: str | None = None) -> RunStatus:
-        """The run now, after ``drain``, a node or host, was asked to be drained.
+        """Return the run's status now, after asking to drain ``drain``, a node or host.
 
-        Raises ``NoAnswer`` if nobody answers (``OtherVersion`` if one does whom this version does not understand),
-        ``AuthenticationError`` if all who do refuse us.
+        Raises ``NoAnswer`` if no candidate answers (``OtherVersion`` if one of an incompatible version does),
+        ``AuthenticationError`` if all that answer refuse the secret.
         """
         seconds: list[RunStatus] = []
         complaints: list[NoAnswer] = []
         refusals: list[AuthenticationError] = []
-        again = self._observer is not None  # the connection may have ended, and its candidate be there: one more try
+        again = self._observer is not None  # the connection may be closed, but its candidate alive: one more try
         for _ in range(len(self._addresses) + again):
             try:
                 status = self._ask(drain)
@@ -71,8 +71,8 @@ class Watch:
             return max(seconds, key=lambda status: (status.code is None, status.attached))
         if refusals:
             raise refusals[0]
-        told = "; ".join(dict.fromkeys(map(str, complaints)))
-        raise OtherVersion(told) if any(isinstance(error, OtherVersion) for error in complaints) else NoAnswer(told)
+        text = "; ".join(dict.fromkeys(map(str, complaints)))
+        raise OtherVersion(text) if any(isinstance(error, OtherVersion) for error in complaints) else NoAnswer(text)
 
     def close(self) -> None:
         if self._observer is not None:
@@ -90,10 +90,10 @@ class Watch:
 
 
 class FolderSource:
-    """The last launch into ``folder``.  Raises ValueError, OSError and SecretError where it cannot be asked."""
+    """Source for the last launch into ``folder``.  Raises ValueError, OSError and SecretError if it cannot be asked."""
 
     def __init__(self, folder: Path, secret: Path | None) -> None:
-        """``secret``: the file that the user names; else that of the folder, or of the environment."""
+        """``secret``: the file that the user names; else the folder's file, or the environment is used."""
         self._folder = folder
         self.history = History(folder)
         self._watch: Watch | None = None
@@ -102,7 +102,7 @@ class FolderSource:
             self._watch = Watch(addresses, find_secret(path=secret or secret_file(folder)))
 
     def look(self, drain: str | None = None) -> RunStatus:
-        """As ``Watch.look``, with what the files tell."""
+        """Return the status as ``Watch.look`` does, with data from the files."""
         status = ending(self._folder) if self._watch is None else None
         if status is None:
             assert self._watch is not None
@@ -110,7 +110,7 @@ class FolderSource:
                 status = self._watch.look(drain)
             except OtherVersion:
                 raise
-            except (NoAnswer, AuthenticationError) as error:  # a coordinator that ends meanwhile looks like a refusal
+            except (NoAnswer, AuthenticationError) as error:  # a coordinator that ends now looks like a refusal
                 status = ending(self._folder)
                 if status is None and isinstance(error, AuthenticationError):
                     raise
@@ -121,7 +121,7 @@ class FolderSource:
         self.history.read()
         now = self.history.now(status.commit_age) if status.code is None else time.time()
         training = None
-        if status.epoch or has_begun(self._folder):  # else the files tell of an earlier launch
+        if status.epoch or has_begun(self._folder):  # else the files are of an earlier launch
             training = self.history.training(now, now if status.code is None else self.history.last_time)
         return status.with_files(training, worker_processes(self._folder))
 
@@ -134,7 +134,7 @@ Source = Watch | FolderSource
 
 
 def source_of(where: str, secret: Path | None) -> Source:
-    """For a log folder, or ``HOST:PORT,...``.  Raises as ``FolderSource`` does."""
+    """Return the source for a log folder, or ``HOST:PORT,...``.  Raises as ``FolderSource`` does."""
     if Path(where).is_dir():
         return FolderSource(Path(where), secret)
     try:

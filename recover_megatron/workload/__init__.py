@@ -1,8 +1,8 @@
-"""Layer 3, the versatile workload: who runs which microbatches, with whoever is alive.  Stdlib only.
+"""Layer 3, the versatile workload: which live replica runs which microbatches.  Stdlib only.
 
-Pure functions: no I/O, no clock, no random numbers.  Every worker that calls one with the same arguments gets the same
-answer, so a plan needs to be agreed on only in its inputs.  Replicas are always taken in the order of their ids,
-whatever the order of the arguments.  What each module decides: docs/workload.md.
+Pure functions: no I/O, no clock, no random numbers.  All workers that call one with the same arguments get the same
+result, so they need to agree only on a plan's inputs.  Replicas are always taken in the order of their ids, whatever
+the order of the arguments.  Decisions of each module: docs/workload.md.
 """
 
 from recover_megatron.workload.assign import assign, reassign

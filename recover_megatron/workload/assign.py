@@ -1,11 +1,11 @@
-"""Which microbatches each replica runs.
+"""The microbatches that each replica runs.
 
 Microbatch ids count through an iteration, 0..total-1.  At launch there are D0 = replicas * inner ranks data-parallel
-ranks, and stock Megatron deals the ids like cards: j = n * D0 + r is the n-th microbatch of rank r.  A replica holds
-``inner_ranks`` of these ranks, rank r being inner rank ``r % inner_ranks`` of replica ``r // inner_ranks``: one, except
-where experts are spread over data-parallel ranks; then its ranks run in lock-step, the n-th microbatch of each at the
-same time.  So whatever moves to another replica moves in rows of ``inner_ranks`` consecutive ids: ids that would have
-met in the experts of a failure-free run still do.
+ranks, and stock Megatron deals the ids round-robin: j = n * D0 + r is the n-th microbatch of rank r.  A replica has
+``inner_ranks`` of these ranks; rank r is inner rank ``r % inner_ranks`` of replica ``r // inner_ranks``.  There is one,
+unless experts are spread over data-parallel ranks; then its ranks run in lock-step, the n-th microbatch of each at the
+same time.  So ids move to another replica in rows of ``inner_ranks`` consecutive ids: ids that would have met in the
+experts of a failure-free run still do.
 
 An interleaved pipeline schedule sends a *group* of microbatches through a stage's first chunk of layers, then the same
 group through its second chunk, and so on; then comes the next group.  The last group may be smaller, and none smaller
@@ -27,20 +27,20 @@ from recover_megatron.workload.quotas import dealt, distinct, fewest_units, know
 def assign(
     total: int, inner_ranks: int, replicas: Sequence[int], counts: Mapping[int, int], launch_replicas: int
 ) -> dict[int, list[list[int]]]:
-    """The ids of an iteration: replica -> inner rank -> ids in the order to run them; each of 0..total-1 exactly once.
+    """Return the ids of an iteration: replica -> inner rank -> ids in running order; each of 0..total-1 exactly once.
 
-    ``counts``: how many microbatches each replica runs, over all its inner ranks (see `quotas`).  A replica runs its
-    own nominal ids first, as many as its count allows; then some of those that are left, which are dealt in ascending
-    order, a row to each replica in turn.  With the nominal counts on all launch replicas the answer is the nominal one.
+    ``counts``: number of microbatches of each replica, over all its inner ranks (see `quotas`).  A replica runs its own
+    nominal ids first, as many as its count allows; then some of the remaining ones, which are dealt in ascending order,
+    a row to each replica in turn.  With the nominal counts on all launch replicas the result is the nominal one.
 
-    Raises ValueError for counts that are not multiples of ``inner_ranks`` or do not sum to ``total``, and a total that
-    is no multiple of the launch's ranks.
+    Raises ValueError if counts are not multiples of ``inner_ranks`` or do not sum to ``total``, or the total is no
+    multiple of the launch's ranks.
     """
     ids = distinct(replicas)
     _check_inner_ranks(inner_ranks)
     ranks = launch_replicas * inner_ranks
     if launch_replicas < 1 or total < 0 or total % ranks:
-        raise ValueError(f"{total} microbatches cannot be dealt to {launch_replicas} replicas of {inner_ranks} lanes")
+        raise ValueError(f"{total} microbatches cannot be dealt to {launch_replicas} x {inner_ranks} inner ranks")
     _check_counts(ids, counts, inner_ranks)
     if sum(counts[replica] for replica in ids) != total:
         raise ValueError(f"the counts {dict(counts)} do not sum to {total}")
@@ -69,19 +69,19 @@ def reassign(
     speeds: Mapping[int, float] | None = None,
     least: int = 1,
 ) -> dict[int, list[list[int]]]:
-    """Share the ``lost`` ids out: replica -> inner rank -> ids in the order to run them; each exactly once.
+    """Share out the ``lost`` ids: replica -> inner rank -> ids in running order; each exactly once.
 
-    Minimises the time when the last replica has finished, max((load + share) / speed).  ``load``: the microbatches that
-    a replica has to run before, over all its inner ranks (default: none); ``speeds``: as in `quotas`.  Each replica's
-    share is a multiple of ``inner_ranks`` and at least ``least``, or empty.
+    Minimises the time at which the last replica finishes, max((load + share) / speed).  ``load``: microbatches that
+    each replica has to run before, over all its inner ranks (default: none); ``speeds``: as in `quotas`.  Each share is
+    a multiple of ``inner_ranks`` and at least ``least``, or empty.
 
-    Raises ValueError for no replicas, an id twice, a number of ids that is no multiple or too small for one replica, a
-    negative load.
+    Raises ValueError for no replicas, a repeated id, a number of ids that is no multiple or too small for one replica,
+    or a negative load.
     """
     ids = distinct(replicas)
     _check_inner_ranks(inner_ranks)
     if len(set(lost)) != len(lost):
-        raise ValueError(f"an id is lost twice in {list(lost)}")
+        raise ValueError(f"an id is repeated in {list(lost)}")
     unit, fewest = inner_ranks, fewest_units(least, inner_ranks)
     before = {replica: 0 if load is None else load.get(replica, 0) for replica in ids}
     if min(before.values()) < 0:
@@ -102,29 +102,29 @@ def _deal(ids: Sequence[int], inner_ranks: int, rows: Mapping[int, int], shares:
 
 def _check_inner_ranks(inner_ranks: int) -> None:
     if inner_ranks < 1:
-        raise ValueError(f"a replica has at least one lane, not {inner_ranks}")
+        raise ValueError(f"a replica has at least one inner rank, not {inner_ranks}")
 
 
 def _check_counts(ids: Sequence[int], counts: Mapping[int, int], inner_ranks: int) -> None:
     if missing := [replica for replica in ids if replica not in counts]:
         raise ValueError(f"no count for the replicas {missing}")
     if bad := {replica: counts[replica] for replica in ids if counts[replica] < 0 or counts[replica] % inner_ranks}:
-        raise ValueError(f"the counts {bad} are no multiples of {inner_ranks} lanes")
+        raise ValueError(f"the counts {bad} are no multiples of {inner_ranks} inner ranks")
     if stray := sorted(replica for replica, count in counts.items() if count and replica not in ids):
-        raise ValueError(f"counts for replicas that are not there: {stray}")
+        raise ValueError(f"counts for unknown replicas: {stray}")
 
 
 def runs(count: int, stages: int, group: int) -> bool:
-    """Whether a schedule of ``stages`` stages can run ``count`` microbatches in groups of ``group``."""
+    """Return whether a schedule of ``stages`` stages can run ``count`` microbatches in groups of ``group``."""
     rest = count % group
     return stages <= group <= count and (rest == 0 or rest >= stages)
 
 
 def group_size(count: int, stages: int, usual: int) -> int:
-    """The size of the groups for ``count`` microbatches on ``stages`` stages; ``usual``: as the user wants them.
+    """Return the group size for ``count`` microbatches on ``stages`` stages; ``usual``: the user's group size.
 
-    The usual size if that can be, else the largest below it, else the smallest above it.  Raises ValueError for fewer
-    microbatches than stages.
+    The usual size if possible, else the largest possible below it, else the smallest above it.  Raises ValueError for
+    fewer microbatches than stages.
     """
     if not 1 <= stages <= count:
         raise ValueError(f"an interleaved schedule of {stages} stages cannot run {count} microbatches")

@@ -1,15 +1,14 @@
-"""Failure domains: what may be lost at once, how copies are placed for that, and what it costs to lose a node.
+"""Failure domains: workers that may be lost at once, the placement of copies, and the cost of losing a node.
 
-A domain is whatever fails as a whole: a node, the nodes of a rack or behind a switch.  A worker stands in several, one
-inside the other; a replica breaks with each of them that any of its workers stands in: it *touches* them.
+A domain is a unit that fails as a whole: a node, the nodes of a rack or behind a switch.  A worker is in several,
+nested; a replica *touches* every domain that contains any of its workers, and breaks with it.
 
     ring, two replicas a node     r0 (a)   r1 (a)   r2 (b)   r3 (b)
-    stride 1                      with node a go what r0 owns, and its copy on r1
-    stride 2                      r0's copy is on r2, r1's on r3: whichever node is lost, each unit has a holder left
+    stride 1                      node a has the shards of r0 and their copy on r1
+    stride 2                      r0's copy is on r2, r1's on r3: whichever node is lost, each unit has a live holder
 
-What the loss of each domain of a launch would cost is known before anything is started, from sizes and names alone
-(``domain_losses``); whether the run can do without a node, and which replicas leave with it, when it is to be switched
-off (``drain``).
+The cost of losing each domain of a launch is known before the start, from sizes and names alone (``domain_losses``).
+``drain`` decides whether the run can do without a node, and which replicas leave with it.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ Touched = Mapping[int, frozenset[str]]
 """Worker -> the domains that its replica touches."""
 
 _MOST_STRIDES = 64
-"""So many are tried, and what puts the copies of one domain's workers outside of it, where these stand in a row."""
+"""Number of strides that are tried, in addition to those that lead out of a domain whose workers are consecutive."""
 
 
 def names(node: str, domain: str, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The domains of a worker, by names that no other level has: its node, what the user says, SLURM's switches.
+    """Return the domains of a worker, with names unique to each level: its node, the user's domains, SLURM's switches.
 
-    ``domain``: names separated by commas; empty: nothing was said.  SLURM with a topology plugin tells the way to a
-    node: ``SLURM_TOPOLOGY_ADDR`` "s0.s4.tux3" by ``SLURM_TOPOLOGY_ADDR_PATTERN`` "switch.switch.node" (its manual,
-    srun, "OUTPUT ENVIRONMENT VARIABLES").
+    ``domain``: names separated by commas; empty: none given.  With a topology plugin, SLURM sets the path to a node:
+    ``SLURM_TOPOLOGY_ADDR`` "s0.s4.tux3", described by ``SLURM_TOPOLOGY_ADDR_PATTERN`` "switch.switch.node" (srun
+    manual, "OUTPUT ENVIRONMENT VARIABLES").
     """
     found = [f"node {node}"] if node else []
     found += [f"domain {name.strip()}" for name in domain.split(",") if name.strip()]
@@ -46,7 +45,7 @@ def names(node: str, domain: str, environment: Mapping[str, str]) -> tuple[str, 
 
 
 def touched_by(replicas: Iterable[Sequence[int]], domains: Mapping[int, Sequence[str]]) -> dict[int, frozenset[str]]:
-    """Of all workers of ``replicas``; ``domains``: each worker's own."""
+    """Return the domains that each worker's replica touches; ``domains``: by worker."""
     found: dict[int, frozenset[str]] = {}
     for workers in replicas:
         found |= dict.fromkeys(workers, frozenset(name for worker in workers for name in domains.get(worker, ())))
@@ -54,32 +53,32 @@ def touched_by(replicas: Iterable[Sequence[int]], domains: Mapping[int, Sequence
 
 
 def stride_of(ring: Sequence[int], touched: Touched, copies: int, before: int = 1) -> int:
-    """How many places further the next copy of a worker's unit is, such that fewest domains have all copies of any.
+    """Return the distance between copies of a unit for which the fewest domains contain all copies of a unit.
 
-    Of equally good ones the smallest, since a finished sum has so far to go; but ``before``, the present one, stays if
-    it is as good: a change moves every copy.  1 where nothing can be gained.
+    If several are equally good, the smallest, since a finished sum travels that distance; but ``before``, the present
+    one, is kept if it is as good: a change moves every copy.  1 if nothing can be gained.
     """
     return _best(ring, touched, copies, before)[0]
 
 
 def fewest_shared(ring: Sequence[int], touched: Touched, copies: int) -> int:
-    """In how many domains all copies of a unit still are with that stride, summed; but for those of all replicas."""
+    """Return the number of domains with all copies of a unit for that stride, summed; without common domains."""
     return _best(ring, touched, copies, 1)[1]
 
 
 def _best(ring: Sequence[int], touched: Touched, copies: int, before: int) -> tuple[int, int]:
-    """The stride, and that number."""
+    """Return the stride, and the sum for it."""
     size, copies = len(ring), min(copies, len(ring))
-    everywhere = frozenset.intersection(*(touched[worker] for worker in ring))  # nothing can be done about those
+    everywhere = frozenset.intersection(*(touched[worker] for worker in ring))  # no stride helps against those
     apart = [touched[worker] - everywhere for worker in ring]
     if copies < 2:
         return 1, _shared(apart, copies, 1)
-    rows = {-(-most // (copies - 1)) for most in Counter(name for its in apart for name in its).values()}
+    rows = {-(-most // (copies - 1)) for most in Counter(name for each in apart for name in each).values()}
     tried = [before, *sorted({*range(1, min(size - 1, _MOST_STRIDES) + 1), *rows, size // 2, size // copies})]
     best, least = 1, sum(map(len, apart)) + 1
     for stride in tried:
         if any(stride * hop % size == 0 for hop in range(1, copies)):
-            continue  # it would come back to a holder
+            continue  # two copies would have the same holder
         found = _shared(apart, copies, stride, least)
         if found < least:
             best, least = stride, found
@@ -89,7 +88,7 @@ def _best(ring: Sequence[int], touched: Touched, copies: int, before: int) -> tu
 
 
 def _shared(apart: Sequence[frozenset[str]], copies: int, stride: int, enough: float = inf) -> int:
-    """In how many domains all copies are, summed over all units; counted up to ``enough``."""
+    """Return the number of domains that contain all copies, summed over all units; counted up to ``enough``."""
     size, total = len(apart), 0
     for at in range(size):
         common = apart[at]
@@ -104,11 +103,11 @@ def _shared(apart: Sequence[frozenset[str]], copies: int, stride: int, enough: f
 
 
 Replicas = tuple[tuple[int, ...], ...]
-"""By number, the ranks of each, in the order (inner rank, stage, context, tensor), tensor fastest."""
+"""The ranks of each replica, in the order (inner rank, stage, context, tensor), tensor fastest."""
 
 
 def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, expert_tensor: int) -> int:
-    """How many of Megatron's data-parallel ranks one replica (the fault unit) holds.
+    """Return the number of Megatron's data-parallel ranks in one replica (the fault unit).
 
     Without experts spread over data-parallel ranks it is 1.  With them a replica is the smallest set of workers closed
     under both kinds of groups: dense ones take ``tensor * context`` neighbouring workers of a pipeline stage, expert
@@ -125,9 +124,9 @@ def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, e
 def replicas_of(
     world: int, *, tensor: int, context: int, pipeline: int, inner_ranks: int, pipeline_before_data: bool = False
 ) -> Replicas:
-    """The replicas of Megatron's rank order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with ``pipeline_before_data``.
+    """Return the replicas of Megatron's rank order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with ``pipeline_before_data``.
 
-    ValueError if the sizes do not fill the world.
+    Raises ValueError if the sizes do not fill the world.
 
     >>> replicas_of(8, tensor=2, context=1, pipeline=2, inner_ranks=1)
     ((0, 1, 4, 5), (2, 3, 6, 7))
@@ -155,7 +154,7 @@ def replicas_of(
 
 @dataclass(frozen=True)
 class Training:
-    """What of a training decides that: sizes as Megatron's flags have them."""
+    """Settings of a training that determine the cost of a loss: sizes as in Megatron's flags."""
 
     tensor: int = 1
     context: int = 1
@@ -164,63 +163,63 @@ class Training:
     """Data-parallel ranks of a replica."""
     pipeline_before_data: bool = False
     experts: bool = False
-    """Whether columns of experts are others than those of dense parameters."""
+    """True if expert columns differ from the columns of dense parameters."""
     shard_groups: bool = False
-    """Whether a replica is a shard group of Megatron-FSDP, of which each position has a column of its own."""
+    """True if a replica is a shard group of Megatron-FSDP, in which each position has its own column."""
     spread: bool = False
-    """Whether the optimizer's state is spread over the replicas (``--use-distributed-optimizer``)."""
+    """True if the optimizer state is spread over the replicas (``--use-distributed-optimizer``)."""
     shadows: int = 1
     instances: int = 1
-    """Of the distributed optimizer: so many workers have each part."""
+    """Instances of the distributed optimizer: the number of workers that have each part."""
     memory: bool = False
-    """Whether snapshots of such states are kept on other nodes (``workload.snapshots``)."""
+    """True if snapshots of such states are kept on other nodes (``workload.snapshots``)."""
     checkpoint: bool = False
-    """Whether the run goes back to a checkpoint in place where there is no such snapshot."""
+    """True if the run goes back to a checkpoint in place if there is no such snapshot."""
     across: bool = False
-    """Whether a tensor-parallel group may be put together of workers of different nodes."""
+    """True if a tensor-parallel group may span nodes."""
     blocks: bool = True
-    """Whether Megatron takes ``pipeline_before_data`` with these sizes."""
+    """True if Megatron accepts ``pipeline_before_data`` with these sizes."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What the loss of one domain costs."""
+    """Cost of the loss of one domain."""
 
     domain: str
     workers: int
-    """Lost with it."""
+    """Workers lost with it."""
     broken: int
-    """Replicas of which it has a part."""
+    """Replicas with a worker in it."""
     whole: int
-    """Replicas that go on, or that go back; 0: none does."""
+    """Replicas that continue, or that go back; 0: none."""
     later: int
-    """Replicas when all who are left have been put together, if each builds what is wanted of it."""
+    """Replicas after all remaining workers have formed new ones, building other models where necessary."""
     lost: str
-    """What nobody has any more, in words; empty: no state is lost."""
+    """Lost part of the state, as text; empty: no state is lost."""
     back: str = ""
-    """What the run goes back to for it, with ``whole`` replicas: ``SNAPSHOTS``, ``CHECKPOINT``; empty: nothing."""
+    """Source of the rollback, with ``whole`` replicas: ``SNAPSHOTS``, ``CHECKPOINT``; empty: no rollback."""
     waits: bool = False
-    """Whether it has that, but those who are left are too few for a replica."""
+    """True if there is such a source, but the remaining workers are too few for a replica."""
 
 
 SNAPSHOTS, CHECKPOINT = "snapshots in memory", "the newest checkpoint"
 
 
 def on_nodes(world: int, per_node: int, more: Sequence[Sequence[str]] = ()) -> list[tuple[str, ...]]:
-    """The domains of each rank of a launch, on nodes of ``per_node`` in their order: "node 0", and ``more`` by node."""
+    """Return the domains of each rank, on nodes of ``per_node`` in order: "node 0", and those of ``more`` by node."""
     nodes = [(f"node {n}", *(more[n] if n < len(more) else ())) for n in range(-(-world // per_node))]
     return [nodes[rank // per_node] for rank in range(world)]
 
 
 def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: int = 0) -> list[Loss]:
-    """Of each domain of a launch, in the order of ranks; ``domains``: each worker's, its node first; spares last.
+    """Return the loss of each domain, in the order of ranks; ``domains``: by worker, the node first; spares last.
 
-    Replicas that have a part in the domain are broken; their other workers wait as orphans.  Where some are whole they
-    go on, if they hold all of the optimizer's state between them; where none is, orphans begin again if every position
-    has one left, and each holds all of its state.  Else the state is lost with the domain, and all go back, if there is
-    anything to go back to.
+    Replicas with a worker in the domain are broken; their other workers wait as orphans.  Complete replicas continue,
+    if together they hold the complete optimizer state; if none is complete, orphans begin again if every position has
+    one left, and each holds all of its state.  Else the state is lost with the domain, and all go back, if there is a
+    source.
 
-    ValueError if the sizes do not fill the world.
+    Raises ValueError if the sizes do not fill the world.
     """
     replicas = replicas_of(
         len(domains) - spares,
@@ -231,32 +230,32 @@ def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: 
         pipeline_before_data=training.pipeline_before_data,
     )
     touched, size = touched_by(replicas, dict(enumerate(domains))), len(replicas[0])
-    workers = Counter(name for its in domains for name in its)
-    broken = Counter(name for its in replicas for name in touched[its[0]])
-    most, nobody = Counter[str](), Counter[str]()
+    workers = Counter(name for each in domains for name in each)
+    broken = Counter(name for each in replicas for name in touched[each[0]])
+    most, gone = Counter[str](), Counter[str]()
     for column in zip(*replicas, strict=True):
         for name, number in Counter(name for worker in column for name in domains[worker]).items():
             most[name] = max(most[name], number)
-            nobody[name] += number == len(replicas)
-    # A worker outside of whole replicas has missed the step's update.
+            gone[name] += number == len(replicas)
+    # A worker outside of complete replicas has missed the step's update.
     shared = (
-        frozenset.intersection(*(touched[replicas[at][0]] for at in its))
-        for its in _copies(training, replicas, touched)
+        frozenset.intersection(*(touched[replicas[at][0]] for at in each))
+        for each in _copies(training, replicas, touched)
     )
     without_state = frozenset().union(*shared)
-    groups = (its[at : at + training.tensor] for its in replicas for at in range(0, size, training.tensor))
-    anew = training.across or all(len({domains[worker][0] for worker in group}) == 1 for group in groups)
+    groups = (each[at : at + training.tensor] for each in replicas for at in range(0, size, training.tensor))
+    formable = training.across or all(len({domains[worker][0] for worker in group}) == 1 for group in groups)
     found = []
     for name, there in workers.items():
         left, whole, lost = len(domains) - there, len(replicas) - broken[name], ""
         if not left:
-            whole, lost = 0, "every worker is there"
+            whole, lost = 0, "every worker is in it"
         elif name in without_state:
             whole, lost = 0, "all copies of some shards"
         elif not whole:
-            whole = (len(replicas) - most[name]) * anew
-            lost = f"all of {nobody[name]} of {size} positions" if nobody[name] else ""
-        later = max(whole, min(len(replicas), whole + (left - whole * size) // size * anew))
+            whole = (len(replicas) - most[name]) * formable
+            lost = f"all workers of {gone[name]} of {size} positions" if gone[name] else ""
+        later = max(whole, min(len(replicas), whole + (left - whole * size) // size * formable))
         back = SNAPSHOTS if training.memory else CHECKPOINT if training.checkpoint else ""
         back = back if lost and left else ""
         whole = later if back else whole
@@ -267,7 +266,7 @@ def domain_losses(training: Training, domains: Sequence[Sequence[str]], spares: 
 
 
 def _copies(training: Training, replicas: Replicas, touched: Touched) -> set[frozenset[int]]:
-    """The replicas that have each part of a spread optimizer's state; columns: see `workload.grid.ring_order`."""
+    """Return the replicas that have each part of a spread optimizer state; columns: see `workload.grid.ring_order`."""
     if not training.spread:
         return set()
     inside = training.tensor * training.context
@@ -284,9 +283,9 @@ def _copies(training: Training, replicas: Replicas, touched: Touched) -> set[fro
     for positions in every:
         column = [workers[position] for position in positions for workers in replicas]
         if training.instances == 1 and len(column) in known:
-            continue  # its replicas stand in the same order
+            continue  # its replicas are in the same order
         known.add(len(column))
-        found |= {frozenset(of[worker] for worker in its) for its in _holders(training, column, touched)}
+        found |= {frozenset(of[worker] for worker in each) for each in _holders(training, column, touched)}
     return found
 
 
@@ -301,15 +300,15 @@ def _holders(training: Training, column: Sequence[int], touched: Touched) -> set
 
 
 class Drain(NamedTuple):
-    """What is decided of the nodes that are to be switched off."""
+    """Decision about the nodes to be drained."""
 
     accepted: tuple[str, ...]
     refused: Mapping[str, str]
-    """Node -> why not."""
+    """Node -> reason for refusing it."""
 
 
 def leaving(replicas: Mapping[int, Sequence[int]], nodes: Mapping[int, str], draining: Collection[str]) -> set[int]:
-    """The replicas with a worker on a node that is ``draining``; ``nodes``: of each worker."""
+    """Return the replicas with a worker on a node that is ``draining``; ``nodes``: worker -> node."""
     return {replica for replica, workers in replicas.items() if any(nodes[worker] in draining for worker in workers)}
 
 
@@ -320,11 +319,11 @@ def drain(
     fewest: int = 1,
     shards: int = 0,
 ) -> Drain:
-    """Decide of the nodes ``wanted``, in this order: each is accepted if the run can do without it and those before.
+    """Decide about the nodes ``wanted``, in this order: accept each if the run can do without it and the accepted ones.
 
-    ``nodes``: of every live worker.  ``replicas``: those that are whole now.  ``fewest``: so many must be left; what
-    spares and the healthy workers of the leaving ones make of themselves afterwards comes on top of it.  ``shards``: in
-    how many an optimizer instance is cut, replica by replica, where such instances are the only copies.
+    ``nodes``: node of every live worker.  ``replicas``: the complete ones now.  ``fewest``: the number that must
+    remain, without replicas that spares and the healthy workers of the leaving ones may form afterwards.  ``shards``:
+    the number of shards of an optimizer instance, dealt to replicas in turn, if such instances are the only copies.
     """
     accepted: list[str] = []
     refused: dict[str, str] = {}
@@ -343,18 +342,18 @@ def _why_not(
     fewest: int,
     shards: int,
 ) -> str:
-    """Why the run cannot do without these nodes; empty: it can."""
+    """Return why the run cannot do without these nodes; empty: it can."""
     if not replicas:
-        return "no replica is whole now: ask again when the run has recovered"
+        return "no replica is complete now: ask again when the run has recovered"
     gone = leaving(replicas, nodes, draining)
     staying = set(replicas) - gone
     if len(staying) < fewest:
-        left = "no whole replica" if not staying else f"{len(staying)} of {len(replicas)} whole replicas"
-        need = "one is needed" if fewest == 1 else f"{fewest} are wanted (--recover-min-replicas)"
+        left = "no complete replica" if not staying else f"{len(staying)} of {len(replicas)} complete replicas"
+        need = "one is required" if fewest == 1 else f"{fewest} are required (--recover-min-replicas)"
         there = (
             f"{len(gone)} of {len(replicas)} have workers on {' and '.join(sorted({*draining} & {*nodes.values()}))}"
         )
         return f"{left} would be left, {need}: {there}"
     if shards > 1 and (bare := {r % shards for r in replicas} - {r % shards for r in staying}):
-        return f"the replicas that would be left hold nothing of shards {sorted(bare)} of the optimizer's state"
+        return f"the remaining replicas would not hold shards {sorted(bare)} of the optimizer state"
     return ""

@@ -1,10 +1,10 @@
-"""The launch grid: the places of a run.  It is fixed for the run's life; who stands where is each epoch's decision.
+"""The launch grid: the places of a run.  It is fixed for the run's life; each epoch decides which worker has which.
 
 A *slot* is a place, named by the id of the worker that had it at launch: slot = replicas[replica][position].  Groups,
-rings and ranks are made of slots, so they keep their names when somebody else takes a place.
+rings and ranks are made of slots, so they keep their names when another worker takes a place.
 
-A run that may grow has slots of further replicas, numbered on from the launch's; nobody stands there at first.
-Whatever is divided by a number of replicas (losses, gradients, sample counts) is divided by the launch's, ``launched``.
+A run that may grow has slots of further replicas, numbered after those of the launch and empty at first.  Values that
+are divided by a number of replicas (losses, gradients, sample counts) are divided by the launch's, ``launched``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Slot = NewType("Slot", int)
 
 @dataclass(frozen=True)
 class LaunchGrid:
-    """Replicas of a launch, each with its slots by position; those of the launch first, then those it may grow to.
+    """Slots of a run's replicas by position: first the replicas of the launch, then those to which it may grow.
 
-    ``inner_ranks``: how many data-parallel ranks one replica holds (1; more where experts are spread over them).
+    ``inner_ranks``: number of data-parallel ranks in one replica (1; more if experts are spread over them).
     ``inner_rank_of[p]``: the inner rank of position p.  ``tensor``: the size of a tensor-parallel group; its positions
-    follow each other.  ``more``: how many replicas the run may have beyond those of the launch.
+    are consecutive.  ``more``: number of replicas that the run may have in addition to those of the launch.
     """
 
     replicas: tuple[tuple[Slot, ...], ...]
@@ -39,7 +39,7 @@ class LaunchGrid:
 
     @property
     def size(self) -> int:
-        """Workers of a replica."""
+        """Number of workers in a replica."""
         return len(self.inner_rank_of)
 
     @property
@@ -52,7 +52,7 @@ class LaunchGrid:
         return self.launched * self.size
 
     def with_room_for(self, most: int) -> LaunchGrid:
-        """The same with places for ``most`` replicas in all; the launch's are always there."""
+        """Return this grid with places for ``most`` replicas in all; those of the launch are always included."""
         launch = self.replicas[: self.launched]
         more = max(0, most - len(launch))
         first = range(self.world, self.world + more * self.size, self.size)
@@ -60,9 +60,9 @@ class LaunchGrid:
         return replace(self, replicas=launch + further, more=more)
 
     def column(self, slots: Sequence[Slot]) -> tuple[Slot, ...]:
-        """A group of the launch that has the same positions in all of its replicas, with those in the further ones.
+        """Return a group of the launch with the same positions in all replicas, extended to the further replicas.
 
-        Any other group is left as it is: it is inside a replica.
+        Any other group is returned unchanged: it is inside a replica.
         """
         positions: dict[int, list[int]] = {}
         for slot in slots:
@@ -71,10 +71,10 @@ class LaunchGrid:
         if len(positions) < self.launched or self.launched < 2:
             return tuple(slots)
         each = sorted(positions[self.launched - 1])
-        return (*slots, *(its[position] for its in self.replicas[self.launched :] for position in each))
+        return (*slots, *(row[position] for row in self.replicas[self.launched :] for position in each))
 
     def place(self, slot: Slot) -> tuple[int, int]:
-        """(replica, position) of a slot; a worker's at launch."""
+        """Return (replica, position) of a slot, or of a worker at launch."""
         for number, replica in enumerate(self.replicas):
             if slot in replica:
                 return number, replica.index(slot)
@@ -84,9 +84,9 @@ class LaunchGrid:
 def launch_grid(
     world: int, *, tensor: int, context: int, pipeline: int, inner_ranks: int, pipeline_before_data: bool = False
 ) -> LaunchGrid:
-    """The grid of ``replicas_of``: positions are in the order (inner rank, pp, cp, tp), tensor fastest.
+    """Return the grid of ``replicas_of``: positions are in the order (inner rank, pp, cp, tp), tensor fastest.
 
-    ValueError if the sizes do not fill the world.
+    Raises ValueError if the sizes do not fill the world.
     """
     sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "inner_ranks": inner_ranks}
     replicas = replicas_of(world, **sizes, pipeline_before_data=pipeline_before_data)
@@ -96,14 +96,14 @@ def launch_grid(
 
 
 Column = tuple[Slot, ...]
-"""The slots of those whose buckets are summed together, in the order of the ring."""
+"""Slots whose buckets are summed together, in the order of the ring."""
 
 
 def ring_order(column: Sequence[Slot], grid: LaunchGrid, instances: int = 1) -> Column:
-    """The slots of a column such that who follows stands in another replica, wherever there is one.
+    """Return the slots of a column such that neighbours are in different replicas, if possible.
 
-    The shadows of a worker are then not lost with it when its replica breaks.  With several optimizer instances those
-    that hold the same shard follow each other: a finished sum has not far to go.
+    The shadows of a worker are then not lost with it when its replica breaks.  With several optimizer instances the
+    holders of one shard are consecutive: a finished sum travels a short way.
     """
     if instances > 1:
         shards = len(column) // instances

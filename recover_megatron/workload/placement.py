@@ -1,23 +1,24 @@
-"""Placement: orphans of several broken replicas, and spares, are put together into new replicas.
+"""Placement: orphans of several broken replicas, and spares, form new replicas.
 
-The workers of a column hold the same parameters, so any live worker of a position can stand there in any replica.  A
-worker of another position can, too, once it has built the model of that one and has got the parameters:
+The workers of a column hold the same parameters, so any live worker of a position can take it in any replica.  A worker
+of another position can, too, once it has built that position's model and received the parameters:
 
-    orphans, spares, joiners --assemble--> new replicas, of those who stand where they are needed: they compute at once
-                                                                 `----> rebuild: the fewest others that move
-                                             |   not ready: counted on, left alone
+    orphans, spares, joiners --assemble--> new replicas, of workers in the needed positions: they compute at once
+                                                                 `----> rebuild: the fewest others that change position
+                                             |   not ready: counted, left alone
                                              v
                                         ready at the new position --assemble--> more new replicas
 
-A tensor-parallel group must lie in one node (but with ``cross_node``): T workers of a node, one at each position
-of the group, are a **team**, and a replica is one team of each group.  So with everybody ready and free to move, the
-most replicas that the live workers of the nodes allow are
+A tensor-parallel group must be on one node (unless ``cross_node``): T workers of a node, one at each position of the
+group, are a **team**, and a replica is one team of each group.  So with all workers ready and free to change position,
+the most replicas that the live workers of the nodes allow are
 
     (sum over nodes of live // T) // G              T workers in a team, G teams in a replica
 
-and a new replica of what stands already takes exactly G from that sum: forming it now never costs one later.
+and a new replica formed without changes of position takes exactly G from that sum: forming it now never costs one
+later.
 
-Live workers that cannot talk to each other, although others hear both, are not put together: their *edge* is broken
+Live workers that cannot connect to each other, although others reach both, are not put together: their *edge* is broken
 (``cover``, ``seated``, ``free_of``, ``can_join``).
 """
 
@@ -31,22 +32,22 @@ from itertools import combinations
 from recover_megatron.workload.teams import Counts, Holding, plan_teams
 
 Team = tuple[int, ...]
-"""The workers of a tensor group, in the order of its positions."""
+"""Workers of a tensor-parallel group, in the order of its positions."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a replica is made of."""
+    """Composition of a replica."""
 
     size: int
-    """Workers of a replica: its positions are 0..size-1."""
+    """Number of workers in a replica: its positions are 0..size-1."""
     tensor: tuple[tuple[int, ...], ...]
     """The positions of each tensor-parallel group."""
     cross_node: bool = False
-    """A tensor-parallel group need not lie in one node."""
+    """True if a tensor-parallel group may span nodes."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless the groups are of one size and have every position exactly once."""
+        """Raise ValueError unless the groups have one size and every position exactly once."""
         if self.size < 1 or sorted(p for group in self.tensor for p in group) != list(range(self.size)):
             raise ValueError(f"the tensor groups {self.tensor} do not have each of {self.size} positions once")
         if len({len(group) for group in self.tensor}) > 1 or not all(self.tensor):
@@ -55,19 +56,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A live worker that is in no whole replica."""
+    """A live worker that is in no complete replica."""
 
     position: int | None
-    """What its model was built for, or is being built for; None: for nothing yet (a hot spare, a joiner)."""
+    """The position for which its model was built, or is being built; None: no model yet (a spare, a newcomer)."""
     node: str
     fixed: bool = False
-    """It cannot change position now: its main thread has not come free, or it is just building."""
+    """True if it cannot change position now: its main thread is still busy, or builds a model."""
     ready: bool = True
-    """It may be placed now, at its position."""
+    """True if it may be placed now, at its position."""
 
     @property
     def movable(self) -> bool:
-        """Whether it may be told to build another model; who is on its way to its position is left alone."""
+        """True if it may build another model; a worker on its way to its position is left alone."""
         return not self.fixed and (self.ready or self.position is None)
 
 
@@ -76,16 +77,16 @@ class Placement:
     replicas: Mapping[int, tuple[int, ...]]
     """The new replicas: id -> workers by position, in the order of the ids."""
     rebuild: Mapping[int, int]
-    """Worker -> the position that it should build its model for, so that there can be more; in the order of workers."""
+    """Worker -> position for which it should build its model, for more replicas later; in the order of workers."""
     spares: tuple[int, ...]
-    """Workers without a place now, those in ``rebuild`` among them, in order."""
+    """Workers without a place now, including those in ``rebuild``, in order."""
 
 
 def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, spares: int = 0) -> int:
-    """How many new replicas of ``size`` workers a run may get that has ``whole`` ones, by who is ``waiting``.
+    """Return the number of new replicas of ``size`` workers for a run with ``whole`` ones and ``waiting`` workers.
 
-    Up to the ``launched`` number whoever waits may be used.  Beyond it, up to ``most``, only by those whom neither the
-    missing replicas nor the ``spares`` that are to be kept need.
+    Up to the ``launched`` number all waiting workers may be used.  Beyond it, up to ``most``, only workers that are
+    needed neither for missing replicas nor as ``spares``.
     """
     missing = max(0, launched - whole)
     further = max(0, waiting - missing * size - spares) // size
@@ -95,22 +96,22 @@ def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, s
 def assemble(
     whole: Collection[int], candidates: Mapping[int, Candidate], shape: Shape, slots: int, most: int | None = None
 ) -> Placement:
-    """New replicas of the ``candidates``, beside the ``whole`` ones, and what should be rebuilt for more of them.
+    """Form new replicas of the ``candidates``, in addition to the ``whole`` ones; and find rebuilds for more of them.
 
     ``whole``: the ids of the complete replicas; they are left alone.  New ones take the lowest free ids of
-    range(``slots``), and are as many as can be formed of workers that are ready at their own position; at most ``most``
-    of them (default: as many as there are free ids), those counted that come of a rebuild.
+    range(``slots``).  As many are formed as possible of workers that are ready at their own position, at most ``most``
+    (default: as many as there are free ids), which counts those after a rebuild, too.
 
-    ``rebuild`` brings what is left to as many replicas as it allows, with the fewest changes of position while no
-    candidate is bound to its own (``fixed``, or not ready).  On each node those without a model go first, then those
-    that stand where there are too many; of equals the ones with the lowest ids keep their position.
+    ``rebuild`` leads the remaining workers to as many replicas as possible, with the fewest changes of position as long
+    as no candidate is bound to its own (``fixed``, or not ready).  On each node workers without a model change first,
+    then those at positions with a surplus; among equals the ones with the lowest ids keep their position.
 
-    Raises ValueError for a candidate with a position outside of the shape, more whole replicas than ``slots``, or one
-    whose id is not in range(``slots``).
+    Raises ValueError if a candidate's position is outside of the shape, there are more whole replicas than ``slots``,
+    or the id of one is not in range(``slots``).
     """
     taken = set(whole)
     if foreign := sorted(taken - set(range(slots))):
-        raise ValueError(f"whole replicas {foreign}, but there is room for {slots} only")
+        raise ValueError(f"ids of whole replicas out of range({slots}): {foreign}")
     for worker, candidate in sorted(candidates.items()):
         if candidate.position is not None and not 0 <= candidate.position < shape.size:
             raise ValueError(f"worker {worker} is at position {candidate.position} of {shape.size}")
@@ -125,9 +126,9 @@ def assemble(
 
 
 def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[tuple[int, ...]]:
-    """The new replicas, at most ``most``, by their lowest workers."""
+    """Return the new replicas, at most ``most``, ordered by their lowest workers."""
     ready: dict[int, list[int]] = defaultdict(list)
-    # Workers that cannot move are worth less to the replicas that need a rebuild: use them here, and teams of them.
+    # Workers that cannot move are of less use for replicas that need a rebuild: use them, and teams of them, first.
     for worker in sorted(candidates, key=lambda worker: (candidates[worker].movable, worker)):
         position = candidates[worker].position
         if candidates[worker].ready and position is not None:
@@ -147,21 +148,21 @@ def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[
 
 
 def _teams(columns: list[list[int]], candidates: Mapping[int, Candidate], cross_node: bool) -> list[Team]:
-    """All teams of a group, the best to use first; ``columns``: who is ready at each of its positions."""
+    """Return all teams of a group, the best to use first; ``columns``: ready workers at each of its positions."""
     by_node: dict[str, list[list[int]]] = defaultdict(lambda: [[] for _ in columns])
     for index, column in enumerate(columns):
         for worker in column:
             by_node[candidates[worker].node][index].append(worker)
     teams = [team for here in by_node.values() for team in zip(*here, strict=False)]
     teams.sort(key=lambda team: (sum(candidates[worker].movable for worker in team), min(team)))
-    if cross_node:  # after those within a node, which take one from every column: no team is lost by that
+    if cross_node:  # after those within a node, which take one from every column: that costs no team
         used = {worker for team in teams for worker in team}
         teams += zip(*([worker for worker in column if worker not in used] for column in columns), strict=False)
     return teams
 
 
 def _rebuilds(rest: Mapping[int, Candidate], shape: Shape, wanted: int) -> dict[int, int]:
-    """Worker -> new position, for ``wanted`` more replicas of ``rest`` (in order), or as many as there can be."""
+    """Return worker -> new position, for ``wanted`` more replicas of ``rest`` (in order), or as many as possible."""
     by_node: dict[str, list[int]] = defaultdict(list)
     for worker, candidate in rest.items():
         if candidate.movable or candidate.position is not None:
@@ -186,10 +187,10 @@ def _holding(workers: Collection[Candidate], size: int) -> Holding:
 
 
 def _changes(workers: Mapping[int, Candidate], shape: Shape, teams: Counts) -> dict[int, int]:
-    """Worker -> the position that it builds, so that a node of these ``workers`` has these teams of each group."""
+    """Return worker -> position to build, so that a node of these ``workers`` has these teams of each group."""
     wanted = {position: count for group, count in zip(shape.tensor, teams, strict=True) for position in group}
     standing: dict[int | None, list[int]] = defaultdict(list)
-    for worker in sorted(workers, key=lambda worker: (workers[worker].movable, worker)):  # who is bound stays
+    for worker in sorted(workers, key=lambda worker: (workers[worker].movable, worker)):  # bound workers stay
         standing[workers[worker].position].append(worker)
     surplus = [w for p, here in standing.items() if p is not None for w in here[wanted[p] :] if workers[w].movable]
     missing = [p for p, count in sorted(wanted.items()) for _ in range(count - len(standing[p]))]
@@ -197,7 +198,7 @@ def _changes(workers: Mapping[int, Candidate], shape: Shape, teams: Counts) -> d
 
 
 Covered = Counter[tuple[int | None, str]]
-"""(position, node) -> spares that stand there."""
+"""(position, node) -> number of spares in it."""
 
 
 def build_ahead(
@@ -206,19 +207,19 @@ def build_ahead(
     nodes: Mapping[int, str],
     shape: Shape,
 ) -> dict[int, int]:
-    """Worker -> the position that it should build its model for, before anybody is lost; in the order of workers.
+    """Return worker -> position to build its model for, before any worker is lost; in the order of workers.
 
-    A hole is filled at the next boundary only by a worker that stands ready at its position.  So spares that nobody
-    needs now are shared out over the positions:
+    A hole is filled at the next boundary only by a worker that is ready at its position.  So spares that are not needed
+    now are distributed over the positions:
 
-    alone    a worker that may stand in any replica: positions are as likely to be lost as they have workers elsewhere
-             (with its own node it would be lost itself), and each spare that stands there already covers one of them
-    teams    a tensor-parallel group lies in one node: as many whole teams as a node's spares make are spread over the
-             groups, each in another node where there is one
-    the rest of a node takes the place of one of its own workers: where most of them stand
+    alone    a worker that may be in any replica: the risk of a position is its number of workers on other nodes (a loss
+             of its own node would take it, too), and each spare at the position already covers one of them
+    teams    a tensor-parallel group is on one node: a node's spares form as many complete teams as possible, which are
+             spread over the groups, each on another node if there is one
+    the rest of a node covers the node's own workers: at the position with most of them
 
-    ``spares``: all live workers without a place; those are told that are ready and have no model.  ``replicas``: the
-    workers that have one, by position.  ``nodes``: where those run.
+    ``spares``: all live workers without a place; those that are ready and have no model get a position.  ``replicas``:
+    the workers with a place, by position.  ``nodes``: node of each of those.
     """
     idle: dict[str, list[int]] = defaultdict(list)
     for worker, spare in sorted(spares.items()):
@@ -238,7 +239,7 @@ def build_ahead(
         for worker in workers:
             here = [position for position in standing if standing[position][node]]
             if not here:
-                break  # of no use to anybody, as long as the others of a team are missing
+                break  # of no use as long as the others of a team are missing
             best = min(here, key=lambda position: (covered[position, node] - standing[position][node], position))
             found[worker] = best
             covered[best, node] += 1
@@ -248,9 +249,9 @@ def build_ahead(
 def _cover(
     group: Sequence[int], node: str, standing: Mapping[int, Counter[str]], covered: Covered
 ) -> tuple[float, int]:
-    """How well a group of positions is covered by spares against losses elsewhere than on ``node``, the least first.
+    """Return how well spares cover a group of positions against losses on nodes other than ``node``, the least first.
 
-    Of equally well covered ones the one with fewer spares on this node: they would be lost together.
+    Among equally covered groups the one with fewer spares on this node is first: they would be lost together.
     """
     at_risk = min(sum(standing[position].values()) - standing[position][node] for position in group)
     spares = min(sum(count for (p, _), count in covered.items() if p == position) for position in group)
@@ -258,9 +259,9 @@ def _cover(
 
 
 Edge = tuple[int, int]
-"""Two nodes (workers, or replicas), the lower one first."""
+"""Two nodes of a graph (workers, or replicas), the lower one first."""
 EXACT = 16
-"""Among up to so many nodes every set is looked at."""
+"""Number of nodes up to which every set is tried."""
 
 
 def edge(one: int, other: int) -> Edge:
@@ -268,12 +269,12 @@ def edge(one: int, other: int) -> Edge:
 
 
 def between(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) -> set[Edge]:
-    """The edges between groups of nodes: broken where that of any two of their members is."""
+    """Return edges between groups of nodes: broken if the edge of any two of their members is."""
     return {pair for pair in _of_groups(groups, broken) if pair[0] != pair[1]}
 
 
 def inside(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) -> set[int]:
-    """The groups with a broken edge between two of their own members."""
+    """Return the groups with a broken edge between two of their own members."""
     return {one for one, other in _of_groups(groups, broken) if one == other}
 
 
@@ -283,11 +284,11 @@ def _of_groups(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) ->
 
 
 def cover(broken: Collection[Edge]) -> frozenset[int]:
-    """The smallest set of nodes (workers, or replicas) without which no broken edge is left.
+    """Return the smallest set of nodes (workers, or replicas) without which no broken edge is left.
 
-    Of equally small sets that with the most broken edges at its members counts, of these that with the highest numbers;
-    the order of the edges does not matter.  All sets are looked at where up to ``EXACT`` nodes have broken edges; of
-    more the node with the most edges left is taken, again and again, which gives a small one.
+    Among equally small sets, the one with the most broken edges at its members, then the one with the highest numbers;
+    the order of the edges does not matter.  With up to ``EXACT`` nodes at broken edges all sets are tried; with more,
+    the node with the most remaining edges is taken repeatedly, which gives a small set.
     """
     near: defaultdict[int, set[int]] = defaultdict(set)
     for one, other in broken:
@@ -316,9 +317,9 @@ def _greedy(near: Mapping[int, set[int]]) -> frozenset[int]:
 def seated(
     whole: Mapping[int, tuple[int, ...]], broken: Collection[Edge]
 ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[Edge, ...]]]:
-    """The replicas that can go on together, and those that cannot, with the edges that are the reason.
+    """Return the replicas that can continue together, and those that cannot, with the edges that are the reason.
 
-    A replica whose own workers cannot talk to each other is none.  Of the others as few are out as can be.
+    A replica whose own workers cannot connect to each other is out.  As few of the others as possible are out.
     """
     torn = inside(whole, broken)
     rest = {replica: workers for replica, workers in whole.items() if replica not in torn}
@@ -332,7 +333,7 @@ def seated(
 
 
 def free_of(candidates: Mapping[int, Candidate], working: set[int], broken: Collection[Edge]) -> dict[int, Candidate]:
-    """Those of the candidates that can talk to all who work and to each other."""
+    """Return the candidates that can connect to all workers with a place and to each other."""
     cut_off = {pair[1 - at] for pair in broken for at in (0, 1) if pair[at] in working}
     rest = set(candidates) - cut_off
     cut_off |= cover({pair for pair in broken if set(pair) <= rest})
@@ -340,6 +341,6 @@ def free_of(candidates: Mapping[int, Candidate], working: set[int], broken: Coll
 
 
 def can_join(whole: Mapping[int, Sequence[int]], placement: Placement, broken: Collection[Edge]) -> bool:
-    """Whether new replicas can be had as they are: all can talk to all, and nobody has to build another model first."""
+    """Return whether new replicas can join as they are: all can connect, and no worker must build a model first."""
     grid = {**whole, **placement.replicas}
     return not (placement.rebuild or inside(grid, broken) or between(grid, broken))

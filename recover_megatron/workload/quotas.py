@@ -1,12 +1,12 @@
-"""How many microbatches each replica runs: by given speeds (``quotas``), and by measured ones (``Balance``).
+"""The number of microbatches for each replica: by given speeds (``quotas``), and by measured ones (``Balance``).
 
-All microbatches of an iteration cost the same, so the time of an iteration is that of the replica that needs longest:
-``max(quota / speed)``.  The least such maximum comes from a greedy rule: give one unit after the other to the replica
-that would finish it first.  (Were there a better sharing, some replica would have fewer units in it than here; but the
-greedy rule gave it that last unit because nobody could finish one earlier.)
+All microbatches of an iteration cost the same, so the time of an iteration is that of the slowest replica: ``max(quota
+/ speed)``.  A greedy rule gives the least such maximum: give one unit after the other to the replica that would finish
+it first.  (If there were a better sharing, some replica would have fewer units in it than here; but the greedy rule
+gave it that last unit because no replica could finish one earlier.)
 
-A unit is ``multiple_of`` microbatches: all inner ranks of a replica run equally many.  An interleaved pipeline schedule
-runs no fewer than it has stages (`assign`), so a replica has ``least`` microbatches or none.
+A unit is ``multiple_of`` microbatches: all inner ranks of a replica run the same number.  An interleaved pipeline
+schedule runs no fewer than it has stages (`assign`), so a replica has ``least`` microbatches or none.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def quotas(
 ) -> dict[int, int]:
     """Share ``total`` microbatches out: replica id -> quota, in the order of the ids.
 
-    The quotas are multiples of ``multiple_of``, zero or at least ``least``, sum to ``total`` and minimise
-    max(quota / speed).  Where it is enough for each replica, each gets some, however slow: without, it would never be
-    measured again.  Equal finishing times go to the lower id: 32 on 7 replicas is 5, 5, 5, 5, 4, 4, 4.
+    The quotas are multiples of ``multiple_of``, zero or at least ``least``, sum to ``total`` and minimise max(quota /
+    speed).  If there are enough, each replica gets some, however slow: otherwise it would never be measured again.
+    Equal finishing times go to the lower id: 32 on 7 replicas is 5, 5, 5, 5, 4, 4, 4.
 
-    ``speeds``: microbatches per second, or anything proportional to it; default: all are equal.  A replica that is not
-    in it is taken for a median one.
+    ``speeds``: microbatches per second, or anything proportional to it; default: all are equal.  A missing replica
+    counts as a median one.
 
     Raises ValueError for no replicas, a repeated one, a total that is negative, no multiple or too small for one
-    replica, a speed that is not a positive finite number.
+    replica, or a speed that is not a positive finite number.
     """
     ids = distinct(replicas)
     units, fewest = whole_units(total, multiple_of), fewest_units(least, multiple_of)
@@ -52,24 +52,24 @@ def quotas(
 
 
 def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit: int, fewest: int) -> dict[int, int]:
-    """Give ``units`` out, to each replica none or at least ``fewest``, such that the last one finishes as early as can
-    be: replica -> units given.
+    """Share out ``units``, to each replica none or at least ``fewest``, so that the last one finishes as early as
+    possible: replica -> units.
 
-    ``load``, ``speeds``, ``unit``: as for `greedy`.  A replica without room by the time when the last one finishes gets
-    none; of the others as few get some as that time allows.
+    ``load``, ``speeds``, ``unit``: as for `greedy`.  A replica that cannot finish ``fewest`` units by that time gets
+    none; of the others as few as possible get some.
 
-    Raises ValueError for fewer than ``fewest`` units, but none.
+    Raises ValueError for fewer than ``fewest`` units, except none.
     """
     if fewest <= 1 or not units:
         return greedy(units, load, speeds, unit)
     if units < fewest:
-        raise ValueError(f"{units} units cannot be shared out: a replica takes {fewest} at least")
+        raise ValueError(f"{units} units cannot be shared out: a replica needs at least {fewest}")
 
     def ends(replica: int, given: int) -> float:
         return (load[replica] + given * unit) / speeds[replica]
 
     def chosen(by: float) -> list[int]:
-        """The replicas that run some and are over by then; none if that is too early."""
+        """Return the replicas that run some and finish by then; none if that is too early."""
         room = {}
         for replica in load:
             fits = bisect_right(range(units + 1), by, key=lambda given: ends(replica, given)) - 1
@@ -89,7 +89,7 @@ def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit
 
 
 def fewest_units(least: int, multiple_of: int) -> int:
-    """The units of ``multiple_of`` microbatches that are at least ``least``.  Raises ValueError unless that is >= 1."""
+    """Return ``least`` in units of ``multiple_of`` microbatches, rounded up.  Raises ValueError unless it is >= 1."""
     if least < 1:
         raise ValueError(f"least is {least}, not at least 1")
     return -(-least // multiple_of)
@@ -103,10 +103,10 @@ def greedy(
     *,
     most: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """Give ``units`` out, one by one, each to the replica that would finish it first: replica -> units given.
+    """Share out ``units``, one by one, each to the replica that would finish it first: replica -> units.
 
-    ``load``: the microbatches that each replica has already; ``unit``: the microbatches in a unit; ``most``: what no
-    replica's microbatches may exceed, together enough for all (default: no limit).
+    ``load``: the microbatches that each replica has already; ``unit``: microbatches in a unit; ``most``: the limit for
+    each replica's microbatches, together enough for all (default: no limit).
     """
     given = dict.fromkeys(load, 0)
     heap = [
@@ -125,17 +125,17 @@ def greedy(
 
 
 def distinct(replicas: Sequence[int]) -> list[int]:
-    """The ids in order.  Raises ValueError if there are none, or one of them twice."""
+    """Return the ids in order.  Raises ValueError if there are none, or a repeated one."""
     ids = sorted(set(replicas))
     if not ids:
-        raise ValueError("no replicas to share the microbatches out to")
+        raise ValueError("there are no replicas for the microbatches")
     if len(ids) != len(replicas):
-        raise ValueError(f"a replica is named twice in {list(replicas)}")
+        raise ValueError(f"a replica is repeated in {list(replicas)}")
     return ids
 
 
 def whole_units(total: int, multiple_of: int) -> int:
-    """How many units of ``multiple_of`` are in ``total``.  Raises ValueError unless they are a whole number >= 0."""
+    """Return ``total`` in units of ``multiple_of``.  Raises ValueError unless it is a whole number >= 0."""
     if multiple_of < 1:
         raise ValueError(f"multiple_of is {multiple_of}, not at least 1")
     if total < 0 or total % multiple_of:
@@ -144,9 +144,9 @@ def whole_units(total: int, multiple_of: int) -> int:
 
 
 def known_speeds(ids: Sequence[int], speeds: Mapping[int, float] | None) -> dict[int, float]:
-    """The speed of each replica; the median of the known ones for one that is not there, 1 if none is known.
+    """Return the speed of each replica; a missing one counts as the median of the known ones, or 1 if none is known.
 
-    (The same for seconds per microbatch.)  Raises ValueError for one that is not a positive finite number.
+    (The same for seconds per microbatch.)  Raises ValueError for a speed that is not a positive finite number.
     """
     known = {replica: float(speeds[replica]) for replica in ids if speeds is not None and replica in speeds}
     for replica, speed in known.items():
@@ -159,49 +159,49 @@ def known_speeds(ids: Sequence[int], speeds: Mapping[int, float] | None) -> dict
 MEMORY = 50
 """Iterations over which a pace is estimated, at most."""
 DIFFERENCES = 512
-"""Of so many the noise is taken."""
+"""Number of differences from which the noise is estimated."""
 CONFIRM = 3
-"""Measurements that are needed to tell a pace, or a change of it."""
+"""Number of measurements needed to know a pace, or a change of it."""
 BAND = 0.05
 """Paces that differ by less, relatively, count as equal."""
 SIGMAS = 3.0
-"""Standard errors by which a pace must differ from the median's."""
+"""Standard errors by which a pace must differ from the median pace."""
 CHANGE = 0.1
-"""A change of a pace is at least that large, relatively."""
+"""Least relative change of a pace."""
 SURPRISE = 2.0
-"""Standard deviations by which each of ``CONFIRM`` measurements in a row is off where a pace has changed."""
+"""Standard deviations by which each of ``CONFIRM`` consecutive measurements is off after a change of pace."""
 GAIN = 0.03
-"""Quotas change for more than this part of an iteration; for more, where the paces are known less well."""
+"""Least gain, as part of an iteration's time, for which quotas change; more if the paces are known less well."""
 STEP = 2
-"""The factor by which a quota may change at once."""
+"""Factor by which a quota may change at once."""
 NOISE = 0.02
-"""The relative noise of a measurement is taken for at least that."""
+"""Least relative noise that is assumed for a measurement."""
 KNOWN = 10
-"""For so many measurements counts a pace that a plan brings."""
+"""Number of measurements as which a pace from a plan counts."""
 
 _OF_MEDIAN = 1.2533
-"""The standard error of a median over that of a mean, for normal noise: sqrt(pi / 2)."""
+"""Standard error of a median over the standard error of a mean, for normal noise: sqrt(pi / 2)."""
 _OF_DIFFERENCE = 1.0484
 """Standard deviation of a normal variable over the median of |difference of two of them|: 1.4826 / sqrt(2)."""
 
 
 class Balance:
-    """The paces of the replicas of one plan, and the quotas that follow from them: a state machine.
+    """State machine of the paces of one plan's replicas, and of the quotas that follow from them.
 
         begin(paces) --> measured(seconds) --> counts(current, total) --> measured(seconds) --> counts(...) ...
             ^                                                                                       |
             '------------------------------------ a new plan ---------------------------------------'
 
-    The *pace* of a replica is its seconds per microbatch over those of the median replica, so what slows all alike (a
-    warmer room, longer sequences) changes nothing.  It is estimated as the median of what was measured since it last
+    The *pace* of a replica is its seconds per microbatch divided by the median replica's, so slowdowns of all replicas
+    (a warmer room, longer sequences) change nothing.  It is estimated as the median of the measurements since it last
     changed.
 
-    * An outlier does not move it.  ``CONFIRM`` measurements in a row that are off by more than noise, all to the same
-      side, are a change: what was before is forgotten.
-    * What cannot be told from noise is none.  The noise is measured, too: by how much successive measurements of one
-      replica differ, over all replicas.
+    * An outlier does not change it.  ``CONFIRM`` consecutive measurements that are off by more than noise, all to the
+      same side, are a change: earlier measurements are dropped.
+    * A difference within the noise counts as none.  The noise is measured, too: by how much consecutive measurements of
+      one replica differ, over all replicas.
     * Quotas change if that shortens the iteration by more than ``GAIN`` by these paces, and by more than the standard
-      error of a pace that is not the median's; and none by more than a factor of ``STEP`` at once.
+      error of a pace other than the median's; and none by more than a factor of ``STEP`` at once.
     """
 
     def __init__(self) -> None:
@@ -209,17 +209,17 @@ class Balance:
         """Replica -> logarithms of its measured paces since its pace last changed."""
         self._latest: dict[int, float] = {}
         self._differences: list[float] = []
-        """Of successive measurements, over all replicas, the latest."""
+        """Differences of consecutive measurements, over all replicas, the latest."""
         self.noise = NOISE
         """The relative standard deviation of one measurement."""
 
     def begin(self, paces: Mapping[int, float]) -> None:
-        """A new plan, with the paces that it brings (1.0: the median's); replicas that it does not know are new."""
+        """Begin a new plan, with its paces (1.0: the median's); replicas that are not in it are new."""
         self._history = {replica: [math.log(pace)] * KNOWN for replica, pace in paces.items() if pace > 0}
         self._latest, self._differences, self.noise = {}, [], NOISE
 
     def measured(self, seconds: Mapping[int, float]) -> None:
-        """One iteration: replica -> seconds per microbatch; those that ran none, or have not told, are not in it."""
+        """Add one iteration: replica -> seconds per microbatch, without replicas that ran or reported none."""
         if not seconds:
             return
         middle = median(seconds.values())
@@ -235,18 +235,18 @@ class Balance:
 
     @property
     def paces(self) -> dict[int, float]:
-        """Replica -> its pace, of those that were measured often enough; 1.0 exactly for all that noise may explain."""
+        """Replica -> its pace, for replicas measured often enough; exactly 1.0 if noise may explain the difference."""
         return {replica: self._pace(x) for replica, x in self._history.items() if len(x) >= CONFIRM}
 
     def counts(self, current: Mapping[int, int], total: int, *, multiple_of: int = 1, least: int = 1) -> dict[int, int]:
-        """The quotas for the next iteration of ``total`` microbatches; ``current``: those of the last one."""
+        """Return the quotas for the next iteration of ``total`` microbatches; ``current``: those of the last one."""
         paces = self.paces
         error = max((self._error(self._history[replica]) for replica, pace in paces.items() if pace != 1), default=0.0)
         gain = min(0.5, max(GAIN, error))
         return rebalanced(current, paces, total, multiple_of=multiple_of, least=least, gain=gain)
 
     def _has_changed(self, history: list[float]) -> bool:
-        """Whether the latest measurements say that the pace is another than it was before them."""
+        """Return whether the latest measurements show another pace than the ones before."""
         latest, before = history[-CONFIRM:], history[:-CONFIRM]
         if len(before) < CONFIRM:
             return False
@@ -258,7 +258,7 @@ class Balance:
         return 1.0 if abs(found) < max(BAND, SIGMAS * self._error(history)) else math.exp(found)
 
     def _error(self, history: list[float]) -> float:
-        """The standard error of a pace, relatively."""
+        """Return the relative standard error of a pace."""
         return _OF_MEDIAN * self.noise / math.sqrt(len(history))
 
 
@@ -271,19 +271,19 @@ def rebalanced(
     least: int = 1,
     gain: float = GAIN,
 ) -> dict[int, int]:
-    """Quotas for ``paces``: towards those that make max(quota * pace) least, or ``current`` if these gain too little.
+    """Return quotas for ``paces``: near those that minimise max(quota * pace), or ``current`` if the gain is too small.
 
-    ``current``: the quotas now, which sum to ``total``; each stays within a factor of ``STEP`` of it, in units of
-    ``multiple_of``, and at least ``least`` where it was above zero; who has none may get an even share, if ``least`` is
-    one unit.  ``paces``: time per microbatch, in any unit; a replica that is not in it is taken for a median one.
+    ``current``: the quotas now, which sum to ``total``; each changes by at most a factor of ``STEP``, in units of
+    ``multiple_of``, and stays at least ``least`` if it was above zero; a replica with none may get an even share, if
+    ``least`` is one unit.  ``paces``: time per microbatch, in any unit; a missing replica counts as a median one.
 
-    Raises ValueError for quotas that do not share ``total`` out in such units, and a pace that is not positive.
+    Raises ValueError if the quotas do not share out ``total`` in such units, or a pace is not positive.
     """
     whole_units(total, multiple_of)
     fewest = fewest_units(least, multiple_of)
     if sum(current.values()) != total or any(q < 0 or q % multiple_of for q in current.values()):
         raise ValueError(
-            f"the quotas {dict(current)} do not share {total} microbatches out in multiples of {multiple_of}"
+            f"the quotas {dict(current)} do not share out {total} microbatches in multiples of {multiple_of}"
         )
     ids = distinct(list(current))
     pace = known_speeds(ids, paces)
@@ -291,7 +291,7 @@ def rebalanced(
     best = quotas(total, ids, speeds=speeds, multiple_of=multiple_of, least=least)
     now = max(current[replica] * pace[replica] for replica in ids)
     then = max(best[replica] * pace[replica] for replica in ids)
-    idle = fewest > 1 and not all(current.values())  # who has none would need several at once
+    idle = fewest > 1 and not all(current.values())  # a replica with none would need several at once
     if then >= now * (1 - gain) or idle:
         return {replica: current[replica] for replica in ids}
     units = {replica: current[replica] // multiple_of for replica in ids}

@@ -1,21 +1,20 @@
-"""The parts of a state that is spread over the workers of a column: the shards of ZeRO-1, and their shadows.
+"""Shards of a state that is spread over the workers of a column (ZeRO-1), and their shadows.
 
 Megatron cuts every bucket into as many equal *shards* as a column has workers at launch; shard i is updated by worker i
-alone.  Here a shard has a home as long as somebody stands in its place; what has none is shared out:
-
+alone.  Here a shard has a home as long as a worker is in its place; shards without a home are divided among all:
     at launch, 4 workers      0: shard 0      1: shard 1      2: shard 2      3: shard 3
-    worker 1 is gone          0: shard 0 +    -               2: shard 2 +    3: shard 3 +
+    worker 1 is lost          0: shard 0 +    -               2: shard 2 +    3: shard 3 +
                                  1/3 of 1                        1/3 of 1        1/3 of 1
 
-so a loss moves one shard, not all of them, and whoever takes the empty place gathers its shard again.  Where somebody
-stands in a place that was not there at launch (the run has grown) every bucket is cut anew, in as many equal parts as
-there are workers, in the order of the ring.
+so a loss moves one shard, not all of them, and a worker that takes the empty place gathers its shard again.  If a
+worker is in a place that did not exist at launch (the run has grown), every bucket is cut again, into as many equal
+parts as there are workers, in the order of the ring.
 
-All that a worker *owns* is one unit, named by the worker.  Its *shadows*, the next ones in the ring, keep a second copy
-up to date by making the same update.  When a worker is lost, the first live shadow is the unit's *primary*: it is the
-one that speaks for it, until the boundary before the next step, where the layout is made anew for who is there.
+All elements that a worker *owns* are one unit, named by the worker.  Its *shadows*, the next ones in the ring, keep a
+second copy up to date by doing the same update.  When a worker is lost, the first live shadow is the unit's *primary*,
+which acts for it until the boundary before the next step, where a new layout is made for the present workers.
 
-    Layout(e) --somebody is lost--> the same units, other primaries --moves()--> Layout(e')
+    Layout(e) --a worker is lost---> the same units, other primaries --moves()--> Layout(e')
                                          |
                                          '--no live holder: lost()--> the state is lost
 """
@@ -44,10 +43,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which worker owns which shard of an optimizer's state, and which workers hold its shadows.
+    """Layout of an optimizer state: the worker that owns each shard, and the workers that hold its shadows.
 
-    ``homes``: for each shard, in Megatron's order, the worker that stands in its place; None: nobody.  ``ring``: all of
-    these workers, and those in places that were not there at launch, in the order of the ring: who is ``stride`` places
+    ``homes``: for each shard, in Megatron's order, the worker in its place; None: no worker.  ``ring``: all of these
+    workers, and those in places that did not exist at launch, in the order of the ring: the worker ``stride`` places
     further is the shadow (``domains.stride_of``).
     """
 
@@ -58,7 +57,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(set(self.ring)) < len(self.ring) or not self._housed <= set(self.ring):
-            raise ValueError(f"the ring {self.ring} is not made of those who have a home, and others: {self.homes}")
+            raise ValueError(f"the ring {self.ring} repeats a worker, or lacks one of the homes {self.homes}")
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -69,25 +68,27 @@ class Layout:
         return self.ring
 
     def without_copies(self) -> Layout:
-        """The same, as if there were no shadows."""
+        """Return this layout without shadows."""
         return replace(self, shadows=0)
 
     def holders(self, unit: int) -> tuple[int, ...]:
-        """The workers that have the state of what ``unit`` owns: itself, then its shadows."""
+        """Return the workers that have the state of ``unit``: the owner, then its shadows."""
         at, size = self._at[unit], len(self.ring)
         return tuple(self.ring[(at + hop * self.stride) % size] for hop in range(min(self.shadows, size - 1) + 1))
 
     def held(self, worker: int) -> tuple[int, ...]:
-        """The units of which ``worker`` has the state: its own, then those that it is a shadow of."""
+        """Return the units whose state ``worker`` has: its own, then those that it shadows."""
         if worker not in self._at:
             return ()
         at, size = self._at[worker], len(self.ring)
         return tuple(self.ring[(at - hop * self.stride) % size] for hop in range(min(self.shadows, size - 1) + 1))
 
     def parts(self, unit: int, numel: int) -> list[Part]:
-        """What ``unit`` owns of a bucket of ``numel`` elements, ascending: its own shard, its share of the others.
+        """Return the elements that ``unit`` owns of a bucket, ascending: its own shard, its share of shards without a
+        home.
 
-        Shards are equal, or differ by an element where a bucket is not padded; equal parts where not all have a home.
+        ``numel``: elements of the bucket.  Shards are equal, or differ by one element if a bucket is not padded; equal
+        parts if some worker of the ring has no home.
         """
         at, count = self._at[unit], len(self.ring)
         if len(self._housed) < count:
@@ -108,7 +109,7 @@ class Layout:
 
     @cached_property
     def _shards_of(self) -> dict[int | None, list[int]]:
-        """Unit -> the shards whose place it stands in; None: those whose place is empty."""
+        """Unit -> the shards in whose place it is; None: the shards whose place is empty."""
         found: dict[int | None, list[int]] = {}
         for shard, home in enumerate(self.homes):
             found.setdefault(home, []).append(shard)
@@ -121,10 +122,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Instances:
-    """The same for several optimizer instances: Megatron itself has each shard in every instance.
+    """Layout with several optimizer instances: Megatron itself has each shard in every instance.
 
-    ``homes``: for each shard, in Megatron's order, who stands in its place in each instance; None: nobody.  A unit is
-    a shard, by its number; those that hold it are alike, and the first one speaks for it.
+    ``homes``: for each shard, in Megatron's order, the worker in its place in each instance; None: no worker.  A unit
+    is a shard, by its number; its holders are equal, and the first one is the primary.
     """
 
     homes: tuple[tuple[int | None, ...], ...]
@@ -135,20 +136,20 @@ class Instances:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        return tuple(worker for its in self.homes for worker in its if worker is not None)
+        return tuple(worker for home in self.homes for worker in home if worker is not None)
 
     def without_copies(self) -> Instances:
-        """The same, as if each shard had its first holder alone."""
+        """Return this layout with only the first holder of each shard."""
         return Instances(tuple(self.holders(unit)[:1] for unit in self.units))
 
     def holders(self, unit: int) -> tuple[int, ...]:
         return tuple(worker for worker in self.homes[unit] if worker is not None)
 
     def held(self, worker: int) -> tuple[int, ...]:
-        return tuple(unit for unit, its in enumerate(self.homes) if worker in its)
+        return tuple(unit for unit, home in enumerate(self.homes) if worker in home)
 
     def parts(self, unit: int, numel: int) -> list[Part]:
-        """A shard of a bucket of ``numel`` elements; see ``Layout.parts``."""
+        """Return a shard of a bucket of ``numel`` elements; see ``Layout.parts``."""
         if numel % len(self.homes):
             raise ValueError(f"a bucket of {numel} elements cannot be cut into {len(self.homes)} equal shards")
         width = numel // len(self.homes)
@@ -159,37 +160,37 @@ AnyLayout = Layout | Instances
 
 
 def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int, stride: int = 1) -> Layout:
-    """The layout of ``order``, all who are there as in the ring; ``places``: for each shard who stands in its place."""
+    """Return the layout of ``order``, the present workers in the ring's order; ``places``: worker by shard."""
     return Layout(tuple(places), tuple(order), shadows, stride)
 
 
 def primary(layout: AnyLayout, unit: int, live: frozenset[int]) -> int | None:
-    """The worker that speaks for ``unit`` among ``live``; None: nobody has its state."""
+    """Return the worker that acts for ``unit`` among ``live``; None: no worker has its state."""
     return next((worker for worker in layout.holders(unit) if worker in live), None)
 
 
 def lost(layout: AnyLayout, live: frozenset[int]) -> list[int]:
-    """The units whose state nobody among ``live`` has."""
+    """Return the units whose state no worker in ``live`` has."""
     return [unit for unit in layout.units if primary(layout, unit, live) is None]
 
 
 def chunks(layout: AnyLayout, members: Sequence[int], live: frozenset[int], numel: int) -> list[list[Part]]:
-    """What each of ``members`` (of the ring, in its order) speaks for in a bucket, ascending and disjoint.
+    """Return the parts of a bucket for which each of ``members`` (in the ring's order) acts, ascending and disjoint.
 
-    ``live``: those of them that have been there since the layout was made; the others hold nothing.  ValueError if
-    something was lost.
+    ``live``: the members that have been present since the layout was made; the others hold nothing.  Raises ValueError
+    if a unit is lost.
     """
     found: dict[int, list[Part]] = {worker: [] for worker in members}
     for unit in layout.units:
         speaker = primary(layout, unit, live)
         if speaker is None:
-            raise ValueError(f"nobody has the state of unit {unit}")
+            raise ValueError(f"no live worker has the state of unit {unit}")
         found[speaker] += layout.parts(unit, numel)
     return [_joined(sorted(parts)) for parts in found.values()]
 
 
 def owned(layout: AnyLayout, parts: Sequence[Part], numel: int) -> dict[int, list[Part]]:
-    """Unit -> what it owns of ``parts`` (ascending, disjoint) of a bucket, ascending; in one pass over both."""
+    """Return unit -> the elements that it owns of ``parts`` (ascending, disjoint) of a bucket, ascending; one pass."""
     owners = sorted((start, stop, unit) for unit in layout.units for start, stop in layout.parts(unit, numel))
     found: dict[int, list[Part]] = {}
     at = 0
@@ -204,9 +205,9 @@ def owned(layout: AnyLayout, parts: Sequence[Part], numel: int) -> dict[int, lis
 
 
 def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> frozenset[int]:
-    """How many places further in the ring of ``members`` live holders of a unit are than who speaks for it.
+    """Return the distances, in the ring of ``members``, from a unit's primary to its other live holders.
 
-    Mostly the multiples of the layout's stride; but for members in between that hold nothing yet.  ``live``: as for
+    Mostly the multiples of the layout's stride; not if members in between hold nothing yet.  ``live``: as for
     ``chunks``.
     """
     at = {worker: number for number, worker in enumerate(members)}
@@ -219,10 +220,10 @@ def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> fro
 
 
 def moves(old: AnyLayout, new: AnyLayout, live: frozenset[int], numel: int) -> list[Move]:
-    """All that must change hands in a bucket for ``new`` to hold, ordered by (source, target).
+    """Return the moves of elements of a bucket from layout ``old`` to ``new``, ordered by (source, target).
 
-    ``live``: who has been there since ``old`` was made.  A holder that has something already, as owner or shadow, gets
-    nothing; the rest comes from the primary.  ValueError if something was lost.
+    ``live``: workers present since ``old`` was made.  A worker that already has elements, as owner or shadow, receives
+    nothing; the rest comes from the primary.  Raises ValueError if a unit is lost.
     """
     found = []
     before = sorted((start, stop, unit) for unit in old.units for start, stop in old.parts(unit, numel))
@@ -234,14 +235,14 @@ def moves(old: AnyLayout, new: AnyLayout, live: frozenset[int], numel: int) -> l
                     break
                 source = primary(old, owner, live)
                 if source is None:
-                    raise ValueError(f"nobody has the state of unit {owner}")
+                    raise ValueError(f"no live worker has the state of unit {owner}")
                 have = live.intersection(old.holders(owner))
                 found += [Move(source, target, unit, a, b) for target in new.holders(unit) if target not in have]
     return sorted(found, key=lambda move: (move.source, move.target, move.unit, move.start))
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours that touch become one."""
+    """Join parts that touch."""
     found: list[Part] = []
     for start, stop in parts:
         if found and found[-1][1] == start:
@@ -253,7 +254,7 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 
 @dataclass(frozen=True)
 class ElementRange:
-    """Part of a bucket that changes hands."""
+    """Elements of a bucket that are sent to another worker."""
 
     bucket: int
     start: int

@@ -1,14 +1,14 @@
-"""Snapshots of states in other workers' memory: who keeps which, how often they are taken, what they are.
+"""Snapshots of states in other workers' memory: their keepers, their interval, their parts.
 
-A position's state is lost with the last worker that holds it.  If all of these lie in one failure domain (a node of
-Megatron's default order has the same stage of every replica), a copy outside of it is wanted:
+A position's state is lost with the last worker that holds it.  If all of these are in one failure domain (in Megatron's
+default order a node has the same stage of every replica), the run needs a copy outside of it:
 
     domain a: position 0 of both replicas          domain b: position 1 of both
        giver of 0, keeper of 1         <------->       giver of 1, keeper of 0
 
 A giver keeps its own copy, too: whichever domain is lost, the other one has all positions, of one iteration.  A
-snapshot is made of *parts*: one for each position, and, where the optimizer's state is in shards over the replicas,
-behind them one for each worker, with the shards for which it speaks (``part_of``).
+snapshot is made of *parts*: one for each position, and, if the optimizer state is in shards over the replicas, after
+them one for each worker, with the shards for which it is the primary (``part_of``).
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from recover_megatron.workload.domains import Touched, fewest_shared, touched_by
 FIRST_INTERVAL = 10
 """Iterations between two snapshots as long as nothing is measured."""
 DOMAIN_SECONDS = 5000 * 3600.0
-"""After how long, on average, a node is lost: between the 6,300 hours of Llama 3's training (419 interruptions in 54
-days of 2,048 hosts) and older clusters."""
+"""Mean time between losses of a node: between the 6,300 hours of Llama 3's training (419 interruptions in 54 days of
+2,048 hosts) and older clusters."""
 MOST_SHARE = 0.01
-"""Of an iteration's time that snapshots may take, on average."""
+"""Greatest share of an iteration's time that snapshots may take, on average."""
 
 Groups = Mapping[frozenset[str], Sequence[int]]
-"""Domains -> the workers that are in just these, ascending."""
+"""Domains -> the workers that are in exactly these, ascending."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How an optimizer's state is spread over the replicas."""
+    """Spread of an optimizer state over the replicas."""
 
     holders: int = 1
-    """So many replicas hold each shard."""
+    """Number of replicas that hold each shard."""
     placed: bool = True
-    """Whether they are chosen by their domains (shadows), not by Megatron (its optimizer instances)."""
+    """True if the holders are chosen by their domains (shadows), not by Megatron (its optimizer instances)."""
 
 
 def copies(
     replicas: Sequence[Sequence[int]], domains: Mapping[int, Sequence[str]], tier: str, spread: Spread | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Part -> who gives its snapshot, who else keeps it; for workers by replica and position; empty: none are wanted.
+    """Return part -> its giver and its keeper, of ``replicas`` (workers by position); empty: no snapshots are wanted.
 
-    ``domains``: each worker's own.  ``tier``: "always"; "auto": if the loss of one domain would take all that hold a
-    part of the state, and somebody is outside of it; "off".  ``spread``: None if the optimizer's state is not.
+    ``domains``: by worker.  ``tier``: "always"; "auto": if the loss of one domain would take all holders of a part of
+    the state, and some worker is outside of it; "off".  ``spread``: None if the optimizer state is not spread.
     """
-    workers = [worker for its in replicas for worker in its]
+    workers = [worker for row in replicas for worker in row]
     own = {worker: frozenset(domains.get(worker, ())) for worker in workers}
     columns = list(zip(*replicas, strict=True))
     if tier == "off" or len(workers) < 2:
         return {}
-    everywhere = frozenset.intersection(*own.values())  # with it all are lost
+    everywhere = frozenset.intersection(*own.values())  # a loss of these takes all workers
     if tier == "auto" and not any(
         frozenset.intersection(*(own[worker] for worker in column)) - everywhere for column in columns
     ):
-        touched = {worker: its - everywhere for worker, its in touched_by(replicas, domains).items()}
-        if spread is None or not _takes_shards([its[0] for its in replicas], touched, spread):
+        touched = {worker: names - everywhere for worker, names in touched_by(replicas, domains).items()}
+        if spread is None or not _takes_shards([row[0] for row in replicas], touched, spread):
             return {}
     load = dict.fromkeys(workers, 0)
     groups: dict[frozenset[str], list[int]] = {}
-    for worker, its in sorted(own.items()):
-        groups.setdefault(its, []).append(worker)
+    for worker, names in sorted(own.items()):
+        groups.setdefault(names, []).append(worker)
     found = [_column_copies(column, own, groups, load) for column in columns]
     if spread is not None:
         found += _shard_copies(own, groups, load)
@@ -73,14 +73,14 @@ def copies(
 
 
 def part_of(worker: int, workers: Sequence[int], positions: int) -> int:
-    """The part that has the shards of ``worker``, one of ``workers``, all that took the snapshot."""
+    """Return the part with the shards of ``worker``, one of ``workers``, which took the snapshot."""
     return positions + sorted(workers).index(worker)
 
 
 def _takes_shards(replicas: Sequence[int], touched: Touched, spread: Spread) -> bool:
-    """Whether some domain breaks all replicas that hold a shard: what a worker of a broken one has is out of date.
+    """Return whether some domain breaks all replicas that hold a shard: workers of broken replicas are out of date.
 
-    ``replicas``: of each a worker, in the ring's order.  Where Megatron places them: whether it breaks as many.
+    ``replicas``: a worker of each, in the ring's order.  If Megatron places the shards: whether it breaks as many.
     """
     broken: dict[str, int] = {}
     for worker in replicas:
@@ -95,9 +95,9 @@ def _takes_shards(replicas: Sequence[int], touched: Touched, spread: Spread) -> 
 def _column_copies(
     column: Sequence[int], own: Mapping[int, frozenset[str]], groups: Groups, load: dict[int, int]
 ) -> tuple[int, int]:
-    """A position's keeper shares as few domains with its giver as any worker; of these the one that keeps least.
+    """Return a position's giver and keeper.  The keeper shares as few domains with the giver as any worker.
 
-    A worker of the same position goes before another one that keeps as much: it has the state already.
+    Of those workers, the one that keeps least; among equals, one of the same position first: it has the state already.
     """
     giver = min(column, key=lambda worker: (load[worker], worker))
     others, same = _farthest(giver, own, groups), set(column)
@@ -108,14 +108,14 @@ def _column_copies(
 
 
 def _farthest(giver: int, own: Mapping[int, frozenset[str]], groups: Groups) -> list[int]:
-    """Those that share as few domains with ``giver`` as anybody does; itself may be among them."""
-    shared = {its: len(own[giver] & its) for its, there in groups.items() if there != [giver]}
+    """Return the workers that share the fewest domains with ``giver``, which may be among them."""
+    shared = {names: len(own[giver] & names) for names, there in groups.items() if there != [giver]}
     fewest = min(shared.values())
-    return [worker for its, many in shared.items() if many == fewest for worker in groups[its]]
+    return [worker for names, many in shared.items() if many == fewest for worker in groups[names]]
 
 
 def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[int, int]) -> list[tuple[int, int]]:
-    """The same for each worker's shards, which it gives itself; in time linear in the workers, nearly."""
+    """Return giver and keeper of each worker's shards, which it gives itself; in time nearly linear in the workers."""
     queues: dict[tuple[frozenset[str], int | None], list[tuple[int, int]]] = {}
     found = []
     for giver in sorted(own):
@@ -131,26 +131,26 @@ def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[
 
 
 def _least(queue: list[tuple[int, int]], load: Mapping[int, int], giver: int) -> int:
-    """The worker of ``queue``, a heap, that keeps least and is not ``giver``; its loads are brought up to date."""
-    aside = []
+    """Return the worker of ``queue``, a heap, that keeps least and is not ``giver``; outdated loads are corrected."""
+    skipped = []
     while True:
-        told, worker = queue[0]
-        if told != load[worker]:
+        known, worker = queue[0]
+        if known != load[worker]:
             heapq.heapreplace(queue, (load[worker], worker))
         elif worker == giver:
-            aside.append(heapq.heappop(queue))
+            skipped.append(heapq.heappop(queue))
         else:
             break
-    for entry in aside:
+    for entry in skipped:
         heapq.heappush(queue, entry)
     return worker
 
 
 def interval(cost: float, behind: float, iteration: float, domains: int) -> int:
-    """Iterations between two snapshots, by Young and Daly: where they cost as much as what is run again after losses.
+    """Return the iterations between two snapshots, by Young and Daly: snapshots then cost as much as iterations rerun.
 
-    ``cost``: seconds that the training waits for one; ``behind``: that it takes in the background, which it should have
-    ended before the next; ``iteration``: seconds of one; ``domains``: how many there are to be lost.
+    ``cost``: seconds that the training waits for a snapshot; ``behind``: seconds in the background, which should end
+    before the next one; ``iteration``: seconds of an iteration; ``domains``: number of domains that may be lost.
     """
     if iteration <= 0:
         return FIRST_INTERVAL
@@ -159,5 +159,5 @@ def interval(cost: float, behind: float, iteration: float, domains: int) -> int:
 
 
 def needed(kept: int, largest: int) -> int:
-    """Bytes of host memory of a worker that keeps ``kept`` parts, none larger than ``largest``: two of each."""
+    """Return the host memory, in bytes, of a worker that keeps ``kept`` parts, none above ``largest``: two of each."""
     return 2 * kept * largest

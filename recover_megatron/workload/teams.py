@@ -1,25 +1,25 @@
-"""How many teams of each tensor group a node is to have, so that the fewest workers change position.
+"""Number of teams of each tensor-parallel group for each node, so that the fewest workers change position.
 
-A node with n workers has room for n // T **teams** (`placement`).  A team costs as many changes as positions in it
-have nobody standing there:
+A node with n workers has room for n // T **teams** (`placement`).  A team costs as many changes as it has positions
+without a worker:
 
     positions   0  1 | 2  3        T = 2, G = 2; this node has 5 workers, so room for 2 teams
-    standing    2  1 | 0  1        a team of (0, 1) costs nothing, a second one costs 1 (who stands at 3 moves to 1),
+    standing    2  1 | 0  1        a team of (0, 1) costs nothing, a second one costs 1 (the worker at 3 moves to 1),
     unbuilt     1                  one of (2, 3) costs 1 (the worker without a model builds for 2)
 
-To choose what every node makes is a transportation problem, solved by cheapest paths: nodes supply room, groups want
-teams, and the cost of a node's n-th team of a group grows with n.  A group that wants one more team finds
+The choice of each node's teams is a transportation problem, solved by cheapest paths: nodes supply room, groups demand
+teams, and the cost of a node's n-th team of a group grows with n.  A group that needs one more team finds
 
-    a node with room:   the node makes the team, and the path ends;
-    or a full node:     the node makes the team in place of one of another group, which then wants one more.
+    a node with room:   the node forms the team, and the path ends;
+    or a full node:     the node forms the team in place of one of another group, which then needs one more.
 
-With the cheapest path, and of these one of the fewest steps, what has been planned stays the cheapest plan for the
-teams that it has.  So the answer is exact, both in the number of teams and in the changes, as long as everybody may
-change position.  A worker that is **bound** to its position makes room differ by group (it is worth something only
-in the teams of its own), and to pack that exactly is as hard as bin packing; the same paths are then a good greedy
-rule that goes through feasible plans only.
+With the cheapest path, and among those one with the fewest steps, the plan stays the cheapest for the teams that it
+has.  So the result is exact, both in the number of teams and in the changes, as long as all workers may change
+position.  A worker that is **bound** to its position makes room differ by group (it is of use only in the teams of its
+own group), and to pack that exactly is as hard as bin packing; the same paths are then a good greedy rule that passes
+through feasible plans only.
 
-Nodes in the same state are interchangeable, so what is searched are states, not nodes.
+Nodes in the same state are interchangeable, so the search is over states, not nodes.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Counts = tuple[int, ...]
-"""One number for each tensor group."""
+"""A number for each tensor-parallel group."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """The workers that a node has."""
+    """The workers of a node."""
 
     standing: Counts
-    """By position: how many stand there, or will do so without being told."""
+    """Number of workers in each position, now or soon without a request."""
     bound: Counts
-    """By position: how many of these cannot change to another one."""
+    """Number of these, by position, that cannot change position."""
     unbuilt: int
     """Workers without a position that can take any."""
 
     @property
     def movable(self) -> int:
-        """How many workers can be told to change position, or to take one."""
+        """Number of workers that may be asked to change or take a position."""
         return self.unbuilt + sum(self.standing) - sum(self.bound)
 
     def room(self, team_size: int) -> int:
-        """How many teams its workers are enough for."""
+        """Return the number of teams for which the workers suffice."""
         return (self.unbuilt + sum(self.standing)) // team_size
 
 
 def plan_teams(nodes: Sequence[Holding], tensor: Sequence[Sequence[int]], wanted: int) -> list[Counts]:
-    """For each of ``nodes`` how many teams of each group of ``tensor`` it has: of each ``wanted``, or what can be."""
+    """Return the number of teams of each group of ``tensor`` on each of ``nodes``: ``wanted`` in all, or fewer."""
     team_size = len(tensor[0])
     wanted = min(wanted, sum(node.room(team_size) for node in nodes) // len(tensor))
     plan = _Plan(nodes, tensor)
@@ -68,7 +68,7 @@ def plan_teams(nodes: Sequence[Holding], tensor: Sequence[Sequence[int]], wanted
 
 
 class _State(NamedTuple):
-    """A kind of node (the index of its holding), and what it is to make."""
+    """A kind of node (the index of its holding), and its planned teams."""
 
     kind: int
     teams: Counts
@@ -76,7 +76,7 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class _Path:
-    """How a team more of the first group is made: each step is a group, the node's state, and what is dropped."""
+    """Path to one more team of the first group: each step is a group, the node's state, and the dropped group."""
 
     cost: float = 0
     steps: tuple[tuple[int, _State, int | None], ...] = ()
@@ -96,12 +96,12 @@ _NEVER = _Path(cost=math.inf)
 
 @dataclass
 class _Plan:
-    """What the nodes are to make, and the cheapest ways to make more."""
+    """The planned teams of the nodes, and the cheapest ways to plan more."""
 
     nodes: Sequence[Holding]
     tensor: Sequence[Sequence[int]]
     teams: list[Counts] = field(init=False)
-    """By node: the plan."""
+    """The plan, by node."""
     kinds: list[Holding] = field(init=False)
     members: dict[_State, list[int]] = field(default_factory=dict)
     """The nodes in each state, a heap."""
@@ -117,7 +117,7 @@ class _Plan:
                 self._enter(node, _State(kinds[holding], self.teams[node]))
 
     def one_more(self, group: int) -> bool:
-        """Plan a team more of ``group`` in the cheapest way; False if none was found (the plan is then void)."""
+        """Plan one more team of ``group`` in the cheapest way; False: there is none, and the plan is void."""
         path = self._cheapest_path(group)
         if path is None:
             return False
@@ -128,7 +128,7 @@ class _Plan:
         return True
 
     def _cheapest_path(self, group: int) -> _Path | None:
-        """The least in cost, then in steps, over paths that want no group twice: Bellman and Ford's rounds."""
+        """Return the path least in cost, then in steps, with no group twice: rounds of Bellman and Ford."""
         direct = self._best_offer(group, None)
         if direct is not None and direct[0] == 0:
             return _Path(groups=(group,)).then(*direct, None)
@@ -152,7 +152,7 @@ class _Plan:
         return heap[0] if heap else None
 
     def _enter(self, node: int, state: _State) -> None:
-        """``node`` is in ``state`` from now on; if it is the only one, what it can do is offered."""
+        """Move ``node`` to ``state``; if it is the only node there, add its offers."""
         self.teams[node] = state.teams
         members = self.members.setdefault(state, [])
         heapq.heappush(members, node)
@@ -175,7 +175,7 @@ class _Plan:
         heapq.heappush(self.offers.setdefault((group, dropped), []), (cost, state))
 
     def _next_team(self, have: Counts, teams: Counts) -> Counts:
-        """For each group what one team more than ``teams`` lacks, of workers that there are ``have`` of by position."""
+        """Return, by group, the positions missing for one team more than ``teams``; ``have``: workers by position."""
         return tuple(sum(have[p] <= teams[group] for p in self.tensor[group]) for group in range(len(teams)))
 
     def _lacking(self, have: Counts, group: int, teams: int) -> int:

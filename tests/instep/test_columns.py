@@ -55,7 +55,7 @@ def test_what_reaches_over_replicas_in_a_step_ends_the_run_and_is_named(runs: Ru
     result = runs(Case(PLAIN, iterations=4).altered("instruments.reaching", where))
     assert result.ended.codes == [EXIT_SAME_FAULT] * PLAIN.grid.world, result.told()
     place = r"allreduce at \S*instruments\.py:\d+ \(\w+\)"
-    cause = re.compile(place + r" reaches over replicas \(group \S+ of \d workers\)")
+    cause = re.compile(place + r" spans replicas \(group \S+ of \d workers\)")
     for worker in range(PLAIN.grid.world):
         assert cause.search(result.log(worker)), result.told()
     assert [step.iteration for step in result.steps] == list(range(1, steps + 1))

@@ -84,7 +84,7 @@ def test_a_replica_that_is_back_a_lost_spare_and_a_degraded_run_are_lines_of_the
 
 def test_an_epoch_without_a_loss_says_why_it_was_made() -> None:
     next_one = Decision(2, WHOLE.grid, (), iteration=50)
-    assert news(WHOLE, next_one, {}, 0, NEW_COORDINATOR) == ["a new coordinator leads; nobody was lost"]
+    assert news(WHOLE, next_one, {}, 0, NEW_COORDINATOR) == ["a new coordinator leads; no worker was lost"]
     assert news(WHOLE, next_one, {}, 0, f"worker 9 on b {ADMITTED}") == [
         "worker 9 on b is admitted: it waits for a place"
     ]
@@ -98,7 +98,7 @@ def test_where_somebody_was_lost_no_line_says_that_nobody_was() -> None:
     with_spare = Decision(1, WHOLE.grid, (9,), iteration=50)
     assert news(with_spare, Decision(2, WHOLE.grid, (), iteration=50), {}, 0, died) == []
     assert news(with_spare, Decision(2, WHOLE.grid, (9,), iteration=50), {}, 0, "so be it") == [
-        "nobody was lost, but all meet again: so be it"
+        "no worker was lost, but a new epoch begins: so be it"
     ]
     for before, after in ((with_spare, Decision(2, WHOLE.grid, (), iteration=50)), (WHOLE, LESS)):
         assert news(before, after, {}, 0, NEW_COORDINATOR) == ["a new coordinator leads"]

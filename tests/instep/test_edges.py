@@ -50,7 +50,7 @@ def test_two_hosts_that_do_not_hear_each_other_cost_one_replica_and_no_microbatc
     assert counted(decision, statuses) == list(range(12))
     text = "\n".join(describe(decision, statuses))
     assert "worker 2 on h1 (10.0.0.2) and worker 4 on h2 (10.0.0.4)" in text
-    assert "replica 2 is put out" in text
+    assert "replica 2 is left out" in text
 
 
 def test_one_ends_word_is_enough() -> None:

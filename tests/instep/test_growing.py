@@ -102,7 +102,7 @@ def test_what_cannot_be_drained_is_refused_with_the_reason_and_what_is_drained_s
     assert [code for _, code in told] == [3, 0, 0, 0, 3], told
     assert "the run has no node or host of this name; its nodes: a, b, c" in told[0][0]
     assert told[2][0] == "b is drained: it may be switched off"
-    assert "no whole replica would be left, one is needed: 2 of 2 have workers on a" in told[4][0]
+    assert "no complete replica would be left, one is required: 2 of 2 have workers on a" in told[4][0]
 
 
 ACROSS = ("a", "b", "c", "a", "c", "c")

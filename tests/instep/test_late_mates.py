@@ -230,7 +230,7 @@ def test_a_worker_whose_gloo_does_not_close_its_connections_ends(
     monkeypatch.setattr(model_parallel_groups, "end_process", reasons.append)
     connection.groups.end()
     connection.groups.left()
-    assert reasons == ["gloo has not closed 1 connections that were shut"]
+    assert reasons == ["gloo has not closed 1 connections that this worker shut down"]
 
 
 def test_a_connection_of_the_program_that_stays_open_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -434,7 +434,7 @@ def test_that_is_decided_when_all_have_told_and_for_the_newest_state_that_is_kep
     assert older.rollback == Rollback(6, HELD, 3)
     nothing = decide(9, late(None), TWO, beyond=beyond)
     assert nothing.enough == 0
-    assert "committed that nobody who lives has seen" in nothing.state_lost
+    assert "no live worker has seen the last committed iterations" in nothing.state_lost
 
 
 def test_whoever_lives_waits_for_who_is_aside_before_the_state_is_given_up() -> None:
@@ -454,7 +454,7 @@ def test_nobody_whole_and_too_few_to_be_is_a_decision_without_replicas() -> None
 def test_a_position_that_nobody_holds_is_a_lost_state() -> None:
     decision = decide(2, {0: orphan(0), 2: orphan(0)}, TWO)
     assert (decision.replicas, decision.rollback, decision.enough) == ((), None, 0)
-    assert "nobody holds the state" in decision.state_lost
+    assert "no worker holds the state" in decision.state_lost
     assert decide(2, {0: orphan(0)}, TWO).state_lost == "", "one worker is no replica, with any state"
 
 
@@ -474,15 +474,15 @@ def test_where_no_majority_says_whose_state_is_right_the_lowest_is_followed_or_t
     assert (decision.holders, decision.disputed, decision.enough) == ({3: (1,)}, (1, 3), 2)
     strict = decide(5, two, TWO, Rules(strict=True))
     assert strict.enough == 0
-    assert "nobody knows which is right; what was saved since they were compared last may be wrong" in strict.state_lost
+    assert "it is unknown which is right; what was saved since the last comparison may be wrong" in strict.state_lost
 
 
 def test_a_status_is_the_same_after_its_way_through_json() -> None:
     status = JoinStatus(3, 1, 12, True, total=8, ran=(1, 5), version=4, node="here", note="because")
     assert JoinStatus.from_json(status.to_json()) == status
-    with pytest.raises(Disagreement, match="does not know"):
+    with pytest.raises(Disagreement, match="cannot read"):
         JoinStatus.from_json({**status.to_json(), "speed": 1})
-    with pytest.raises(Disagreement, match="does not know"):
+    with pytest.raises(Disagreement, match="cannot read"):
         JoinStatus.from_json({"replica": 1})
 
 

@@ -267,7 +267,7 @@ def test_a_worker_that_has_finished_is_no_orphan_when_its_mate_leaves_before_it(
     assert did == ["end", "close", "leave"]
     orphan.finished = False
     orphan.revoked(6, "worker 1 has left")
-    assert did[3:] == ["worker 1 of its replica is gone"], "as before the end of the training"
+    assert did[3:] == ["worker 1 of its replica is lost"], "as before the end of the training"
 
 
 class Told:

@@ -313,7 +313,7 @@ def test_several_workers_of_a_replica_in_one_column_count_together_as_one() -> N
 
 @pytest.mark.parametrize("second", [[1], [1, 2, 3], []], ids=["one is missing", "one is there twice", "a share"])
 def test_a_sum_in_which_an_id_is_not_counted_once_is_refused(second: list[int]) -> None:
-    with pytest.raises(Disagreement, match="counted other than once"):
+    with pytest.raises(Disagreement, match="not counted exactly once"):
         summed([(0, [0, 2]), (1, second)], 4).verify()
 
 

@@ -49,9 +49,9 @@ def test_everything_that_does_not_fit_is_told_at_once(module: ModuleType) -> Non
     seams = {"train": [Seam("loop_of_a_test", "train")], "log": [Seam("nowhere.loop", "log")], "sing": []}
     with pytest.raises(UserError) as refused:
         Loop("Ours", "supported: 1", {**loop("data").seams, **seams}, Services()).check()
-    assert "--recover: Ours: there is no role sing (supported: 1)" in refused.value.reasons
-    assert "--recover: Ours: there is no loop_of_a_test.train (supported: 1)" in refused.value.reasons
-    assert "--recover: Ours: there is no module nowhere.loop (supported: 1)" in refused.value.reasons
+    assert "--recover: Ours: role sing does not exist (supported: 1)" in refused.value.reasons
+    assert "--recover: Ours: loop_of_a_test.train does not exist (supported: 1)" in refused.value.reasons
+    assert "--recover: Ours: module nowhere.loop does not exist (supported: 1)" in refused.value.reasons
     takes = "loop_of_a_test.step takes (model, data), expected (data, ...)"
     assert f"--recover: Ours: {takes} (supported: 1)" in refused.value.reasons
 
@@ -59,12 +59,12 @@ def test_everything_that_does_not_fit_is_told_at_once(module: ModuleType) -> Non
 def test_a_loop_that_leaves_out_what_is_needed_is_refused(module: ModuleType) -> None:
     given = dict(loop("model").seams)
     del given["train_step"]
-    assert replace(loop("model"), seams=given).misfits() == ["it has nothing for train_step"]
+    assert replace(loop("model"), seams=given).misfits() == ["it has no seam for role train_step"]
 
 
 def test_a_loop_for_another_version_of_the_interface_is_refused(module: ModuleType) -> None:
     reasons = loop("model", interface=INTERFACE + 1).misfits()
-    assert reasons == [f"it was written for version {INTERFACE + 1} of recover_megatron.integrate, this is {INTERFACE}"]
+    assert reasons == [f"it needs version {INTERFACE + 1} of recover_megatron.integrate, this is version {INTERFACE}"]
 
 
 def test_a_wrapper_is_called_as_its_role_says_whatever_the_loop_takes(module: ModuleType) -> None:
@@ -94,9 +94,9 @@ def test_a_method_is_wrapped_in_its_class_which_older_versions_may_have_by_anoth
 
     module.Old = Old  # type: ignore[attr-defined]
     seam = Seam("loop_of_a_test", "New.train", ("self", "model"))
-    assert seam.misfit() == "there is no loop_of_a_test.New"
+    assert seam.misfit() == "loop_of_a_test.New does not exist"
     assert Seam("loop_of_a_test", "New.train", optional=True).misfit() is None
-    assert Seam("loop_of_a_test", "Old.stop", optional=True).misfit() == "there is no Old.stop"
+    assert Seam("loop_of_a_test", "Old.stop", optional=True).misfit() == "Old.stop does not exist"
     known = replace(seam, formerly="Old")
     assert known.misfit() is None
     known.wrap(lambda original: lambda self, model: original(self, model.upper()), "supported: 1")

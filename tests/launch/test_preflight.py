@@ -315,7 +315,7 @@ def rows(found: Forecast) -> list[list[str]]:
     return [re.split(r"  +", line) for line in found.table()[1:]]
 
 
-STAGES_LOST = "8 workers, parts of 4 replicas; all of 2 of 8 positions"
+STAGES_LOST = "8 workers, parts of 4 replicas; all workers of 2 of 8 positions"
 ORDER, NO_SNAPSHOTS = "--use-tp-pp-dp-mapping", "ends (12): no snapshots (--recover-memory-tier off)"
 
 
@@ -351,7 +351,7 @@ def test_what_a_loss_of_state_does_to_the_run_is_said(flags: list[str], then: st
 
 def test_too_few_workers_for_a_replica_wait_where_others_may_come() -> None:
     wide = ["--recover", "--expert-model-parallel-size", "16", "--num-experts", "16"]
-    lost = "8 workers, parts of 1 replica; all of 8 of 16 positions"
+    lost = "8 workers, parts of 1 replica; all workers of 8 of 16 positions"
     spares = "spares on another node, recover-run --join"
     assert rows(told(wide, 2)) == [["nodes 0 to 1", lost, "ends (10): too few are left for a replica", spares]]
     waits = told(wide, 2, control=Control((0, 1), lease=True, replaced=True))
@@ -385,7 +385,7 @@ def test_racks_are_told_by_a_list_of_nodes() -> None:
     assert rows(spread) == [
         ["nodes 0 to 3", "8 workers, parts of 4 replicas", "4 replicas go on, 6 when the others are put together"],
         [
-            "domains r0, r1", "16 workers, parts of 8 replicas; all of 2 of 4 positions",
+            "domains r0, r1", "16 workers, parts of 8 replicas; all workers of 2 of 4 positions",
             "4 replicas go back to snapshots in memory (silent: with the lease)", ORDER,
         ],
     ]  # fmt: skip

@@ -97,7 +97,7 @@ def test_a_running_job_is_shown_and_a_dead_worker_with_its_reason(run: Cluster) 
     text = status(run, "--once")
     assert "replicas 2 of 3" in text
     assert why in text
-    assert "replica 1 is not whole" in text
+    assert "replica 1 is not complete" in text
 
 
 def test_progress_and_microbatch_come_from_heartbeats(run: Cluster) -> None:
@@ -158,7 +158,7 @@ def test_the_candidate_that_leads_is_found_wherever_it_is_in_the_list_and_the_ne
 ) -> None:
     run.start_coordinators(2, 3)
     assert seen(run)["state"] == "standby"
-    assert "none of 2 workers have come" in status(run, "--once")
+    assert "none of 2 workers are connected" in status(run, "--once")
     start_grid(run, 1)
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         nobody_there = nobody.getsockname()[:2]

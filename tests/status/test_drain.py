@@ -52,7 +52,7 @@ def test_each_change_is_a_line_and_it_ends_when_the_node_may_be_switched_off() -
     run = Run([ASKED], [ASKED], [MOVING], [DRAINED])
     said, code = drained(run)
     assert said == [
-        "b: is asked for; workers there: 2-3",
+        "b: drain is requested; workers there: 2-3",
         "b: leaves at the next iteration; workers there: 2-3",
         "b is drained: it may be switched off",
     ]
@@ -74,7 +74,7 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 def test_of_a_host_with_several_nodes_it_is_told_which_may_be_switched_off_and_which_not() -> None:
     other = {**REFUSED, "node": "c", "names": ["c", "host"]}
     said, code = drained(Run([MOVING, other], [DRAINED, other]), "host")
-    assert said[-1] == "host is not drained as a whole. c stays: nothing would be left. b is drained"
+    assert said[-1] == "host is not completely drained. c stays: nothing would be left. b is drained"
     assert code == DrainExit.REFUSED
 
 
@@ -99,7 +99,7 @@ def test_when_nobody_answers_any_more_it_says_so() -> None:
 
 def test_a_run_that_has_ended_needs_no_node() -> None:
     said, code = drained(Run([ASKED], ENDED))
-    assert (said[-1], code) == ("the run has ended (all workers have left): nothing of it runs on b", DrainExit.DRAINED)
+    assert (said[-1], code) == ("the run has ended (all workers have left): no worker runs on b", DrainExit.DRAINED)
 
 
 @pytest.mark.parametrize(

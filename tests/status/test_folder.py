@@ -399,7 +399,7 @@ WRITER = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="checkpoint", marked=
         (seen(state="rendezvous", opened=2), "RECOVERING: opens epoch 2", Level.WARNING),
         (seen(state="rendezvous", epoch=0), "STARTING: all workers are ready", Level.WARNING),
         (seen(state="rendezvous", epoch=0, workers=UNREADY), "STARTING: the workers build their models", Level.WARNING),
-        (seen(state="standby", epoch=0), "STARTING: no coordinator leads: 6 of 6 workers have come", Level.WARNING),
+        (seen(state="standby", epoch=0), "STARTING: no coordinator leads: 6 of 6 workers are connected", Level.WARNING),
         (seen(workers=CULPRIT), "STALLED 42 s in forward at worker 5 on h", Level.CRITICAL),
         (seen(workers=WRITER), "HEALTHY 3/3 replicas", Level.OK),
         (

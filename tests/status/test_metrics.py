@@ -323,8 +323,8 @@ def test_a_command_that_hangs_is_killed_with_its_children_and_one_that_fails_is_
     assert "sleep took longer than 0.2 s and was killed" in complaints[0]
     hook.close(DEADLINE)
     for command, complaint in (
-        ("false", "false ended with exit code 1"),
-        ("/no/such/command", "/no/such/command cannot be run: No such file"),
+        ("false", "false exited with code 1"),
+        ("/no/such/command", "/no/such/command could not be started: No such file"),
         ("bash -c 'kill -KILL $$'", "bash was killed by signal 9"),
     ):
         told: list[str] = []
@@ -347,5 +347,5 @@ def test_events_that_come_faster_than_the_command_are_dropped_and_that_is_said_o
     hook.put({})
     assert [f"{MOST} events wait" in complaint for complaint in complaints] == [True]
     hook.close(0.1)
-    assert "bash was not through with all events 0.1 s after the end" in complaints[1]
+    assert "bash had not handled all events 0.1 s after the end" in complaints[1]
     gate.unlink()

@@ -68,8 +68,8 @@ def test_a_run_that_has_grown_says_so_and_is_healthy() -> None:
     further = [placed(6 + r * 2 + p, 3 + r, p, iteration=7, phase="forward") for r in range(2) for p in range(2)]
     status = seen(world=10, live=10, replicas=[[0, 4]], workers=[*GRID, *further])
     assert (len(status.grid), status.replicas_of_launch) == (5, 3)
-    assert "5 (3 at the launch)" in text(status)
-    assert headline(status).text == "HEALTHY 5 replicas (3 at the launch)"
+    assert "5 (3 at launch)" in text(status)
+    assert headline(status).text == "HEALTHY 5 replicas (3 at launch)"
 
 
 def test_a_run_of_the_library_that_has_lost_a_worker_is_degraded_until_another_has_come() -> None:
@@ -89,7 +89,7 @@ def test_a_replica_that_lost_a_worker_does_not_run_and_its_other_workers_are_spa
     dead = {"worker": 3, "fate": "dead", "host": "h", "why": "its connection was closed", "ago": 2.0}
     status = seen(workers=[dead if r["worker"] == 3 else r for r in GRID])
     assert [replica.replica for replica in status.grid] == [0, 2]
-    assert [(worker.worker, worker.note) for worker in status.spares] == [(2, "replica 1 is not whole")]
+    assert [(worker.worker, worker.note) for worker in status.spares] == [(2, "replica 1 is not complete")]
     shown = text(status)
     assert "2 of 3" in shown
     assert "its connection was closed" in shown
@@ -146,7 +146,7 @@ def test_an_open_rendezvous_names_whom_it_waits_for() -> None:
     fault = {"ago": 30.0, "kind": "dead", "worker": 9, "host": "h", "why": ""}
     plan = {"ago": 25.0, "epoch": 1, "reason": "", "workers": 4, "seconds": {}}
     status = seen(state="rendezvous", opened=2, workers=rows, faults=[fault], recoveries=[plan])
-    waits = "2 of 3 workers are ready for epoch 2; it waits for worker 1 on h (silent for 11 s, in forward)"
+    waits = "2 of 3 workers are ready for epoch 2; the others: worker 1 on h (silent for 11 s, in forward)"
     assert f"RECOVERING for 11 s: {waits}" in text(status)
     assert status.to_json()["between"] == 11.0
     assert seen().to_json()["between"] is None
@@ -154,28 +154,28 @@ def test_an_open_rendezvous_names_whom_it_waits_for() -> None:
     struck = seen(state="rendezvous", opened=2, workers=rows, faults=[fault, {**fault, "ago": 14.0}], recoveries=[plan])
     assert "RECOVERING for 14 s: " in text(struck)
     many = [placed(n, n, 0, joined=n == 7) for n in range(8)]
-    assert "it waits for workers 0-6" in text(seen(state="rendezvous", opened=2, workers=many))
+    assert "the others: workers 0-6" in text(seen(state="rendezvous", opened=2, workers=many))
 
 
 def test_a_start_that_does_not_get_on_says_who_has_not_come_and_since_when() -> None:
     rows = [row(n, joined=False, member=False, marked=40.0 + n) for n in range(3)]
     rows += [row(3, host="", silence=None, joined=False, member=False)]
     status = seen(state="rendezvous", epoch=0, replicas=[], replica_size=0, workers=rows, world=4, live=4)
-    assert "STARTING for 42 s: 3 of 4 workers have come, but not worker 3 " in text(status)
+    assert "STARTING for 42 s: 3 of 4 workers are connected, but not worker 3 " in text(status)
     started = time.time() - 50
     processes = {n: {"worker_id": n, "pid": 70 + n, "host": "vm", "started": started + n} for n in range(4)}
     told = status.with_files(None, processes)
-    assert "STARTING for 50 s: 3 of 4 workers have come, but not worker 3 on vm (pid 73)" in text(told)
+    assert "STARTING for 50 s: 3 of 4 workers are connected, but not worker 3 on vm (pid 73)" in text(told)
 
     nobody = seen(state="standby", epoch=0, workers=[{**each, "silence": None} for each in rows], world=4, live=4)
-    assert "STARTING for 42 s: none of 4 workers have come " in text(nobody)
+    assert "STARTING for 42 s: none of 4 workers are connected " in text(nobody)
 
     rows[3] |= {"host": "h", "silence": 20.0, "marked": 21.0}
     building = seen(state="rendezvous", epoch=0, workers=rows, world=4, live=4)
-    assert "build their models; nothing is heard of worker 3 on h (silent for 20 s)" in text(building)
+    assert "build their models; no messages from worker 3 on h (silent for 20 s)" in text(building)
     ready = [{**each, "joined": each["worker"] != 3} for each in rows]
     told = seen(state="rendezvous", epoch=0, replicas=[], replica_size=0, workers=ready, world=4, live=4)
-    assert "3 of 4 workers are ready to train; it waits for worker 3 on h (silent for 20 s)" in text(told)
+    assert "3 of 4 workers are ready to train; the others: worker 3 on h (silent for 20 s)" in text(told)
 
 
 def test_columns_of_which_nothing_is_known_take_no_room() -> None:
@@ -289,9 +289,9 @@ def test_a_stall_comes_first_with_who_is_where_and_for_how_long_it_is_waited() -
     assert "waits for workers 0, 1, 2" in shown
     assert "worker 0 on node0: no progress for" in shown
     assert "(--recover-stall-timeout)" in shown
-    assert "of which no replica is known" not in shown, "plans tell of none, as those of the library"
+    assert "whose replica is not known" not in shown, "plans tell of none, as those of the library"
     assert json.loads(json.dumps(status.to_json()))["stall"]["workers"] == [0, 1, 2]
-    assert "however long it takes" in text(replace(status, stall=replace(status.stall, left=None)))
+    assert "without limit" in text(replace(status, stall=replace(status.stall, left=None)))
     held = [replace(worker, phase="checkpoint") for worker in status.unplaced]
     assert "(an hour for a checkpoint)" in text(replace(status, unplaced=held))
 

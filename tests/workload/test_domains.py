@@ -185,10 +185,10 @@ def test_what_is_accepted_leaves_enough_and_what_is_refused_would_not(
 @pytest.mark.parametrize(
     ("replicas", "fewest", "shards", "why"),
     [
-        ({}, 1, 0, "no replica is whole now"),
-        ({0: (0,), 1: (1,)}, 1, 0, "no whole replica would be left, one is needed: 2 of 2 have workers on a"),
-        ({0: (0,), 1: (2,)}, 2, 0, "1 of 2 whole replicas would be left, 2 are wanted (--recover-min-replicas)"),
-        ({0: (0,), 1: (2,), 2: (1,), 3: (3,)}, 1, 2, "hold nothing of shards [0] of the optimizer's state"),
+        ({}, 1, 0, "no replica is complete now"),
+        ({0: (0,), 1: (1,)}, 1, 0, "no complete replica would be left, one is required: 2 of 2 have workers on a"),
+        ({0: (0,), 1: (2,)}, 2, 0, "1 of 2 complete replicas would be left, 2 are required (--recover-min-replicas)"),
+        ({0: (0,), 1: (2,), 2: (1,), 3: (3,)}, 1, 2, "would not hold shards [0] of the optimizer state"),
     ],
 )
 def test_the_reason_is_told(replicas: dict[int, tuple[int, ...]], fewest: int, shards: int, why: str) -> None:
@@ -205,7 +205,7 @@ POSITIONS, COPIES = " of {} positions", "all copies of some shards"
 LAUNCHES = {
     "a replica a node is all that a node takes": (Training(tensor=8), 32, 8, 1, 3, ""),
     "in the default order a node takes a stage of every replica": (
-        Training(tensor=2, pipeline=4), 32, 8, 4, 0, "all of 2" + POSITIONS.format(8),
+        Training(tensor=2, pipeline=4), 32, 8, 4, 0, "all workers of 2" + POSITIONS.format(8),
     ),
     "in blocks it takes a replica": (Training(tensor=2, pipeline=4, pipeline_before_data=True), 32, 8, 1, 3, ""),
     # The middle node has a half of each stage.

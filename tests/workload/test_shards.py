@@ -82,7 +82,7 @@ def test_whatever_is_not_lost_is_spoken_for_once(history) -> None:
     layout, live, _, numel = history
     members = [worker for worker in layout.ring if worker in live]
     if lost(layout, live):
-        with pytest.raises(ValueError, match="nobody has the state"):
+        with pytest.raises(ValueError, match="no live worker has the state"):
             chunks(layout, members, live, numel)
         return
     assert cover(list(itertools.chain.from_iterable(chunks(layout, members, live, numel))), numel)
@@ -107,7 +107,7 @@ def test_a_sum_goes_to_all_live_holders_also_past_those_who_hold_nothing(history
 def test_after_the_moves_all_holders_have_what_they_hold_and_nothing_moved_that_was_there(history) -> None:
     old, live, new, numel = history
     if lost(old, live):
-        with pytest.raises(ValueError, match="nobody has the state"):
+        with pytest.raises(ValueError, match="no live worker has the state"):
             moves(old, new, live, max(numel, len(old.homes), len(old.ring)))
         return
     has: dict[int, set[int]] = {worker: set() for worker in new.ring}

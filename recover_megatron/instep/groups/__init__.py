@@ -1,5 +1,5 @@
-"""Groups that outlive their members: those of an epoch (`epoch_groups`), and those inside a replica.
+"""Groups that outlive their members: groups of an epoch (`epoch_groups`), and groups inside a replica.
 
-`model_parallel_groups` makes the latter.  A `process_group` of torch's stands for each of the former, whose operations
-`traffic` carries out.  `exchange` is an operation of some workers outside of a decision.
+`model_parallel_groups` creates the latter.  A torch `process_group` represents each of the former, and `traffic`
+carries out its operations.  `exchange` is an operation of some workers outside of a decision.
 """

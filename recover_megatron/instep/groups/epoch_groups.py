@@ -1,12 +1,12 @@
-"""Everything of one worker that lives and dies with one epoch: its switch, its rings, its groups between steps.
+"""Objects of one worker that live as long as one epoch: its cancel token, its rings, its groups between steps.
 
     EpochGroups(n) --ring(), control()--> groups, opened when first used
           |
           '--end(reason): from any thread; every operation of every group raises EpochRevoked, now and later
                  |
-                 '--close(): nothing of this epoch touches a tensor any more; then EpochGroups(n+1)
+                 '--close(): no operation of this epoch touches a tensor any more; then EpochGroups(n+1)
 
-Healthy replicas go on computing after ``end``: nothing here is used by what stays inside a replica.
+Healthy replicas continue computing after ``end``: groups inside a replica use nothing of this module.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ OPENER = "opening rings"
 
 @dataclass(frozen=True)
 class CommunicationConfig:
-    """What opening a group needs and no epoch changes."""
+    """Settings for opening groups that no epoch changes."""
 
     peer_store: PeerStoreServer
-    """This worker's own."""
+    """Peer store of this worker."""
     secret: bytes = field(repr=False)
     device: torch.device
     host: str = "127.0.0.1"
-    """The address at which the other workers reach this one."""
+    """The address at which other workers reach this one."""
     collective: Collective = "ring"
     transport_kind: TransportKind = "tcp"
     hook: Hook | None = None
-    """For tests and fault injection: see ``collectives.ring.executor``."""
+    """Hook for tests and fault injection: see ``collectives.ring.executor``."""
     communicators: Keeper = field(default_factory=Keeper)
-    """Of NCCL, from one epoch to the next."""
+    """NCCL communicators, kept from one epoch to the next."""
 
     @cached_property
     def offers(self) -> Offers:
@@ -65,17 +65,17 @@ class CommunicationConfig:
 
     @cached_property
     def pairs(self) -> Pairs | None:
-        """By which states go from device to device, where gradients travel over NCCL."""
+        """Pairs for sending states from device to device, if gradients travel over NCCL."""
         return Pairs(self.device) if self.over_nccl else None
 
     def source(self, worker: int, address: str, key: str, patience: Callable[[], None]) -> Source:
-        """The state that a worker, whose peer store is at ``address``, offers under ``key``."""
+        """Return the source of the state that ``worker``, with its peer store at ``address``, offers under ``key``."""
         challenge = Challenge(self.secret)
         return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{key}", patience))
 
     @property
     def over_nccl(self) -> bool:
-        """Whether gradients travel over NCCL; else over connections, whatever the device is."""
+        """True if gradients travel over NCCL; else over TCP, whatever the device is."""
         return self.collective == "native"
 
 
@@ -94,16 +94,16 @@ class _Column:
 
 @dataclass(eq=False)
 class EpochGroups:
-    """The groups of epoch ``number`` at this worker's slot, and the addresses of all peer stores by slot."""
+    """Groups of epoch ``number`` at this worker's slot, and the addresses of all peer stores by slot."""
 
     number: int
     _me: Slot
     _comm_config: CommunicationConfig
     _peer_stores: Mapping[Slot, str]
     all_heard: Callable[[], None] = lambda: None
-    """Waits until all who live know that this epoch is over: see ``CancelToken``; needed for rings over NCCL."""
+    """Waits until all live workers know that this epoch is over: see ``CancelToken``; needed for rings over NCCL."""
     in_touch: Callable[[], None] = lambda: None
-    """Waits until the coordinator has answered: see ``CancelToken``; needed for the same."""
+    """Waits until the coordinator has answered: see ``CancelToken``; needed for rings over NCCL, too."""
     _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _rings: dict[tuple[Slot, ...], Future[Group]] = field(default_factory=dict, init=False)
@@ -111,7 +111,7 @@ class EpochGroups:
     _controls: dict[tuple[str, tuple[Slot, ...]], TreeBackend] = field(default_factory=dict, init=False)
     _states: Counter[tuple[str, bool]] = field(default_factory=Counter, init=False)
     _progress: ProgressThread | None = field(init=False)
-    """The one thread that launches for all columns of a GPU; None: over TCP each ring has its own."""
+    """The one thread that launches for all columns of a GPU; None: over TCP each ring has its own thread."""
 
     def __post_init__(self) -> None:
         self._cancel_token = CancelToken(self.number)
@@ -127,13 +127,13 @@ class EpochGroups:
         return self._cancel_token.cancelled
 
     def end(self, reason: str | PeerLost) -> None:
-        """Make every operation of this epoch fail, now and later; from any thread.  The first reason stands."""
+        """Make every operation of this epoch fail, now and later; from any thread.  The first reason is kept."""
         self._cancel_token.cancel(reason)
-        if self._progress is not None:  # another thread that ends it may not have come to this switch yet
+        if self._progress is not None:  # another thread that ends it may not have cancelled this token yet
             self._progress.cancel_token.cancel(str(reason))
 
     def on_end(self, call: Callable[[str], None]) -> None:
-        """Call ``call(reason)`` once, from any thread, when the epoch ends; at once if it has."""
+        """Call ``call(reason)`` once, from any thread, when the epoch ends; at once if it has ended."""
         self._cancel_token.on_cancel(lambda: call(self._cancel_token.reason))
 
     def check(self) -> None:
@@ -142,7 +142,7 @@ class EpochGroups:
 
     @property
     def lost(self) -> PeerLost | None:
-        """With which slot this worker itself failed; None: with none, or it was told first that the epoch is over."""
+        """The error and slot with which this worker itself failed; None: no error, or the epoch ended before."""
         opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
         return next(filter(None, [self._cancel_token.lost, *(ring.lost for ring in opened)]), None)
 
@@ -150,7 +150,7 @@ class EpochGroups:
         return self._client_of(min(slot for slot in members if slot in self._peer_stores))
 
     def _client_of(self, slot: int) -> PeerStoreClient:
-        with self._lock:  # states change hands in threads
+        with self._lock:  # states are sent in threads
             if slot not in self._stores:
                 self._stores[slot] = PeerStoreClient(
                     self._peer_stores[Slot(slot)], self._comm_config.secret, self.number
@@ -158,16 +158,16 @@ class EpochGroups:
             return self._stores[slot]
 
     def open_rings(self, columns: Sequence[Sequence[Slot]]) -> None:
-        """Begin to open the rings of several columns, each in a thread; ``ring`` gives each, when it is open.
+        """Begin to open the rings of several columns, each in a thread; ``ring`` returns each, once it is open.
 
-        Over NCCL one after the other, in the order in which they are asked for, here or by ``ring``: it must be the
+        NCCL communicators are opened one after the other, in the order of the calls here or of ``ring``: it must be the
         same at all members, or two would wait for each other.
         """
         for members in columns:
             self._opening(tuple(members))
 
     def ring(self, members: Sequence[Slot]) -> Group:
-        """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
+        """Return the gradient ring of these workers, in this order.  All of them must ask.  Raises ``EpochRevoked``."""
         return self._opening(tuple(members)).result()
 
     def _opening(self, members: tuple[Slot, ...]) -> Future[Group]:
@@ -185,15 +185,15 @@ class EpochGroups:
             opener.join()
         try:
             ring.set_result(self._open_ring(members))
-        except BaseException as error:  # noqa: BLE001  whatever it is, who asks for the ring is told
+        except BaseException as error:  # noqa: BLE001  whatever it is, the caller of ``ring`` gets it
             with self._lock:
-                self._rings.pop(members, None)  # an error that is kept keeps its frames, and with them connections
+                self._rings.pop(members, None)  # a stored error keeps its frames alive, and with them connections
             ring.set_exception(error)
 
     def _open_ring(self, members: tuple[Slot, ...]) -> Group:
         comm_config = self._comm_config
         with self.lost_ends_it():
-            self.check()  # an opening before may have told that the epoch is over
+            self.check()  # an earlier opening may have ended the epoch
             return open_group(
                 _Column(self.number, members, self._me, self._cancel_token),
                 self._meeting_place(members),
@@ -211,11 +211,11 @@ class EpochGroups:
     def _meeting_place(self, members: Sequence[Slot]) -> KeyValue:
         comm_config = self._comm_config
         if comm_config.over_nccl or not all(slot in self._peer_stores for slot in members):
-            return self._store(members)  # that of the lowest, whom all of them need anyway
+            return self._store(members)  # the lowest member's store, which all of them need anyway
         return Neighbours(comm_config.peer_store, members, self._client_of, self.number)
 
     def control(self, name: str, members: Sequence[Slot]) -> TreeBackend:
-        """A group of these workers for the small traffic between steps; as ``ring``."""
+        """Return a group of these workers for the small operations between steps; called like ``ring``."""
         key = (name, tuple(members))
         if key not in self._controls:
             self._controls[key] = self._open_control(*key)
@@ -232,7 +232,7 @@ class EpochGroups:
 
     @contextmanager
     def lost_ends_it(self) -> Iterator[None]:
-        """A member that is lost, or does not come, ends the epoch: ``EpochRevoked`` is raised in place of its error."""
+        """End the epoch if a member is lost, or does not come: raises ``EpochRevoked`` in place of its error."""
         try:
             yield
         except (PeerLost, TimeoutError) as error:
@@ -243,25 +243,25 @@ class EpochGroups:
                 self.end(cause)
             raise
 
-    def any(self, mine: bool, members: Sequence[Slot]) -> bool:
-        """Whether any of these slots, the whole world in ascending order, says yes.  Raises ``EpochRevoked``."""
-        return self.most([float(mine)], members)[0] > 0
+    def any(self, value: bool, members: Sequence[Slot]) -> bool:
+        """Return whether any of these slots (the whole world, ascending) passes True.  Raises ``EpochRevoked``."""
+        return self.most([float(value)], members)[0] > 0
 
-    def most(self, mine: Sequence[float], members: Sequence[Slot]) -> list[float]:
-        """Of each number the largest that any of these slots says, in ascending order as for ``any``."""
-        said, options = torch.tensor(list(mine), dtype=torch.float64), dist.AllreduceOptions()
+    def most(self, values: Sequence[float], members: Sequence[Slot]) -> list[float]:
+        """Return the largest of each number over these slots, in ascending order as for ``any``."""
+        largest, options = torch.tensor(list(values), dtype=torch.float64), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with self.lost_ends_it():
             backend = self.control("world", members)
-            backend.call(lambda on: on.allreduce([said], options))
-        return [float(value) for value in said]
+            backend.call(lambda on: on.allreduce([largest], options))
+        return [float(value) for value in largest]
 
     # ---- states
 
     def offer(self, name: str, tree: Any, shared: int = 0) -> Offer:
-        """Let others of this epoch have a tree; until it is withdrawn, which may be after the epoch's end.
+        """Offer a tree to others of this epoch, until it is withdrawn, which may be after the epoch's end.
 
-        The n-th offer of a name is got by the n-th ``fetch`` of it.  ``shared``: see ``Offer``.
+        The n-th ``fetch`` of a name gets the n-th offer of it.  ``shared``: see ``Offer``.
         """
         config = self._comm_config
         offer = Offer(tree, shared, LARGE_CHUNK if config.over_nccl else None)
@@ -279,12 +279,12 @@ class EpochGroups:
         progress: Callable[[], None] = lambda: None,
         lost: Callable[[], Collection[Slot]] = tuple,
     ) -> tuple[Any, int]:
-        """A tree that these slots offer, and the bytes of its tensors.
+        """Return a tree that these slots offer, and the bytes of its tensors.
 
-        ``by_devices``: from device to device where gradients travel over NCCL; not where the ``Offer`` is waited for.
-        ``stay``: raises to end it; default: the epoch's end ends it.  Nobody waits for an offer beyond that end.
-        ``lost``: the holders that are dead, where it goes on beyond the epoch's end.
-        Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
+        ``by_devices``: from device to device if gradients travel over NCCL; not if the holder waits for the ``Offer``.
+        ``stay``: raises to give up; default: the epoch's end ends the fetch.  No fetch waits for an offer after that
+        end.  ``lost``: returns the dead holders, if the fetch continues after the epoch's end.  Raises what ``stay``
+        raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
         """
         key, addresses = self._key(name, giving=False), self._peer_stores
         config = self._comm_config
@@ -299,8 +299,8 @@ class EpochGroups:
         return f"{self.number}/{name}/{self._states[name, giving]}"
 
     def close(self) -> None:
-        """Give everything back; afterwards the buckets are the caller's.  Ends the epoch here if it has not ended."""
-        self.end("closed")  # which ends what is being opened, too
+        """Close all groups; afterwards the buckets are the caller's.  Ends the epoch here if it has not ended."""
+        self.end("closed")  # which ends pending openings, too
         for opener in self._openers:
             opener.join()
         for ring in self._rings.values():
@@ -314,5 +314,5 @@ class EpochGroups:
 
 
 def name_of(kind: str, members: Sequence[Slot]) -> str:
-    """Tells groups of one epoch apart: two groups of the same workers are one group."""
+    """Return a name that is unique among groups of one epoch: two groups of the same workers are one group."""
     return f"{kind}-{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:24]}"

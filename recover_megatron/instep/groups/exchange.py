@@ -1,26 +1,26 @@
-"""Operations of some workers over their replicas, outside of decisions: each once, whoever dies in the middle.
+"""Operations of some workers across replicas, outside of decisions: each done once, whichever workers die.
 
-Only the members of a group make an operation on it, and each group counts its own.  So an operation that is interrupted
-must not need a meeting of all: a worker of another stage may wait for this one inside their replica, and would never
-come.
+Only the members of a group take part in its operations, and each group counts its own.  So an interrupted operation
+must not need a meeting of all workers: a worker of another stage may wait for this one inside their replica, and would
+never come.
 
     UNDER WAY(epoch) --the operation, then a barrier of the group--> OVER
         |
-        '--revoked; rendezvous n is open, nobody of us has joined it--> ASKED(n) --it is over for one of us--> OVER
+        '--revoked; rendezvous n is open, no member has joined it-----> ASKED(n) --it is over for a member---> OVER
                                                                          ^  |
-                                     a death opens rendezvous n + 1      |  '--all of us are here--> UNDER WAY(n)
+                                     a death opens rendezvous n + 1      |  '--all members here----> UNDER WAY(n)
                                                                          '-----------------------------'
 
-A member past the barrier knows that all have come to it, and so have the result: who was interrupted in it takes
-over its own.  If it is over for nobody, those who are there repeat it, on the input that each had.  (It may have been
-over for one who has died since: nobody knows, and nobody needs to.)  The lowest member that lives is asked: it asks all
-others and tells them the answer, by way of the peer stores (``Announcements``).
+A member past the barrier knows that all have come to it, and so have the result: members that were interrupted in it
+use their own.  If it is over for no member, those that are present repeat it, on the input that each had.  (It may have
+been over for a member that has died since: no worker knows that, and none needs to.)  The lowest live member is the
+leader: it asks all others and publishes the answer on its peer store (``Announcements``).
 
-Where two members live and cannot reach each other's peer stores, the one that is asked counts as one that has left, and
-the one that asks in vain leaves: its replica is out, and is not put together again over that road (`edges`).
+If two live members cannot reach each other's peer stores, the unreachable member counts as one that has left, and a
+member that cannot reach its leader leaves: its replica is out, and is not formed again over that connection (`edges`).
 
-The rendezvous that is open meanwhile waits for this worker, and this worker does not join it before its operation is
-over.  No wait can become a circle by it: the operation waits for what its members would wait for without any death.
+Meanwhile the open rendezvous waits for this worker, which does not join it before its operation is over.  No cycle of
+waits can arise from that: the operation waits only for what its members would wait for without any death.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from recover_megatron.instep.meeting.planner import Planner
 from recover_megatron.workload.grid import Slot
 
 Perform = Callable[[TreeBackend, Sequence[Slot]], None]
-"""Carries the operation out on a backend of these slots, and keeps the result to itself."""
+"""Carries out the operation on a backend of these slots, and keeps the result."""
 
 ALLOW_SECONDS = 600.0
-"""How long a worker that waits in an interrupted operation may wait beyond the hang timeout, while others wait for it
-at a rendezvous: if somebody hangs, it is the one that it waits for, whose mark allows nothing."""
+"""Seconds beyond the hang timeout that a worker may wait in an interrupted operation, while others wait for it at a
+rendezvous: if a worker hangs, it is the one waited for, whose mark has no allowance."""
 LOOK_SECONDS = 0.005
-"""How often it looks at what has come from a peer store."""
+"""Seconds between two looks at the answers of peer stores."""
 
 UNREACHED_SECONDS = 5.0
 RETRY_SECONDS = 0.25
-"""How long somebody who lives is tried, and how often."""
+"""Seconds for which a live member is tried, and seconds between two attempts."""
 
 GO, UNREACHED = "go", "unreached"
 
 
 @dataclass(eq=False)
 class Exchange:
-    """Of one worker, whose main thread calls ``run``."""
+    """Exchange of one worker, whose main thread calls ``run``."""
 
     _hooks: Hooks
     _comm_config: CommunicationConfig
@@ -76,9 +76,9 @@ class Exchange:
     _counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, label: str, workers: Sequence[Slot], members: Sequence[Slot], perform: Perform) -> None:
-        """Have an operation carried out, once, by ``members`` (slots, in rank order) or those of them that live.
+        """Carry out an operation, once, by ``members`` (slots, in rank order) or the live ones of them.
 
-        ``label`` and ``workers`` (the slots of the launch) say which group it is.  ``perform`` may be called more than
+        ``label`` and ``workers`` (the slots of the launch) identify the group.  ``perform`` may be called more than
         once; the result is that of its last call that returned.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``.
         """
         group = name_of(label, workers)
@@ -95,7 +95,8 @@ class Exchange:
     # ---- one operation
 
     def _next(self, group: str) -> str:
-        """Its name, the same at all members: the last decision begun, and the how-manieth on this group since then."""
+        """Return the operation's name, equal at all members: the last decision begun, and the count on this group
+        since."""
         if self._at != self._progress.at:
             self._at = self._progress.at
             self._counts.clear()
@@ -110,17 +111,17 @@ class Exchange:
             backend.call(lambda on: on.barrier(dist.BarrierOptions()))
 
     def _settle(self, group: str, operation: str, members: Sequence[Slot], performed: _Performed) -> None:
-        """The epoch has ended in the middle: find out whether the operation is over, or repeat it until it is."""
-        mine, orphan = self._assignment, self._orphan
-        self._planner.ask()  # nothing, if the end is known
-        tried = mine.epoch_groups.number
+        """Find out, after the epoch has ended in the middle, whether the operation is over; repeat it until it is."""
+        assignment, orphan = self._assignment, self._orphan
+        self._planner.ask()  # does nothing if the end is known
+        tried = assignment.epoch_groups.number
         while True:
             rendezvous, workers = self._await_rendezvous(tried)
             tried = rendezvous
             orphan.stay()  # its own replica may be the one that is broken
             self._progress.mark(self._progress.phase, waiting=True, allow=ALLOW_SECONDS)
             here = [slot for slot in members if self._counted(slot, workers)]
-            addresses = mine.decision.peer_stores_by_slot(mine.grid)
+            addresses = assignment.decision.peer_stores_by_slot(assignment.grid)
             with closing(_PeerStores(addresses, self._comm_config.secret)) as peer_stores:
                 found = self._agreed(peer_stores, rendezvous, group, operation, here)
             if found == OVER:
@@ -129,9 +130,9 @@ class Exchange:
             if found:
                 self._hooks.log("again", what=self._progress.phase)
                 present = [Slot(int(slot)) for slot in found.split()[1:]]
-                if mine.slot not in present:
+                if assignment.slot not in present:
                     raise PeerLost(
-                        "the others go on without this worker, which some of them could not reach", road=True
+                        "the others continue without this worker, which some of them could not reach", road=True
                     )
                 try:
                     self._together(self._repeating(rendezvous), f"repeated {group}", present, performed)
@@ -140,21 +141,21 @@ class Exchange:
                     orphan.stay()
 
     def _await_rendezvous(self, after: int) -> tuple[int, frozenset[int]]:
-        """The rendezvous that is open, when there is one beyond ``after``; raises as ``run`` does."""
+        """Return the open rendezvous, once there is one beyond ``after``; raises as ``run`` does."""
         while True:
             self._orphan.stay()
             if (opened := self._announcements.await_rendezvous(after, 1.0)) is not None:
                 return opened
 
     def _counted(self, slot: Slot, workers: frozenset[int]) -> bool:
-        """Whether nobody of the replica in which ``slot`` is has gone."""
+        """Return whether no worker of the replica of ``slot`` is lost."""
         replica, _ = self._assignment.grid.place(slot)
         return workers.issuperset(self._assignment.decision.grid[replica])
 
     def _agreed(
         self, peer_stores: _PeerStores, rendezvous: int, group: str, operation: str, members: Sequence[Slot]
     ) -> str:
-        """``OVER``; ``GO`` and who repeats it; or empty, when another rendezvous must say."""
+        """Return ``OVER``; ``GO`` and the slots that repeat it; or an empty string: a later rendezvous must decide."""
         me = self._assignment.slot
         name = key(rendezvous, group, operation)
         self._announcements.here(rendezvous, group, operation)
@@ -163,12 +164,12 @@ class Exchange:
             if answer == UNREACHED:
                 worker = self._assignment.standing[leader]
                 self._edges.suspect([worker])
-                raise PeerLost(f"worker {worker}, which lives, cannot be reached in an operation of {group}", road=True)
+                raise PeerLost(f"worker {worker} is alive but unreachable in an operation of {group}", road=True)
             if answer != "left":
                 return answer
         others = [slot for slot in members if slot > me]
         for slot in others:
-            peer_stores.ask(slot, name)  # all at once
+            peer_stores.ask(slot, name)  # requests to all, before any answer
         answers = {slot: self._ask(peer_stores, slot, name, rendezvous) for slot in others}
         if "" in answers.values():
             return ""
@@ -178,21 +179,20 @@ class Exchange:
         return found
 
     def _ask(self, peer_stores: _PeerStores, slot: Slot, name: str, rendezvous: int) -> str:
-        """What a member's peer store says: the value of ``name``, "left", or empty when that rendezvous is open no
-        more.
+        """Return the answer of a peer store: the value of ``name``, "left", or empty if that rendezvous is closed.
 
-        ``UNREACHED``: it lives, and its peer store was not reached for ``UNREACHED_SECONDS``.
+        ``UNREACHED``: the member lives, but its peer store was not reached for ``UNREACHED_SECONDS``.
         """
         until, pause = time.monotonic() + UNREACHED_SECONDS, LOOK_SECONDS
         left = left_key(self._assignment.decision.epoch)
         while True:
             try:
                 for wanted in (name, left):
-                    if (said := peer_stores.look(slot, wanted)) is not None:
-                        return said
+                    if (value := peer_stores.look(slot, wanted)) is not None:
+                        return value
             except PeerLost as lost:
                 if not lost.road:
-                    return ""  # it is gone: the next rendezvous will say so
+                    return ""  # it is lost: the next rendezvous will show it
                 if time.monotonic() > until:
                     return UNREACHED
                 peer_stores.hang_up(slot)
@@ -202,22 +202,22 @@ class Exchange:
                 return ""
 
     def _repeating(self, rendezvous: int) -> EpochGroups:
-        """The groups in which operations are repeated while this rendezvous is open."""
+        """Return the groups in which operations are repeated while this rendezvous is open."""
         if (known := self._announcements.repeating(rendezvous)) is not None:
             return known
         self._announcements.settled()
-        mine = self._assignment
-        peer_stores = mine.decision.peer_stores_by_slot(mine.grid)
-        repeats = EpochGroups(rendezvous, mine.slot, self._comm_config, peer_stores)
+        assignment = self._assignment
+        peer_stores = assignment.decision.peer_stores_by_slot(assignment.grid)
+        repeats = EpochGroups(rendezvous, assignment.slot, self._comm_config, peer_stores)
         still_open = self._announcements.repeat(repeats)
         if not still_open or self._orphan.orphaned:
-            repeats.end("the rendezvous is open no more")
+            repeats.end("the rendezvous is no longer open")
         return repeats
 
 
 @dataclass(eq=False)
 class _Performed:
-    """An operation, and whether its result is there."""
+    """An operation, and whether it has produced its result."""
 
     _perform: Perform
     _done: bool = False
@@ -227,33 +227,33 @@ class _Performed:
         self._done = True
 
     def check(self, group: str) -> None:
-        """Raise Disagreement unless this worker has come to the barrier, as all must have for whom it is over."""
+        """Raise Disagreement unless this worker has come to the barrier, as all members must have if it is over."""
         if not self._done:
-            raise Disagreement(f"an operation of {group} is over for others, and this worker did not take part in it")
+            raise Disagreement(f"an operation of {group} is over for others, but this worker did not take part in it")
 
 
 @dataclass(eq=False)
 class _PeerStores:
-    """The peer stores of the members of an epoch, by slot."""
+    """Peer stores of the members of an epoch, by slot."""
 
     _addresses: dict[Slot, str]
     _secret: bytes
     _clients: dict[Slot, PeerStoreClient] = field(default_factory=dict, init=False)
 
     def look(self, slot: Slot, key: str) -> str | None:
-        """What is known of the value of ``key`` by now; asks for it.  Raises ``PeerLost``."""
+        """Return the value of ``key`` if it has arrived by now, and request it.  Raises ``PeerLost``."""
         if slot not in self._clients:
             self._clients[slot] = PeerStoreClient(self._addresses[slot], self._secret)
         client = self._clients[slot]
         return client.get(key).decode() if client.check([key]) else None
 
     def ask(self, slot: Slot, key: str) -> None:
-        """Have it looked for."""
-        with suppress(PeerLost):  # told by ``look``
+        """Request the value, without waiting."""
+        with suppress(PeerLost):  # raised by ``look``
             self.look(slot, key)
 
     def hang_up(self, slot: Slot) -> None:
-        """Try to reach it anew with the next look."""
+        """Connect again with the next look."""
         if client := self._clients.pop(slot, None):
             client.close()
 

@@ -1,16 +1,16 @@
-"""The groups inside a replica: they can be ended from another thread, and made again among other workers.
+"""Groups inside a replica: they can be ended from another thread, and created again among other workers.
 
-    made at start-up (torch's own) --end()--> every operation fails --rebuild()--> made anew, with a switch of their own
+    created at start-up (by torch) --end()--> every operation fails --rebuild()--> created again, with a new token
 
-NCCL has an abort; gloo has none, but wakes when the connections of a group are shut, so the connections are noted when
-it is made.  (Where gloo misses that, its operation is left: ``guard``.)  A worker that does not get out of them ends
-(``Leaving``).
+NCCL has an abort; gloo has none, but wakes when the connections of a group are shut, so the connections are recorded
+when it is created.  (If gloo misses that, its operation is abandoned: ``guard``.)  A worker that does not get out of
+them exits (``Leaving``).
 
-No operation of NCCL's is asked here whether it has succeeded: ``Work.is_completed`` says yes of one that failed, and
-an aborted kernel leaves garbage.  What is computed from it goes nowhere: the switch of the epoch is thrown before any
-group is aborted, and a bucket goes to the others only if it was computed before the switch
-(`collectives.device`, ``DeviceStream``).  It is garbage at the mates, too, with whom an aborted kernel was: so their
-switches are thrown before, as well (``CancelToken.all_heard``).
+No NCCL operation is asked here whether it has succeeded: ``Work.is_completed`` returns True for one that failed, and an
+aborted kernel leaves garbage.  What is computed from it is never sent: the epoch's cancel token is cancelled before any
+group is aborted, and a bucket is sent to the others only if it was computed before that (`collectives.device`,
+``DeviceStream``).  The mates that shared an aborted kernel have garbage, too: so their tokens are cancelled before, as
+well (``CancelToken.all_heard``).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _CALLS = (
     "/recover_megatron/collectives/",
     "/recover_megatron/instep/faults.py",
 )
-"""Where calls are that wait for a group or for the device: files of the frame that makes them."""
+"""Source files of frames in calls that wait for a group or for the device."""
 
 Calls = frozenset[tuple[int, int]]
-"""Each is the same as long as a thread is in it."""
+"""Identities of calls; each stays the same as long as a thread is in the call."""
 
 
 def calls_under_way() -> Calls:
-    """The calls of groups, and for the device, in which the main thread is, or one that runs its backward pass."""
+    """Return the calls on groups and the device in which the main thread, or a thread of its backward pass, is."""
     main = threading.main_thread().ident
     frames = {thread: _waiting(frame) for thread, frame in sys._current_frames().items()}
     return frozenset(
@@ -72,26 +72,26 @@ def calls_under_way() -> Calls:
 
 
 def _waiting(frame: FrameType) -> FrameType:
-    """The frame itself; of a thread that waits for another one, that of who lets it wait."""
+    """Return the frame itself or, for a thread that waits for another one, the frame that waits."""
     while frame.f_globals.get("__name__") == "threading" and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def end_process(reason: str) -> None:
-    """End this worker now; where its main thread is goes to stderr."""
+    """Terminate this worker now; the stack of its main thread goes to stderr."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     write_stderr("".join(traceback.format_stack(main)))
     log.info(
-        f"this worker cannot leave the groups of its broken replica within {LEAVE_SECONDS:g} s ({reason}); it ends, "
-        "and its launcher starts another in its place if it may (--max-restarts)"
+        f"this worker cannot leave the groups of its broken replica within {LEAVE_SECONDS:g} s ({reason}); it exits, "
+        "and its launcher starts a replacement if it may (--max-restarts)"
     )
     sys.stdout.flush()
     os._exit(EXIT_OWN_FAULT)
 
 
 class Leaving:
-    """A thread that gets a worker out of the groups of its broken replica, or ends it.
+    """Thread that gets a worker out of the groups of its broken replica, or terminates it.
 
         begin --> WAITING until all have heard --> ABORTING --every abort has returned--> AWAITING the main thread
                      '--out of the run: over                   |                               |   '--left()--> over
@@ -99,14 +99,14 @@ class Leaving:
                                    LEAVE_SECONDS are over for--'  in one call of a group for --'
                                                                '-------------------------------'--> exit code 1
 
-    An abort may wait for a lock that a call of torch's holds, or for a kernel of another communicator of the device
-    that is aborted next: so the thread starts all of them at once, each in a thread of its own, and waits for all.  A
-    main thread that computes is waited for (as long as `spare` does).  Seconds are counted in looks, not by the clock:
-    a process that was stopped meanwhile has not used them.
+    An abort may wait for a lock that a torch call holds, or for a kernel of another communicator of the device that is
+    aborted next: so all aborts start at once, each in its own thread, and this thread waits for all.  A main thread
+    that computes is waited for (as long as `spare` does).  Time is counted in looks, not by the clock: a process that
+    was stopped meanwhile has not used it.
 
-    ``groups``: what is to be aborted, process groups of torch's over NCCL, on ``device``.  ``all_heard``: as for
-    ``CancelToken``; a worker that is out of the run aborts nothing: its process ends.  ``cuda``, ``where``, ``end``
-    and ``look`` (seconds between two looks): for tests.
+    ``groups``: torch process groups over NCCL to abort, on ``device``.  ``all_heard``: as for ``CancelToken``; a worker
+    out of the run aborts nothing: its process exits.  ``cuda``, ``where``, ``end`` and ``look`` (seconds between two
+    looks): for tests.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Leaving:
         self._thread = threading.Thread(target=self._run, name="leaving the replica's groups", daemon=True)
 
     def begin(self) -> None:
-        """Abort all, from any thread, and return at once."""
+        """Abort all groups, from any thread, and return at once."""
         self._thread.start()
 
     def left(self) -> None:
-        """The main thread is in no call of these groups any more, and makes none."""
+        """Record that the main thread is in no call of these groups any more, and will make none."""
         with self._changed:
             self._left = True
             self._changed.notify_all()
@@ -175,7 +175,7 @@ class Leaving:
     def _aborted(self, error: BaseException | None) -> None:
         with self._changed:
             self._aborting -= 1
-            if error is not None:  # whatever it is: what the communicator does now is not known
+            if error is not None:  # whatever it is: the state of the communicator is unknown now
                 self._failed = self._failed or f"an abort failed: {type(error).__name__}: {error}"[:500]
             self._changed.notify_all()
 
@@ -184,11 +184,11 @@ MEET_SECONDS = 60.0
 
 
 class ModelParallelGroups:
-    """Notes the groups of one worker's replica as they are made, and ends them all.
+    """Records the groups of one worker's replica as they are created, and ends them all.
 
-    ``ports``: connections from or to these are the rendezvous store's, which other workers need, or to a coordinator,
-    by which this one goes on, and are left alone.  ``device``: of the groups over NCCL.
-    ``make_nccl``: makes one; ``leaving``: gets this worker out of some.
+    ``ports``: ports of the rendezvous store, which other workers need, and of coordinators, which this worker needs;
+    connections from or to them are left alone.  ``device``: of the groups over NCCL.  ``make_nccl``: creates such a
+    group; ``leaving``: gets this worker out of groups.
     """
 
     def __init__(
@@ -206,29 +206,29 @@ class ModelParallelGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._mixed: list[socket.socket] = []
-        """Connections of groups during whose making another thread opened some, too: gloo leaves those open."""
+        """Connections of groups during whose creation another thread opened some, too: gloo leaves those open."""
         self._shut = set[Identity]()
-        """Connections that ``end`` has shut, and gloo has perhaps not closed yet."""
+        """Connections that ``end`` has shut, and gloo may not have closed yet."""
         self._settled = True
         self._groups: list[SwappableGroup] = []
         self._gloo: GlooGroups | None = None
-        """Those that were made anew."""
+        """The present groups over gloo, if they were created again."""
         self._cancel_token = CancelToken(0)
         self.guard = AbortableWorks(self._cancel_token)
-        """Of the present groups: what waits in gloo for somebody who is lost is left."""
+        """Guard of the present groups: an operation that waits in gloo for a lost worker is abandoned."""
         self._store: PeerStoreClient | None = None
         self._lock = threading.Lock()
         self._ended = False
 
     def keep(self, group: SwappableGroup) -> None:
-        """One that ``rebuild`` makes anew."""
+        """Keep a group that ``rebuild`` creates again."""
         self._groups.append(group)
         group.guard_by(self.guard)
 
     def make(self, create: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
-        """Make a group with ``create`` and note it.
+        """Create a group with ``create`` and record it.
 
-        Called at start-up, while other threads open no connections that last but those of ``ports``.
+        Called at start-up, while other threads open no lasting connections except those of ``ports``.
         """
         before = set(open_sockets().values())
         group = create()
@@ -241,7 +241,7 @@ class ModelParallelGroups:
         for descriptor, identity in open_sockets().items():
             if identity not in before:
                 self._note(descriptor)
-        if len(self._sockets) - noted >= group.size():  # one for each other member is gloo's
+        if len(self._sockets) - noted >= group.size():  # gloo has one for each other member
             self._mixed += self._sockets[noted:]
             del self._sockets[noted:]
         return group
@@ -264,8 +264,8 @@ class ModelParallelGroups:
     def end(self, all_heard: Callable[[], None] = lambda: None) -> None:
         """Make every operation of these groups fail, here and, for gloo, at the other ends; from any thread, once.
 
-        ``all_heard``: as for ``CancelToken``, of the last epoch in which they were used; default: nobody else did.  The
-        main thread says ``left`` when it is out of them; else this process ends.
+        ``all_heard``: as for ``CancelToken``, of the last epoch in which they were used; default: no other worker used
+        them.  The main thread calls ``left`` once it is out of them; else this process exits.
         """
         with self._lock:
             if self._ended:
@@ -275,7 +275,7 @@ class ModelParallelGroups:
             nccl, self._nccl = self._nccl, []
             cancel_token, gloo = self._cancel_token, self._gloo
             leaving = self._leaving = self._leaving_of(nccl, self._device, all_heard)
-            # Before the token lets anybody out of an operation: what a mate sends later must not reach its tensors.
+            # Before the token releases any operation: data that a mate sends later must not reach its tensors.
             self._shut |= shut(sockets)
             shut(self._mixed)
             self._settled = False
@@ -286,9 +286,9 @@ class ModelParallelGroups:
         leaving.begin()
 
     def left(self) -> None:
-        """In the main thread, out of every call of groups that were ended: it makes no other until they are rebuilt.
+        """Report, in the main thread, that it is out of all calls of ended groups, and makes none before ``rebuild``.
 
-        Returns when no thread of gloo's writes to a tensor any more.  Ends the process where gloo does not get there.
+        Returns when no gloo thread writes to a tensor any more.  Terminates the process if gloo does not get there.
         """
         self._settle()
         with self._lock:
@@ -314,20 +314,20 @@ class ModelParallelGroups:
                 return
             time.sleep(_PAUSE)
             descriptors = still_open(descriptors)
-        end_process(f"gloo has not closed {len(descriptors)} connections that were shut")
+        end_process(f"gloo has not closed {len(descriptors)} connections that this worker shut down")
 
     def rebuild(self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str) -> None:
-        """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.
+        """Create all kept groups of several workers, and placeholders, again among the present workers of ``replica``.
 
-        Those that are left are of who has built its model alone: whoever has had mates has ended them when it left.
-        They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked``, ``PeerLost``
-        and ``TimeoutError``.
+        Groups that still exist are of a worker that has built its model alone: a worker with mates ended them when it
+        left.  The new groups outlive the epoch; only during their creation does its end end them.  Raises
+        ``EpochRevoked``, ``PeerLost`` and ``TimeoutError``.
         """
         self.end()
         self.left()
         if self._store is not None:
             self._store.close()
-        self._store = store  # NCCL asks it again when two workers first talk to each other
+        self._store = store  # NCCL uses it again when two workers first connect to each other
         cancel_token = CancelToken(epoch_groups.number)
         with self._lock:
             self._cancel_token, self.guard, self._ended = cancel_token, AbortableWorks(cancel_token), False
@@ -337,18 +337,18 @@ class ModelParallelGroups:
             self._renew(f"inside/{epoch_groups.number}/{replica}", cancel_token, store, host)
         except dist.DistError as error:
             cancel_token.check()
-            raise PeerLost(f"a group inside the replica could not be opened: {error}") from error
+            raise PeerLost(f"a group inside the replica could not be created: {error}") from error
         made.set()
         if epoch_groups.over:
-            raise EpochRevoked(epoch_groups.number, "the epoch ended while the groups of a replica were made")
+            raise EpochRevoked(epoch_groups.number, "the epoch ended while the groups of a replica were created")
 
     def _renew(self, prefix: str, cancel_token: CancelToken, store: dist.Store, host: str) -> None:
         groups = [group for group in self._groups if len(group.positions) > 1 or group.placeholder]
         named = {group.own_name: group.positions for group in groups if group.backend != "nccl"}
         backends: dict[str, Any] = {}
         before = self._gloo
-        if named:  # of one worker alone, too, where it is a placeholder
-            # All or none: where this raises, every group still is the one that has been ended.
+        if named:  # also a group of one worker, if it is a placeholder
+            # All or none: if this raises, every group still is the ended one.
             me = groups[0].positions[groups[0].at]
             self._gloo = GlooGroups(me, named, store, cancel_token, ring=prefix, host=host)
             backends = self._gloo.backends
@@ -362,7 +362,7 @@ class ModelParallelGroups:
     def _meet(
         self, groups: Sequence[SwappableGroup], prefix: str, cancel_token: CancelToken, store: dist.Store
     ) -> None:
-        """Wait until all who stand in the replica are here: no switch ends a wait for somebody in NCCL."""
+        """Wait until all workers of the replica are here: no token ends a wait for a peer in NCCL."""
         store.set(f"{prefix}/here/{groups[0].positions[groups[0].at]}", "1")
         for position in sorted({position for group in groups for position in group.positions}):
             await_key(store, f"{prefix}/here/{position}", cancel_token, MEET_SECONDS)
@@ -372,7 +372,7 @@ class ModelParallelGroups:
     ) -> dist.ProcessGroup:
         with self._lock:
             if self._ended:
-                raise PeerLost("the replica broke while its groups were made")
+                raise PeerLost("the replica broke while its groups were created")
             group = self._make_nccl(store, name, rank, size, device, options)
             self._nccl.append(group)  # before it waits for others: ``end`` may have to abort it
         connect(group, device)

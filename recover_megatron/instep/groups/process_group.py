@@ -1,8 +1,8 @@
-"""A torch process group that outlives its members: the outside stays, the inside is that of the present epoch.
+"""A torch process group that outlives its members: the object stays, its members are those of the present epoch.
 
-Megatron keeps groups in a hundred places.  Those that reach over replicas (data-parallel ones and the default group)
-are replaced, once, by ``EpochGroup``: who holds it need not be told when workers are lost.  Its ``size`` and ``rank``
-are those among the workers that have a place now.  What an operation does depends on where the training is: `traffic`.
+Megatron keeps groups in a hundred places.  Those that span replicas (data-parallel ones and the default group) are
+replaced, once, by ``EpochGroup``: their users need not be notified when workers are lost.  Its ``size`` and ``rank``
+count the workers that have a place now.  The effect of an operation depends on the state of the training: `traffic`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from recover_megatron.workload.grid import Slot
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, places: Sequence[int]) -> None:
-    """What gathering from oneself alone leaves: the own part at its place."""
+    """Write the result of gathering alone: the own part at its place."""
     for at in places:
         target.view(-1)[at * source.numel() : (at + 1) * source.numel()].copy_(source.reshape(-1))
 
 
 class EpochGroup(dist.ProcessGroup):
-    """A group over replicas.  ``workers``: slots, in rank order; ``original``: torch's group of those who were there at
-    launch (None where this worker was not: ``Mode.STARTING`` is not for it).  ``places``: these slots, and those of the
-    replicas that the run may grow to.
+    """A group over replicas.  ``workers``: slots, in rank order; ``original``: torch's group of the launch (None if
+    this worker was not launched with it: ``Mode.STARTING`` does not apply).  ``places``: these slots, and those of the
+    replicas to which the run may grow.
 
     ``mates``: another group that carries messages inside the replica, and the slots of its members in rank order.
     """
@@ -55,13 +55,13 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def original(self) -> dist.ProcessGroup:
-        assert self._original is not None, "this worker was not there when the groups of the launch were made"
+        assert self._original is not None, "this worker started after the groups of the launch were created"
         return self._original
 
-    # ---- who
+    # ---- members
 
     def among(self, live: frozenset[Slot]) -> tuple[Slot, ...]:
-        """The slots that are in ``live``.  Megatron asks for sizes many times an iteration: kept for the last one."""
+        """Return the slots in ``live``; cached for the last ``live``: Megatron often asks for sizes."""
         if self._among[0] is not live:
             self._among = live, tuple(slot for slot in self.places if slot in live)
         return self._among[1]
@@ -77,7 +77,7 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def _own_places(self) -> Sequence[int]:
-        """Where a gathering without others puts this worker's part; all places where it builds its model alone."""
+        """Places of this worker's part in a gathering without others; all places while it builds its model alone."""
         return range(self.size()) if self._traffic.recovery is None else [self.rank()]
 
     def name(self) -> str:
@@ -87,7 +87,7 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """Not its original's: by that name torch's functional collectives would find the group of the launch."""
+        """Name other than the original's, by which torch's functional collectives would find the launch's group."""
         return f"recover {name_of(self.label, self.workers)}"
 
     def getGroupName(self) -> str:
@@ -139,7 +139,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(lambda on, among: on.reduce(tensors, among.to_root(opts, root)))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """The places of those who are lost in the middle are left as they were."""
+        """Gather; the places of members that are lost in the middle are left unchanged."""
 
         def start(on: Any, among: Among) -> Any:
             return on.allgather([among.pick(output) for output in outputs], inputs, opts or c10d.AllgatherOptions())
@@ -152,7 +152,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(start, alone)
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> dist.Work:
-        """As ``allgather``."""
+        """Gather into one tensor; as ``allgather``."""
 
         def start(on: Any, among: Among) -> Any:
             options = opts or c10d.AllgatherOptions()
@@ -233,7 +233,7 @@ class EpochGroup(dist.ProcessGroup):
     # group): torch's own group carries them, whatever the mode, under the ranks of the launch, or ``mates`` does.
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Have gloo's messages over torch's own group end with ``guard``'s switch."""
+        """Make gloo's messages over torch's own group end with ``guard``'s token."""
         self._guarded = {name: guard.method(name, getattr(self.original, name)) for name in ("send", "recv")}
 
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
@@ -247,16 +247,14 @@ class EpochGroup(dist.ProcessGroup):
     def _route(self, name: str, rank: int) -> tuple[Callable[..., dist.Work], int]:
         slot = self._traffic.members(self)[rank]
         if not self._traffic.is_mate(slot):
-            self._traffic.refuse(
-                caller(), self, "by a message to one worker of another replica, which may not be there"
-            )
+            self._traffic.refuse(caller(), self, "with a message to one worker of another replica, which may be lost")
         if self.mates is not None:
             return getattr(self.mates[0], name), self.mates[1].index(slot)
         return self._guarded.get(name) or getattr(self.original, name), self.workers.index(slot)
 
 
 def _of_original(name: str) -> Callable[..., None]:
-    """A method of torch's groups that concerns the group of the launch alone, where there is one."""
+    """Return a method of torch groups that concerns only the group of the launch, if there is one."""
 
     def method(self: EpochGroup, *args: Any) -> None:
         if self._original is not None:
@@ -270,12 +268,12 @@ for _name in ("set_timeout", "_set_default_timeout", "shutdown", "abort"):
 
 
 def _not_carried(name: str) -> Callable[..., Any]:
-    """A method of torch's groups that the recovery has no way to carry out: at start torch's own, then an error."""
+    """Return a method of torch groups that the recovery cannot carry out: at start torch's own, then an error."""
 
     def method(self: EpochGroup, *args: Any, **kwargs: Any) -> Any:
         if self._traffic.mode is Mode.STARTING:
             return getattr(self.original, name)(*args, **kwargs)
-        self._traffic.refuse(replace(caller(), operation=name), self, "by an operation that it cannot carry out")
+        self._traffic.refuse(replace(caller(), operation=name), self, "with an unsupported operation")
 
     return method
 
@@ -294,7 +292,7 @@ def _done() -> dist.Work:
 
 
 def register(group: dist.ProcessGroup, original: dist.ProcessGroup) -> None:
-    """Make torch.distributed know the group in place of its original."""
+    """Register the group with torch.distributed in place of its original."""
     world = c10d._world
     is_default = original is world.default_pg
     world.pg_map[group] = world.pg_map[original]
@@ -308,21 +306,21 @@ def register(group: dist.ProcessGroup, original: dist.ProcessGroup) -> None:
 
 
 def register_new(group: dist.ProcessGroup, slots: tuple[Slot, ...], backend: str, *, default: bool = False) -> None:
-    """Make torch.distributed know a group that has no original."""
+    """Register a group without an original with torch.distributed."""
     world = c10d._world
     world.pg_map[group] = (backend, None)
     world.pg_names[group] = f"{group.group_name} {len(world.pg_names)}"
     world.pg_group_ranks[group] = {slot: at for at, slot in enumerate(slots)}
-    world.pg_to_tag[group] = ""  # as torch has it of groups without one: it takes it out where a group is destroyed
+    world.pg_to_tag[group] = ""  # as torch does for groups without a tag: it removes it when a group is destroyed
     world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
     if default:
         c10d._update_default_pg(group)
 
 
 def renumber(ranks: dict[Slot, int]) -> None:
-    """Rewrite torch's map from global ranks to group ranks: ``ranks`` gives each slot's new global rank.
+    """Rewrite torch's map from global ranks to group ranks: ``ranks``: slot -> new global rank.
 
-    Slots without one keep a rank that nobody uses, so that the groups of a broken replica stay well-formed.
+    Slots without one keep a rank that no worker uses, so that the groups of a broken replica stay well-formed.
     """
     world = c10d._world
     for group, known in list(world.pg_group_ranks.items()):
@@ -335,7 +333,7 @@ def renumber(ranks: dict[Slot, int]) -> None:
 
 
 def stands_in(group: dist.ProcessGroup, slots: list[Slot]) -> None:
-    """Tell ``renumber`` in which slots the members of a group inside a replica stand."""
+    """Register the slots of the members of a group inside a replica, for ``renumber``."""
     _slots_of[group] = slots
 
 

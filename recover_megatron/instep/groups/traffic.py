@@ -1,18 +1,19 @@
-"""What an operation on a group that reaches over replicas does, by where the training is (``Mode``).
+"""Operations on groups that span replicas: their effect depends on the state of the training (``Mode``).
 
-STARTING    before the first epoch: torch's own group, as it was made
-ALONE       while a worker builds its model, or is on its way back: nothing is sent, it hears only itself
-STEP        inside a training step, which sums by itself what crosses replicas: what is known to be summed already
-            is sent no more, and anything else ends the run
-SECTION     inside a section: a group of the epoch; a revocation raises EpochRevoked ...
+STARTING    before the first epoch: torch's own group
+ALONE       while a worker builds its model, or takes a place again: nothing is sent, its own data is the result
+STEP        inside a training step, which sums the gradients across replicas itself: operations known to be covered
+            by that are not sent, and any other ends the run
+SECTION     inside a section: a group of the epoch; a revoke raises EpochRevoked ...
 DEFERRED    ... or, in a section whose workers depend on each other inside their replica (evaluation), lets the rest
-            of the section run with what is at hand; its end tells
-OPEN        anywhere else: the group's members carry it out once, those who are left if some die (`exchange`)
+            of the section run with local data; its end raises
+OPEN        anywhere else: the group's members carry it out once; if some die, the remaining ones (`exchange`)
 
-Where no other worker comes to it, in a handler of a signal say, it costs its worker at most (`out_of_turn`).
+If no other worker comes to the operation, for example in a signal handler, at most this worker is affected
+(`out_of_turn`).
 
-``Among`` says which of the members that the caller counts on carry it out; ``caller`` finds the call that asks for it;
-``Staged`` has what it is carried out on.
+``Among`` names the members that carry it out, of those that the caller counts on; ``caller`` finds the calling code;
+``Staged`` holds the tensors on which it is carried out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.workload.grid import Slot
 
 IN_PLACE = ("allreduce", "reduce", "broadcast")
-"""Operations that read what they write.  All others write their first argument and read their second."""
+"""Operations that read the tensors that they write.  All others write their first argument and read their second."""
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -51,16 +52,16 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Staged:
-    """The tensors of one operation, and the copies on the host that it is carried out on in their place.
+    """Tensors of one operation, and the host copies on which it is carried out in their place.
 
         to(backend) --the operation--> wait --bring_back()--> the tensors have the result
-                                         '--revoked--> they are as they were
+                                         '--revoked--> they are unchanged
 
-    An operation in place writes over its input, and one that is interrupted has written over a part of it; it may have
-    to be carried out once more.  Tensors of a GPU are copied, too: they are small, and it needs them on the host.
+    An in-place operation overwrites its input, and an interrupted one has overwritten a part of it; it may have to be
+    carried out again.  GPU tensors are copied, too: they are small, and the operation needs them on the host.
 
-    ``away``: which tensors are copied in any case.  ``every_result``: also results that are no input are written when
-    they are brought back, and not before: where fewer workers may repeat the operation nothing is left of the others.
+    ``away``: tensors that are copied in any case.  ``every_result``: results that are no input are written only by
+    ``bring_back``, too: if fewer workers repeat the operation, no data of the others is left.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class Staged:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._on: Any = None
         self.spoiled: list[torch.Tensor] = []
-        """The inputs over which ``bring_back`` writes."""
+        """Inputs that ``bring_back`` overwrites."""
 
     def to(self, backend: Any) -> Any:
-        """The backend, as an operation is to see it.  Forgets what the last one wrote, if there was one."""
+        """Wrap the backend for one operation.  Forgets the results of the last one, if there was one."""
         self._on, self._copies, self.spoiled = backend, [], []
         return self
 
@@ -94,20 +95,20 @@ class Staged:
         return call
 
     def bring_back(self) -> None:
-        """The operation is over: what it wrote goes to where it belongs."""
+        """Copy the results of the finished operation to their tensors."""
         with torch.no_grad():
             for original, copy in self._copies:
                 original.copy_(copy)
 
     def _copied(self, value: Any, shared: Callable[[torch.Tensor], bool], written: bool) -> Any:
-        """``value`` with copies of its tensors that are away or, of those ``written``, that are read, too (shared)."""
+        """Return ``value`` with copies of tensors that are away or, if ``written``, also read (shared)."""
         if isinstance(value, (list, tuple)):
             return [self._copied(item, shared, written) for item in value]
         if not isinstance(value, torch.Tensor):
             return value
         if not (self._away(value) or shared(value) or (written and self._every_result)):
             return value
-        # In one piece, which is what gloo takes, whatever the original is a part of.
+        # Contiguous, as gloo requires, whatever view the original is.
         copy = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
         if written:
             self._copies.append((value, copy))
@@ -121,10 +122,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Among:
-    """The members that carry out an operation on a group, of those whom its caller counts on.
+    """Members that carry out an operation on a group, of those that its caller counts on.
 
-    Where some are lost in the middle of the operation the others carry it out, and everything that is given by rank
-    stays at the rank that the caller knows.  Slots, in rank order: ``present`` of those ``expected`` by the caller.
+    If some are lost in the middle of the operation, the others carry it out, and everything that is given by rank stays
+    at the rank that the caller knows.  Slots, in rank order: ``present`` of those ``expected`` by the caller.
     """
 
     expected: tuple[Slot, ...]
@@ -135,23 +136,23 @@ class Among:
         return len(self.present) == len(self.expected)
 
     def pick(self, by_rank: Sequence[T]) -> list[T]:
-        """Of what is given by rank, the parts of those present."""
+        """Return the entries of present members from a sequence by rank."""
         return [by_rank[self.expected.index(slot)] for slot in self.present]
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The equal parts of a tensor, one for each that is expected, that belong to those present."""
+        """Return the parts of present members; the tensor has an equal part for each expected member."""
         return self.pick(whole.view(-1).chunk(len(self.expected)))
 
     def from_root(self, options: Any, of_caller: int) -> Any:
-        """``options`` for an operation that hands out what rank ``of_caller`` has.  Disagreement when it is gone."""
+        """Return ``options`` for an operation that sends the data of rank ``of_caller``; Disagreement if it is lost."""
         slot = self.expected[of_caller]
         if slot not in self.present:
-            raise Disagreement(f"the worker in slot {slot} died while it gave the others something between two steps")
+            raise Disagreement(f"the worker in slot {slot} died while it sent data to the others between two steps")
         options.rootRank = self.present.index(slot)
         return options
 
     def to_root(self, options: Any, of_caller: int) -> Any:
-        """``options`` for an operation whose result rank ``of_caller`` gets.  When it is gone, somebody gets it."""
+        """Return ``options`` for an operation with a result for rank ``of_caller``, if lost for another member."""
         slot = self.expected[of_caller]
         options.rootRank = self.present.index(slot) if slot in self.present else 0
         return options
@@ -159,12 +160,12 @@ class Among:
 
 _GROUPS = "recover_megatron.instep.groups.process_group"
 _BETWEEN = ("recover_megatron", "torch", "typing_extensions", "functools", "contextlib")
-"""Packages whose frames may lie between a caller and a group."""
+"""Packages whose frames may be between a caller and a group."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """A place in a program, and what it does with a group (the method of the group that torch called)."""
+    """A place in a program, and its operation on a group (the method of the group that torch called)."""
 
     module: str
     function: str
@@ -177,7 +178,7 @@ class Caller:
 
 
 def caller() -> Caller:
-    """The caller of the operation on a group that is under way: the recovery knows some, an error names the place."""
+    """Return the caller of the present operation on a group: the recovery knows some, an error names the place."""
     frame, operation = sys._getframe(1), ""
     while frame.f_back is not None and _module(frame).partition(".")[0] in _BETWEEN:
         if _module(frame) == _GROUPS:
@@ -195,7 +196,7 @@ WORLD = "world"
 
 
 class Mode(Enum):
-    """Where the training is; see the table above."""
+    """State of the training; see the table above."""
 
     STARTING = "starting"
     ALONE = "alone"
@@ -206,7 +207,7 @@ class Mode(Enum):
 
 
 class OverReplicas(Protocol):
-    """A group whose members stand in several replicas (``process_group.EpochGroup``)."""
+    """A group whose members are in several replicas (``process_group.EpochGroup``)."""
 
     workers: tuple[Slot, ...]
     """The slots of its members at launch, in rank order."""
@@ -214,33 +215,34 @@ class OverReplicas(Protocol):
 
     @property
     def original(self) -> Any:
-        """Torch's own group of the launch."""
+        """The torch group of the launch."""
 
     def among(self, live: frozenset[Slot]) -> tuple[Slot, ...]:
-        """The slots of the group, those that the run has grown to with them, that are in ``live``."""
+        """Return the slots of the group that are in ``live``, including those to which the run has grown."""
 
 
-def _told(made: Caller, group: OverReplicas) -> str:
-    label = group.label or "without a name"
-    return f"{made} reaches over replicas (group {label} of {len(group.workers)} workers)"
+def _call(made: Caller, group: OverReplicas) -> str:
+    label = group.label or "without a label"
+    return f"{made} spans replicas (group {label} of {len(group.workers)} workers)"
 
 
 Operation = Callable[[Any, Among], Any]
-"""Starts one collective on a backend, whose members are those present, and returns its work."""
+"""Starts one collective on a backend whose members are those present; returns its work."""
 
 
 @dataclass(eq=False)
 class Traffic:
-    """Carries out the operations of all groups over replicas of a worker, which stands (or will stand) in ``slot``."""
+    """Carries out the operations of one worker's groups over replicas; ``slot``: its slot, now or later."""
 
     slot: Slot
     mode: Mode = Mode.STARTING
     _known: Callable[[Caller], bool] = lambda caller: False
-    """Whether the step has done already what an operation inside it is for."""
+    """Return whether the step has already done the purpose of an operation inside it."""
     _averages: Callable[[Caller], bool] = lambda caller: False
-    """Whether an operation is of a mean over replicas of what each has of one microbatch.
+    """Return whether an operation averages over replicas a value that each has for one microbatch.
 
-    Replicas need not run equally many. A worker keeps its own, and the mean is that of all microbatches, made later.
+    Replicas may run different numbers of them. A worker keeps its own value; the mean over all microbatches comes
+    later.
     """
     recovery: Recovery | None = field(default=None, init=False)
 
@@ -253,14 +255,14 @@ class Traffic:
             self.mode = before
 
     def members(self, group: OverReplicas) -> tuple[Slot, ...]:
-        """The slots of a group in which somebody stands now, in its order."""
+        """Return the slots of a group that have a worker now, in its order."""
         if self.recovery is None or not self.recovery.assignment.started:
             return group.workers
         return group.among(self.recovery.assignment.live)
 
     @property
     def standing(self) -> list[Slot]:
-        """The slots in which somebody stands now, by rank; empty before the first epoch."""
+        """The slots that have a worker now, by rank; empty before the first epoch."""
         recovery = self.recovery
         return [] if recovery is None or not recovery.assignment.started else list(recovery.assignment.standing)
 
@@ -271,12 +273,12 @@ class Traffic:
         return self.recovery.assignment.slot
 
     def is_mate(self, slot: Slot) -> bool:
-        """Whether that slot is in this worker's replica; before the first epoch everybody is there."""
+        """Return whether that slot is in this worker's replica; before the first epoch all slots are."""
         recovery = self.recovery
         return recovery is None or recovery.assignment.grid.place(slot)[0] == recovery.assignment.replica
 
     def agreement_is_enough(self, group: OverReplicas) -> bool:
-        """Carry out a barrier of all workers outside sections: that all have reported one more decision is one."""
+        """Carry out a barrier of all workers outside sections: all workers report one more decision."""
         self._in_turn(group)
         if self.mode is not Mode.OPEN or self.recovery is None or group.label != WORLD:
             return False
@@ -292,7 +294,7 @@ class Traffic:
     ) -> None:
         """Carry out one operation.
 
-        ``alone``: its effect if this worker were the only member; ``alike``: if all members had what this one has.
+        ``alone``: its effect with this worker as the only member; ``alike``: if all members had the same data.
         """
         self._in_turn(group)
         if alike is not None and self.mode in (Mode.STEP, Mode.DEFERRED) and self._averages(caller()):
@@ -305,7 +307,7 @@ class Traffic:
             alone()
         elif self.mode is Mode.STEP:
             if not self._known(made := caller()):
-                self.refuse(made, group, "inside a training step, where it does not know what that is for")
+                self.refuse(made, group, "inside a training step, and --recover does not know its purpose")
             alone()
         elif self.mode is Mode.OPEN:
             self._once(group, operation)
@@ -320,23 +322,23 @@ class Traffic:
                 alone()
 
     def refuse(self, made: Caller, group: OverReplicas, where: str) -> NoReturn:
-        """End the run, for all: replicas would drift apart, or wait for each other for ever."""
+        """Terminate the run, for all: replicas would diverge, or wait for each other for ever."""
         self._in_turn(group, made)
         message = (
-            f"{_told(made, group)} {where}. --recover does what replicas need of each other by itself; switch off what "
-            "calls this, move it behind the step, or train without --recover (docs/footguns.md)"
+            f"{_call(made, group)} {where}. --recover itself exchanges all data that replicas need: switch off the "
+            "code that makes this call, move it behind the step, or train without --recover (docs/footguns.md)"
         )
         if self.recovery is not None:
             self.recovery.session.give_up(1, message)
         raise UnknownOperation(message)
 
     def _in_turn(self, group: OverReplicas, made: Caller | None = None) -> None:
-        """End the worker or the thread that makes an operation where no other worker comes; ``made``: its caller."""
+        """Terminate the worker or the thread if no other worker comes to its operation; ``made``: its caller."""
         threads = self.mode not in (Mode.STARTING, Mode.ALONE)
-        out_of_turn.keep_in_turn(lambda: _told(made or caller(), group), threads=threads)
+        out_of_turn.keep_in_turn(lambda: _call(made or caller(), group), threads=threads)
 
     def _once(self, group: OverReplicas, operation: Operation) -> None:
-        """Outside of decisions: the tensors get the result when it is over for all."""
+        """Carry it out outside of decisions: the tensors get the result when it is over for all."""
         recovery, staged, members = self.recovery, Staged(every_result=True), self.members(group)
         assert recovery is not None
 
@@ -349,7 +351,7 @@ class Traffic:
         staged.bring_back()
 
     def _inside(self, group: OverReplicas, operation: Operation) -> None:
-        """In a section: a second run of it finds its tensors as the first one did."""
+        """Carry it out in a section: a second run of it finds its tensors as the first one did."""
         assert self.recovery is not None
         epoch_groups, members = self.recovery.assignment.epoch_groups, self.members(group)
         self.recovery.progress.inject("traffic")

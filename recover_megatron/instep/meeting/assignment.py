@@ -1,4 +1,4 @@
-"""What the present epoch decided, and this worker's place in it: its slot, its groups, its mates, its microbatches."""
+"""The present epoch's decision, and this worker's place in it: its slot, its groups, its mates, its microbatches."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from recover_megatron.workload import Balance, assign, quotas
 from recover_megatron.workload.grid import LaunchGrid, Slot
 
 NEARLY_STILL = 1e-9
-"""The speed of a replica that should run as little as can be."""
+"""Speed of a replica that should run as few microbatches as possible."""
 
 
 class Quotas:
-    """Which microbatches each replica runs in a step, by the present plan: the same answers on all workers."""
+    """The microbatches that each replica runs in a step, by the present plan: the same on all workers."""
 
     def __init__(self, grid: LaunchGrid, least: int) -> None:
         self._grid = grid
         self.granularity = grid.inner_ranks
-        """What the number of microbatches of a replica is a multiple of: its inner ranks run in lock-step."""
+        """Divisor of the number of microbatches of a replica: its inner ranks run in lock-step."""
         self.least = least * grid.inner_ranks
-        """So many microbatches a replica runs at least, if any."""
+        """The least number of microbatches that a replica runs, if any."""
         self.easing = False
-        """Whether the fresh replicas of the plan begin their first step, when their state has come: they run as little
-        of that one as can be."""
+        """True if the fresh replicas of the plan begin their first step once their state has come: they run as few of
+        its microbatches as possible."""
         self.balance = Balance()
         self._balanced: dict[int, int] | None = None
         self._kept: dict[tuple[int, int, bool], list[list[int]]] = {}
 
     def begin(self, decision: Decision) -> None:
-        """A new plan: quotas are even again, but for replicas of which it tells the pace."""
+        """Take up a new plan: quotas are even again, except for replicas with a pace in the plan."""
         self._balanced = None
         self.balance.begin(decision.paces)
 
     def counts(self, decision: Decision, total: int) -> dict[int, int]:
-        """How many microbatches of a step of ``total`` each replica runs."""
+        """Return the number of microbatches of a step of ``total`` for each replica."""
         if self._balanced is not None and sum(self._balanced.values()) == total:
             return self._balanced
         speeds = dict.fromkeys(decision.replicas, 1.0)
@@ -48,12 +48,12 @@ class Quotas:
         return quotas(total, decision.replicas, speeds=speeds, multiple_of=self.granularity, least=self.least)
 
     def rebalance(self, counts: dict[int, int]) -> None:
-        """From the next step on, until the next plan, replicas run so many.  All workers must say the same."""
+        """Use these counts from the next step until the next plan.  All workers must pass the same counts."""
         self._balanced = counts
         self._kept.clear()
 
     def of(self, decision: Decision, replica: int, total: int) -> list[list[int]]:
-        """The ids of ``replica``, by inner rank."""
+        """Return the ids of ``replica``, by inner rank."""
         key = (decision.epoch, total, self.easing)
         if key not in self._kept:
             counts = self.counts(decision, total)
@@ -63,12 +63,12 @@ class Quotas:
 
 
 class Assignment:
-    """The place of worker ``me``.  Changed by its main thread, read by the session's and the spare's threads, too."""
+    """Place of worker ``me``.  Changed by its main thread, read by the session's and the spare's threads, too."""
 
     def __init__(
         self, session: Session, me: int, grid: LaunchGrid, comm_config: CommunicationConfig, least: int = 1
     ) -> None:
-        """``least``: so many microbatches, per inner rank, every replica runs in one pass at least, if any."""
+        """``least``: the least number of microbatches, per inner rank, that a replica runs in one pass, if any."""
         self._session = session
         self.me = me
         self.grid = grid
@@ -78,11 +78,11 @@ class Assignment:
         """Held while the assignment changes, and while this worker becomes a spare or ceases to be one (`orphan`)."""
         self.slot, self.replica, self.inner_rank = Slot(-1), -1, 0
         self.position: int | None = None
-        """What this worker's model is built for; None: for nothing yet."""
+        """The position for which this worker's model is built; None: no model yet."""
         self.taken_up: Decision | None = None
-        """The plan in which this worker had a place last; None: the first epoch was not joined yet."""
+        """The last plan with a place for this worker; None: it has not joined the first epoch yet."""
         self.committed_by_plan = 0
-        """The last decision that was over when the last epoch was made."""
+        """The last decision that was committed when the last epoch was formed."""
         self._epoch_groups: EpochGroups | None = None
         self._pending: Decision | None = None
         self._live: tuple[Decision, dict[Slot, int], frozenset[Slot]] | None = None
@@ -102,16 +102,16 @@ class Assignment:
 
     @property
     def started(self) -> bool:
-        """Whether the first epoch was joined: before it a death ends the run."""
+        """True after the first epoch was joined; before that a death ends the run."""
         return self.taken_up is not None
 
     def present(self) -> tuple[EpochGroups | None, bool]:
-        """The groups of the present epoch, if there is one, and whether the first epoch was joined; at one moment."""
+        """Return the groups of the present epoch, if any, and whether the first epoch was joined; consistent."""
         with self.lock:
             return self._epoch_groups, self.started
 
     def at_once(self) -> tuple[Decision | None, EpochGroups | None, int, int, int | None]:
-        """The plan taken up last, its groups, this worker's replica, inner rank and position: at one moment."""
+        """Return the last plan taken up, its groups, this worker's replica, inner rank and position; consistent."""
         with self.lock:
             return self.taken_up, self._epoch_groups, self.replica, self.inner_rank, self.position
 
@@ -121,9 +121,9 @@ class Assignment:
             self._epoch_groups.end(reason)
 
     def close(self) -> None:
-        """In the main thread, out of the training: close the present groups, if there are any; nothing is kept.
+        """Close the present groups, if any, and keep no communicator; in the main thread, out of the training.
 
-        Returns when nothing of the epoch touches a tensor any more: it may wait for the device.
+        Returns when no operation of the epoch touches a tensor any more: it may wait for the device.
         """
         self._close_groups()
         self._comm_config.communicators.close()
@@ -133,35 +133,35 @@ class Assignment:
             self._epoch_groups.close()
 
     def committed(self, number: int) -> bool:
-        """Whether a decision was over when the present epoch was made: all of the epoch say the same.
+        """Return whether a decision was committed when the present epoch was formed: the same on all members.
 
-        The session may have heard more since, and others not yet: they would begin again without those who have.
+        The session may know of later commits, which others do not know yet: they would begin again without this worker.
         """
         return self.committed_by_plan >= number
 
     def pending(self, number: int) -> Decision | None:
-        """The plan of step ``number``, given once, if the present epoch was made when only others had begun it."""
+        """Return the plan of step ``number``, once, if only others had begun it when the present epoch was formed."""
         pending, self._pending = self._pending, None
         return pending if pending is not None and pending.at == number else None
 
     def begun_by_others(self, number: int) -> bool:
-        """Whether ``pending`` would give the plan of step ``number``."""
+        """Return whether ``pending`` would return the plan of step ``number``."""
         return self._pending is not None and self._pending.at == number
 
-    # ---- who stands where
+    # ---- workers by slot
 
     @property
     def live(self) -> frozenset[Slot]:
-        """The slots in which somebody stands; the same object as long as the decision is."""
+        """The slots with a worker; the same object as long as the decision is the same."""
         return self.slots_of(self.decision)[1]
 
     @property
     def standing(self) -> dict[Slot, int]:
-        """Slot -> worker that stands there; the same object as long as the decision is."""
+        """Slot -> worker in it; the same object as long as the decision is the same."""
         return self.slots_of(self.decision)[0]
 
     def slots_of(self, decision: Decision) -> tuple[dict[Slot, int], frozenset[Slot]]:
-        """``standing`` and ``live`` by ``decision``; the same objects as long as it is the one asked for last."""
+        """Return ``standing`` and ``live`` by ``decision``; the same objects if it is the last one asked for."""
         last = self._live
         if last is None or last[0] is not decision:
             slots = decision.slots(self.grid)
@@ -170,38 +170,38 @@ class Assignment:
 
     @property
     def staying(self) -> Mapping[Slot, int]:
-        """The same without the replicas that leave at the next boundary."""
+        """``standing`` without the replicas that leave at the next boundary."""
         gone = {worker for replica in self.decision.leaving for worker in self.decision.grid[replica]}
         return {slot: worker for slot, worker in self.standing.items() if worker not in gone} if gone else self.standing
 
     @property
     def placed(self) -> bool:
-        """Whether this worker has a place in the present epoch."""
+        """True if this worker has a place in the present epoch."""
         return self.taken_up is not None and self.taken_up.place(self.me) is not None
 
     @property
     def mates(self) -> frozenset[int]:
-        """The workers of the replica that I had or have a place in, this one with them; empty without a place."""
+        """Workers of this worker's replica, itself included; empty if it has no place."""
         return frozenset(self.decision.grid[self.replica]) if self.placed else frozenset()
 
     @property
     def with_newcomers(self) -> bool:
-        """Whether a worker that was not launched with the run stands in my replica."""
+        """True if this worker's replica has a worker that was not launched with the run."""
         return any(worker >= self.grid.world for worker in self.mates)
 
     @property
     def lost_mates(self) -> list[int]:
-        """Those of ``mates`` that the newest epoch, which may be about to begin, does without; ascending."""
+        """Workers of ``mates`` that are not in the newest epoch, which may not have begun yet; ascending."""
         return sorted(self.mates - self._session.opened_members)
 
     # ---- the microbatches
 
     def share(self, total: int) -> list[list[int]]:
-        """The microbatches of my replica, by inner rank, of a step of ``total``, by the present plan."""
+        """Return the microbatches of this worker's replica in a step of ``total``, by inner rank."""
         return self.shares.of(self.decision, self.replica, total)
 
     def show(self, total: int, goes_back: bool) -> None:
-        """Tell where this worker stands, and how much of a step of ``total`` microbatches its replica runs.
+        """Report this worker's place, and how much of a step of ``total`` microbatches its replica runs.
 
         ``goes_back``: see ``Session.show``.
         """
@@ -219,7 +219,7 @@ class Assignment:
         self.inner_rank = self.grid.inner_rank_of[position]
 
     def take_up(self, decision: Decision) -> None:
-        """Stand where the decision says, with groups that live as long as its epoch."""
+        """Take this worker's place in the decision, with groups that live as long as its epoch."""
         place = decision.place(self.me)
         assert place is not None
         self.shares.begin(decision)
@@ -234,11 +234,11 @@ class Assignment:
         self._end_if_over(decision)
 
     def wait_for_step(self, decision: Decision | None) -> None:
-        """Have ``pending`` give this plan for the step that others have begun; None: nobody has."""
+        """Let ``pending`` return this plan for the step that others have begun; None: no worker has begun it."""
         self._pending = decision
 
     def look_on(self, decision: Decision) -> EpochGroups:
-        """A spare's groups in an epoch in which it keeps another worker's state: it stands in a slot of nobody."""
+        """Return a spare's groups in an epoch in which it mirrors another worker's state: its slot is no worker's."""
         self._close_groups()
         with self.lock:
             self._epoch_groups = self._groups_of(decision, Slot(-1 - self.me))
@@ -246,8 +246,9 @@ class Assignment:
         return self._epoch_groups
 
     def all_heard_of(self, epoch: int) -> Callable[[], None]:
-        """What returns when all know that ``epoch`` is over (``CancelToken``); over connections, at once: an operation
-        that fails there does so at all ends."""
+        """Return a function that returns when all workers know that ``epoch`` is over (``CancelToken``).
+
+        Without NCCL it returns at once: an operation that fails on a connection does so at both ends."""
         over_nccl = self._comm_config.over_nccl
         return partial(self._session.wait_all_heard, epoch) if over_nccl else lambda: None
 
@@ -258,4 +259,4 @@ class Assignment:
 
     def _end_if_over(self, decision: Decision) -> None:
         if self._session.revoked or self._session.epoch != decision.epoch:
-            self.epoch_groups.end("the epoch was over before its groups were opened")
+            self.epoch_groups.end("the epoch ended before its groups were opened")

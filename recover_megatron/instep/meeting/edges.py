@@ -1,12 +1,12 @@
-"""The workers that this one can reach, and how often the run has come to one decision without getting any further.
+"""The workers that this one can reach, and the number of epochs at one decision without progress.
 
     an epoch ends --by a death--> the next one
-                  '--without----> with whom this worker's own connections failed is tried
-                                  the second of one decision has ended: everybody whom it may need is tried
-                                  ``TRUSTED``: with whom connections failed counts as if trying had shown it
-                                  ``MOST``: the run ends, and says why
+                  '--without----> workers to which own connections failed are probed
+                                  after the second epoch at one decision: all workers that may be needed are probed
+                                  after ``TRUSTED``: a failed connection counts like a failed probe
+                                  after ``MOST``: the run ends, and reports why
 
-The plan avoids what workers say that they cannot reach (`plan`); it is tried again before every later rendezvous.
+The plan avoids pairs that workers report as unreachable (`plan`); they are probed again before every later rendezvous.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from recover_megatron.instep.meeting.losses import READY
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 
 AGAIN_SECONDS = 1.0
-"""How long those are tried that could not be reached before."""
+"""Seconds to probe workers that could not be reached before."""
 TRUSTED, MOST = 4, 10
-"""Epochs at one decision: after the first number of them failed connections are believed without trying again; after
-the second the run ends."""
+"""Numbers of epochs at one decision: after ``TRUSTED``, failed connections are believed without another probe; after
+``MOST`` the run ends."""
 ALL = 256
-"""In a run of at most so many workers everybody is tried, else those of the own column and replica and the spares."""
+"""Up to this number of workers all are probed; in larger runs only the own column and replica and the spares."""
 _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[int]]
@@ -35,36 +35,36 @@ Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[
 
 @dataclass(eq=False)
 class Edges:
-    """The workers that this one cannot reach.  Not thread-safe: a worker joins from one thread at a time."""
+    """Workers that this one cannot reach.  Not thread-safe: a worker joins from one thread at a time."""
 
     _me: int
     probe: Probe = unreached
     pause: Callable[[float], None] = time.sleep
     _known: dict[int, JoinStatus] = field(default_factory=dict, init=False)
-    """What everybody joined the last epoch with."""
+    """Statuses with which the members joined the last epoch."""
     _unreached: set[int] = field(default_factory=set, init=False)
     _failed: set[int] = field(default_factory=set, init=False)
-    """With whom connections of this worker's broke at the present decision, though nobody hung up."""
+    """Workers to which connections broke at the present decision, though neither side closed them."""
     _suspects: set[int] = field(default_factory=set, init=False)
-    """Those that are tried before the next epoch."""
+    """Workers to probe before the next epoch."""
     _at: int = field(default=0, init=False)
     _last: Any = field(default=None, init=False)
     tries: int = field(default=0, init=False)
-    """How many epochs were made for the present decision after the first one, with the same members."""
+    """Number of epochs for the present decision after the first one, with the same members."""
 
     def noticed(self, worker: int) -> None:
-        """A connection to this one broke, and it did not hang up."""
+        """Record that a connection to ``worker`` broke, and that it did not close it."""
         self._failed.add(worker)
         self._suspects.add(worker)
 
     def suspect(self, workers: Collection[int]) -> None:
-        """Some connection among these broke, and nobody of them is known to have died."""
+        """Record that some connection among these workers broke, and none of them is known to have died."""
         self._suspects |= set(workers) - {self._me}
 
     def look(self, at: int, members: Callable[[], frozenset[int]]) -> tuple[int, ...]:
-        """Before an epoch is joined at decision ``at``: whom this worker cannot reach.
+        """Return the workers that this one cannot reach, before it joins an epoch at decision ``at``.
 
-        ``members``: whom the run counts on, at any moment.  Takes at most ``REACH_SECONDS`` and a bit.
+        ``members``: returns the workers that the run counts on now.  Takes little more than ``REACH_SECONDS`` at most.
         """
         alike = at == self._at and self.tries > 0 and set(self._known) == set(members())
         tried = self._suspects | (self._needed() if alike else set())
@@ -88,15 +88,13 @@ class Edges:
         self._known, self._at, self._last = dict(statuses), decision.at, now
 
     def _needed(self) -> set[int]:
-        mine = self._known.get(self._me)
-        if len(self._known) <= ALL or mine is None:
+        own = self._known.get(self._me)
+        if len(self._known) <= ALL or own is None:
             return set(self._known) - {self._me}
         return {
             worker
             for worker, status in self._known.items()
-            if status.position == mine.position
-            or None in (status.replica, mine.replica)
-            or status.replica == mine.replica
+            if status.position == own.position or None in (status.replica, own.replica) or status.replica == own.replica
         } - {self._me}
 
     def _try(self, workers: set[int], seconds: float, members: Callable[[], frozenset[int]]) -> set[int]:
@@ -109,7 +107,7 @@ class Edges:
 
 
 def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str]:
-    """What a plan does about broken edges, for people; nothing where none is broken."""
+    """Return lines that explain what a plan does about broken edges; empty if none is broken."""
     if not decision.broken:
         return []
 
@@ -119,49 +117,49 @@ def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str
 
     pairs = sorted(decision.broken)
     lines = [
-        "cannot talk to each other although both are alive: "
+        "workers that are alive but cannot connect to each other: "
         + "; ".join(f"{name(one)} and {name(other)}" for one, other in pairs[:4])
         + (f"; and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
     ]
     for replica, reasons in decision.put_out.items():
         because = ", ".join(f"{one}-{other}" for one, other in reasons[:4])
-        lines.append(f"replica {replica} is put out for it (workers {because}); its workers wait as spares")
+        lines.append(f"replica {replica} is left out (workers {because} cannot connect); its workers wait as spares")
     return lines
 
 
 def news(
     before: Decision | None, decision: Decision, statuses: Mapping[int, JoinStatus], tries: int, reason: str
 ) -> list[str]:
-    """What to say on the console of an epoch that nobody's death has made; ``reason``: why the last one ended."""
+    """Return console lines about an epoch that no death has caused; ``reason``: why the last one ended."""
     if before is None:
         return []
     if before.broken != decision.broken or decision.put_out:
         mended = {worker for pair in before.broken for worker in pair} <= set(statuses)
-        return describe(decision, statuses) or ["all workers can talk to each other again"] * mended
+        return describe(decision, statuses) or ["all workers can connect to each other again"] * mended
     if READY in reason or decision.fresh:
-        return []  # who comes back is told of by the training
+        return []  # the training reports the workers that come back
     if ADMITTED in reason:
         return [f"{reason}: it waits for a place"]
     same = set(before.workers) == set(decision.workers)
     same &= {*before.spares} <= {*decision.workers, *decision.spares}
     if NEW_COORDINATOR in reason:
-        return [f"{NEW_COORDINATOR}{'; nobody was lost' * same}"]
+        return [f"{NEW_COORDINATOR}{'; no worker was lost' * same}"]
     if same and decision.version is None:
-        again = f" (for the {tries + 1}. time at one point)" if tries else ""
-        return [f"nobody was lost, but all meet again{again}: {reason}"]
+        again = f" (attempt {tries + 1} at the same decision)" if tries else ""
+        return [f"no worker was lost, but a new epoch begins{again}: {reason}"]
     return []
 
 
 def why_out(decision: Decision, replica: int) -> str:
-    """Why a replica that was whole has no place; empty: not because of broken edges."""
+    """Return why a complete replica has no place; empty: not because of broken edges."""
     pairs = ", ".join(f"{one}-{other}" for one, other in decision.put_out.get(replica, ())[:4])
-    return f"its replica was put out: workers {pairs} cannot talk to each other" if pairs else ""
+    return f"its replica was left out: workers {pairs} cannot connect to each other" if pairs else ""
 
 
 def explanation(decision: Decision, me: int, replica: int | None, before: str) -> str:
-    """For people, of a worker alone: which broken edges have cost it its place; empty: none.
+    """Return why this worker lost its place (unreachable workers), as text; empty: not for that reason.
 
-    ``replica``: in which it had one until now; ``before``: what was said of it by now.
+    ``replica``: its replica until now; ``before``: the explanation given so far.
     """
     if decision.place(me) is not None:
         return ""
@@ -170,4 +168,4 @@ def explanation(decision: Decision, me: int, replica: int | None, before: str) -
     others = [one if other == me else other for one, other in sorted(decision.broken) if me in (one, other)]
     if not others:
         return before
-    return f"it cannot talk to workers {', '.join(map(str, others[:8]))}, although they are alive"
+    return f"it cannot connect to workers {', '.join(map(str, others[:8]))}, although they are alive"

@@ -1,4 +1,4 @@
-"""The workers that epochs have found missing: who they were, where they ran, and what they were last seen doing."""
+"""Workers that epochs have found missing: where they ran, and their last reported phase."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from recover_megatron.instep.decision import Decision, Failure, JoinStatus, Lost
 from recover_megatron.workload.grid import LaunchGrid
 
 READY = "is a spare, and ready"
-"""After a worker's name: why it asks for an epoch."""
+"""Suffix after a worker's name: the reason why it asks for an epoch."""
 
 
 class Failures:
-    """All losses of a run, as one worker has met them.  ``grid``: where everybody stands before the first decision."""
+    """All losses of a run, as one worker has met them.  ``grid``: the places before the first decision."""
 
     def __init__(self, grid: LaunchGrid) -> None:
         self._every: list[Failure] = []
@@ -20,23 +20,23 @@ class Failures:
         self._places: dict[int, int] = {worker: number for number, workers in launched for worker in workers}
         self._known = set(self._places)
         self.whereabouts: dict[int, LostWorker] = {}
-        """Where those run that were there when it was asked last."""
+        """Hosts and devices of the members of the last epoch noted."""
 
     def note(
         self,
         decision: Decision,
         before: Decision | None,
         statuses: Mapping[int, JoinStatus] | None = None,
-        told: Mapping[str, Mapping[str, object]] | None = None,
+        seen: Mapping[str, Mapping[str, object]] | None = None,
         left: Collection[int] = (),
     ) -> Failure | None:
-        """The workers missing in ``decision`` and not before; ``before``: the last one that this worker took up.
+        """Return the workers missing in ``decision`` and not before; ``before``: the last one that this worker took up.
 
-        ``statuses``: with what those that are there have joined; ``told``: by worker id, what the coordinator says of
-        those that are gone, ``phase`` and ``iteration`` of their last heartbeat.  ``left``: who went in order.
+        ``statuses``: of the present members; ``seen``: by worker id, the coordinator's report about lost workers:
+        ``phase`` and ``iteration`` of their last heartbeat.  ``left``: workers that left in order.
         """
         present = {*decision.workers, *decision.spares}
-        aside = {int(worker) for worker, last in (told or {}).items() if last.get("aside")}  # alive, and will be back
+        aside = {int(worker) for worker, last in (seen or {}).items() if last.get("aside")}  # alive, and may come back
         missing = sorted(self._known - present - set(left) - aside)
         self._known = present
         before_now = self.whereabouts
@@ -52,7 +52,7 @@ class Failures:
         replicas = sorted({places[worker] for worker in missing if worker in places})
         lost = []
         for worker in missing:
-            last = (told or {}).get(str(worker), {})
+            last = (seen or {}).get(str(worker), {})
             phase = str(last.get("phase", "")) if last.get("iteration") == iteration else ""
             known = before_now.get(worker, LostWorker(worker))
             lost.append(LostWorker(worker, known.node, known.device, phase))
@@ -60,12 +60,12 @@ class Failures:
         return self._every[-1]
 
     def why_it_ends(self, decision: Decision, wanted: int) -> str:
-        """Why a run ends that ``decision`` leaves fewer replicas than ``wanted``: who was lost, what is left."""
+        """Return why a run ends if ``decision`` has fewer replicas than ``wanted``: the lost workers, and the rest."""
         lost = "; ".join(map(str, self._every))
-        need = f"{wanted} are wanted" if wanted > 1 else "one is needed"
+        need = f"{wanted} are required (--recover-min-replicas)" if wanted > 1 else "one is required"
         what = f"{len(decision.replicas)} complete replicas are left, {need}."
         if decision.state_lost:
-            what = f"Workers enough for a replica live, but {decision.state_lost}."
+            what = f"Enough workers for a replica live, but {decision.state_lost}."
         return (
             f"{what} Workers lost: {lost or 'none'}; alive without a place: {len(decision.spares)}. "
             f"Last checkpoint: {decision.checkpoint}"

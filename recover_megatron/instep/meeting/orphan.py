@@ -1,16 +1,16 @@
-"""A worker whose replica is broken: how it leaves the training, waits without a place, and takes one again.
+"""A worker with a broken replica: it leaves the training, waits without a place, and takes one again.
 
                  rendezvous                              rendezvous
     PLACED(e) -------------> PLACED(e+1) ...  PLACED(e) ------------> too few replicas: the run ends, exit code 10
         |    ^
         |    '-- an epoch at a boundary puts it into a new replica -------------.
-        |  a worker of my own replica is gone (the session's thread sees it in  |
-        |  the revoke; or my replica's communication fails, maybe earlier)      |
+        |  a worker of its replica is lost (the session's thread sees it in     |
+        |  the revoke; or its replica's communication fails, maybe earlier)     |
         v                                                                       |
-    SPARE --(joins every epoch without a place: spare.py)-----------------------+--> the run's end
+    SPARE --(joins every epoch without a place: spare.py)-----------------------+--> the run ends
 
 An orphan's main thread may be stuck in a call that nothing wakes, so the session's thread shuts the replica's
-connections and starts the thread that joins in the orphan's name.
+connections and starts the thread that joins epochs in the orphan's name.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, Co
 log = get_logger(__name__)
 
 BLAME_SECONDS = 1.0
-"""Grace period: how long to wait for the news of a death after my replica's communication failed, before saying so."""
+"""Grace period: seconds to wait for the news of a death after the replica's communication failed, before leaving."""
 
 
 @dataclass(eq=False)
 class Orphan:
-    """Takes this worker out of its replica when that is broken, has it wait as a spare, and gives it a place again.
+    """Takes this worker out of its broken replica, lets it wait as a spare, and gives it a place again.
 
-    ``revoked`` is called by the session's thread, everything else by the main one.  ``at_launch``: whether this worker
+    ``revoked`` is called by the session's thread, everything else by the main one.  ``at_launch``: true if this worker
     had a place when the run was launched.
     """
 
@@ -57,56 +57,56 @@ class Orphan:
     at_launch: bool
     _spare: Spare | None = field(default=None, init=False)
     finished: bool = field(default=False, init=False)
-    """Whether the training is over for this worker: nothing that is revoked matters any more."""
+    """True if the training is over for this worker: a revoke does not matter any more."""
 
     @property
     def orphaned(self) -> bool:
-        """Whether this worker's replica is known to be broken."""
+        """True if this worker's replica is known to be broken."""
         with self._assignment.lock:
             return self._spare is not None
 
     @property
     def spare_seconds(self) -> float:
-        """How long this worker has been without a place."""
+        """Seconds since this worker lost its place; 0: it has one."""
         with self._assignment.lock:
             return 0.0 if self._spare is None else self._spare.seconds
 
     # ---- whether to leave
 
     def check(self) -> None:
-        """Raise ``EpochRevoked`` if the present epoch is over, ``Orphaned`` if my replica is broken."""
+        """Raise ``EpochRevoked`` if the present epoch is over, ``Orphaned`` if this worker's replica is broken."""
         self.leave_if_broken()
         self._assignment.epoch_groups.check()
 
     def stay(self) -> None:
-        """Raise ``Orphaned`` if my replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out."""
+        """Raise ``Orphaned`` if the replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out."""
         self.leave_if_broken()
         self._session.wait_revoked(0)
 
     def leave_if_broken(self) -> None:
-        """Raise ``Orphaned`` if my replica is broken."""
-        if self.orphaned or self._lost_of_mine():
-            self.leave("a worker of its replica is gone")
+        """Raise ``Orphaned`` if this worker's replica is broken."""
+        if self.orphaned or self._lost_mates():
+            self.leave("a worker of its replica is lost")
             raise Orphaned(f"replica {self._assignment.replica} is broken")
 
-    def _lost_of_mine(self) -> list[int]:
-        """Workers of my replica that the run does not count on any more."""
+    def _lost_mates(self) -> list[int]:
+        """Workers of this worker's replica that the run does not count on any more."""
         return self._assignment.lost_mates if self._session.revoked else []
 
     # ---- leave
 
     def replica_failed(self, error: BaseException) -> None:
-        """My replica's communication failed in the main thread; returns when this worker has become a spare."""
-        mine, session = self._assignment, self._session
+        """Leave after the replica's communication failed in the main thread; return once this worker is a spare."""
+        assignment, session = self._assignment, self._session
         epoch = session.epoch
         if self._spare is None and session.epoch == epoch and not session.revoked:
             session.wait_revoked(BLAME_SECONDS)
-        if mine.placed and not self._lost_of_mine():
-            self._edges.suspect(mine.decision.grid[mine.replica])
+        if assignment.placed and not self._lost_mates():
+            self._edges.suspect(assignment.decision.grid[assignment.replica])
         self.leave(f"{type(error).__name__}: {error}"[:500])
 
     def leave(self, note: str) -> None:
-        """Be a spare from now on; ``note`` says why, for the log.  Called by the main thread or the session's."""
+        """Become a spare; ``note``: the reason, for the log.  Called by the main thread or the session's."""
         if self.orphaned:
             return
         self._assignment.end(note)
@@ -115,7 +115,7 @@ class Orphan:
         self._announcements.leave()
 
     def _be_spare(self, note: str) -> Spare:
-        """Have the spare's thread join from now on; the one that does so already, if there is."""
+        """Start the spare thread, or return the running one."""
         with self._assignment.lock:
             if self._spare is not None:
                 return self._spare
@@ -132,11 +132,11 @@ class Orphan:
     # ---- wait
 
     def wait(self, **offer: Any) -> Decision:
-        """In the main thread, out of the training: wait for a place, and return the decision that gives one.
+        """Wait for a place, in the main thread, out of the training; return the decision that gives one.
 
-        ``offer``: fields of the status by which it is offered (``version`` and ``digest`` of its state; ``position``
-        None: it cannot take a place).  Raises ``OtherPosition`` when it is to build the model of another position,
-        ``Drained`` when its node is to be switched off, ``RunOver`` when there will be no place.
+        ``offer``: fields of its status (``version`` and ``digest`` of its state; ``position`` None: it cannot take a
+        place).  Raises ``OtherPosition`` if it must build the model of another position, ``Drained`` if its node is
+        drained, ``RunOver`` if there will be no place.
         """
         spare = self._spare or self._be_spare("it has no place yet")
         while isinstance(outcome := spare.arrive(**offer), Mirror):
@@ -150,7 +150,7 @@ class Orphan:
     # ---- come back
 
     def come_back(self, decision: Decision) -> None:
-        """Take up the place that ``decision`` has for this spare: its next decision is the one that all begin now."""
+        """Take this spare's place in ``decision``: its next decision is the one that all workers begin now."""
         with self._assignment.lock:
             self._spare = None
         self._announcements.settled()
@@ -163,7 +163,7 @@ class Orphan:
     # ---- in the session's thread
 
     def revoked(self, epoch: int, reason: str) -> None:
-        """An epoch has ended and ``epoch`` is the number of the next; 0: this worker's part in the run has ended."""
+        """End the present groups: the next epoch is ``epoch``; 0: this worker's part in the run has ended."""
         self._planner.why = reason
         epoch_groups, started = self._assignment.present()
         if epoch_groups is not None:
@@ -177,17 +177,17 @@ class Orphan:
         if epoch == 0:
             self._out()
         elif not started and self._session.plan is not None:
-            pass  # the run has begun without this worker's main thread, which is about to take up its first plan
+            pass  # the run has begun; this worker's main thread is about to take up its first plan
         elif not started:
             if self.at_launch and self._session.dead:
                 names = ", ".join(map(str, sorted(self._session.dead)))
                 log.info(f"worker {names} died before the training began, which needs all workers: {reason}")
                 os._exit(EXIT_NO_REPLICA)
-        elif lost := self._lost_of_mine():
-            self.leave(f"worker {', '.join(map(str, lost))} of its replica is gone")
+        elif lost := self._lost_mates():
+            self.leave(f"worker {', '.join(map(str, lost))} of its replica is lost")
 
     def _out(self) -> None:
-        """This worker is out; a main thread that is stuck inside its replica must not keep the process."""
+        """Make this worker, which is out of the run, exit even if its main thread is stuck inside its replica."""
         self._hooks.abort_replica(self._assignment.all_heard_of(self._session.epoch))
         code = EXIT_FENCED if self._session.fenced else self._exit_code()
         timer = threading.Timer(LINGER_SECONDS, os._exit, [code])

@@ -1,11 +1,11 @@
-"""What an epoch decides, from what its members joined with: pure, the same answer on every worker.
+"""The decision of an epoch, computed from its members' statuses: pure, the same result on every worker.
 
-Every worker joins with a ``JoinStatus``; the coordinator gives all of them to all (one place, one order), and
-``decide`` makes of them who works where, and who runs what of the step under way (``Decision``).
+Every worker joins with a ``JoinStatus``; the coordinator sends all of them to all (one place, one order), and
+``decide`` computes which worker works where, and who runs which microbatches of the step under way (``Decision``).
 
-The grid changes only where no replica is in the middle of anything: at the *boundary* before a step.  Everybody who
-sees ``regroup`` comes to an epoch of its own there, and that one places the spares.  When no replica is whole any more
-there is nobody to wait for: orphans that hold one version of the state between them begin again where it ends.
+The grid changes only where no replica is in the middle of anything: at the *boundary* before a step.  All workers that
+see ``regroup`` come to another epoch there, which places the spares.  When no replica is complete any more, there is no
+replica to wait for: orphans that together hold one version of the state continue from it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from recover_megatron.workload.placement import Edge, edge, seated
 from recover_megatron.workload.snapshots import FIRST_INTERVAL, Spread, copies
 
 _DISPUTED = (
-    "the states of workers {} differ, and as many say one thing as another: nobody knows which is right; what was "
-    "saved since they were compared last may be wrong, too"
+    "the states of workers {} differ, without a majority for any: it is unknown which is right; what was saved since "
+    "the last comparison may be wrong, too"
 )
 
 
@@ -55,80 +55,81 @@ def decide(
     drain: Sequence[str] = (),
     beyond: Beyond | None = None,
 ) -> Decision:
-    """The decision of an epoch whose members joined with ``statuses``.
+    """Return the decision of an epoch whose members joined with ``statuses``.
 
-    ``drain``: nodes that somebody is about to switch off, beside those on which earlier epochs have decided.
+    ``drain``: nodes that will be switched off, in addition to those that earlier epochs have decided to drain.
 
-    Raises Disagreement when the workers of one replica tell different things.
+    Raises Disagreement if the workers of one replica report different things.
     """
     rules = rules or Rules()
     beyond = beyond or Beyond()
-    heard = _hear(statuses, launch, rules, drain, beyond)
-    members, there, stands = heard.members, heard.members.statuses, _stand(epoch, heard, beyond)
-    grid, whole = stands.grid, members.whole
-    holders, mended, disputed = _holders(members, stands.fresh, grid) if heard.boundary else ({}, (), [])
-    enough, state_lost = stands.enough, stands.state_lost
+    facts = _facts(statuses, launch, rules, drain, beyond)
+    members, there, state = facts.members, facts.members.statuses, _state(epoch, facts, beyond)
+    grid, whole = state.grid, members.whole
+    holders, mended, disputed = _holders(members, state.fresh, grid) if facts.boundary else ({}, (), [])
+    enough, state_lost = state.enough, state.state_lost
     if disputed and rules.strict:
         enough, state_lost = 0, _DISPUTED.format(", ".join(map(str, disputed)))
     working = {worker for workers in grid.values() for worker in workers}
     domains = {worker: there[worker].domains for worker in working}
-    staying = {replica: its for replica, its in grid.items() if replica not in heard.leaving}
+    staying = {replica: workers for replica, workers in grid.items() if replica not in facts.leaving}
     wanted = copies(list(staying.values()), domains, rules.memory, _spread(staying, launch, rules))
     paces = {replica: pace for replica, workers in whole.items() if (pace := there[workers[0]].pace) > 0}
     return Decision(
         epoch,
         grid,
-        tuple(sorted(set(heard.everybody) - working)),
-        stands.iteration,
+        tuple(sorted(set(facts.everybody) - working)),
+        state.iteration,
         _newest(there).checkpoint,
-        stands.at,
-        bool(heard.begun),
-        _lost(heard.begun, list(grid), launch, rules, paces) if heard.begun else {},
+        state.at,
+        bool(facts.begun),
+        _lost(facts.begun, list(grid), launch, rules, paces) if facts.begun else {},
         paces,
-        regroup=bool(heard.leaving) or (bool(stands.placement.replicas) and not heard.boundary and bool(grid)),
-        fresh=stands.fresh,
-        version=stands.version,
+        regroup=bool(facts.leaving) or (bool(state.placement.replicas) and not facts.boundary and bool(grid)),
+        fresh=state.fresh,
+        version=state.version,
         holders=holders,
         mended=mended,
         disputed=tuple(disputed),
-        rollback=stands.rollback,
-        undone=timelines.undone(statuses) if stands.rollback is None else stands.rollback.next,
-        timeline=stands.timeline,
-        before=heard.timeline,
-        same_as=stands.same_as,
-        short=enough == 0 and not state_lost and not whole and stands.back_to is not None and rules.replaced,
-        checkpoints=merged(*(status.checkpoints for status in there.values()), until=stands.rollback),
+        rollback=state.rollback,
+        undone=timelines.undone(statuses) if state.rollback is None else state.rollback.next,
+        timeline=state.timeline,
+        before=facts.timeline,
+        same_as=state.same_as,
+        short=enough == 0 and not state_lost and not whole and state.back_to is not None and rules.replaced,
+        checkpoints=merged(*(status.checkpoints for status in there.values()), until=state.rollback),
         copies=wanted,
-        kept=stands.in_memory,
-        covered=timelines.covered(stands.in_memory, wanted),
+        kept=state.in_memory,
+        covered=timelines.covered(state.in_memory, wanted),
         snapshot_interval=rules.memory_interval or _interval(there),
-        rebuild=stands.rebuild,
-        mirrors=members.mirrors(grid, stands.placement) if len(grid) == 1 and not rules.spread else {},
+        rebuild=state.rebuild,
+        mirrors=members.mirrors(grid, state.placement) if len(grid) == 1 and not rules.spread else {},
         enough=enough,
         state_lost=state_lost,
         peer_stores={worker: there[worker].peer_store for worker in sorted(working)},
         touched=touched_by(grid.values(), domains),
         broken=members.broken,
-        put_out=heard.put_out,
-        draining=heard.draining,
-        undrained=heard.undrained,
-        leaving=heard.leaving,
+        put_out=facts.put_out,
+        draining=facts.draining,
+        undrained=facts.undrained,
+        leaving=facts.leaving,
     )
 
 
-# ---- what they have told
+# ---- the statuses
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """``members``: who goes on, of ``everybody``.  ``told``: what each whole replica says, the leaving ones included.
+class _Facts:
+    """Statuses, evaluated.  ``members``: those that continue, of ``everybody``.  ``common``: of each complete replica,
+    including those that leave.
 
-    ``at``: the newest decision of any; ``begun``: who is in the step of that one; ``boundary``: all are before it.
+    ``at``: the newest decision of any; ``begun``: replicas in that step; ``boundary``: all are before it.
     """
 
     members: Members
     everybody: Mapping[int, JoinStatus]
-    told: Mapping[int, JoinStatus]
+    common: Mapping[int, JoinStatus]
     at: int
     begun: Mapping[int, JoinStatus]
     boundary: bool
@@ -139,35 +140,35 @@ class _Heard:
     leaving: frozenset[int]
 
 
-def _hear(
+def _facts(
     statuses: Mapping[int, JoinStatus], launch: LaunchGrid, rules: Rules, drain: Sequence[str], beyond: Beyond
-) -> _Heard:
+) -> _Facts:
     timeline = timelines.newest(statuses)
     everybody = timelines.of_timeline(statuses, timeline)
     broken = _broken(everybody)
     whole, put_out = seated(whole_replicas(everybody, launch), broken)
-    told = {replica: _told(replica, [everybody[worker] for worker in workers]) for replica, workers in whole.items()}
-    at = max((status.at for status in told.values()), default=0)
-    begun = {replica: status for replica, status in told.items() if status.at == at and status.step}
-    boundary = any(status.at == at and status.boundary for status in told.values()) and not begun
+    common = {replica: _common(replica, [everybody[w] for w in workers]) for replica, workers in whole.items()}
+    at = max((status.at for status in common.values()), default=0)
+    begun = {replica: status for replica, status in common.items() if status.at == at and status.step}
+    boundary = any(status.at == at and status.boundary for status in common.values()) and not begun
     draining, undrained = draining_of(everybody, whole, rules, drain)
     going_on, whole = without(draining, everybody, whole, boundary)
     newest = max((status.at for status in everybody.values()), default=0)
-    missed = 0 if told else max(0, beyond.committed - newest)
+    missed = 0 if common else max(0, beyond.committed - newest)
     members = Members(going_on, whole, launch, rules, broken, missed)
     leaving = leaving_of(whole, going_on, draining)
-    return _Heard(members, everybody, told, at, begun, boundary, timeline, put_out, draining, undrained, leaving)
+    return _Facts(members, everybody, common, at, begun, boundary, timeline, put_out, draining, undrained, leaving)
 
 
-# ---- where they stand
+# ---- grid and state
 
 
 @dataclass(frozen=True)
-class _Stands:
-    """The grid of the epoch and the state with which it begins; what `Decision` says of each.
+class _State:
+    """The grid of the epoch and the state with which it begins; fields as in `Decision`.
 
-    ``placement``: the replicas that can be put together, now or at the next boundary.  ``in_memory``: the snapshots
-    that are kept; ``back_to``: the state to which all could go back.
+    ``placement``: the replicas that can be formed, now or at the next boundary.  ``in_memory``: the snapshots that are
+    kept; ``back_to``: the state to which all could go back.
     """
 
     grid: Grid
@@ -186,18 +187,18 @@ class _Stands:
     state_lost: str
 
 
-def _stand(epoch: int, heard: _Heard, beyond: Beyond) -> _Stands:
-    members, statuses, at = heard.members, heard.members.statuses, heard.at
+def _state(epoch: int, facts: _Facts, beyond: Beyond) -> _State:
+    members, statuses, at = facts.members, facts.members.statuses, facts.at
     placement = members.placement()
     grid, fresh, version = dict(members.whole), tuple[int, ...](), None
     if not grid:
-        grid, version = members.orphans()  # rarely anything: see there
+        grid, version = members.orphans()  # rarely any: see there
         fresh = tuple(grid)
-    elif heard.boundary:
+    elif facts.boundary:
         grid, fresh = dict(sorted({**grid, **placement.replicas}.items())), tuple(placement.replicas)
-        version = _version({status.version for status in heard.told.values()})
+        version = _version({status.version for status in facts.common.values()})
     seen = beyond.seen if members.missed else 0
-    iteration, timeline, same = max(_newest(statuses).iteration, seen), heard.timeline, timelines.same_as(statuses)
+    iteration, timeline, same = max(_newest(statuses).iteration, seen), facts.timeline, timelines.same_as(statuses)
     rollback = timelines.not_told(statuses, version) if fresh and not members.whole else None
     rebuild = placement.rebuild if members.whole else {}
     enough, state_lost = members.prospects(grid)
@@ -207,7 +208,7 @@ def _stand(epoch: int, heard: _Heard, beyond: Beyond) -> _Stands:
         seen = max(seen, held + 2)  # the decision in which its holders were late was committed
     back_to = timelines.target(statuses, in_memory, held, seen, beyond.committed)
     if beyond.aside and not grid:
-        enough, state_lost = max(1, enough), ""  # who is aside comes back with a state, or is put out: then it is told
+        enough, state_lost = max(1, enough), ""  # workers set aside come back with a state, or are evicted
     elif state_lost and back_to is not None:
         state_lost = ""
         if back_to.source == HELD:
@@ -218,9 +219,9 @@ def _stand(epoch: int, heard: _Heard, beyond: Beyond) -> _Stands:
         if grid:
             rollback, version = back_to, back_to.iteration
             iteration, timeline = back_to.iteration + 1, (epoch, back_to.iteration)
-            same = heard.timeline[0] if back_to.source == HELD else -1
+            same = facts.timeline[0] if back_to.source == HELD else -1
     if grid and not members.whole:
-        placement = replace(members, whole=grid).placement()  # beside those that begin now
+        placement = replace(members, whole=grid).placement()  # in addition to those that begin now
         rebuild = placement.rebuild
     if grid:
         rebuild = {**members.ahead(grid, placement), **rebuild}
@@ -228,9 +229,9 @@ def _stand(epoch: int, heard: _Heard, beyond: Beyond) -> _Stands:
         newest = max((status.at for status in statuses.values()), default=0)
         at = newest + members.missed + 1 if grid else newest
     if state_lost:
-        unseen = "; iterations were committed that nobody who lives has seen" if members.missed else ""
+        unseen = "; no live worker has seen the last committed iterations" if members.missed else ""
         enough, state_lost = 0, state_lost + unseen + timelines.unreadable(statuses)
-    return _Stands(
+    return _State(
         grid, fresh, version, at, iteration, timeline, same, rollback, rebuild, placement, in_memory, back_to, enough,
         state_lost,
     )  # fmt: skip
@@ -240,31 +241,31 @@ def _newest(statuses: Mapping[int, JoinStatus]) -> JoinStatus:
     return max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=JoinStatus(None))
 
 
-def _version(told: set[int | None]) -> int | None:
-    """That of all replicas at a boundary: whoever has come there has done the same steps."""
-    if len(told) > 1:
-        raise Disagreement(f"replicas have seen different numbers of iterations before one step: {told}")
-    return told.pop()
+def _version(versions: set[int | None]) -> int | None:
+    """Return the version of all replicas at a boundary: all workers that have come there have done the same steps."""
+    if len(versions) > 1:
+        raise Disagreement(f"replicas have seen different numbers of iterations before one step: {versions}")
+    return versions.pop()
 
 
 def _interval(statuses: Mapping[int, JoinStatus]) -> int:
-    """Somebody may have missed the last time that it was chosen."""
+    """Return the snapshot interval; some workers may have missed the last choice."""
     return max((status.snapshot_interval for status in statuses.values()), default=0) or FIRST_INTERVAL
 
 
 def _spread(grid: Mapping[int, Sequence[int]], launch: LaunchGrid, rules: Rules) -> Spread | None:
-    """How the optimizer's state is; with Megatron's instances a lost replica may have had any holder of a shard."""
+    """Return how the optimizer state is spread; with Megatron's instances a lost replica may have had any holder."""
     if not rules.spread:
         return None
     missing = 0 if rules.placed else launch.launched - len(grid)
     return Spread(max(1, rules.holders - missing), rules.placed)
 
 
-# ---- who can talk to whom
+# ---- reachability
 
 
 def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
-    """One end's word is enough: whoever cannot be reached cannot be told so."""
+    """Return pairs of which one reported the other: one report is enough, since the other may not know it."""
     return frozenset(
         edge(worker, other) for worker, status in statuses.items() for other in status.unreached if other in statuses
     )
@@ -273,10 +274,10 @@ def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
 def _holders(
     members: Members, fresh: Sequence[int], grid: Mapping[int, tuple[int, ...]]
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], list[int]]:
-    """Receiver -> those that hold its state; the receivers that had another one; who differ without a majority.
+    """Return receiver -> holders of its state; receivers that had a different state; workers without a majority.
 
-    Receivers are all of the fresh replicas, and those whose state is not that of most of their column; each begins with
-    another holder.  Without a majority the lowest replica is followed, or nobody (``Rules.strict``).
+    Receivers are all workers of the fresh replicas, and those whose state differs from most of their column; each
+    begins with another holder.  Without a majority the lowest replica's state is taken, or none (``Rules.strict``).
     """
     statuses = members.statuses
     holders: dict[int, tuple[int, ...]] = {}
@@ -284,13 +285,13 @@ def _holders(
     disputed: list[int] = []
     for position in range(len(next(iter(grid.values()), ()))):
         column = [workers[position] for workers in members.whole.values()]
-        told = [worker for worker in column if statuses[worker].digest]
-        right = most([statuses[worker].digest for worker in told]) if told else ""
-        if told and 2 * sum(statuses[worker].digest == right for worker in told) <= len(told):
-            disputed += told
-            right = statuses[told[0]].digest
-        donors = [worker for worker in column if not told or statuses[worker].digest == right]
-        wrong = [worker for worker in told if statuses[worker].digest != right]
+        compared = [worker for worker in column if statuses[worker].digest]
+        right = most([statuses[worker].digest for worker in compared]) if compared else ""
+        if compared and 2 * sum(statuses[worker].digest == right for worker in compared) <= len(compared):
+            disputed += compared
+            right = statuses[compared[0]].digest
+        donors = [worker for worker in column if not compared or statuses[worker].digest == right]
+        wrong = [worker for worker in compared if statuses[worker].digest != right]
         mended += wrong
         for number, worker in enumerate([*wrong, *(grid[replica][position] for replica in fresh)]):
             first = number % len(donors)
@@ -298,7 +299,7 @@ def _holders(
     return dict(sorted(holders.items())), tuple(sorted(mended)), sorted(disputed)
 
 
-# ---- who runs what
+# ---- lost microbatches
 
 
 def _lost(
@@ -308,14 +309,14 @@ def _lost(
     rules: Rules,
     paces: Mapping[int, float],
 ) -> dict[int, list[list[int]]]:
-    """The microbatches of the step under way that are in nobody's gradient, shared out: replica -> by inner rank."""
+    """Share the microbatches of the step under way that are in no gradient: replica -> by inner rank."""
     totals = {status.total for status in begun.values()}
     if len(totals) > 1:
         raise Disagreement(f"replicas disagree on the microbatches of one step: {sorted(totals)}")
     ran = sorted(j for status in begun.values() for j in status.ran)
     if len(set(ran)) != len(ran):
-        told = {replica: list(status.ran) for replica, status in begun.items()}
-        raise Disagreement(f"microbatches are in the gradients of two replicas: {told}")
+        ran_by = {replica: list(status.ran) for replica, status in begun.items()}
+        raise Disagreement(f"two replicas ran the same microbatches (replica: ids): {ran_by}")
     lost = sorted(set(range(totals.pop())) - set(ran))
     load = {replica: len(status.ran) for replica, status in begun.items()}
     late = {replica: 0 for replica in replicas if replica not in begun}
@@ -325,11 +326,11 @@ def _lost(
     return reassign(lost, launch.inner_ranks, replicas, load=before, speeds=speeds, least=least)
 
 
-def _told(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:
-    """What a whole replica says: its workers run in lock-step, so they must say the same.
+def _common(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:
+    """Return the common status of a complete replica: its workers run in lock-step, so their statuses must agree.
 
-    But for one case: a decision is over, one worker has heard so and begun the next, and the coordinator died before
-    all were told.  The next plan tells the others; none of their replica can have run anything meanwhile.
+    One exception: a decision is over, one worker knows it and has begun the next, and the coordinator died before it
+    notified the others.  The next plan informs them; none of their replica can have run anything meanwhile.
     """
     newest = max(statuses, key=lambda status: (status.at, status.step, status.boundary))
     for status in statuses:

@@ -1,14 +1,15 @@
-"""Joins an epoch in a worker's name and works out what it decides: for the main thread and for that of a spare.
+"""Joins an epoch in a worker's name and computes its decision: for the main thread and for a spare's thread.
 
-    status (where I stand, what I hold, whom I cannot reach) --Session.join--> the statuses of all --decide--> Decision
+    status (place, state, unreachable workers) --Session.join--> the statuses of all --decide--> Decision
 
-Whether the run can go on at all is decided here, too. All workers have the same statuses, so all decide the same.
+The planner also decides whether the run can continue at all. All workers have the same statuses, so all decide the
+same.
 
-Each tells digests of its flags and of its program (`comparison`), and before anything is decided by rules that workers
-with others may not share:
+Each worker reports digests of its flags and of its program (`comparison`), and before the decision, whose rules workers
+with other flags may not share:
 
-    a newcomer has others                it asks a worker of the run for its own, says where they differ, and ends
-    a worker of the launch has others    the run does not begin: everybody ends, with that line
+    a newcomer's digests differ             it asks a worker of the run, logs the differences, and exits
+    a launched worker's digests differ      the run does not begin: all workers exit, with that line
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from recover_megatron.workload.grid import Slot
 log = get_logger(__name__)
 
 REPLACED_SECONDS = 300.0
-"""How long those who live wait for workers in place of the lost, when they are too few to go back to a checkpoint."""
+"""Seconds that live workers wait for replacements, if they are too few to go back to a checkpoint."""
 
 
 @dataclass(eq=False)
 class Planner:
-    """Joins epochs for one worker, and keeps what the last one has decided.  Called by one thread at a time.
+    """Joins epochs for one worker, and keeps the last decision.  Called by one thread at a time.
 
-    ``node``, ``domains``, ``device``, ``peer_store``, and what ``snapshots`` holds, go into its status.
+    ``node``, ``domains``, ``device``, ``peer_store``, and the contents of ``snapshots``, go into its status.
     """
 
     _session: Session
@@ -70,35 +71,35 @@ class Planner:
     _statuses: dict[int, JoinStatus] = field(default_factory=dict, init=False)
     _explained: str = field(default="", init=False)
     timeline: Timeline = field(default=(0, 0), init=False)
-    """That of the last epoch that this worker has joined."""
+    """Timeline of the last epoch that this worker has joined."""
     _same_as: int = field(default=-1, init=False)
-    """``Decision.same_as`` of that."""
+    """``Decision.same_as`` of that timeline."""
     _draining: tuple[str, ...] = field(default=(), init=False)
-    """What that epoch has decided to do without."""
+    """Nodes that the last epoch has decided to drain."""
     _undone: int = field(default=0, init=False)
-    """See ``JoinStatus.undone``."""
+    """Iteration of a rollback not carried out yet (``JoinStatus.undone``)."""
     _undone_until: int = field(default=0, init=False)
-    """The last epoch's decision; when it is committed the rollback was carried out: loading comes first."""
+    """The last epoch's decision; once it is committed the rollback was carried out: loading comes first."""
     _left: frozenset[int] = field(default=frozenset(), init=False)
     finished: bool = field(default=False, init=False)
-    """Whether anybody has left the run that had finished its training; not since its node was drained."""
+    """True if some worker that had finished its training has left the run, not because its node was drained."""
     _checkpoints: tuple[Checkpoint, ...] = field(default=(), init=False)
-    """Those that the members of that epoch knew of."""
+    """Checkpoints that the members of that epoch knew."""
     _short_since: float | None = field(default=None, init=False)
-    """Since when there are too few workers to go back to a checkpoint."""
+    """Time since which there are too few workers to go back to a checkpoint."""
     why: str = field(default="", init=False)
-    """Why the last epoch ended, as the coordinator told."""
+    """Reason why the last epoch ended, from the coordinator."""
     lost: Failure | None = field(default=None, init=False)
-    """The loss that the last epoch found and that this worker has met the others for."""
+    """The loss that the last epoch found and for which this worker has met the others."""
 
     def __post_init__(self) -> None:
         self.losses = Failures(self._assignment.grid)
 
     def status(self, **fields: Any) -> JoinStatus:
-        """What this worker joins with; ``fields`` are added to what holds wherever it is."""
-        hooks, mine = self._hooks, self._assignment
-        told = {
-            "position": mine.position,
+        """Return the status with which this worker joins; ``fields`` are added to those that always apply."""
+        hooks, assignment = self._hooks, self._assignment
+        known = {
+            "position": assignment.position,
             "version": hooks.version(),
             "state_of": hooks.state_of(),
             "last_step": hooks.last_step(),
@@ -106,19 +107,19 @@ class Planner:
             "domains": self.domains,
             "device": self.device,
             "peer_store": self.peer_store,
-            "pace": mine.shares.balance.paces.get(mine.replica, 0.0),
+            "pace": assignment.shares.balance.paces.get(assignment.replica, 0.0),
             **fields,
         }
-        return JoinStatus(mine.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **told)
+        return JoinStatus(assignment.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **known)
 
     def meet(self, status: JoinStatus, reason: str) -> tuple[Decision, Failure | None]:
-        """Join the next epoch: what it decided, and whom it found missing.
+        """Join the next epoch; return its decision, and the workers that it found missing.
 
         ``reason``: why, if this worker is the first to ask for the epoch.  Raises ``Fenced``, ``CoordinatorLost``,
-        ``Disagreement``, and ``OtherFlags`` where this worker was started with other flags than the run, or runs
-        another program.
+        ``Disagreement``, and ``OtherFlags`` if this worker was started with other flags than the run, or runs another
+        program.
         """
-        mine = self._assignment
+        assignment = self._assignment
         kept, unreadable = self._hooks.checkpoints()
         if self._session.committed >= self._undone_until:
             self._undone = 0
@@ -136,53 +137,53 @@ class Planner:
             **self.snapshots.told(),
         )
         plan = self._session.join(status.to_json(), reason)
-        statuses = self._of_the_same_program({int(worker): told for worker, told in plan.data["statuses"].items()})
+        statuses = self._of_the_same_program({int(worker): sent for worker, sent in plan.data["statuses"].items()})
         asked = [str(node) for node in plan.data.get("drain", ())]
         seen = max((last["iteration"] for last in plan.data.get("lost", {}).values()), default=0)
         beyond = Beyond(plan.committed, seen, bool(plan.data.get("aside")))
-        decision = decide(plan.epoch, statuses, mine.grid, self._rules, asked, beyond)
+        decision = decide(plan.epoch, statuses, assignment.grid, self._rules, asked, beyond)
         self.timeline, self._checkpoints = decision.timeline, decision.checkpoints
         self._same_as = decision.same_as
         newly, self._left = self._session.left - self._left, self._session.left
         self.finished |= bool(finished_of(newly, self._statuses, {*self._draining, *decision.draining}))
         self._draining = decision.draining
         self._undone, self._undone_until = decision.undone, decision.at
-        if mine.me == min(decision.workers or statuses):
+        if assignment.me == min(decision.workers or statuses):
             for node in sorted({*asked, *decision.undrained}):
                 self._session.answer_drain(node, decision.undrained.get(node, ""))
         self.snapshots.follow(decision)
         self._edges.told(decision, statuses, plan.committed)
         self._statuses = statuses
-        note = explanation(decision, mine.me, mine.replica if mine.placed else None, self._explained)
+        note = explanation(decision, assignment.me, assignment.replica if assignment.placed else None, self._explained)
         if note != self._explained:
             self._explained = note
             self._session.note(note)
-        with mine.lock:
-            mine.committed_by_plan = plan.committed
+        with assignment.lock:
+            assignment.committed_by_plan = plan.committed
             left = self._session.left
-            self.lost = self.losses.note(decision, mine.taken_up, statuses, plan.data.get("lost", {}), left)
+            self.lost = self.losses.note(decision, assignment.taken_up, statuses, plan.data.get("lost", {}), left)
             return decision, self.lost
 
     def _of_the_same_program(self, joined: Mapping[int, Any]) -> dict[int, JoinStatus]:
-        """Those who take part in the decision: all whose flags are those of the run.
+        """Return the statuses for the decision: all workers whose flags are those of the run.
 
-        A worker without a place and with other flags is left out (where it is this one: raises ``OtherFlags``), and so
-        is one whose status cannot be read.  One that runs another program sees that by itself, before it reads the
+        A worker without a place and with other flags is left out (if it is this one: raises ``OtherFlags``), and so is
+        one whose status cannot be read.  A worker that runs another program detects that itself, before it reads the
         statuses.  If a worker with a place differs, the launch cannot begin: the run ends, for all, with
         ``EXIT_REFUSED``.
         """
-        mine, session = self._assignment.me, self._session
-        told = {worker: Told.of(status, "replica", "version", "peer_store") for worker, status in joined.items()}
-        odd = odd_ones(told)
-        placed = sorted(worker for worker in odd.workers if told[worker].placed)
-        different = self.own.different(mine, told, odd)
-        if different and not told[mine].placed:
+        me, session = self._assignment.me, self._session
+        known = {worker: Told.of(status, "replica", "version", "peer_store") for worker, status in joined.items()}
+        odd = odd_ones(known)
+        placed = sorted(worker for worker in odd.workers if known[worker].placed)
+        different = self.own.different(me, known, odd)
+        if different and not known[me].placed:
             raise OtherFlags(f"it {different}")
         if different:
-            session.give_up(EXIT_REFUSED, f"worker {mine} on node {self.node} {different}")
+            session.give_up(EXIT_REFUSED, f"worker {me} on node {self.node} {different}")
         elif placed:
-            session.wait_revoked(2 * ASKED_SECONDS)  # it knows more, and says so
-            session.give_up(EXIT_REFUSED, f"worker {placed[0]} was started with other flags than worker {odd.model}")
+            session.wait_revoked(2 * ASKED_SECONDS)  # it knows the difference, and reports it
+            session.give_up(EXIT_REFUSED, f"the flags of worker {placed[0]} differ from those of worker {odd.model}")
         if different or placed:
             session.wait_revoked()
             session.check()
@@ -192,18 +193,18 @@ class Planner:
                 if worker not in odd.workers:
                     statuses[worker] = JoinStatus.from_json(status)
             except Disagreement:
-                if told[worker].placed:
+                if known[worker].placed:
                     raise
         return statuses
 
     def tell_news(self, before: Decision | None, decision: Decision) -> None:
-        """Say on the console, by one worker of the run, why there is a new epoch although nobody died."""
+        """Log, on one worker of the run, why there is a new epoch although no worker died."""
         if self._assignment.me == min(decision.workers, default=self._assignment.me):
             for line in news(before, decision, self._statuses, self._edges.tries, self.why):
                 log.info(line)
 
     def log(self, decision: Decision, lost: Failure | None, seconds: float) -> None:
-        """Write the plan's event; ``seconds``: what it took to meet."""
+        """Write the plan's event; ``seconds``: duration of the meeting."""
         self._hooks.log(
             "plan",
             epoch=decision.epoch,
@@ -221,37 +222,37 @@ class Planner:
             draining=list(decision.draining),
             undrained=dict(decision.undrained),
             leaving=sorted(decision.leaving),
-            put_out={str(replica): [list(pair) for pair in its] for replica, its in decision.put_out.items()},
+            put_out={str(replica): [list(pair) for pair in edges] for replica, edges in decision.put_out.items()},
             seconds={"rendezvous": round(seconds, 6)},
             **self._hooks.describe(decision),
         )
 
-    # ---- why an epoch cannot go on
+    # ---- why an epoch must end
 
     def ask(self) -> None:
-        """Ask for the next epoch, and say why, as far as this worker knows; nothing if the present one is over."""
-        mine = self._assignment
-        lost = mine.epoch_groups.lost
+        """Ask for the next epoch, with the reason if this worker knows it; does nothing if the present one is over."""
+        assignment = self._assignment
+        lost = assignment.epoch_groups.lost
         if lost is None:
             self._session.ask("an operation of the epoch has failed", None)
             return
-        worker = None if lost.peer is None else mine.standing.get(Slot(lost.peer))
+        worker = None if lost.peer is None else assignment.standing.get(Slot(lost.peer))
         if worker is not None and lost.road:
             self._edges.noticed(worker)
         elif lost.road:
-            self._edges.suspect(mine.decision.workers)
+            self._edges.suspect(assignment.decision.workers)
         self._session.ask(str(lost) + ("" if worker is None else f" (with worker {worker})"), worker)
 
-    # ---- why the run cannot go on
+    # ---- why the run must end
 
     def give_up_unless_enough(self, decision: Decision) -> None:
-        """End the run, for all, if too few replicas are left and no more may come, or if it gets no further.
+        """Terminate the run, for all, if too few replicas are left and no more may come, or if it makes no progress.
 
-        Raises ``NoReplica`` or ``StateLost`` (both say who was lost when); ``CoordinatorLost`` after ``MOST`` epochs at
-        one decision.
+        Raises ``NoReplica`` or ``StateLost`` (both name the losses); ``CoordinatorLost`` after ``MOST`` epochs at one
+        decision.
         """
         if self._edges.tries >= MOST:
-            reason = f"{self._edges.tries + 1} epochs at one point, and nobody was lost; the last one ended: {self.why}"
+            reason = f"{self._edges.tries + 1} epochs at one decision without a loss; the last one ended: {self.why}"
             self._session.give_up(EXIT_LOST_MAJORITY, reason)
             raise CoordinatorLost(reason, EXIT_LOST_MAJORITY)
         if decision.enough >= self._rules.min_replicas:
@@ -262,30 +263,30 @@ class Planner:
         self._end(decision)
 
     def has_all_replicas(self, decision: Decision) -> bool:
-        """Whether there are as many replicas as at the launch, and no more can be made of the spares."""
+        """Return whether there are as many replicas as at launch, and the spares cannot form more."""
         return not room(len(decision.replicas), len(decision.spares), self._assignment.grid, self._rules.spares)
 
     @property
     def can_go_back(self) -> bool:
-        """Whether there is a checkpoint or a snapshot that the run could go back to, should its state be lost."""
+        """True if there is a checkpoint or a snapshot to which the run could go back if its state were lost."""
         if self.snapshots.newest is not None:
             return True
         kept, unreadable = self._hooks.checkpoints()
         return any(iteration not in unreadable for iteration, _ in merged(kept, self._checkpoints))
 
     def patience(self) -> float:
-        """Seconds that are left to wait for workers without whom the run cannot go back; 0 or less: no longer."""
+        """Return the seconds left to wait for workers without which the run cannot go back; 0 or less: no longer."""
         now = time.monotonic()
         if self._short_since is None:
             self._short_since = now
             log.info(
-                f"worker {self._assignment.me} waits up to {REPLACED_SECONDS:.0f} s for other workers: those that live "
-                "are too few for a replica; when they have come all go back to a checkpoint or a snapshot"
+                f"worker {self._assignment.me} waits up to {REPLACED_SECONDS:.0f} s for other workers: the live "
+                "workers are too few for a replica; when others have come, all go back to a checkpoint or a snapshot"
             )
         return self._short_since + REPLACED_SECONDS - now
 
     def lose_state(self, what: str) -> NoReturn:
-        """End the run, for all: something of the training's state was lost with those who are gone."""
+        """Terminate the run, for all: a part of the training's state was lost with the lost workers."""
         self._end(replace(self._assignment.decision, state_lost=what))
 
     def _end(self, decision: Decision) -> NoReturn:

@@ -1,11 +1,11 @@
-"""How the main thread of a worker with a place meets all others: at the start, after a loss, and at a boundary.
+"""Meetings of a worker with a place and all others, in its main thread: at the start, after a loss, at a boundary.
 
-leave, if my replica is broken --> the old epoch's groups are closed --> Planner.meet --> the plan is taken up
+leave, if its replica is broken -> the old epoch's groups are closed --> Planner.meet --> the plan is taken up
                                                                              '--> no place for this worker: Orphaned
 
-What needs workers of all replicas is part of a *decision*: a training step (`step`), or a section (``Sections``), which
-is an evaluation, a checkpoint or a barrier of all.  Every worker passes the same decisions in the same order and
-numbers them; a decision is over when all have reported it done (``agree``).
+Work that needs workers of all replicas is part of a *decision*: a training step (`step`), or a section (``Sections``),
+which is an evaluation, a checkpoint or a barrier of all.  Every worker passes the same decisions in the same order and
+numbers them; a decision is over when all workers have reported it done (``agree``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recover_megatron.membership.io.session import Session
 
 @dataclass(eq=False)
 class Rendezvous:
-    """The meetings of one worker that has a place; its main thread calls it."""
+    """Meetings of one worker that has a place; its main thread calls it."""
 
     _session: Session
     _hooks: Hooks
@@ -43,9 +43,9 @@ class Rendezvous:
     def meet(self, number: int, **where: Any) -> None:
         """Meet the others at decision ``number`` and take up the plan of the next epoch.
 
-        ``where``: the fields of ``JoinStatus`` that tell of a step, or of the boundary before one; none in a section.
-        Raises ``Orphaned`` when this worker has no place any more, ``Drained`` when its node is to be switched off,
-        ``NoReplica`` when nobody has a place, ``Fenced`` and ``CoordinatorLost`` when this worker is out.
+        ``where``: the fields of ``JoinStatus`` that describe a step, or the boundary before one; none in a section.
+        Raises ``Orphaned`` if this worker has no place any more, ``Drained`` if its node is drained, ``NoReplica`` if
+        no worker has a place, ``Fenced`` and ``CoordinatorLost`` if this worker is out of the run.
         """
         self._orphan.leave_if_broken()
         self._assignment.epoch_groups.close()
@@ -53,50 +53,50 @@ class Rendezvous:
         self._join(self._planner.status(at=number, **where))
 
     def start(self) -> None:
-        """Join the first epoch: from now on deaths are survived.  Raises as ``meet`` does."""
+        """Join the first epoch: from now on the run survives deaths.  Raises as ``meet`` does."""
         self._join(self._planner.status())
 
     def committed_before_the_end(self, number: int) -> bool:
-        """After ``EpochRevoked``: whether decision ``number`` was committed in the epoch that ends.
+        """Return, after ``EpochRevoked``, whether decision ``number`` was committed in the epoch that ends.
 
         All workers of that epoch get the same answer. A worker that repeats a decision which it had reported in an
-        earlier epoch must not go to a rendezvous then: its mates go on, into operations inside the replica that need
-        it. (A coordinator tells of its commits before it tells of the epoch's end, so at the end they are known.)
-        Raises as ``Orphan.stay`` does.
+        earlier epoch must not go to a rendezvous then: its mates continue, into operations inside the replica that need
+        it. (A coordinator announces its commits before the epoch's end, so at the end they are known.) Raises as
+        ``Orphan.stay`` does.
         """
         self._orphan.leave_if_broken()
-        self._planner.ask()  # nothing, if the end is known
+        self._planner.ask()  # does nothing if the end is known
         self._session.wait_revoked()
         return self._session.committed >= number
 
     def _join(self, status: JoinStatus) -> None:
-        mine, planner = self._assignment, self._planner
-        started, before = time.perf_counter(), mine.taken_up
-        decision, lost = planner.meet(status, "asked for by a worker")
+        assignment, planner = self._assignment, self._planner
+        started, before = time.perf_counter(), assignment.taken_up
+        decision, lost = planner.meet(status, "requested by a worker")
         planner.tell_news(before, decision)
         planner.give_up_unless_enough(decision)
-        if decision.place(mine.me) is None:
+        if decision.place(assignment.me) is None:
             if planner.node in decision.draining:
                 self._orphan.finished = True
                 self._session.leave_idle()
                 raise Drained(planner.node)
-            reason = why_out(decision, mine.replica) or "a worker of its replica has no place any more"
+            reason = why_out(decision, assignment.replica) or "a worker of its replica has no place any more"
             self._orphan.leave(reason)
             raise Orphaned(reason)
         self._announcements.settled()
-        mine.take_up(decision)
-        mine.wait_for_step(decision if decision.step and status.at != decision.at else None)
+        assignment.take_up(decision)
+        assignment.wait_for_step(decision if decision.step and status.at != decision.at else None)
         self._hooks.planned(decision)
         planner.log(decision, lost, time.perf_counter() - started)
 
 
 @dataclass(eq=False)
 class Boundary:
-    """The boundaries before one worker's steps; its main thread calls it.
+    """Boundaries before one worker's steps; its main thread calls it.
 
-    Where a plan has said that spares make new replicas, all meet once more before a step.  The plan of that epoch
-    places them, and the step that follows is their first decision.  ``verify_interval``: iterations between comparisons
-    of states, where all meet there anyway, and the plan finds who differs from its column; 0: none.
+    If a plan announces new replicas made of spares, all workers meet again before a step.  The plan of that epoch
+    places the spares, and the next step is their first decision.  ``verify_interval``: iterations between comparisons
+    of states: all workers meet there anyway, and the plan finds the workers that differ from their column; 0: none.
     """
 
     _hooks: Hooks
@@ -105,21 +105,21 @@ class Boundary:
     _rendezvous: Rendezvous
     verify_interval: int
     _verified: int = field(default=0, init=False)
-    """The iteration before which states were compared last."""
+    """The iteration before which states were last compared."""
 
     def meet_if_wanted(self, prepare: Callable[[], Any]) -> None:
-        """Meet the others once more if a plan has called for it; raises as ``Rendezvous.meet`` does.
+        """Meet the others again if a plan asks for it; raises as ``Rendezvous.meet`` does.
 
-        ``prepare`` is called before and must be made of sections: what must not wait until new mates are here.
+        ``prepare`` is called before, for work that must not wait for the new mates; it may consist of sections only.
         """
-        mine = self._assignment
+        assignment = self._assignment
         while self._wanted():
-            before = mine.decision
+            before = assignment.decision
             prepare()
-            if mine.decision is before:
+            if assignment.decision is before:
                 self._verified = self._hooks.iteration()
                 self._rendezvous.meet(self._next, boundary=True, digest=self._hooks.digest())
-        mine.shares.easing = mine.decision.at == self._next and bool(mine.decision.holders)
+        assignment.shares.easing = assignment.decision.at == self._next and bool(assignment.decision.holders)
 
     @property
     def _next(self) -> int:
@@ -130,45 +130,45 @@ class Boundary:
         if self._assignment.begun_by_others(self._next):
             return False  # there will be another boundary
         if decision.at == self._next and decision.version is not None:
-            return False  # the epoch was made for this boundary
+            return False  # the epoch was formed for this boundary
         if decision.regroup:
             return True
         return self.verifying and self._verified != self._hooks.iteration()
 
     @property
     def verifying(self) -> bool:
-        """Whether states are compared before the step of this iteration."""
+        """True if states are compared before the step of this iteration."""
         return self.verify_interval > 0 and self._hooks.iteration() % self.verify_interval == 0
 
     @property
     def joining_next(self) -> bool:
-        """Whether the step that follows is one that others have begun, or some begin without a state."""
+        """True if the next step is one that others have begun, or that some workers begin without a state."""
         decision = self._assignment.decision
         return self._assignment.begun_by_others(self._next) or (decision.at == self._next and bool(decision.fresh))
 
     @property
     def in_section_of_others(self) -> bool:
-        """Whether the epoch was made while others were in a section that comes before the next step."""
+        """True if the epoch was formed while others were in a section that comes before the next step."""
         decision = self._assignment.decision
         return decision.at == self._next and not decision.step and decision.version is None
 
 
 class Kept:
-    """The inputs over which operations of the present section have written: it may be run again as a whole."""
+    """Saved inputs of in-place operations of the present section, which may be run again from the start."""
 
     def __init__(self) -> None:
         self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forget(self) -> None:
-        """The section is over, or another one begins."""
+        """Drop the saved inputs: the section is over, or another one begins."""
         self._inputs.clear()
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
-        """An operation is about to write over these."""
+        """Save tensors that an operation is about to overwrite."""
         self._inputs += [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def restore(self) -> None:
-        """The section begins again: its tensors have what they had when it began."""
+        """Restore the tensors to their values at the beginning of the section, which begins again."""
         with torch.no_grad():
             for tensor, copy in reversed(self._inputs):
                 tensor.copy_(copy)
@@ -177,7 +177,7 @@ class Kept:
 
 @dataclass(eq=False)
 class Sections:
-    """The sections of one worker, whose main thread calls it: run again from the start when a worker is lost."""
+    """Sections of one worker, whose main thread calls it: run again from the start when a worker is lost."""
 
     _hooks: Hooks
     _progress: ProgressReports
@@ -185,20 +185,20 @@ class Sections:
     _orphan: Orphan
     _rendezvous: Rendezvous
     kind: str = field(default="", init=False)
-    """What the last section was, or is."""
+    """Kind of the present section, or of the last one."""
     kept: Kept = field(default_factory=Kept, init=False)
-    """What operations of the present section wrote over."""
+    """Inputs that operations of the present section overwrote."""
 
     def run(
         self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = lambda: None, together: bool = False
     ) -> Any:
-        """Run something that needs all workers to its end; what ``run`` returned.
+        """Run a section that needs all workers to its end; return the result of ``run``.
 
         ``run`` must either raise ``EpochRevoked`` or have no effect that a second run would double; ``reset`` undoes
-        the rest, but for what operations over replicas wrote over their input: that is ``kept``.
+        other effects, except on inputs that operations over replicas overwrote: these are in ``kept``.
 
-        ``together``: in ``run`` the workers of a replica wait for each other, and ``run`` does not raise
-        ``EpochRevoked``. So they begin it together, whichever of them knows already that the epoch is over.
+        ``together``: the workers of a replica wait for each other in ``run``, which does not raise ``EpochRevoked``. So
+        they begin it together, even if only some of them know already that the epoch is over.
 
         Raises as ``Rendezvous.meet`` does, and what ``run`` raises.
         """
@@ -213,14 +213,17 @@ class Sections:
                 else:
                     self._orphan.check()
                 result = run()
-                # Not left to ``agree``: the session may not have heard yet of what an operation of ``run`` has met (and
-                # gone on after: ``Mode.DEFERRED``), and what is reported done counts in later epochs, too.
+                # Not left to ``agree``: the session may not know yet of an error in an operation of ``run`` (which
+                # continued
+                # after it: ``Mode.DEFERRED``), and a decision that is reported done counts in later epochs, too.
                 self._orphan.check()
                 if self._assignment.decision.at == number:
-                    # The epoch was made in the middle of this section.  What is reported stays so: a column that had
-                    # reported it could see it committed, by what others report now, while one of its members runs it
-                    # again and needs the rest.  So nobody reports before all have run it again, and if it is committed
-                    # what this run has returned counts, though this worker may not come to report it.
+                    # The epoch was formed in the middle of this section.  Reports are final: a column that had reported
+                    # the section could see it committed, by the present reports of others, while one of its members
+                    # runs it
+                    # again and needs the rest.  So no worker reports before all have run it again; and if it is
+                    # committed,
+                    # this run's result counts, even if this worker does not come to report it.
                     with self._progress.waiting(kind):
                         self._assignment.epoch_groups.any(False, tuple(sorted(self._assignment.live)))
                 self._progress.agree(number)
@@ -230,7 +233,7 @@ class Sections:
                 if self._rendezvous.committed_before_the_end(number):
                     return result
                 self._rendezvous.meet(number)
-                if self._assignment.committed(number):  # only when all had reported it done, this worker too
+                if self._assignment.committed(number):  # only if all had reported it done, this worker too
                     return result
                 self.kept.restore()
                 reset()

@@ -1,20 +1,20 @@
-"""A spare: a live worker without a place.  Its thread joins every epoch in its name, so that nobody waits for it.
+"""A spare: a live worker without a place.  Its thread joins every epoch in its name, so that no worker waits for it.
 
-    orphaned --> JOINING --plan--> IDLE --revoked, or there is news to tell--> JOINING ...
+    orphaned --> JOINING --plan--> IDLE --revoked, or a new status to report--> JOINING ...
                     |
-                    |--the plan gives it a place-------------> Decision        the main thread takes it up
-                    |--the plan wants another position of it--> OtherPosition   the main thread builds another model
-                    |--the plan has it keep another's state---> Mirror          the main thread takes it over
-                    |--the run's end, it was put out, or has
-                    |  other flags than the run---------------> RunOver         the main thread ends the process
-                    |--its node is to be switched off---------> Drained         the same, and the run goes on
-                    '--the main thread does not come----------> the process ends: a stuck worker helps nobody
+                    |--the plan gives it a place-------------> Decision        the main thread takes it
+                    |--the plan needs it in another position-> OtherPosition   the main thread builds another model
+                    |--the plan makes it mirror a state------> Mirror          the main thread copies that state
+                    |--the run ends, it is evicted, or its
+                    |  flags differ from the run's-----------> RunOver         the main thread terminates the process
+                    |--its node is drained-------------------> Drained         the same, and the run continues
+                    '--the main thread does not come----------> the process exits: a stuck worker helps no other
 
-The main thread may still be on its way out of the training, by the plan in which it had a place, or stuck for good.
-Until it has ``arrived`` the spare is not ready, and gets nothing but the end of the run.  How long it may stay away
-depends on what it does (``_back_by``): to leave the training ``STUCK_SECONDS``, or the hang timeout, and what its last
-mark allows; to build a model ``BUILD_SECONDS``; to keep another's state as long as the epoch lasts, whose end ends
-that, then ``STUCK_SECONDS``.
+The main thread may still be leaving the training, by the plan in which it had a place, or be stuck for good.  Until it
+has arrived (``arrive``) the spare is not ready, and receives nothing except the end of the run.  How long it may take
+depends on its task (``_back_by``): to leave the training, ``STUCK_SECONDS`` or the hang timeout, plus the allowance of
+its last mark; to build a model, ``BUILD_SECONDS``; to mirror a state, as long as the epoch lasts, whose end ends that,
+then ``STUCK_SECONDS``.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, Ep
 log = get_logger(__name__)
 
 LINGER_SECONDS = 10.0
-"""How long a worker that is out of the run, or whose run has ended, waits for its main thread; then it just ends."""
+"""Seconds that a worker out of the run, or whose run has ended, waits for its main thread before it exits."""
 GRACE_SECONDS = 0.25
-"""How long a join waits for a main thread that is about to arrive: it saves an epoch."""
+"""Seconds that a join waits for a main thread that is about to arrive: it saves an epoch."""
 STUCK_SECONDS = 60.0
-"""After which a main thread that nothing keeps from arriving counts as stuck for good."""
+"""Seconds after which a main thread that nothing keeps from arriving counts as stuck for good."""
 BUILD_SECONDS = 3600.0
-"""The same where it is building a model."""
+"""Seconds after which a main thread that builds a model counts as stuck."""
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """This worker keeps the state of one of the last replica, as long as the epoch lasts."""
+    """Task to mirror the state of a worker of the last replica, as long as the epoch lasts."""
 
     decision: Decision
 
 
 Outcome = Decision | Mirror | OtherPosition | RunOver
-"""What becomes of a spare: a place by this decision, another worker's state to keep, or why it waits no longer."""
+"""Result of waiting as a spare: a place by this decision, a state to mirror, or the reason to wait no longer."""
 
 
 class Spare:
-    """Of worker ``me``.  ``status``: what it joins with until its main thread arrives, in ``leaving`` seconds."""
+    """Spare of worker ``me``.  ``status``: joins with it until its main thread arrives, within ``leaving`` seconds."""
 
     def __init__(
         self, planner: Planner, session: Session, me: int, status: JoinStatus, *, leaving: float = STUCK_SECONDS
@@ -71,12 +71,12 @@ class Spare:
         self._outcome: Outcome | None = None
         self._changed = threading.Condition()
         self._here = False
-        """Whether the main thread waits."""
+        """True if the main thread waits."""
         self._grace = GRACE_SECONDS
         self._last: Decision | None = None
-        """What the last epoch decided that had no place for this worker."""
+        """The last epoch's decision that had no place for this worker."""
         self._back_by: float | None = time.monotonic() + leaving
-        """When a main thread that has not arrived counts as stuck; None: not as long as the epoch lasts."""
+        """Time at which a main thread that has not arrived counts as stuck; None: not while the epoch lasts."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="spare", daemon=True).start()
@@ -86,17 +86,17 @@ class Spare:
         return time.perf_counter() - self._since
 
     def arrive(self, **offer: object) -> Outcome:
-        """In the main thread: tell what this worker has to offer from now on (fields of ``Status``), and wait.
+        """Offer this worker, in the main thread, with these fields of ``JoinStatus``, and wait.
 
-        Returns when something is wanted of it, or the run is over.  After ``OtherPosition`` and ``Mirror`` the thread
-        goes on joining, as one that is not ready, until this is called again.
+        Returns when the run needs this worker, or is over.  After ``OtherPosition`` and ``Mirror`` the spare's thread
+        keeps joining, as not ready, until this is called again.
         """
         with self._changed:
             self._status = self._with({"ready": True, "building": False, **offer})
             self._here, self._grace = True, GRACE_SECONDS
             self._changed.notify_all()
         if self._is_news(self._last):
-            with suppress(CoordinatorLost, Fenced):  # the thread is told, too, and says how it ends
+            with suppress(CoordinatorLost, Fenced):  # the spare's thread gets this error, too, and returns the outcome
                 self._let_them_begin()
                 self._session.ask(f"worker {self._me} {READY}")
         with self._changed:
@@ -108,9 +108,10 @@ class Spare:
         return outcome
 
     def _with(self, fields: dict[str, Any]) -> JoinStatus:
-        """The status with these; an iteration only where it is newer, and of the timeline that this worker has met in.
+        """Return the status with these fields; an iteration only if it is newer, and of the present timeline.
 
-        It became a spare while the main thread may have been about to begin an iteration, which the others lost it in.
+        The worker became a spare while its main thread may have been about to begin the iteration in which it was lost
+        to the others.
         """
         status = replace(self._status, **{name: value for name, value in fields.items() if name != "iteration"})
         same = status.state_of == self._planner.timeline[0]
@@ -136,18 +137,18 @@ class Spare:
             os._exit(outcome.code)
 
     def _take_part(self) -> Outcome | None:
-        """One epoch; how it ends for this worker, if it does."""
+        """Take part in one epoch; return this worker's outcome, if it has one."""
         me, planner, session = self._me, self._planner, self._session
         with self._changed:
             self._changed.wait_for(lambda: self._here, self._grace)
-            sent, told = self._status, self._here
+            sent, was_here = self._status, self._here
             if self._back_by is None:  # the epoch for which it kept a state is over
                 self._back_by = time.monotonic() + STUCK_SECONDS
         timeline = planner.timeline
         decision, _ = planner.meet(sent, f"worker {me} is a spare: {sent.note}")
         with self._changed:
-            news = self._here and not told
-            # Should nobody else be left, this worker writes the failure report: it remembers what the others told.
+            news = self._here and not was_here
+            # If no other worker is left, this one writes the failure report: it remembers what the others reported.
             self._status = replace(
                 self._status,
                 at=max(self._status.at, decision.at),
@@ -179,15 +180,15 @@ class Spare:
             planner.give_up_unless_enough(decision)
             with self._changed:
                 if not self._here:
-                    return RunOver(1, "its main thread has not come out of what it was doing")
+                    return RunOver(1, "its main thread did not return from its last task in time")
         return None
 
     def _is_news(self, decision: Decision | None) -> bool:
-        """Whether an epoch might make something of it that this worker is ready; else the next one hears it anyway."""
+        """Return whether an epoch might use the fact that this worker is ready; else the next one learns it anyway."""
         return decision is None or self._status.position is None or not self._planner.has_all_replicas(decision)
 
     def _patience(self, decision: Decision) -> float | None:
-        """How long to wait for the next epoch; None: for as long as it takes."""
+        """Return the seconds to wait for the next epoch; None: no limit."""
         if decision.short:
             return max(0.0, self._planner.patience())
         by = self._back_by
@@ -201,7 +202,7 @@ class Spare:
                 self._session.wait_committed(last.at, last.epoch)
 
     def _have(self, task: OtherPosition | Mirror, **fields: object) -> None:
-        """Give the main thread something to do; until it has come back, this worker has no place to take."""
+        """Give the main thread a task; until it has arrived again, this worker cannot take a place."""
         with self._changed:
             self._status = replace(self._status, ready=False, **fields)  # type: ignore[arg-type]
             self._outcome = task

@@ -1,11 +1,11 @@
-"""When a run goes back to a checkpoint, or to snapshots in memory: to which, and what is told of what it leaves behind.
+"""Rollbacks to a checkpoint, or to snapshots in memory: the target, and the statuses of earlier timelines.
 
     timeline 0    1  2  3  4  5  6  7  the state is lost
                            |
     timeline e                '-- 5  6  7  8 ...        e: the epoch that decided to go back to iteration 4
 
-A worker that slept through it may still offer a state of iteration 6.  It is of no use: the others have run 5 and 6
-again, and their sums differ from its by rounding.  Pure, as `plan` is.
+A worker that missed the rollback may still offer a state of iteration 6.  It is of no use: the others have run 5 and 6
+again, and their sums differ from its sums by rounding.  Pure, as `plan` is.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from recover_megatron.instep.decision import (
 
 
 def newest(statuses: Mapping[int, JoinStatus]) -> Timeline:
-    """The timeline that the run is in."""
+    """Return the present timeline of the run."""
     return max((status.timeline for status in statuses.values()), default=(0, 0))
 
 
 def same_as(statuses: Mapping[int, JoinStatus]) -> int:
-    """``Decision.same_as`` of the timeline that the run is in."""
+    """Return ``Decision.same_as`` of the present timeline."""
     return max((status.same_as for status in statuses.values() if status.timeline == newest(statuses)), default=-1)
 
 
 def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[int, JoinStatus]:
-    """The same statuses; what they say of iterations and states of an earlier timeline is left out.
+    """Return the statuses without iterations and states of an earlier timeline.
 
-    But for a state that this timeline began with: some may have had the plan that began it, and others not.
+    Exception: a state with which this timeline began: only some workers may have received the plan that began it.
     """
     found, (epoch, begun_after), before = dict(statuses), timeline, same_as(statuses)
     for worker, status in statuses.items():
@@ -51,8 +51,8 @@ def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[
 
 
 def not_told(statuses: Mapping[int, JoinStatus], version: int | None) -> Rollback | None:
-    """The rollback to ``version``, which workers hold, that the run's timeline began with and nobody has carried out
-    yet; None: there is none."""
+    """Return the rollback to ``version``, held by workers, with which the present timeline began and which no worker
+    has carried out yet; None: there is none."""
     _, begun_after = newest(statuses)
     lost = undone(statuses) - 1 - begun_after
     held = same_as(statuses) >= 0 and version == begun_after
@@ -60,7 +60,7 @@ def not_told(statuses: Mapping[int, JoinStatus], version: int | None) -> Rollbac
 
 
 def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
-    """Which checkpoints could not be loaded, in words for people; empty: none was tried."""
+    """Return text about checkpoints that could not be loaded; empty: none was tried."""
     found = sorted({iteration for status in statuses.values() for iteration in status.unreadable})
     if not found:
         return ""
@@ -68,33 +68,33 @@ def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
 
 
 def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> Kept | None:
-    """The newest snapshot of which all parts are there; of those that nobody failed to load.
+    """Return the newest snapshot with a holder for every part, unless some worker failed to load it.
 
-    Those of an earlier timeline do not count: workers that were there when the run went back have named theirs anew.
+    Snapshots of an earlier timeline do not count: workers present at the rollback have renamed theirs.
     """
     holders: dict[tuple[int, int, int], dict[int, dict[int, str]]] = {}
     for worker, status in sorted(statuses.items()):
         for part, iteration, of, taken, parts in status.snapshots:
             if of == timeline[0]:
-                its = holders.setdefault((iteration, taken, parts), {})
-                its.setdefault(part, {})[worker] = status.peer_store
+                by_part = holders.setdefault((iteration, taken, parts), {})
+                by_part.setdefault(part, {})[worker] = status.peer_store
     spoiled = {iteration for status in statuses.values() for iteration, of in status.spoiled if of == timeline[0]}
-    complete = (one for one, its in holders.items() if len(its) == one[2] and one[0] not in spoiled)
+    complete = (one for one, by_part in holders.items() if len(by_part) == one[2] and one[0] not in spoiled)
     newest = max(complete, default=None)
     return None if newest is None else Kept(newest[0], holders[newest], newest[1])
 
 
 def covered(kept: Kept | None, copies: Mapping[int, Sequence[int]]) -> bool:
-    """Whether everybody holds it who is to hold copies."""
+    """Return whether every worker that should hold a copy of ``kept`` holds it."""
     if kept is None or not copies:
         return not copies
     if set(kept.holders) != set(copies):
         return False  # taken by more workers, or by fewer
-    return all(worker in kept.holders[part] for part, its in copies.items() for worker in its)
+    return all(worker in kept.holders[part] for part, keepers in copies.items() for worker in keepers)
 
 
 def undone(statuses: Mapping[int, JoinStatus]) -> int:
-    """``JoinStatus.undone`` of those that have met in the run's timeline: the least; 0: it was carried out."""
+    """Return the least ``JoinStatus.undone`` of members in the present timeline; 0: the rollback was carried out."""
     return min((status.undone for status in statuses.values() if status.timeline == newest(statuses)), default=0)
 
 
@@ -105,10 +105,10 @@ def target(
     seen: int = 0,
     committed: int = 0,
 ) -> Rollback | None:
-    """What to go back to: ``held``, ``memory``, or the newest complete checkpoint that nobody has failed to load.
+    """Return the rollback to ``held``, ``memory``, or the newest complete checkpoint that no worker failed to load.
 
-    Of these the newer one; None: there is none.  ``held``: the version of a state that workers hold.  ``seen``: an
-    iteration that was under way, and that ``statuses`` may not know of.  ``committed``: the last decision that is.
+    The newest of these; None: there is none.  ``held``: the version of a state that workers hold.  ``seen``: an
+    iteration that was under way, and that ``statuses`` may not know.  ``committed``: the last committed decision.
     """
     unreadable = {iteration for status in statuses.values() for iteration in status.unreadable}
     every = merged(*(status.checkpoints for status in statuses.values()))

@@ -1,3 +1,3 @@
 """Model and optimizer states: which worker holds which shard (`shards`), and copies in the memory of other workers
-(`snapshots`).  `overlap` is the parameters' way while the next forward pass runs.
+(`snapshots`).  `overlap` gathers the parameters while the next forward pass runs.
 """

@@ -1,19 +1,18 @@
-"""Parameters that arrive while the next forward pass runs (--overlap-param-gather), whoever dies meanwhile.
+"""Parameters that arrive while the next forward pass runs (--overlap-param-gather), whichever workers die meanwhile.
 
     updated --all have agreed--> GATHERING --over the ring, all parts have come--> COMPLETE
                                      |                                                ^
                                      '-- the epoch ends --> FETCHING -----------------'
-                                                            all that is missing, from whoever holds it
+                                                            all missing parts, from any holder
 
-A forward pass is not interrupted, so it cannot meet the others to gather again, and it need not.  Once all have agreed
-that the update is made, every holder of a unit (its owner and its shadows, see `shards`) has the unit's new parameters
-in its own model.  There they stay until its next update, and nobody makes that before all that live have agreed on the
-next step, so have run their forward pass, so have all parameters.  Until then a part can be had from any of its
-holders, whatever they do and whichever epoch they are in: a thread of theirs answers (`collectives.peers`), for the
-update that it is asked about and for no other.
+A forward pass is not interrupted, so it cannot meet the others to gather again, and need not.  Once all have agreed
+that the update is done, every holder of a unit (its owner and its shadows, see `shards`) has the unit's new parameters
+in its own model.  They stay there until its next update, which no worker does before all live workers have agreed on
+the next step, so have run their forward pass, so have all parameters.  Until then any holder can send a part, whatever
+it does and whichever epoch it is in: one of its threads answers (`collectives.peers`), for the requested update only.
 
-A unit has the same bits at all of its holders, so it does not matter who answers.  (Where another kind of processor
-updates the shadows it has not; then parameters are gathered at the end of the step: ``gradients.Parameters``.)
+A unit has the same bits at all of its holders, so any of them may answer.  (If another kind of processor updates the
+shadows it has not; then parameters are gathered at the end of the step: ``gradients.Parameters``.)
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ from recover_megatron.workload.shards import owned
 log = get_logger(__name__)
 
 Part = tuple[int, Span]
-"""Elements of a bucket, by its number."""
+"""Elements of a bucket, with its number."""
 MOST_PARTS = 4096
-"""Of a request."""
+"""Greatest number of parts in a request."""
 UNREACHED_SECONDS = 5.0
-"""A live holder that has not been reached for so long will not be."""
+"""Seconds after which a live holder that could not be reached counts as unreachable."""
 RETRY_SECONDS = 0.02
-"""Before a holder that cannot be reached is asked again, until the run knows that it is lost."""
+"""Seconds before an unreachable holder is asked again, until the run knows that it is lost."""
 
 
 class Overlap:
-    """One worker's parameters on their way.  ``parts``: (column, flat tensor) of each bucket, the last needed first.
+    """Parameters of one worker on their way.  ``parts``: (column, flat tensor) of each bucket, the last needed first.
 
-    ``lose`` is called with a unit whose parameters nobody has any more, and raises.
+    ``lose`` is called with a unit whose parameters no worker has any more, and raises.
     """
 
     def __init__(
@@ -70,33 +69,33 @@ class Overlap:
         self._recovery = recovery
         self._lose = lose
         self._missing: dict[int, Handle | None] = {}
-        """Bucket -> its gathering over the ring, or None: it is to be fetched.  What is complete is not in here."""
+        """Bucket -> its gathering over the ring, or None: to be fetched.  Complete buckets are not in here."""
         self._update = 0
-        """The number of the decision that the update was."""
+        """The number of the decision of the update."""
         self._published: int | None = None
         self._made: Any = None
-        """The point at which the device has made the update."""
+        """The point at which the device has done the update."""
         self._fetchers: dict[int, Fetcher] = {}
 
     @property
     def pending(self) -> bool:
-        """Whether parameters of the model may be missing."""
+        """True if parameters of the model may be missing."""
         return bool(self._missing)
 
     # ---- for the others
 
     def publish(self, update: int) -> None:
-        """What this worker holds has been updated: from now on it is given to others.  Before it reports that."""
+        """Serve updated parameters to others; call before reporting the update done."""
         self._made = made_so_far(self._gpu)
         self._published = update
         self._recovery.comm_config.peer_store.source = self.give
 
     def withdraw(self) -> None:
-        """What this worker holds is going to change."""
+        """Stop serving: this worker's parameters are going to change."""
         self._published = None
 
     def give(self, what: Sequence[int]) -> bytes | None:
-        """In the peer store's thread: parts of buckets, one behind the other; see ``_bring``."""
+        """Return parts of buckets, concatenated, in the peer store's thread; see ``_bring``."""
         update, *numbers = what
         parts = [self._flat(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
         if update != self._published or sum(part.nbytes for part in parts) > MOST_BYTES:
@@ -107,16 +106,16 @@ class Overlap:
 
     def _flat(self, number: int, start: int, stop: int) -> torch.Tensor:
         if not 0 <= number < len(self._parts) or not 0 <= start < stop <= self._parts[number][1].ledger.numel:
-            raise ValueError(f"there is no {start}:{stop} in a bucket {number}")
+            raise ValueError(f"no elements {start}:{stop} in bucket {number}")
         return self._parts[number][1].flat[start:stop]
 
     # ---- for this worker
 
     def start(self, update: int) -> None:
-        """All have agreed on the update: gather over the ring, in the background, what is needed first first.
+        """Gather over the ring, in the background, what is needed first first: all have agreed on the update.
 
-        If that was learnt from the plan of a later epoch others may be in the next step already: then the ring is not
-        theirs any more, and everything is fetched.
+        If this worker learnt that from the plan of a later epoch, others may be in the next step already: then they do
+        not use the ring any more, and everything is fetched.
         """
         recovery = self._recovery
         self._update = update
@@ -138,8 +137,8 @@ class Overlap:
     def complete(self, number: int) -> None:
         """Return when bucket ``number`` of the model has all of its parameters.
 
-        Raises ``Orphaned`` when this worker's replica is broken, ``StateLost`` if nobody has them any more, ``Fenced``
-        and ``CoordinatorLost`` when this worker is out.
+        Raises ``Orphaned`` if this worker's replica is broken, ``StateLost`` if no worker has them any more, ``Fenced``
+        and ``CoordinatorLost`` if this worker is out of the run.
         """
         if number not in self._missing:
             return
@@ -149,7 +148,7 @@ class Overlap:
         self._fetch()
 
     def _arrived(self, number: int) -> bool:
-        """Wait for the ring: whether it has brought the bucket.  Raises ``EpochRevoked``."""
+        """Wait for the ring; return whether it has brought the bucket.  Raises ``EpochRevoked``."""
         handle = self._missing[number]
         if handle is None:
             return False
@@ -158,12 +157,12 @@ class Overlap:
         return True
 
     def complete_all(self) -> None:
-        """As ``complete``, for all buckets: the model is that of the last update."""
+        """Complete all buckets, as ``complete`` does: the model is then that of the last update."""
         for number in list(self._missing):
             self.complete(number)
 
     def forget(self) -> None:
-        """This worker has lost its place: what is missing stays so, and what it has is given to nobody."""
+        """Stop serving and drop pending buckets: this worker has lost its place."""
         self.withdraw()
         self._missing.clear()
         self._hang_up()
@@ -171,7 +170,7 @@ class Overlap:
     # ---- inside
 
     def _fetch(self) -> None:
-        """Get all that the ring has not brought, from one holder after the other; then nothing is missing."""
+        """Fetch everything that the ring has not brought, from one holder after the other; then nothing is missing."""
         recovery, began = self._recovery, time.monotonic()
         came: dict[int, int] = {}
         with recovery.progress.waiting("param-gather"):
@@ -184,10 +183,10 @@ class Overlap:
         self._missing.clear()
         self._hang_up()
         if came:
-            self._tell(came, time.monotonic() - began)
+            self._report(came, time.monotonic() - began)
 
     def _fetch_unit(self, column: Column, unit: int, wanted: Sequence[Part], came: dict[int, int]) -> None:
-        """``came``: worker -> bytes that it has given."""
+        """Fetch parts of a unit.  ``came``: worker -> bytes that it has sent."""
         if unit not in self._shards.held(column):
             for request in _requests(wanted, lambda number: self._parts[number][1].flat.element_size()):
                 worker, data = self._bring(request, unit, self._shards.layout(column).holders(unit))
@@ -196,12 +195,12 @@ class Overlap:
         for number, span in wanted:
             self._parts[number][1].ledger.mark(span, self._recovery.assignment.decision.epoch)
 
-    def _tell(self, came: dict[int, int], seconds: float) -> None:
+    def _report(self, came: dict[int, int], seconds: float) -> None:
         size = sum(came.values())
         self._recovery.hooks.log("parameters fetched", bytes=size, seconds=round(seconds, 6))
         log.info(
-            f"{size} bytes of parameters were fetched from workers {sorted(came)} in {seconds:.3f} s: "
-            "an epoch had ended before they had come"
+            f"{size} bytes of parameters were fetched from workers {sorted(came)} in {seconds:.3f} s, because an epoch "
+            "ended before they had arrived"
         )
 
     def _hang_up(self) -> None:
@@ -210,11 +209,11 @@ class Overlap:
         self._fetchers.clear()
 
     def _wanted(self, column: Column) -> dict[int, list[Part]]:
-        """Unit -> what is missing of it, in all buckets of its column."""
+        """Return unit -> its missing parts, in all buckets of its column."""
         found: dict[int, list[Part]] = {}
         for number in self._missing:
-            its, bucket = self._parts[number]
-            if its == column:
+            key, bucket = self._parts[number]
+            if key == column:
                 missing = [(span.start, span.stop) for span in bucket.ledger.local]
                 for unit, parts in owned(self._shards.layout(column), missing, bucket.ledger.numel).items():
                     found.setdefault(unit, []).extend((number, Span(*part)) for part in parts)
@@ -229,7 +228,7 @@ class Overlap:
             at = end
 
     def _bring(self, parts: Sequence[Part], unit: int, holders: Sequence[int]) -> tuple[int, bytes]:
-        """Ask the holders in turn until one answers, or none ever will; who it was."""
+        """Ask the holders in turn until one answers, or none ever will; return the worker and its answer."""
         what = [self._update, *(number for bucket, span in parts for number in (bucket, span.start, span.stop))]
         refused: set[int] = set()
         unreached: dict[int, float] = {}
@@ -253,9 +252,9 @@ class Overlap:
             if not left:
                 self._lose(unit)
             if all(time.monotonic() - unreached.get(worker, math.inf) > UNREACHED_SECONDS for worker in left):
-                # They live, and others may hear them: this worker's replica cannot go on, theirs can.
+                # They live, and others may reach them: this worker's replica cannot continue, theirs can.
                 self._recovery.edges.suspect(left)
-                raise PeerLost(f"workers {left} hold parameters that this one needs, and cannot be reached", road=True)
+                raise PeerLost(f"workers {left}, which hold parameters that this one needs, are unreachable", road=True)
             time.sleep(RETRY_SECONDS)  # it is dead, and the run does not know yet
 
     def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:
@@ -268,7 +267,7 @@ class Overlap:
     def _wait_for(self, worker: int) -> None:
         self._recovery.orphan.stay()
         if self._is_gone(worker):
-            raise PeerLost(f"worker {worker} is gone")
+            raise PeerLost(f"worker {worker} is lost")
 
     def _is_gone(self, worker: int) -> bool:
         recovery = self._recovery
@@ -276,14 +275,14 @@ class Overlap:
 
 
 def _on_host(part: torch.Tensor) -> torch.Tensor:
-    """A copy that has been ordered, where ``part`` is of a GPU; else itself."""
+    """Return a copy ordered on the stream, if ``part`` is on a GPU; else ``part``."""
     if part.device.type == "cpu":
         return part
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def _requests(parts: Sequence[Part], bytes_each: Callable[[int], int]) -> Iterator[list[Part]]:
-    """The same parts, cut and put together such that an answer is not over ``MOST_BYTES``."""
+    """Cut and join the parts so that no answer exceeds ``MOST_BYTES``."""
     request: list[Part] = []
     room = MOST_BYTES
     for number, span in parts:

@@ -1,15 +1,14 @@
-"""The optimizer's state of a column in parts: which worker's part is where now, and how parts change hands.
+"""Optimizer state of a column in shards: which worker holds which shard now, and how shards change hands.
 
-    launch --adopt--> every worker has its shard, nobody a second copy
+    launch --adopt--> every worker has its shard, none a second copy
                          |
                          '--boundary: stale()--> exchange() --all have agreed--> take_up()     shards and shadows
                                  ^                                                  |
-                                 '---- somebody was lost, or has come, or is to ----'
-                                                          leave
+                                 '---- a worker is lost, has come, or will leave ---'
 
-`workload.shards` decides who holds what.  Between a loss and the next boundary the layout stays, and the first live
-holder of a unit is its primary.  Slots name places, workers name who stands there: a layout is made of workers, since
-somebody who takes the place of a lost one has none of its state.
+`workload.shards` decides the layout.  Between a loss and the next boundary the layout stays, and the first live holder
+of a unit is its primary.  Slots name places, workers name their occupants: a layout is made of workers, since a worker
+that takes the place of a lost one has none of its state.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ from recover_megatron.workload.shards import AnyLayout, ElementRange, Instances,
 
 @dataclass(eq=False)
 class Shards:
-    """The layouts of this worker's columns, and what follows from them in the present epoch.
+    """The layouts of this worker's columns, and their consequences in the present epoch.
 
-    The columns: each in the ring's order -> in Megatron's, that of the shards, instance by instance.  The assignment:
-    who stands where now.  The instances are Megatron's optimizer instances; if there are several, they are the copies.
+    ``_columns``: each in the ring's order -> in Megatron's order of shards, instance by instance.  ``_assignment``: the
+    present worker of each slot.  ``_instances``: Megatron's optimizer instances; if there are several, they are the
+    copies.
     """
 
     _columns: Mapping[Column, Sequence[Slot]]
@@ -47,7 +47,7 @@ class Shards:
     _strides_for: Mapping[int, frozenset[str]] | None = field(default=None, init=False)
     _strides: dict[tuple[Column, int], int] = field(default_factory=dict, init=False)
     _gone: set[int] = field(default_factory=set, init=False)
-    """Workers that have been without a place since the layouts were made: what they hold has missed an update."""
+    """Workers that have been without a place since the layouts were made: their shards have missed an update."""
 
     @property
     def columns(self) -> list[Column]:
@@ -56,61 +56,61 @@ class Shards:
     # ---- layouts
 
     def adopt(self) -> None:
-        """At launch: everybody has the shard that Megatron gave it, and no other."""
+        """Set the layouts at launch: every worker has the shard that Megatron assigned to it, and no other."""
         standing = self._assignment.standing
         self.take_up({column: self._layout_with(column, 0, standing) for column in self._columns})
 
     def take_up(self, layouts: Mapping[Column, AnyLayout]) -> None:
-        """From now on these hold, also where some of those who were to hold something are gone by now."""
+        """Use these layouts from now on, even if some of their holders are lost by now."""
         self._layouts = dict(layouts)
         self._gone.clear()
         self.planned()
 
     def forget(self) -> None:
-        """This worker has lost its place: whatever it holds will be out of date."""
+        """Drop the layouts: this worker has lost its place, so its shards will be out of date."""
         self._layouts.clear()
         self._gone.clear()
         self._cuts.clear()
 
     @property
     def known(self) -> bool:
-        """Whether this worker knows the layouts: not before it has taken a place."""
+        """True if this worker knows the layouts: not before it has taken a place."""
         return bool(self._layouts)
 
     def planned(self) -> None:
-        """A new epoch: others may stand where they did not."""
+        """Follow a new epoch, in which other workers may be in the slots."""
         standing = set(self._assignment.standing.values())
         self._gone |= {worker for layout in self._layouts.values() for worker in layout.workers} - standing
         self._cuts.clear()
 
     def stale(self) -> bool:
-        """Whether the layouts are not those for who is there now."""
+        """Return whether the layouts are not those for the present workers."""
         return bool(self._gone) or any(self._layouts[column] != self.wanted(column) for column in self._columns)
 
     def layout(self, column: Column) -> AnyLayout:
         return self._layouts[column]
 
     def wanted(self, column: Column) -> AnyLayout:
-        """The layout for who is there now, and stays."""
+        """Return the layout for the workers that are present and stay."""
         return self._layout_with(column, self._shadows, self._assignment.staying)
 
     def distrust_shadows(self) -> None:
-        """What the shadows hold is not to be used: until it changes hands again, nobody has a second copy."""
+        """Ignore the contents of the shadows: until shards change hands again, no worker has a second copy."""
         layouts = {column: layout.without_copies() for column, layout in self._layouts.items()}
         self.take_up(layouts)
 
     def to_json(self) -> Any:
-        """For somebody who takes a place of these columns: the layouts that it has no part in."""
+        """Return the layouts for a worker that takes a place of these columns and has no part in them."""
         return {"layouts": [_to_json(self.layout(column)) for column in self._columns], "gone": sorted(self._gone)}
 
     def from_json(self, value: Any) -> None:
-        """What another member of these columns has told."""
+        """Take over the layouts that another member of these columns sent."""
         layouts, gone = self.read(value)
         self.take_up(layouts)
         self._gone |= {*gone, self._assignment.me}
 
     def read(self, value: Any) -> tuple[dict[Column, AnyLayout], frozenset[int]]:
-        """What ``to_json`` of a member of these columns said: the layouts, and of their workers those without state."""
+        """Return the layouts sent by a member of these columns (``to_json``), and their workers without a state."""
         found = map(_from_json, value["layouts"])
         return dict(zip(self._columns, found, strict=True)), frozenset(value["gone"])
 
@@ -124,7 +124,7 @@ class Shards:
         return parts.layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows, stride)
 
     def _stride(self, column: Column, order: Sequence[int]) -> int:
-        """How far copies are for who is there now; kept, since it is asked before every step."""
+        """Return the distance of copies for the present workers; cached, since it is asked before every step."""
         touched, present = self._assignment.decision.touched, self._layouts.get(column)
         if self._strides_for is not touched:
             self._strides_for, self._strides = touched, {}
@@ -137,37 +137,37 @@ class Shards:
 
     @property
     def live(self) -> frozenset[int]:
-        """The workers that stand somewhere and have made all updates since the layouts were made."""
+        """The workers that have a place and have done all updates since the layouts were made."""
         return frozenset(self._assignment.standing.values()) - self._gone
 
     def lost(self) -> list[int]:
-        """Workers whose part of the state nobody has any more."""
+        """Return the workers whose part of the state no worker has any more."""
         return sorted({unit for layout in self._layouts.values() for unit in parts.lost(layout, self.live)})
 
     def held(self, column: Column) -> tuple[int, ...]:
-        """The units of a column whose state this worker has: its own first; none for one that has just come."""
+        """Return the units of a column whose state this worker has: its own first; none for a new worker."""
         return () if self._assignment.me in self._gone else self._layouts[column].held(self._assignment.me)
 
     def speaks_for(self, column: Column, unit: int) -> bool:
-        """Whether this worker is the primary of a unit."""
+        """Return whether this worker is the primary of a unit."""
         return parts.primary(self._layouts[column], unit, self.live) == self._assignment.me
 
     def cut(self, column: Column, numel: int) -> tuple[list[list[Span]], frozenset[int]]:
-        """For the members of the ring of a column: what each sums of a bucket; and where the sums go from there.
+        """Return the spans of a bucket that each member of a column's ring sums; and where the sums go from there.
 
-        ``numel``: elements of the bucket.  The second: how many members further the other holders are.
+        ``numel``: elements of the bucket.  The second result: distances, in members, to the other holders.
         """
         if (column, numel) not in self._cuts:
             standing, live, layout = self._assignment.standing, self.live, self._layouts[column]
             members = [standing[slot] for slot in column if slot in standing]
-            spans = [[Span(*part) for part in its] for its in parts.chunks(layout, members, live, numel)]
+            spans = [[Span(*part) for part in owned] for owned in parts.chunks(layout, members, live, numel)]
             self._cuts[column, numel] = spans, parts.hops(layout, members, live)
         return self._cuts[column, numel]
 
     # ---- what changes hands
 
     def moves(self, column: Column, new: AnyLayout, numel: int) -> list[Move]:
-        """What concerns this worker of what must change hands for ``new`` in a bucket of ``numel`` elements."""
+        """Return this worker's share of the moves that lead to ``new`` in a bucket of ``numel`` elements."""
         every = parts.moves(self._layouts[column], new, self.live, numel)
         return [move for move in every if self._assignment.me in (move.source, move.target)]
 
@@ -179,11 +179,11 @@ class Shards:
         receive: Callable[[Sequence[ElementRange]], tuple[Place, Callable[[Any], None]]],
         progress: Callable[[], None],
     ) -> int:
-        """Give and get all ``element_ranges``, by (source, target), both workers; the bytes that came.
+        """Send and receive all ``element_ranges``, by (source, target), both workers; return the bytes received.
 
-        ``give`` makes a tree of them (see ``trees.flatten``).  ``receive`` says where such a tree is to arrive,
-        and returns what takes it over.  Everything is offered before anything is fetched, so nobody waits in a circle.
-        Raises ``EpochRevoked``; what has arrived until then is incomplete.
+        ``give`` makes a tree of them (see ``trees.flatten``).  ``receive`` returns the place where such a tree arrives,
+        and a function that takes it over.  Everything is offered before anything is fetched, so no cycle of waits
+        arises.  Raises ``EpochRevoked``; the data received until then is incomplete.
         """
         slots = {worker: slot for slot, worker in self._assignment.standing.items()}
         me, came, offers = self._assignment.me, 0, dict[int, Offer]()
@@ -196,14 +196,14 @@ class Shards:
                 name = f"shards/{slots[other]}/{slots[me]}"
                 place, take = receive(element_ranges[other, me])
                 tree, size = epoch_groups.fetch(
-                    name, [slots[other]], lambda its: len(flatten(its)[1]), place=place, progress=progress
+                    name, [slots[other]], lambda tree: len(flatten(tree)[1]), place=place, progress=progress
                 )
                 take(tree)
                 came += size
             for other in offers:
                 offers[other].wait(epoch_groups.check)
         except PeerLost as error:
-            epoch_groups.end(f"parts of the state could not change hands with worker {other}: {error}")
+            epoch_groups.end(f"the exchange of optimizer state with worker {other} failed: {error}")
             raise EpochRevoked(epoch_groups.number, str(error)) from error
         finally:
             for offer in offers.values():
@@ -214,7 +214,7 @@ class Shards:
 
 def _to_json(layout: AnyLayout) -> Any:
     if isinstance(layout, Instances):
-        return {"homes": [list(its) for its in layout.homes]}
+        return {"homes": [list(home) for home in layout.homes]}
     return {
         "homes": list(layout.homes), "ring": list(layout.ring), "shadows": layout.shadows, "stride": layout.stride
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The parts of a snapshot in memory: trees that a thread copies while the training goes on, with their check sums."""
+"""Parts of a snapshot in memory: trees that a thread copies while the training continues, with their check sums."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from recover_megatron.errors import Disagreement
 
 
 def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A check sum of each chunk of a state's tensors."""
+    """Return a check sum for each chunk of a state's tensors."""
     parts = [bytes_of(tensor) for tensor in tensors]
     chunks, _ = chunks_of([part.numel() for part in parts], 0)
     return [check_sum([parts[tensor][start:stop] for tensor, start, stop in chunk]) for chunk in chunks]
 
 
 def wrong_chunks(tree: dict[str, Any]) -> list[int]:
-    """The numbers of those chunks of a snapshot that are not what was taken."""
+    """Return the numbers of the chunks of a snapshot that differ from what was taken."""
     found = checks_of(flatten(tree["state"])[1])
     if len(found) != len(tree["checks"]):
-        raise Disagreement(f"a snapshot has {len(found)} chunks, and {len(tree['checks'])} check sums")
+        raise Disagreement(f"a snapshot has {len(found)} chunks, but {len(tree['checks'])} check sums")
     return [number for number, pair in enumerate(zip(found, tree["checks"], strict=True)) if pair[0] != pair[1]]
 
 
 class Copy:
-    """A tree that is to be copied: its plain values as they are now, its tensors as they are when they are copied."""
+    """A tree to be copied: its plain values as of now, its tensors as of the time of the copy."""
 
     def __init__(self, tree: Any) -> None:
         self._text, self.tensors = flatten(tree)
 
     def make(self, place: Place, stay: Callable[[], None]) -> Any:
-        """The same tree on the host, in the tensors that ``place`` gives; ``stay`` raises to give up."""
+        """Return the same tree on the host, in tensors that ``place`` returns; ``stay`` raises to give up."""
         copied, own = unflatten(self._text, place)
         with torch.no_grad():
-            for mine, its in zip(own, self.tensors, strict=True):
+            for target, source in zip(own, self.tensors, strict=True):
                 stay()
-                mine.copy_(its)
+                target.copy_(source)
         return copied
 
 
 def apart(tree: Any) -> Any:
-    """The same tree to be loaded from: what an optimizer may keep as it is (numbers in tensors) is a copy."""
+    """Return the tree to load from: tensors that an optimizer may keep (numbers in tensors) are copies."""
     text, tensors = flatten(tree)
     left = iter(tensors)
 
@@ -59,9 +59,9 @@ def apart(tree: Any) -> Any:
 
 
 def room(before: Any) -> Place:
-    """The memory of a tree that is of no use any more, where it fits: new memory takes longer to get than to fill.
+    """Return the memory of an unused tree, where it fits: new memory takes longer to get than to fill.
 
-    No process that is forked has it: a loader would keep what was there then, beside all that is written over it.
+    Forked processes do not inherit it: a loader would keep the old contents in addition to the new ones.
     """
     not_forked = partial(new_memory, advice=mmap.MADV_DONTFORK)
 

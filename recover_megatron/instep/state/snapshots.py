@@ -1,14 +1,14 @@
-"""The snapshots that one worker keeps in host memory: of its own state, and of positions that live in other domains.
+"""Snapshots that one worker keeps in host memory: of its own state, and of positions in other domains.
 
-    begin(V)   in a thread: the own state is copied, check sums, offered to who keeps it, too; others' are fetched
-    copied     before anything is written to what begin(V) was given
-    finish     all that this worker is to keep is there, as it was sent  --all have--> settle: V is complete
-    begin(V')  what is older than the newest complete one is written over; V stays until V' is complete
-    told       a worker that joins an epoch: what it holds; what is on its way then never arrives
-    follow     the plan: which is complete among those who live; where the run goes back, which are still of its past
-    load       a rollback: the own position's, from here or from whoever holds it; every chunk is checked
+    begin(V)   in a thread: copy the own state, compute check sums, offer it to its keeper; fetch others' states
+    copied     wait before anything is written to the memory passed to begin(V)
+    finish     all parts for this worker have arrived intact  --on all workers--> settle: V is complete
+    begin(V')  snapshots older than the newest complete one are overwritten; V stays until V' is complete
+    told       a worker joins an epoch: report its parts; parts still on their way then never arrive
+    follow     the plan: which snapshot is complete among live workers; at a rollback, which ones remain valid
+    load       a rollback: the own position's state, from here or from any holder; every chunk is checked
 
-A snapshot is the tree that a newcomer gets (`state_holder`), with a check sum of each of its chunks.
+A snapshot is the tree that a newcomer receives (`state_holder`), with a check sum of each of its chunks.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 FAILED = "failed"
-"""What is given instead of a snapshot that could not be taken: the reason."""
+"""Key of the reason that is sent instead of a snapshot that could not be taken."""
 LOOK_SECONDS = 0.05
-"""How often somebody who waits for what is on its way asks whether the wait is to end."""
+"""Seconds between two checks, while waiting for a part on its way, whether to give up."""
 
 
 class Stopped(InStepError):
-    """What was under way in the background is of no use any more."""
+    """Raised when the work in the background is of no use any more."""
 
 
 @dataclass
 class Held:
-    """A part of a snapshot that is here as a whole."""
+    """A complete part of a snapshot that this worker holds."""
 
     part: int
     name: SnapshotName
     parts: int
     tree: dict[str, Any]
-    """"checks", and the "state"."""
+    """Keys: "checks" and "state"."""
     offer: Offer
 
     @property
     def iteration(self) -> int:
-        """After which it was taken."""
+        """The iteration after which it was taken."""
         return self.name[0]
 
     @property
@@ -70,7 +70,7 @@ class Held:
 
 @dataclass
 class _Job:
-    """What is done in the background for one snapshot."""
+    """Background work for one snapshot."""
 
     taking: Taking
     began: float = field(default_factory=time.monotonic)
@@ -78,57 +78,57 @@ class _Job:
     whole: bool = False
     seconds: float = 0.0
     copied: threading.Event = field(default_factory=threading.Event)
-    """Nothing of the training's memory is read any more."""
+    """Set when no memory of the training is read any more."""
     over: threading.Event = field(default_factory=threading.Event)
 
     def stay(self) -> None:
         if self.stopped:
-            raise Stopped("the epoch in which it was taken is over")
+            raise Stopped("the epoch in which the snapshot was begun is over")
 
 
 @dataclass(eq=False)
 class SnapshotStore:
-    """Of one worker.  The main thread calls it; ``told`` and ``follow`` that of a spare, too."""
+    """Snapshots of one worker.  The main thread calls it; a spare's thread calls ``told`` and ``follow``, too."""
 
     _comm_config: CommunicationConfig
     _inject: Callable[[str, int | None], None]
-    """Told when a snapshot is about to be given, and when all have come: see ``Hooks.inject``."""
+    """Called when a snapshot is about to be sent, and when all parts have come: see ``Hooks.inject``."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _held: list[Held] = field(default_factory=list, init=False)
     _sure: SnapshotName | None = field(default=None, init=False)
-    """The newest that is known to be complete."""
+    """The newest snapshot that is known to be complete."""
     _of: int = field(default=0, init=False)
-    """The timeline's epoch: all that are held are of its past."""
+    """The timeline's epoch: all snapshots held are of its past."""
     _epoch: int = field(default=0, init=False)
-    """The newest that this worker has followed, or begun one in."""
+    """The newest epoch that this worker has followed, or in which it has begun a snapshot."""
     _over: int = field(default=0, init=False)
-    """The newest of those that are over for it."""
+    """The newest epoch that is over for this worker."""
     _spoiled: set[tuple[int, int]] = field(default_factory=set, init=False)
     _job: _Job | None = field(default=None, init=False)
     _jobs: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     interval: int = field(default=0, init=False)
-    """Iterations between two, as all have it; 0: nothing was decided yet."""
+    """Iterations between two snapshots, the same on all workers; 0: not decided yet."""
     wanted: bool = field(default=False, init=False)
-    """Whether a plan of this run, the present one or one before, has had copies."""
+    """True if a plan of this run, the present one or an earlier one, has had copies."""
 
     @property
     def size(self) -> int:
-        """Bytes that are held."""
+        """Bytes of the parts that are held."""
         with self._lock:
             return sum(one.size for one in self._held)
 
     # ---- with the epochs
 
     def told(self) -> dict[str, Any]:
-        """What is joined with (fields of ``JoinStatus``): from now on nothing is added to it before the next plan."""
+        """Return this worker's fields of ``JoinStatus``: from now on no part is added before the next plan."""
         with self._lock:
             self._over = self._epoch
             if self._job is not None:
                 self._job.stopped = True
             job = self._job
         if job is not None:
-            job.copied.wait()  # who has heard of another epoch may write to what was copied
+            job.copied.wait()  # after another epoch the caller may write to the copied memory
         with self._lock:
             snapshots: tuple[Snapshot, ...] = tuple(
                 (one.part, one.iteration, self._of, one.name[1], one.parts) for one in self._held
@@ -140,7 +140,7 @@ class SnapshotStore:
             }
 
     def follow(self, decision: Decision) -> None:
-        """The plan of an epoch that this worker has joined."""
+        """Follow the plan of an epoch that this worker has joined."""
         kept, (epoch, last) = decision.kept, decision.timeline
         with self._lock:
             self._epoch = max(self._epoch, decision.epoch)
@@ -162,7 +162,7 @@ class SnapshotStore:
         return dropped
 
     def _give(self, one: Held) -> None:
-        """Have whoever rolls back find it."""
+        """Offer a part to workers that roll back."""
         self._comm_config.offers.put(self._key(one.part, one.name), one.offer)
 
     def _key(self, part: int, name: SnapshotName) -> str:
@@ -170,25 +170,25 @@ class SnapshotStore:
 
     @property
     def newest(self) -> int | None:
-        """The iteration of the newest snapshot that is known to be complete; None: there is none."""
+        """Iteration of the newest snapshot that is known to be complete; None: there is none."""
         with self._lock:
             return None if self._sure is None else self._sure[0]
 
     # ---- one is taken
 
     def begin(self, taking: Taking, own: Mapping[int, Any], others: Mapping[int, tuple[int, str]]) -> None:
-        """Take a snapshot; nothing of what is given here may be written to before ``copied`` returns.
+        """Take a snapshot; the memory passed here must not be written to before ``copied`` returns.
 
-        Nothing is taken in an epoch that is over: a spare's thread may have told so, of a worker that does not know.
+        Nothing is taken in an epoch that is over: a spare's thread may have reported so before this worker knows.
 
-        ``own``: the parts that this worker gives, or has as well as who gives them.  ``others``: part -> who gives it,
-        and the address of its peer store.
+        ``own``: the parts that this worker gives, or has as well as their giver.  ``others``: part -> its giver, and
+        the address of the giver's peer store.
         """
         self._stop()
         copies = {part: Copy(tree) for part, tree in own.items()}
         gpu = gpu_of(tensor for copy in copies.values() for tensor in copy.tensors)
         ready = functools.partial(beside, gpu, made_so_far(gpu))
-        if self._thread is None:  # one for all: who starts a thread waits until it runs
+        if self._thread is None:  # one for all snapshots: starting a thread waits until it runs
             self._thread = threading.Thread(target=self._work, name="snapshot", daemon=True)
             self._thread.start()
         with self._lock:
@@ -199,16 +199,16 @@ class SnapshotStore:
             unused = {one.part: one.tree for one in dropped if one.part in own or one.part in others}
             there = {one.part for one in self._held if one.name == taking.name}
             job = self._job = _Job(taking)
-        mine = {part: None if part in there else copy for part, copy in copies.items()}
-        self._jobs.put(functools.partial(self._run, job, mine, ready, others, unused))
+        to_copy = {part: None if part in there else copy for part, copy in copies.items()}
+        self._jobs.put(functools.partial(self._run, job, to_copy, ready, others, unused))
 
     def copied(self) -> None:
-        """Return when the memory that the last snapshot was begun with is not read any more.  Raises nothing."""
+        """Return when the memory passed to the last ``begin`` is not read any more.  Raises nothing."""
         if self._job is not None:
             self._job.copied.wait()
 
     def _stop(self) -> None:
-        """Nothing is written by the thread before any more."""
+        """Stop the background work; the thread writes nothing after this returns."""
         with self._lock:
             if self._job is not None:
                 self._job.stopped = True
@@ -222,29 +222,29 @@ class SnapshotStore:
     def _run(
         self,
         job: _Job,
-        mine: Mapping[int, Copy | None],
+        to_copy: Mapping[int, Copy | None],
         ready: Callable[[Callable[[], None]], AbstractContextManager[None]],
         others: Mapping[int, tuple[int, str]],
         unused: dict[int, Any],
     ) -> None:
         try:
-            self._give_own(job, mine, ready, unused)
+            self._give_own(job, to_copy, ready, unused)
             for part, (giver, address) in others.items():
                 if self._held_of(job, part) is None:
                     tree, _ = self._fetch(giver, address, _on_its_way(job, part), room(unused.get(part)), job.stay)
                     if FAILED in tree:
-                        raise Disagreement(f"worker {giver} has none: {tree[FAILED]}")
+                        raise Disagreement(f"worker {giver} failed to take its snapshot: {tree[FAILED]}")
                     if wrong := wrong_chunks(tree):
-                        raise Disagreement(f"chunks {wrong} of what worker {giver} gave are not what it had taken")
+                        raise Disagreement(f"chunks {wrong} from worker {giver} differ from those that it had taken")
                     self._add(job, part, tree)
             job.seconds = time.monotonic() - job.began
             job.whole = True
             self._inject("snapshot", job.taking.iteration + 1)
         except Stopped:
-            pass  # a plan follows, by which it is taken again
-        except Exception as error:  # noqa: BLE001  the thread's boundary: the older one stands
+            pass  # by the next plan it is taken again
+        except Exception as error:  # noqa: BLE001  the thread's boundary: the older one remains valid
             what = f"the snapshot after iteration {job.taking.iteration}"
-            log.warning(f"{what} did not arrive: {type(error).__name__}: {error}")
+            log.warning(f"{what} failed, the run keeps the previous one: {type(error).__name__}: {error}")
         finally:
             job.copied.set()
             job.over.set()
@@ -252,24 +252,24 @@ class SnapshotStore:
     def _give_own(
         self,
         job: _Job,
-        mine: Mapping[int, Copy | None],
+        to_copy: Mapping[int, Copy | None],
         ready: Callable[[Callable[[], None]], AbstractContextManager[None]],
         unused: dict[int, Any],
     ) -> None:
-        """``mine``: None for what is held already."""
+        """Copy and offer the own parts.  ``to_copy``: None for a part that is held already."""
         given: set[int] = set()
         try:
             with ready(job.stay):
                 copied = {
                     part: copy.make(room(unused.get(part, {}).get("state")), job.stay)
-                    for part, copy in mine.items()
+                    for part, copy in to_copy.items()
                     if copy is not None
                 }
             job.copied.set()
-            trees = {part: {"checks": checks_of(flatten(its)[1]), "state": its} for part, its in copied.items()}
+            trees = {part: {"checks": checks_of(flatten(tree)[1]), "state": tree} for part, tree in copied.items()}
             if trees:
                 self._inject("snapshot", job.taking.iteration + 1)
-            for part in mine:
+            for part in to_copy:
                 one = self._add(job, part, trees[part]) if part in trees else self._held_of(job, part)
                 assert one is not None
                 self._comm_config.offers.put(_on_its_way(job, part), one.offer)
@@ -277,7 +277,7 @@ class SnapshotStore:
         except Stopped:
             raise
         except Exception as error:
-            for part in set(mine) - given:  # nobody is to wait for it
+            for part in set(to_copy) - given:  # no worker must wait for it
                 self._comm_config.offers.put(_on_its_way(job, part), Offer({FAILED: str(error)}))
             raise
 
@@ -295,7 +295,7 @@ class SnapshotStore:
             return next((one for one in self._held if (one.part, one.name) == (part, job.taking.name)), None)
 
     def finish(self, epoch: int, stay: Callable[[], None]) -> tuple[bool, float]:
-        """Whether what was begun in this epoch has all arrived, when it has or will not; and in how many seconds.
+        """Wait for the parts of this epoch's snapshot; return whether all have arrived, and the seconds that it took.
 
         ``stay``: called meanwhile; raises to give up.
         """
@@ -307,7 +307,7 @@ class SnapshotStore:
         return job.whole, job.seconds
 
     def settle(self) -> None:
-        """All have said so of the one that was begun last: it is complete."""
+        """Mark the last snapshot begun as complete, after all workers have reported their parts."""
         assert self._job is not None
         with self._lock:
             self._sure = self._job.taking.name
@@ -315,10 +315,10 @@ class SnapshotStore:
     # ---- one is needed
 
     def load(self, part: int, kept: Kept, stay: Callable[[], None]) -> tuple[Any, int]:
-        """The state of a part, and the bytes that came from others.
+        """Return the state of a part, and the bytes received from others.
 
-        Raises ``Spoiled`` where no holder's is what was taken, ``PeerLost`` where none can be reached, and what
-        ``stay`` raises.
+        Raises ``Spoiled`` if every holder's copy is corrupted, ``PeerLost`` if none can be reached, and what ``stay``
+        raises.
         """
         errors: list[Exception] = []
         name = kept.iteration, kept.taken
@@ -338,7 +338,7 @@ class SnapshotStore:
             except (PeerLost, Disagreement) as error:
                 errors.append(error)
         if not any(isinstance(error, Spoiled) for error in errors):
-            raise errors[-1] if errors else PeerLost("nobody holds it")
+            raise errors[-1] if errors else PeerLost("no live worker holds this part of the snapshot")
         with self._lock:
             self._spoiled.add((kept.iteration, self._of))
         raise Spoiled("; ".join(map(str, errors)))
