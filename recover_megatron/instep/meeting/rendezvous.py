@@ -214,16 +214,14 @@ class Sections:
                     self._orphan.check()
                 result = run()
                 # Not left to ``agree``: the session may not know yet of an error in an operation of ``run`` (which
-                # continued
-                # after it: ``Mode.DEFERRED``), and a decision that is reported done counts in later epochs, too.
+                # continued after it: ``Mode.DEFERRED``), and a decision that is reported done counts in later epochs,
+                # too.
                 self._orphan.check()
                 if self._assignment.decision.at == number:
-                    # The epoch was formed in the middle of this section.  Reports are final: a column that had reported
+                    # The epoch was formed in the middle of this section. Reports are final: a column that had reported
                     # the section could see it committed, by the present reports of others, while one of its members
-                    # runs it
-                    # again and needs the rest.  So no worker reports before all have run it again; and if it is
-                    # committed,
-                    # this run's result counts, even if this worker does not come to report it.
+                    # runs it again and needs the rest. So no worker reports before all have run it again; and if it is
+                    # committed, this run's result counts, even if this worker does not come to report it.
                     with self._progress.waiting(kind):
                         self._assignment.epoch_groups.any(False, tuple(sorted(self._assignment.live)))
                 self._progress.agree(number)
