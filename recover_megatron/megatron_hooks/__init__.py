@@ -1,5 +1,5 @@
-"""Everything that knows Megatron: the only package here that imports it.
+"""All code that depends on Megatron: the only package here that imports it.
 
-docs/architecture.md has its modules in the order in which they are best read, and what each wraps; docs/instep.md
-follows a gradient through them.  Importing this package imports no Megatron; its modules do.
+docs/architecture.md lists its modules in reading order, and what each wraps; docs/instep.md follows a gradient through
+them.  Importing this package does not import Megatron; its modules do.
 """

@@ -1,4 +1,4 @@
-"""``python -m recover_megatron.megatron_hooks [-m] SCRIPT [ARGUMENTS...]``: a script of Megatron's takes --recover."""
+"""``python -m recover_megatron.megatron_hooks [-m] SCRIPT [ARGUMENTS...]``: run a Megatron script with --recover."""
 
 import sys
 

@@ -1,17 +1,17 @@
-"""Process groups: which of Megatron's reach over replicas, and what they are after workers were lost.
+"""Process groups: replacements for Megatron's groups that keep working after workers were lost.
 
 torch.distributed.init_process_group     the default group  --> EpochGroup
-parallel_state.create_group              of several replicas --> EpochGroup
-                                         of one replica      --> SwappableGroup, noted by ModelParallelGroups
-torch.distributed.new_group              the same, called by others
-a new plan                               global ranks count the slots in which somebody stands, without gaps: rank 0
-                                         prints, the last rank logs, checkpoints are written by ranks 0 .. n-1;
-                                         sizes in Megatron's arguments stay those of the launch
-log_utils.safe_get_world_size            the launch's: every line of the progress log is of one job
-a place in a replica with other workers  the groups of one replica are made anew inside, among them
+parallel_state.create_group              over several replicas --> EpochGroup
+                                         inside one replica    --> SwappableGroup, registered in ModelParallelGroups
+torch.distributed.new_group              the same, for other callers
+a new plan                               global ranks number the occupied slots, without gaps: rank 0 prints, the last
+                                         rank logs, ranks 0 .. n-1 write checkpoints; sizes in Megatron's arguments
+                                         stay those of the launch
+log_utils.safe_get_world_size            the launch's size: every line of the progress log belongs to one job
+a place in a replica with other workers  the groups inside that replica are rebuilt over its workers
 
-A worker that builds its model while the others train (``alone``) makes no group of torch's at all: what it builds gets
-groups in which it is alone until it has a place.
+A worker that builds its model while the others train (``alone``) creates no torch group: its model gets groups with
+this worker as the only member until it has a place.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from recover_megatron.workload.grid import LaunchGrid, Slot, launch_grid
 
 
 def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> None:
-    """Give every module that keeps the global ranks of its context-parallel group the present ones, ``context_ranks``.
+    """Set ``context_ranks`` in every module that stores the global ranks of its context-parallel group.
 
-    Transformer Engine's attention is handed a list when the model is built, by which it sends keys and values round.
+    Transformer Engine's attention receives the list when the model is built, and sends keys and values by it.
     """
     for chunk in model:
         for module in chunk.modules():
@@ -56,57 +56,57 @@ def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[
 
 KNOWN = {
     ("megatron.core.distributed.finalize_model_grads", "finalize_model_grads", "allreduce"): (
-        "the number of tokens: it is that of the whole batch already, from the tail of the step's sum"),
+        "the number of tokens: already that of the complete batch, from the tail of the step's sum"),
     ("megatron.core.transformer.moe.moe_utils", "get_updated_expert_bias", "allreduce"): (
-        "the tokens of each expert: they are those of the whole batch already, from the same tail"),
+        "the tokens of each expert: already those of the complete batch, from the same tail"),
     ("megatron.core.distributed.finalize_model_grads", "_update_router_qb_beta", "allreduce"): (
-        "the quantiles of the experts' scores: they are those of the whole batch already, from the same tail"),
+        "the quantiles of the experts' scores: already those of the complete batch, from the same tail"),
     ("megatron.core.optimizer.qk_clip", "clip_qk", "allreduce"): (
-        "the largest logits of attention: they are those of the whole batch already, from the same tail"),
+        "the largest logits of attention: already those of the complete batch, from the same tail"),
     ("megatron.training.training", "train_step", "allreduce"): (
-        "the loss and its divisor: they are those of the whole batch already, from the same tail"),
+        "the loss and its divisor: already those of the complete batch, from the same tail"),
     ("megatron.bridge.training.train", "train_step", "allreduce"): (
         "the same, in Megatron-Bridge's loop"),
     ("megatron.core.optimizer.optimizer", "has_grad_norm_group", "allreduce"): (
-        "whether anybody's part of the parameters has a norm of its own (asked of all replicas with the distributed "
-        "optimizer): detached heads of multi-token prediction alone have, which are refused with it"),
+        "whether any worker's shard of the parameters has a separate norm (over all replicas with the distributed "
+        "optimizer): only detached heads of multi-token prediction have one, and they are refused with it"),
     ("megatron.core.timers", "start", "barrier"): (
-        "before a time is taken (--timing-log-level 1 and 2): nothing is computed"),
+        "before a time measurement (--timing-log-level 1 and 2): nothing is computed"),
     ("megatron.core.timers", "stop", "barrier"): "the same, after it",
 }  # fmt: skip
-"""What Megatron does over replicas and the step has done: (module, function, operation) -> why nothing is sent.
+"""Megatron's operations over replicas that the step replaces: (module, function, operation) -> why nothing is sent.
 
-Anything else ends the run (``UnknownOperation``): made by each replica alone, it would let the replicas drift apart, or
-count what has been counted."""
+Any other operation ends the run (``UnknownOperation``): if each replica did it alone, the replicas would diverge, or a
+value would be counted twice."""
 
 
 AVERAGED = (
     "megatron.training.utils.common_utils", "average_losses_across_data_parallel_group", "allreduce"
 )  # fmt: skip
-"""By what a loss function (BERT's) has the mean of its loss over the ranks, of a microbatch each: a sum, divided by the
-group's size.  `trainer` and `evaluation` make the mean of all microbatches, of what each worker has of its own."""
+"""The operation by which a loss function (BERT's) averages one microbatch's loss over the ranks: a sum divided by the
+group's size.  `trainer` and `evaluation` compute the mean over all microbatches from each worker's own losses."""
 
 
 def is_averaged(caller: Caller) -> bool:
-    """Whether it is ``AVERAGED``."""
+    """Return whether the caller's operation is ``AVERAGED``."""
     return (caller.module, caller.function, caller.operation) == AVERAGED
 
 
 def is_known(caller: Caller) -> bool:
-    """Whether it is in ``KNOWN``."""
+    """Return whether the caller's operation is in ``KNOWN``."""
     return (caller.module, caller.function, caller.operation) in KNOWN
 
 
 RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOBAL_RANKS"))
-"""parallel_state's lists of the global ranks of a group."""
+"""Names of parallel_state's lists of the global ranks of a group."""
 
 
 class Groups:
-    """The groups of this worker.  ``install`` before Megatron makes any.
+    """Process groups of this worker.  Call ``install`` before Megatron creates any.
 
-    ``slot``: where it stands at launch, or for which it builds its model ``alone``.  ``ports``: of the rendezvous store
-    and the coordinators, to which this worker may still be connecting while Megatron makes its groups.  ``device``: the
-    worker's.  ``most``: how many replicas the run may grow to.
+    ``slot``: this worker's slot at launch, or the slot for which it builds its model ``alone``.  ``ports``: those of
+    the rendezvous store and the coordinators, to which this worker may still be connecting while Megatron creates its
+    groups.  ``device``: the worker's.  ``most``: the number of replicas that the run may grow to.
     """
 
     def __init__(
@@ -122,29 +122,29 @@ class Groups:
         self.inside = ModelParallelGroups(self._ports, self._device)
         self._grid: LaunchGrid | None = None
         self.model: Sequence[torch.nn.Module] = ()
-        """What is trained, once there is one: parts of it keep global ranks."""
+        """The model chunks, empty until built: some modules store global ranks."""
         self._replica = -1
         self._own: list[SwappableGroup] = []
         self._mates: SwappableGroup | None = None
         self._lists: dict[str, Any] = {}
         self._profiled: list[int] = []
-        """The ranks of --profile-ranks at launch; empty: all are profiled, or none."""
+        """The ranks of --profile-ranks at launch; empty: all ranks are profiled, or none."""
         self._creating = False
-        """Whether Megatron makes a group, of which ``_create_group`` knows all that there is to know."""
+        """True while Megatron creates a group: ``_create_group`` already handles its call of ``new_group``."""
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
+        """Wrap the seams; raises UserError if those of this Megatron have unknown signatures."""
         out_of_turn.begin()
         monkeypatch.wrap("create_group", self._create_group)
         for module in (dist, dist.distributed_c10d):
             integrate.wrap(module, "new_group", ("ranks",), self._new_group, monkeypatch.SUPPORTED)
         loop.wrap("initialize", self._initialize)
-        # Megatron takes a line with another number of GPUs than `args.world_size` for one of another job, and then
-        # finds no start of its own.
+        # Megatron attributes a line with a number of GPUs other than `args.world_size` to another job, and then does
+        # not find this job's start.
         loop.wrap("world_size", lambda original: lambda: get_args().world_size)
 
     def again(self, slot: Slot) -> None:
-        """Everything is built once more, for another slot, alone: forget the groups that there are."""
+        """Forget all groups: everything will be built again, alone, for ``slot``."""
         self._begin(slot, alone=True)
 
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +156,7 @@ class Groups:
                     everyone = self._world(None)
                     register_new(everyone, everyone.workers, str(kwargs["backend"]), default=True)
                 else:
-                    # It carries messages inside a replica, too: those of an interleaved pipeline of two stages.
+                    # It also carries messages inside a replica: those of an interleaved pipeline of two stages.
                     self.inside.make(lambda: make_default(*args, **kwargs))
 
             with monkeypatch.replaced(dist, init_process_group=init_process_group):
@@ -167,7 +167,7 @@ class Groups:
                 if dist.get_backend(default) == "gloo":
                     outside.guard_by(self.inside.guard)
                 register(outside, default)
-            # Sample counts and learning rates go by the launch's size, whoever is left.
+            # Sample counts and learning rates use the launch's size, however many workers are left.
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
             self._profiled = list(getattr(get_args(), "profile_ranks", None) or ())
@@ -190,7 +190,7 @@ class Groups:
 
     @property
     def grid(self) -> LaunchGrid:
-        """Known once Megatron has made its groups."""
+        """The launch grid; known once Megatron has created its groups."""
         assert self._grid is not None
         return self._grid
 
@@ -208,7 +208,7 @@ class Groups:
             if self.traffic.slot not in members:
                 return dist.GroupMember.NON_GROUP_MEMBER if self.alone else create(ranks, *args, **kwargs)
             label = str(kwargs.get("group_desc") or name).lower()
-            options = kwargs.get("pg_options")  # what Megatron found for this group (--nccl-communicator-config-path)
+            options = kwargs.get("pg_options")  # Megatron's options for this group (--nccl-communicator-config-path)
             inside = len({grid.place(slot)[0] for slot in members}) == 1
             places = members if inside else grid.column(members)
             if self.alone:
@@ -233,7 +233,7 @@ class Groups:
         return create_group
 
     def _new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What a script makes itself is as what Megatron makes; over replicas `traffic` knows what it may do."""
+        """Wrap ``new_group``: handle a script's groups like Megatron's; over replicas `traffic` checks their use."""
         make = self._create_group(original, "new_group")
 
         def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -245,11 +245,9 @@ class Groups:
             slots = self.traffic.standing or [Slot(rank) for rank in range(dist.get_world_size())]
             members = tuple(slots if ranks is None else (slots[rank] for rank in ranks))
             if self.traffic.me in members and len({self.grid.place(slot)[0] for slot in members}) > 1:
-                its = EpochGroup(self.traffic, None, members, str(kwargs.get("group_desc") or "new_group").lower())
-                where = (
-                    "and was not there when the training began, so who comes later would not have it: make it before"
-                )
-                self.traffic.refuse(replace(caller(), operation="new_group"), its, where)
+                group = EpochGroup(self.traffic, None, members, str(kwargs.get("group_desc") or "new_group").lower())
+                where = "and was created after the training began, so workers that join later lack it: create it before"
+                self.traffic.refuse(replace(caller(), operation="new_group"), group, where)
             return original(ranks, *args, **kwargs)
 
         return new_group
@@ -268,43 +266,43 @@ class Groups:
 
     @property
     def me(self) -> Slot:
-        """Where this worker stands, or for which slot it builds its model."""
+        """The slot of this worker, or the slot for which it builds its model."""
         return self.traffic.me
 
-    # ---- where the training is: what an operation over replicas does then, see `traffic`
+    # ---- the phase of the training, which decides what an operation over replicas does: see `traffic`
 
     @property
     def apart(self) -> bool:
-        """Whether this worker has no part in the training: its operations over replicas are its own alone."""
+        """True if this worker takes no part in the training: its operations over replicas involve only itself."""
         return self.traffic.mode is Mode.ALONE
 
     def stand_apart(self) -> None:
-        """Out of the training, until ``open``: nothing is sent to other replicas."""
+        """Leave the training until ``open``: nothing is sent to other replicas."""
         self.traffic.mode = Mode.ALONE
 
     @property
     def is_open(self) -> bool:
-        """Whether this worker is between the decisions of the training."""
+        """True if this worker is between two decisions of the training."""
         return self.traffic.mode is Mode.OPEN
 
     def open(self) -> None:
-        """At the start of the training, and before each of its steps."""
+        """Allow operations over replicas; called at the start of the training and before each step."""
         self.traffic.mode = Mode.OPEN
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Inside a training step, which does by itself what replicas need of each other."""
+        """Return the context of a training step, which does the communication between replicas itself."""
         return self.traffic.during(Mode.STEP)
 
     def deferring(self) -> AbstractContextManager[None]:
-        """In a section that all run to its end, though an operation of it has failed: it is run again as a whole."""
+        """Return the context of a section that runs to its end after a failed operation: it is then repeated."""
         return self.traffic.during(Mode.DEFERRED)
 
     @contextmanager
     def in_section(self) -> Iterator[None]:
-        """Run what a section runs: collectives inside the replica, too, go over groups of the epoch.
+        """Context of a section: collectives inside the replica also use groups of the epoch.
 
-        The epoch's end reaches the workers of a replica one after the other.  One that has heard of it goes to meet
-        the others, and is not to be waited for inside the replica by one that has not.
+        The workers of a replica learn of the epoch's end one after the other.  A worker that has learned of it goes to
+        the rendezvous, so a worker that has not must not wait for it inside the replica.
         """
         slots = self.grid.replicas[self._replica]
         with ExitStack() as stack:
@@ -317,9 +315,9 @@ class Groups:
             yield
 
     def regroup(self, view: View) -> None:
-        """This worker has a place in a replica with other workers: make the groups inside it anew, among them.
+        """Rebuild the groups inside the replica in which this worker now has a place, over its workers.
 
-        Every worker of that replica calls it.  Raises ``EpochRevoked`` and ``PeerLost``.
+        Every worker of that replica must call it.  Raises ``EpochRevoked`` and ``PeerLost``.
         """
         default = dist.distributed_c10d._get_default_group()
         assert isinstance(default, EpochGroup)
@@ -330,7 +328,7 @@ class Groups:
             alone = EpochGroup(self.traffic, None, slots, "mates")
             self._mates = SwappableGroup(alone, everyone, view.position or 0, "mates", str(dist.get_backend(default)))
             self.inside.keep(self._mates)
-        # The groups outlive the epoch, so their peer store is one that lives as long as the replica.
+        # The groups outlive the epoch, so they use a peer store that lives as long as the replica.
         peer_store = view.decision.peer_stores[view.decision.grid[view.replica][0]]
         store = PeerStoreClient(peer_store, view.communication.secret)
         self.inside.rebuild(view.groups, view.replica, store, view.communication.host)
@@ -342,22 +340,23 @@ class Groups:
         self._replica = view.replica
 
     def left(self, manager: Manager) -> None:
-        """In the main thread, out of the training: it uses no group of these, or of an epoch, until it has a place.
+        """Release all groups after this worker has left the training; it uses none until it has a place.  Main thread.
 
-        The epoch's are closed first, while whoever watches over its way out still does: that may wait for the device.
+        The epoch's groups are closed first, while the abort thread still watches this worker's exit: that may wait for
+        the device.
         """
         manager.release()
         self.inside.left()
 
     def planned(self, decision: Decision) -> None:
-        """Take up the ranks of a new plan."""
+        """Apply the ranks of a new plan."""
         ranks = {slot: at for at, slot in enumerate(decision.slots(self.grid))}
         renumber(ranks)
         for name, ranks_at_launch in self._lists.items():
             setattr(parallel_state, name, _renumbered(ranks_at_launch, ranks))
         get_args().rank = ranks[self.traffic.me]
         if self._profiled:
-            # train() makes a profiler on these ranks when it is entered, and asks again in each iteration.
+            # train() creates a profiler on these ranks at its start, and checks them again in each iteration.
             get_args().profile_ranks = _renumbered(self._profiled, ranks)
         if get_args().context_parallel_size > 1:
             renew_rank_copies(self.model, dist.get_process_group_ranks(parallel_state.get_context_parallel_group()))
@@ -365,7 +364,7 @@ class Groups:
 
 
 def _moved(value: Any, moved: dict[Slot, Slot]) -> Any:
-    """The lists of global ranks inside a replica, for another one: those of its own slots alone change."""
+    """Translate lists of global ranks to another replica; lists with slots outside the old replica do not change."""
     if isinstance(value, (list, tuple)):
         if value and all(isinstance(item, int) for item in value) and not set(value) <= set(moved):
             return value
@@ -380,17 +379,17 @@ def _renumbered(value: Any, ranks: dict[Slot, int]) -> Any:
 
 
 def column_of(group: Any) -> tuple[Slot, ...]:
-    """The slots of a group of Megatron's, those with them that the run may grow to."""
+    """Return the slots of a Megatron group, including those that the run may grow into."""
     return group.places if isinstance(group, EpochGroup) else launched_of(group)
 
 
 def launched_of(group: Any) -> tuple[Slot, ...]:
-    """The workers, at launch, of a group of Megatron's."""
+    """Return the slots of a Megatron group at launch."""
     return group.workers if isinstance(group, EpochGroup) else tuple(map(Slot, dist.get_process_group_ranks(group)))
 
 
 def grid_of(args: Any, world: int, most: int = 0) -> LaunchGrid:
-    """The launch grid of a run with these flags, with room for ``most`` replicas."""
+    """Return the launch grid of a run with these flags, with room for ``most`` replicas."""
     grid = launch_grid(
         world,
         tensor=args.tensor_model_parallel_size,

@@ -1,4 +1,4 @@
-"""How Megatron lays workers and batches out: pure arithmetic, no state of Megatron's."""
+"""Megatron's layout of workers and batches: pure arithmetic, no state of Megatron."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from recover_megatron.workload.domains import data_parallel_ranks_per_replica
 
 
 def inner_ranks_of(args: Any, world: int) -> int:
-    """How many data-parallel ranks one replica holds in a run of ``world`` workers with these flags of Megatron's.
+    """Return the number of data-parallel ranks per replica in a run of ``world`` workers with these Megatron flags.
 
-    With Megatron-FSDP a replica is a shard group, an instance of the distributed optimizer to Megatron.
+    With Megatron-FSDP a replica is a shard group, which Megatron calls an instance of the distributed optimizer.
     """
     if getattr(args, "use_megatron_fsdp", False):
         inside = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
@@ -28,10 +28,10 @@ def inner_ranks_of(args: Any, world: int) -> int:
 
 
 def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) -> list[int]:
-    """The global batches, in samples, of a run that has consumed so many samples in so many iterations, in their order.
+    """Return the sizes in samples, in order, of the global batches after ``consumed`` samples in ``iteration`` steps.
 
-    ``args``: also such as Megatron has not looked at.  Empty where they do not tell: Megatron will refuse them, or
-    ``consumed`` is None, not known yet, and the run goes on with a schedule where a checkpoint ends.
+    ``args`` need not be validated by Megatron.  Empty if the sizes are unknown: Megatron will refuse the arguments, or
+    ``consumed`` is None (not known yet) and the run resumes a schedule from a checkpoint.
     """
     schedule, fixed = getattr(args, "step_batch_size_schedule", None), getattr(args, "global_batch_size", None)
     if not schedule:
@@ -61,7 +61,7 @@ def batches_to_come(args: Any, consumed: int | None = None, iteration: int = 0) 
 
 
 def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
-    """Why Megatron would end in the middle of these batches with so many data-parallel ranks; empty: it takes them."""
+    """Return why Megatron would fail on some of these batches with ``ranks`` data-parallel ranks; empty if on none."""
     micro, steps = getattr(args, "micro_batch_size", None), bool(getattr(args, "step_batch_size_schedule", None))
     if not micro or getattr(args, "decrease_batch_size_if_needed", False):
         return []
@@ -74,50 +74,50 @@ def misfits(args: Any, ranks: int, batches: list[int]) -> list[str]:
         if size % (micro * ranks)
     ]
     return found + [
-        f"--step-batch-size-schedule: {after} after {before}: Megatron takes no batch of fewer microbatches than the "
-        "one before"
+        f"--step-batch-size-schedule: {after} after {before}: Megatron does not accept a batch with fewer microbatches "
+        "than the previous one"
         for before, after in itertools.pairwise(batches)
         if after // (micro * ranks) < before // (micro * ranks)
     ]
 
 
 def _resumes(args: Any) -> bool:
-    """Whether the run goes on where a checkpoint ends, or may: not all that is loaded is in the tracker file."""
+    """Return whether the run resumes from a checkpoint, or may: the tracker file does not cover every case."""
     load = getattr(args, "load", None)
     if not load or getattr(args, "finetune", False):
         return False
-    untold = "://" in load or any(getattr(args, its, None) for its in ("ckpt_step", "non_persistent_ckpt_type"))
-    return untold or (Path(load) / "latest_checkpointed_iteration.txt").is_file()
+    unknown = "://" in load or any(getattr(args, name, None) for name in ("ckpt_step", "non_persistent_ckpt_type"))
+    return unknown or (Path(load) / "latest_checkpointed_iteration.txt").is_file()
 
 
 def no_way_back(args: Any, optimizers: Sequence[Any] = ()) -> str:
-    """Why the run cannot go back to a checkpoint of its own in place, in words; empty: it can.
+    """Return why the run cannot roll back to its checkpoints in place, as a clause; empty if it can.
 
-    ``optimizers``: Megatron's.
+    ``optimizers``: those of Megatron.
     """
-    if words := getattr(args, "no_way_back", ""):  # of another loop than Megatron-LM's
-        return str(words)
+    if reason := getattr(args, "no_way_back", ""):  # set by another loop than Megatron-LM's
+        return str(reason)
     if args.no_save_optim:
         return "its checkpoints lack the optimizer's state (--no-save-optim)"
     if getattr(args, "use_megatron_fsdp", False):
         return ""
     if args.use_distributed_optimizer:
         if args.ckpt_format not in ("torch_dist", "torch"):
-            return f"a distributed optimizer is not loaded in place from --ckpt-format {args.ckpt_format}"
-    elif args.ckpt_format == "torch_dist" and any(getattr(its, "init_state_fn", ...) is None for its in optimizers):
+            return f"a distributed optimizer cannot be loaded in place from --ckpt-format {args.ckpt_format}"
+    elif args.ckpt_format == "torch_dist" and any(getattr(one, "init_state_fn", ...) is None for one in optimizers):
         return f"Megatron itself cannot load --optimizer {args.optimizer} from --ckpt-format torch_dist"
     return ""
 
 
 def spreads_optimizer(args: Any) -> bool:
-    """Whether the optimizer's state is spread over the replicas: with Megatron-FSDP as a rule inside each alone."""
+    """Return whether the optimizer's state is sharded over replicas; with Megatron-FSDP usually only inside each."""
     if getattr(args, "use_megatron_fsdp", False):
         return bool(getattr(args, "outer_dp_sharding_strategy", "no_shard") == "optim")
     return bool(args.use_distributed_optimizer)
 
 
 def optimizer_instances(args: Any) -> int:
-    """In how many places Megatron itself has each shard of the optimizer's state; not with Megatron-FSDP."""
+    """Return how many copies of each shard of the optimizer's state Megatron itself keeps; 1 with Megatron-FSDP."""
     if getattr(args, "use_megatron_fsdp", False):
         return 1
     return int(getattr(args, "num_distributed_optimizer_instances", None) or 1)

@@ -1,6 +1,6 @@
-"""Which Megatron this is, wheel or checkout; and the functions of Megatron-Core that are wrapped (``SEAMS``).
+"""Detection of the installed Megatron, wheel or checkout; and the wrapped functions of Megatron-Core (``SEAMS``).
 
-Those of a training loop are wrapped by their roles: ``recover_megatron.integrate``.
+Functions of a training loop are wrapped by their roles: ``recover_megatron.integrate``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TESTED = "0.19.2"
 SUPPORTED = f"supported: Megatron {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, tested: {TESTED}"
 
 NEWER = (
-    f"Megatron {{version}} in {{root}} is newer than those tested ({SUPPORTED}). Every function that is wrapped "
-    "is checked by name and parameters, and one that does not fit ends the start; what else has changed is not known"
+    f"Megatron {{version}} in {{root}} is newer than the tested versions ({SUPPORTED}). The start fails if a wrapped "
+    "function has another name or other parameters; other changes in Megatron are not detected"
 )
 SCRIPT = "pretrain_gpt"
 """Name of the GPT script at the root of a Megatron-LM checkout."""
@@ -38,12 +38,12 @@ _surviving = False
 
 
 def is_surviving() -> bool:
-    """Whether the hooks of --recover are installed in this process, whichever loop it has."""
+    """Return whether the hooks of --recover are installed in this process, for any loop."""
     return _surviving
 
 
 def has_hooks() -> None:
-    """Have ``is_surviving`` say so."""
+    """Record that the hooks are installed, for ``is_surviving``."""
     global _surviving
     _surviving = True
 
@@ -60,24 +60,24 @@ class Megatron:
 
     @property
     def has_script(self) -> bool:
-        """Whether it came with its own training script: a Megatron-LM checkout, not a wheel."""
+        """Return whether it has its own training script: a Megatron-LM checkout, not a wheel."""
         return (self.root / f"{SCRIPT}.py").is_file()
 
 
 def parse_release(version: str) -> tuple[int, int]:
-    """(major, minor) of a version string such as "0.19.2" or "0.20.0rc0"; raises UserError for anything else."""
+    """Return (major, minor) of a version such as "0.19.2" or "0.20.0rc0"; raises UserError for anything else."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        raise UserError(f"cannot read Megatron's version {version!r} ({SUPPORTED})")
+        raise UserError(f"cannot parse Megatron's version {version!r} ({SUPPORTED})")
     return int(match[1]), int(match[2])
 
 
 def find_megatron(*, brings_script: bool = False) -> Megatron:
-    """Find the Megatron of this process and check that it is one this package knows.
+    """Find the Megatron of this process and check that this package supports it.
 
-    Nothing but Megatron's version file is executed, so the refusal of a wrong one takes no import of torch.  Raises
-    UserError when there is none, when it lacks ``megatron.training``, or when its version is not supported.
-    ``brings_script``: the caller has a GPT script, so that a wheel without one will do.
+    Only reads Megatron's version file, so a refusal needs no import of torch.  Raises UserError if Megatron is missing,
+    lacks ``megatron.training``, or has an unsupported version.
+    ``brings_script``: the caller has a GPT script, so a wheel without one is sufficient.
     """
     try:
         spec = importlib.util.find_spec("megatron.core")
@@ -96,13 +96,13 @@ def find_megatron(*, brings_script: bool = False) -> Megatron:
             log.warning(NEWER.format(version=version, root=megatron.root))
     elif megatron.release < OLDEST:
         raise UserError(
-            f"Megatron {version} in {megatron.root} is not supported ({SUPPORTED}): install another one, "
+            f"Megatron {version} in {megatron.root} is not supported ({SUPPORTED}): install another version, "
             f"for instance pip install megatron-core=={TESTED}"
         )
     if importlib.util.find_spec("megatron.training") is None:
         raise UserError(
             f"Megatron {version} in {megatron.root} has no megatron.training: "
-            f"pip install megatron-core=={TESTED}, or put a whole Megatron-LM checkout first on PYTHONPATH"
+            f"pip install megatron-core=={TESTED}, or put a complete Megatron-LM checkout first on PYTHONPATH"
         )
     if megatron.release < (0, 19) and not megatron.has_script and not brings_script:
         raise UserError(
@@ -113,14 +113,14 @@ def find_megatron(*, brings_script: bool = False) -> Megatron:
 
 
 def read_version(package_info: Path) -> str:
-    """Megatron's version without importing it (importing megatron.core imports torch)."""
+    """Return Megatron's version without importing it (importing megatron.core imports torch)."""
     try:
         text = package_info.read_text(encoding="utf-8")
     except OSError:
         return importlib.metadata.version("megatron-core")
     found = {name: value for name, value in re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.MULTILINE)}
     if not {"MAJOR", "MINOR"} <= found.keys():
-        raise UserError(f"cannot read Megatron's version in {package_info} ({SUPPORTED})")
+        raise UserError(f"cannot parse Megatron's version in {package_info} ({SUPPORTED})")
     return f"{found['MAJOR']}.{found['MINOR']}.{found.get('PATCH', '0')}"
 
 
@@ -141,7 +141,7 @@ ENTRY = {
         Seam(_PARALLEL, "initialize_model_parallel"),
     )
 }
-"""By which a script of the user's takes --recover, or is refused (`patched`)."""
+"""Functions wrapped so that a user's script accepts --recover, or is refused (`patched`)."""
 
 SEAMS = {
     seam.name: seam
@@ -184,7 +184,7 @@ SEAMS = {
         Seam("megatron.training.checkpointing", "check_checkpoint_args", ("checkpoint_args",), optional=True),
     )
 }  # fmt: skip
-"""What is wrapped of Megatron-Core, and replaced in a distributed optimizer, with --recover."""
+"""Functions of Megatron-Core that are wrapped, or replaced in a distributed optimizer, with --recover."""
 
 FSDP_SEAMS = {
     seam.name: seam
@@ -198,7 +198,7 @@ FSDP_SEAMS = {
              formerly="FullyShardedDataParallel"),
         Seam(_ADAPTER, "FullyShardedDataParallelV1.sync_rng_states_across_tp_group", ("self",),
              formerly="FullyShardedDataParallel"),
-        # Of version 2, which is Megatron main's.
+        # Version 2, in Megatron's main branch.
         Seam(_ADAPTER, "FullyShardedDataParallelV2.__init__", ("self", "config", "ddp_config", "module",
              "fsdp_unit_modules", "disable_bucketing", "device", "pg_collection"), optional=True),
         Seam("megatron.core.optimizer.fully_sharded_optimizer", "FullyShardedOptimizer.get_grad_stats_parallel_group",
@@ -208,23 +208,23 @@ FSDP_SEAMS = {
         Seam(f"{_FSDP2}.dbuffer", "DBuffer._get_owned_range", ("self", "tensor_index"), optional=True),
     )
 }  # fmt: skip
-"""The same with --use-megatron-fsdp."""
+"""Additional functions that are wrapped with --use-megatron-fsdp."""
 
 
 def misfits(seams: dict[str, Seam]) -> list[str]:
-    """Everything of these seams that does not fit this Megatron, in words."""
+    """Return a message for each of these seams that does not match this Megatron."""
     reasons = [reason for seam in seams.values() if (reason := seam.misfit())]
     return [f"--recover: {reason} ({SUPPORTED})" for reason in reasons]
 
 
 def wrap(name: str, wrapper: Wrapper) -> None:
-    """Have ``wrapper`` called in place of the function of one of ``SEAMS``, or UserError where it does not fit."""
+    """Wrap the seam ``name`` with ``wrapper``; raises UserError if the function does not match the seam."""
     (SEAMS | FSDP_SEAMS)[name].wrap(wrapper, SUPPORTED)
 
 
 @contextmanager
 def replaced(owner: Any, /, **values: Any) -> Iterator[None]:
-    """Let these attributes of ``owner``, which has them all, be ``values`` for a while."""
+    """Set these existing attributes of ``owner`` to ``values`` inside the context."""
     originals = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():

@@ -1,12 +1,12 @@
-"""What is called of a Megatron whose scripts take ``--recover`` (docs/patches.md).
+"""Entry points for a Megatron whose scripts accept ``--recover`` (docs/patches.md).
 
-    megatron/core/__init__.py         before_megatron()                  at its top: the version, the device
-    megatron/training/arguments.py    parse_args = parsing(parse_args)   our flags join Megatron's; what cannot run is
-                                                                         refused, before anything was started
-    megatron/training/training.py     pretrain = surviving(pretrain)     the hooks are installed; deaths are survived
+    megatron/core/__init__.py         before_megatron()                  at its top: checks the version, sets the device
+    megatron/training/arguments.py    parse_args = parsing(parse_args)   adds our flags to Megatron's; refuses flags
+                                                                         that cannot run, before anything is started
+    megatron/training/training.py     pretrain = surviving(pretrain)     installs the hooks; the run survives deaths
 
 A patch inserts these lines into the files; ``as_imported`` does the same to the modules of an unpatched Megatron.  The
-checks and hooks are those of pretrain_gpt_recover.py (`program`), under which this has nothing to do.
+checks and hooks are those of pretrain_gpt_recover.py (`program`); under that script these functions do nothing.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ SCRIPTS = (
     *("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py", "pretrain_vlm.py", "train_rl.py"),
     *("examples/bert/pretrain_bert.py", "examples/multimodal/train.py", "examples/t5/pretrain_t5.py"),
 )
-"""Those of a checkout whose loop is Megatron's, and which have been read."""
+"""Scripts of a checkout that use Megatron's loop and have been reviewed."""
 UNKNOWN = (
-    "{} is none of Megatron's own training scripts; it is taken, since it calls Megatron's pretrain(). It must get "
-    "each microbatch from the iterator of its forward step, and draw and count nothing by itself "
-    "(docs/patches.md#scripts-of-your-own)"
+    "{} is not one of Megatron's training scripts; it is accepted because it calls Megatron's pretrain(). It must get "
+    "each microbatch from the iterator of its forward step, and must not draw random numbers or keep counters of its "
+    "own (docs/patches.md#scripts-of-your-own)"
 )
 ANOTHER_LOOP = (
-    "--recover: this script makes Megatron's process groups without Megatron's pretrain(), so whatever it does is not "
-    "protected: leave --recover out. A training loop of your own is connected by recover_megatron.integrate, and "
-    "Megatron-Bridge's by loop.bridge (docs/integrate.md)"
+    "--recover: this script creates Megatron's process groups without Megatron's pretrain(), so its training is not "
+    "protected: remove --recover. To protect your own training loop use recover_megatron.integrate; for "
+    "Megatron-Bridge use loop.bridge (docs/integrate.md)"
 )
 GROUPS_BEFORE = (
-    "--recover: this script has made process groups before it calls Megatron's pretrain(), which cannot be made anew "
-    "after a death: let pretrain() make them, or leave --recover out"
+    "--recover: this script has created process groups before it calls Megatron's pretrain(); they cannot be rebuilt "
+    "after a death: let pretrain() create them, or remove --recover"
 )
 DROPPED = (
-    "--recover was given, but this script has taken it out of sys.argv, by which it is known: nothing would be "
-    "protected. Let the script keep it there, with the other --recover-* flags, or leave it out of the command"
+    "--recover was given, but this script has removed it from sys.argv, so nothing would be protected. Make the script "
+    "keep --recover and the --recover-* flags there, or remove them from the command"
 )
 
 _begun = False
 
 
 def as_imported() -> None:
-    """Do to Megatron's modules, as they are imported, what a patch does to their files; a patched one is left alone."""
+    """Change Megatron's modules on import as a patch changes their files; patched modules are left alone."""
     wrappers: dict[str, Wrapper] = {"parse_args": parsing, "pretrain": surviving}
     inserted = [
-        megatron_fixes.Fix(ENTRY[name].module, functools.partial(_insert, name, wrapper), "it takes --recover")
+        megatron_fixes.Fix(ENTRY[name].module, functools.partial(_insert, name, wrapper), "it accepts --recover")
         for name, wrapper in wrappers.items()
     ]
     megatron_fixes.watch(*inserted, first=before_megatron)
@@ -81,7 +81,7 @@ def _insert(name: str, wrapper: Wrapper, module: ModuleType) -> None:
 
 
 def before_megatron(module: str = "megatron.core") -> None:
-    """At the top of ``module``, the first of Megatron's: check the version and choose the device."""
+    """Check Megatron's version and choose the device; called at the top of ``module``, the first of Megatron."""
     global _begun
     if is_in_charge() or _begun:
         return
@@ -107,7 +107,7 @@ def _only_within_pretrain(make_groups: Callable[..., None]) -> Callable[..., Non
 
 
 def parsing(parse_args: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
-    """``parse_args`` of Megatron, knowing our flags too; ends a process whose flags cannot run, with all reasons."""
+    """Wrap Megatron's ``parse_args`` to parse our flags too; exits with all reasons if the flags cannot run."""
 
     @functools.wraps(parse_args)
     def parse_args_with_ours(
@@ -128,7 +128,7 @@ def parsing(parse_args: Callable[..., argparse.Namespace]) -> Callable[..., argp
 
 
 def surviving(pretrain: Callable[..., None]) -> Callable[..., None]:
-    """``pretrain`` of Megatron, with the hooks of --recover."""
+    """Wrap Megatron's ``pretrain`` to run with the hooks of --recover."""
 
     @functools.wraps(pretrain)
     def surviving_pretrain(*given: Any, **options: Any) -> None:
@@ -157,38 +157,39 @@ def _marked(function: Any) -> Any:
 
 
 def _check_kept() -> None:
-    """Raise UserError where the command had --recover, and the script's arguments have it no more."""
+    """Raise UserError if the command had --recover but the script's arguments no longer do."""
     if "--recover" in sys.orig_argv and "--recover" not in sys.argv:
         raise UserError(DROPPED)
 
 
 def _is_megatrons() -> bool:
-    """Whether what runs is a script of a Megatron-LM checkout, by where it lies."""
+    """Return whether the main script belongs to a Megatron-LM checkout, judged by its path."""
     main = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
     return any(
-        main.endswith(f"/{its}") and Path(main.removesuffix(its), "megatron", "core").is_dir() for its in SCRIPTS
+        main.endswith(f"/{script}") and Path(main.removesuffix(script), "megatron", "core").is_dir()
+        for script in SCRIPTS
     )
 
 
 def _speaks() -> bool:
-    """Whether what all workers of a launch find is said by this one."""
+    """Return whether this worker logs messages that concern all workers of the launch."""
     return hostdevice.speaks() and JOIN_VARIABLE not in os.environ
 
 
 def say_if_unprotected() -> None:
-    """At the end of a script with --recover: that nothing of it was used."""
+    """Warn, at the end of a script with --recover, that the script did not use it."""
     asked = "--recover" in sys.orig_argv and not {"-h", "--help"} & set(sys.argv)
     if asked and "recover_megatron.membership.io.session" not in sys.modules and _speaks():
         log.warning(
-            f"{Path(sys.argv[0]).name} has ended and has called neither Megatron's pretrain() nor anything of "
-            "recover_megatron: of --recover nothing was used, and it would have survived no death"
+            f"{Path(sys.argv[0]).name} has ended without a call of Megatron's pretrain() or of recover_megatron: "
+            "--recover had no effect, and the run was not protected"
         )
 
 
 class _Call:
-    """The script's call of pretrain(), to be made as often as this worker builds Megatron.
+    """The script's call of pretrain(), repeated each time this worker builds Megatron.
 
-    The script parses the flags and makes a configuration of them before: copies of both are kept.
+    The script parses the flags and builds a configuration before the call: copies of both are kept.
     """
 
     def __init__(self, pretrain: Callable[..., None], bound: inspect.BoundArguments) -> None:
@@ -197,22 +198,22 @@ class _Call:
         self._rank = os.environ.get("RANK")
         from megatron.training import get_args
 
-        # In one copy: what they share stays shared.  Megatron goes on changing the ones in use.
+        # One deepcopy of both: shared objects stay shared.  Megatron keeps changing the originals.
         self._kept = copy.deepcopy((get_args(), bound.arguments["cfg_container"]))
 
     def arguments(self) -> argparse.Namespace:
-        """Megatron's arguments, for a worker that has to wait before it builds anything."""
+        """Return Megatron's arguments, for a worker that must wait before it builds anything."""
         args: argparse.Namespace = self._kept[0]
         return args
 
     def __call__(self) -> None:
         if os.environ["RANK"] != self._rank:
             self._configure()
-        self._rank = None  # whichever is wanted the next time, everything has been used
+        self._rank = None  # the originals are used up: configure again at the next call, for any rank
         self._pretrain(*self._bound.args, **self._bound.kwargs)
 
     def _configure(self) -> None:
-        """Let Megatron's global arguments, and the configuration, be those of the rank that this worker has now."""
+        """Set Megatron's global arguments and the configuration for this worker's present rank."""
         from megatron.training import global_vars, training
 
         training.destroy_global_state()
@@ -223,7 +224,7 @@ class _Call:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Tell a UserError as pretrain_gpt_recover.py does, and end the process."""
+    """Report a UserError as pretrain_gpt_recover.py does, and exit the process."""
     try:
         yield
     except UserError as error:

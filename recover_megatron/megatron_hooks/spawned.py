@@ -1,11 +1,11 @@
-"""A script on a Megatron without a patch; and what a process that it spawns imports as its main module."""
+"""Runner of a script on an unpatched Megatron, also imported as the main module by processes that it spawns."""
 
 from recover_megatron.hostdevice.script import Runner
 from recover_megatron.megatron_hooks import patched
 
 RUNNER = Runner(
     "recover_megatron.megatron_hooks",
-    "Run a training script that calls Megatron-LM's pretrain(); it takes --recover (docs/patches.md).",
+    "Run a training script that calls Megatron-LM's pretrain(), with support for --recover (docs/patches.md).",
     patched.as_imported,
     patched.say_if_unprotected,
 )

@@ -139,7 +139,7 @@ def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
 ) -> None:
     """``loading``: processes of the data loader; in one the error has another text than on the spot."""
     result, said = poisoned(runs, layout, what, "--num-workers", str(loading))
-    victims = [worker for worker in range(4) if "ends by an exception of its own" in said[worker]]
+    victims = [worker for worker in range(4) if "exits after an exception" in said[worker]]
     assert 2 <= len({worker // layout.positions for worker in victims}) <= 3, result.told()
     for worker in victims:
         assert error in said[worker], result.told()
@@ -151,7 +151,7 @@ def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
 
 def test_a_sample_that_ends_every_worker_in_other_words_ends_the_run_with_all_of_them(runs: Runs) -> None:
     _, said = poisoned(runs, DP4, "words")
-    victims = [worker for worker in range(4) if "ends by an exception of its own" in said[worker]]
+    victims = [worker for worker in range(4) if "exits after an exception" in said[worker]]
     assert len(victims) == 3, said
     (left,) = set(range(4)) - set(victims)
     assert "microbatch 5 of iteration 3 ends every worker that runs it, each with another error" in said[left]
@@ -185,7 +185,7 @@ def test_a_full_checkpoint_disk_ends_the_run_with_its_cause_and_the_last_good_ch
     assert stop["code"] == EXIT_SAME_FAULT
     told = f"the checkpoint of iteration 4 cannot be written to {save}: No space left on device"
     assert told in str(stop["reason"])
-    assert f"The last checkpoint: iteration 2 in {save}" in str(stop["reason"])
+    assert f"Last complete checkpoint: iteration 2 in {save}" in str(stop["reason"])
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert [path.name for path in save.iterdir() if path.name.startswith("iter_")] == ["iter_0000002"]
     held = sum(path.stat().st_size for path in save.glob("attempt_*/**/*") if path.is_file())

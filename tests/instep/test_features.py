@@ -154,7 +154,7 @@ def test_a_worker_that_alone_finds_an_unexpected_result_ends_and_its_microbatch_
     result = runs(case)
     assert list(result.ended.codes) == [0, 1, 0, 0], result.told()
     assert "found NaN in local forward loss calculation" in result.log(1)
-    assert "--rerun-mode validate_results: a worker that finds an unexpected result ends" in result.log(0)
+    assert "--rerun-mode validate_results: a worker that finds an unexpected result exits" in result.log(0)
     check_audit(result, case.iterations)
     check_steps(result, runs.reference(plain))
     check_parameters(result, runs.reference(plain))
@@ -182,7 +182,7 @@ MUON_CASES = [
 @pytest.mark.parametrize("case", some("muon", MUON_CASES, 1), ids=lambda case: f"{case}{case.model}")
 def test_muon_whose_layers_would_be_spread_is_survived_with_all_state_in_every_worker(runs: Runs, case: Case) -> None:
     result = runs.check(case, 300.0 if "--bf16" in case.model else 10.0)
-    assert "--use-distributed-optimizer with muon and its kin is off" in result.log(0)
+    assert "--use-distributed-optimizer with muon, soap or lion is off" in result.log(0)
 
 
 @pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs the Python package emerging-optimizers")
@@ -252,7 +252,7 @@ def test_float16_gradients_are_added_up_in_float32_without_being_asked_for(runs:
     result = runs(case)
     asked = replace(case, model=(*case.model, "--accumulate-allreduce-grads-in-fp32"))
     check(result, runs.reference(asked), near=100)
-    assert "--fp16: gradients are added up in float32" in result.log(0)
+    assert "--fp16: gradients are accumulated in float32" in result.log(0)
 
 
 # ---- forward passes beside backward passes

@@ -158,7 +158,7 @@ def test_a_group_over_replicas_that_is_made_too_late_is_named(
     traffic: Traffic, script_makes: Callable[..., Any], mode: Mode
 ) -> None:
     traffic.mode = mode
-    with pytest.raises(UnknownOperation, match=f"new_group at {__file__}:.* was not there when the training began"):
+    with pytest.raises(UnknownOperation, match=f"new_group at {__file__}:.* was created after the training began"):
         script_makes([0, 1])
     assert not isinstance(script_makes([0, 2]), EpochGroup), "this worker has no part in it"
 

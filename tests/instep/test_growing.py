@@ -89,7 +89,7 @@ def test_a_drained_node_costs_no_step_and_no_microbatch(runs: Runs, name: str) -
     assert told.splitlines()[-1] == "b is drained: it may be switched off"
     there = [worker for worker, node in enumerate(case.nodes) if node == "b"]
     assert all(
-        f"worker {worker} ends, and the run goes on: node b is drained" in result.log(worker) for worker in there
+        f"worker {worker} exits, and the run continues: node b is drained" in result.log(worker) for worker in there
     )
     assert {event["event"] for event in result.events} & {"fault", "exception"} == set()
 

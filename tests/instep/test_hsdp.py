@@ -346,7 +346,7 @@ def test_of_a_group_of_version_2_that_was_told_to_be_complete_no_more_gradients_
     added: list[object] = []
     buckets = FsdpBuckets2.__new__(FsdpBuckets2)
     buckets._parts, buckets._padding = [((0, 2), torch.ones(4))], [[Span(2, 3)]]
-    buckets._told, buckets._unsettled = True, {0}
+    buckets._marks_last, buckets._unsettled = True, {0}
     buckets.gradients = Gradients(buckets._parts)
     reduce = buckets._inside_alone(0)(lambda partial, is_last: added.append((partial, is_last)))
     reduce("first", False)
@@ -373,7 +373,7 @@ def test_what_an_interrupted_pass_of_version_2_has_begun_comes_before_the_next_o
     [
         ({"num_distributed_optimizer_instances": 1}, "--num-distributed-optimizer-instances 2 or more"),
         ({"data_parallel_sharding_strategy": "no_shard"}, "plain data parallelism"),
-        ({"outer_dp_sharding_strategy": "optim_grads"}, "take no_shard or optim"),
+        ({"outer_dp_sharding_strategy": "optim_grads"}, "use no_shard or optim"),
         ({"outer_dp_sharding_strategy": "optim", "data_parallel_sharding_strategy": "optim"}, "optim_grads_params"),
         ({"outer_dp_sharding_strategy": "optim", "megatron_fsdp_main_params_dtype": "auto"}, "main-params-dtype fp32"),
         ({"outer_dp_sharding_strategy": "optim", "async_save": True}, "--async-save"),
@@ -382,11 +382,11 @@ def test_what_an_interrupted_pass_of_version_2_has_begun_comes_before_the_next_o
             "bf16 types",
         ),
         ({"megatron_fsdp_grad_comm_dtype": "bf16"}, "--megatron-fsdp-grad-comm-dtype auto"),
-        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size yet: Megatron 0.19.2 makes its mesh"),
-        ({"fp16": True}, "--fp16 yet: Megatron 0.19.2 ends in its first step"),
+        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size yet: Megatron 0.19.2 itself ignores"),
+        ({"fp16": True}, "--fp16 yet: Megatron 0.19.2 itself fails in its first step"),
         ({"megatron_fsdp_version": 2, "save": "here"}, "--no-save-optim with --save"),
         ({"num_distributed_optimizer_instances": 3}, "does not divide the 4 data-parallel ranks"),
-        ({"num_distributed_optimizer_instances": 4}, "shard groups of two workers or more"),
+        ({"num_distributed_optimizer_instances": 4}, "shard groups of at least two workers"),
         ({"num_experts": 4, "expert_model_parallel_size": 2}, "lower --expert-model-parallel-size"),
     ],
 )

@@ -416,7 +416,7 @@ def test_a_lost_node_is_that_of_the_newest_snapshot(runs: Runs, scenario: Scenar
 def test_where_no_node_has_all_of_a_position_nothing_is_kept(runs: Runs) -> None:
     case = replace(LOST, strikes=(), iterations=3, nodes=("a", "b", "a", "b"))
     result = runs.check(case)
-    assert result.said.count("memory tier: off: no node or other domain has all that hold a part of the state") == 1
+    assert result.said.count("memory tier: off: no failure domain holds all copies of any part of the state") == 1
     assert "memory tier: snapshots" not in result.said
 
 
@@ -424,5 +424,5 @@ def test_a_host_without_the_memory_for_it_is_refused_at_the_start(runs: Runs) ->
     result = runs(replace(LOST, strikes=(), iterations=3).altered("faulty.poor_host", 2))
     assert 0 not in result.ended.codes, result.told()
     assert result.steps == []
-    assert "GiB of host memory a worker, which a host does not have: none is taken" in result.said
-    assert "--recover-memory-tier: the hosts do not have the memory for it" in result.said
+    assert "GiB of host memory per worker, which a host does not have: no snapshots are taken" in result.said
+    assert "--recover-memory-tier: a host does not have the memory for it" in result.said

@@ -29,7 +29,7 @@ def test_a_worker_that_left_out_a_backward_pass_is_put_down_and_its_microbatches
 ) -> None:
     run = sabotaged(forkserver, tmp_path, "lost-backward")
     assert run.codes == [0, 1], run.tail()
-    assert "added the gradients of 3 microbatches, not of its 4" in run.logs[1].read_text()
+    assert "added the gradients of 3 microbatches instead of 4" in run.logs[1].read_text()
     steps = list(read_steps(tmp_path / "steps.jsonl"))
     assert [sorted(step.microbatches) for step in steps] == [[0, 1], [0, 1], [0], [0]]
     assert [audit_problem(step) for step in steps] == [None] * 4
@@ -38,7 +38,7 @@ def test_a_worker_that_left_out_a_backward_pass_is_put_down_and_its_microbatches
 def test_a_worker_that_reads_other_samples_than_asked_is_put_down(forkserver: ForkServer, tmp_path: Path) -> None:
     run = sabotaged(forkserver, tmp_path, "other-samples")
     assert run.codes == [0, 1], run.tail()
-    assert "the loader gave [0, 1]" in run.logs[1].read_text()
+    assert "the loader returned [0, 1]" in run.logs[1].read_text()
     assert [audit_problem(step) for step in read_steps(tmp_path / "steps.jsonl")] == [None] * 4
 
 
@@ -56,7 +56,7 @@ def test_a_step_whose_sum_lacks_the_gradient_of_a_backward_pass_is_not_committed
     run = sabotaged(forkserver, tmp_path, "lost-and-summed", "--overlap-grad-reduce", "--ddp-num-buckets", "6")
     assert run.codes == [1, 1], run.tail()
     for log in run.logs:
-        assert "added the gradients of 3 microbatches, not of its 4" in log.read_text()
+        assert "added the gradients of 3 microbatches instead of 4" in log.read_text()
     assert [step.iteration for step in read_steps(tmp_path / "steps.jsonl")] == [1, 2]
 
 

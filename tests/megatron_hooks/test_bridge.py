@@ -110,8 +110,8 @@ def test_what_was_not_tried_in_bridges_loop_is_refused_before_anything_is_made(
     run = forkserver.run(1, argv, tmp_path, together=False, timeout=60)
     said = run.logs[0].read_text()
     assert run.codes == [2], said
-    assert "--recover with Megatron-Bridge cannot take checkpoint.async_save = True: it was not tried" in said
-    assert "--recover with Megatron-Bridge cannot take model.log_max_attention_logit: it was not tried" in said
+    assert "--recover with Megatron-Bridge does not support checkpoint.async_save = True: it is untested" in said
+    assert "--recover with Megatron-Bridge does not support model.log_max_attention_logit: it is untested" in said
     assert "Traceback" not in said
 
 
@@ -190,5 +190,5 @@ def test_a_worker_that_counts_other_samples_than_a_batch_does_not_begin_the_next
     run._count()
     assert run.arguments.curr_iteration == 1
     counted.consumed_train_samples = 12
-    with pytest.raises(Disagreement, match="counts 12 samples before this iteration, they are 16"):
+    with pytest.raises(Disagreement, match="reports 12 consumed samples; expected 16"):
         run._count()

@@ -254,7 +254,7 @@ def test_a_microbatch_is_counted_once_however_often_its_backward_pass_adds_to_a_
     accumulated.check([chunk], before, [3])
     backward(shared)
     accumulated.check([chunk], before, [4])
-    with pytest.raises(Disagreement, match="added the gradients of 4 microbatches, not of its 3"):
+    with pytest.raises(Disagreement, match="added the gradients of 4 microbatches instead of 3"):
         accumulated.check([chunk], before, [3])
 
 
@@ -270,7 +270,7 @@ def test_in_megatron_fsdp_a_microbatch_is_counted_by_whichever_dense_parameter_i
     for _ in range(2):
         backward(language * 2)
     accumulated.check([chunk], before, [3])
-    with pytest.raises(Disagreement, match="added the gradients of 3 microbatches, not of its 2"):
+    with pytest.raises(Disagreement, match="added the gradients of 3 microbatches instead of 2"):
         accumulated.check([chunk], before, [2])
 
 

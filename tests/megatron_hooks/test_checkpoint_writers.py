@@ -167,7 +167,7 @@ def test_one_that_is_stopped_is_waited_for_as_long_as_the_hang_timeout(
 ) -> None:
     caller.process = stopped  # type: ignore[assignment]
     assert not caller.is_current_async_call_done(False, True)  # the first look
-    with pytest.raises(WriterStopped, match=f"process {stopped.pid}, by which this worker writes"):
+    with pytest.raises(WriterStopped, match=f"process {stopped.pid}, which writes checkpoints for this worker"):
         caller.is_current_async_call_done(blocking, True)
     caller.close()
     assert stopped.killed
@@ -205,7 +205,7 @@ def test_the_process_that_keeps_what_was_written_is_watched_as_well(
         checkpoint_writers.watch.wait()
     stopped.exitcode, caller.process = KILLED, Process(FAILED)  # type: ignore[assignment]
     stopped.pid = os.getpid()
-    with pytest.raises(WriterKilled, match="could not tell"):
+    with pytest.raises(WriterKilled, match="lost its manager process"):
         caller.is_current_async_call_done(True, True)
     caller.close()
 
@@ -501,7 +501,7 @@ def test_a_folder_that_cannot_be_had_again_ends_nothing_and_is_not_used(
     checkpoint_writers.without_lost_sockets()
     assert list(tmp_path.iterdir()) == []
     assert sharer._address == str(tmp_path / "listener")
-    assert "nothing can be made anew in TMPDIR" in caplog.records[-1].getMessage()
+    assert "cannot replace socket files in TMPDIR" in caplog.records[-1].getMessage()
 
 
 @pytest.mark.parametrize("length", [107, 108])

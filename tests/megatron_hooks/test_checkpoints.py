@@ -72,5 +72,5 @@ def test_that_a_folder_cannot_be_written_is_said_where_a_write_to_it_has_failed(
         Checkpoints(groups, records, lambda: None, lambda: None)._explain(error, "the checkpoint of iteration 4")
     words = "cannot be written to /save" if to_folder else "has failed"
     told = "No space left on device" if is_full(error, "/save") else f"{type(error).__name__}: {error}"
-    assert str(failed.value) == f"the checkpoint of iteration 4 {words}: {told}. The last checkpoint: none"
+    assert str(failed.value) == f"the checkpoint of iteration 4 {words}: {told}. Last complete checkpoint: none"
     assert failed.value.to_folder is to_folder

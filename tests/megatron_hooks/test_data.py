@@ -133,23 +133,23 @@ def test_cyclic_samples_of_an_epoch_come_once_each_however_many_replicas_go_on(
 
 def test_cyclic_samples_go_on_with_the_microbatches_of_the_checkpoint_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = SimpleNamespace(data_parallel_size=4, micro_batch_size=2)
-    with pytest.raises(UserError, match="48 samples have been consumed, and with --micro-batch-size 5 the next ones"):
+    with pytest.raises(UserError, match="after 48 samples, --micro-batch-size 5 would skip or repeat samples"):
         resumes(monkeypatch, 48, 3, saved, micro=5)
-    with pytest.raises(UserError, match="give the --micro-batch-size of the run that wrote the checkpoint"):
+    with pytest.raises(UserError, match="use the --micro-batch-size of the run that wrote the checkpoint"):
         resumes(monkeypatch, 60, 3, saved, micro=3)
     resumes(monkeypatch, 0, 3, saved, micro=3)
     resumes(monkeypatch, 48, 3, saved, micro=3)  # an epoch of 96 as well, after two rounds of 24
 
 
 @pytest.mark.parametrize(
-    ("now", "said"), [(True, "with --no-data-sharding: give it here"), (False, "without --no-data")]
+    ("now", "said"), [(True, "with --no-data-sharding: add the flag"), (False, "without --no-data")]
 )
 def test_cyclic_samples_are_shuffled_by_rank_or_all_together_from_an_epochs_begin_to_its_end(
     monkeypatch: pytest.MonkeyPatch, now: bool, said: str
 ) -> None:
     """In its middle 26 of the last 48 samples would be read again here, as many each way."""
     saved = resumes(monkeypatch, 0, 4, sharded=not now).args  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=f"48 samples .* in the middle of an epoch, by a run {said}"):
+    with pytest.raises(UserError, match=f"in the middle of an epoch .48 samples. of a run {said}"):
         resumes(monkeypatch, 48, 4, saved, sharded=now)
     assert resumes(monkeypatch, 96, 4, saved, sharded=now).samples(96) == Shuffled(98, 2, 4, sharded=now).samples(96)
 
@@ -159,7 +159,7 @@ def test_where_all_ranks_shuffle_the_whole_another_microbatch_begins_with_an_epo
 ) -> None:
     """Microbatches of 1 shuffle 97 samples, and those of 2 shuffle 96, though both have epochs of 96."""
     saved = resumes(monkeypatch, 0, 4, micro=1, sharded=False, total=97).args  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="48 samples have been consumed, and with --micro-batch-size 2 the next ones"):
+    with pytest.raises(UserError, match="after 48 samples, --micro-batch-size 2 would skip or repeat samples"):
         resumes(monkeypatch, 48, 4, saved, sharded=False, total=97)
     resumes(monkeypatch, 96, 4, saved, sharded=False, total=97)
 
@@ -168,7 +168,7 @@ def test_a_loader_of_the_users_own_goes_on_where_a_microbatch_begins(monkeypatch
     args = SimpleNamespace(micro_batch_size=4, num_workers=0)
     monkeypatch.setattr(data, "get_args", lambda: args)
     loader = SimpleNamespace(microbatch=lambda number: {"at": torch.tensor([number])})
-    with pytest.raises(UserError, match="6 samples have been consumed, and no microbatch of 4 begins after them"):
+    with pytest.raises(UserError, match="6 consumed samples are not a multiple of the micro batch size 4"):
         data._external(loader, 6)
     its = data._external(loader, 8)
     its.begin(8, [0], 1)
@@ -329,7 +329,7 @@ class Ending:
 
 def test_a_connection_that_closes_before_the_exit_code_is_known_is_told_as_the_end_of_the_process() -> None:
     process = Ending()
-    with pytest.raises(LoaderKilled, match=r"process 7, .* was killed by signal 9"), _reading([process]):
+    with pytest.raises(LoaderKilled, match=r"data loader process 7 .* was killed by signal 9"), _reading([process]):
         raise ConnectionResetError(104, "Connection reset by peer")
     os.close(process.sentinel)
 
@@ -427,7 +427,7 @@ def test_a_microbatch_is_counted_by_whichever_dense_parameter_it_has_a_gradient_
     for _ in range(2):
         accumulated._calling(of_both)()
     accumulated.check([chunk], before, [3])
-    with pytest.raises(Disagreement, match="added the gradients of 3 microbatches, not of its 4"):
+    with pytest.raises(Disagreement, match="added the gradients of 3 microbatches instead of 4"):
         accumulated.check([chunk], before, [4])
 
 

@@ -319,7 +319,7 @@ def test_a_writer_that_fails_is_told_of_once_and_ends_nothing(capsys: pytest.Cap
     writer.add_scalar("loss", 1.0, 2)
     writer.flush()
     said = capsys.readouterr().err
-    assert said.count("TensorBoard is not written any more") == 1
+    assert said.count("TensorBoard is disabled on this worker") == 1
 
 
 def test_a_writer_that_does_not_answer_holds_nobody_up_and_hears_everything_later() -> None:
@@ -403,7 +403,7 @@ def test_the_progress_log_ends_nobody_and_is_one_that_megatron_reads(
     def worker() -> tuple[writers.ProgressLog, Callable[..., None]]:
         its = writers.ProgressLog(alone=lambda: False)
         monkeypatch.setattr(training, "append_to_progress_log", its._appending(append))
-        return its, its._telling(training.compute_throughputs_and_append_to_progress_log)
+        return its, its._throughputs(training.compute_throughputs_and_append_to_progress_log)
 
     progress = tmp_path / "progress.txt"
     progress.mkdir()
@@ -413,7 +413,7 @@ def test_the_progress_log_ends_nobody_and_is_one_that_megatron_reads(
     told(4, 2e15)
     said = capsys.readouterr().err
     assert said.count("progress.txt cannot be written (Is a directory)") == 1, said
-    assert said.count("progress.txt gets no line for a checkpoint") == 1, said
+    assert said.count("cannot read progress.txt; checkpoints are not logged there") == 1, said
 
     progress.rmdir()
     wrapped.finish()

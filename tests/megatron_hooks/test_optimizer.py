@@ -167,7 +167,7 @@ def test_a_number_that_is_none_does_not_make_a_checkpoint_one_of_remainders(odd:
 
 
 def test_a_configuration_by_which_transformer_engine_would_keep_main_parameters_is_refused() -> None:
-    with pytest.raises(UserError, match="was made before --recover began"):
+    with pytest.raises(UserError, match="was created before --recover was installed"):
         precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True))
     precision.check(SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False))
 

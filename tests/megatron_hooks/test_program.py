@@ -106,8 +106,8 @@ def test_a_world_that_cannot_hold_whole_replicas_is_refused_once_with_the_remedy
 ) -> None:
     said = refusal(forkserver, tmp_path, [*GOOD, "--tensor-model-parallel-size", "2"], workers=3)
     assert said == (
-        "pretrain_gpt_recover.py: error: 3 workers cannot hold whole replicas of 2 (--tensor-model-parallel-size 2): "
-        "start a multiple of 2 workers (recover-run --nproc-per-node, --nnodes) or change these sizes\n"
+        "pretrain_gpt_recover.py: error: 3 workers are not a multiple of the replica size 2 (--tensor-model-parallel-"
+        "size 2): start a multiple of 2 (recover-run --nproc-per-node, --nnodes) or change these sizes\n"
     )
 
 
@@ -129,40 +129,40 @@ BAD = [
     (GOOD, "--num-layers four", "argument --num-layers: invalid int value: 'four'"),
     (GOOD, "--hidden-size 33", "Megatron refuses these flags"),
     (GOOD, "--recover --recover-log-dir /proc/nowhere", "--recover-log-dir /proc/nowhere: "),
-    (GOOD, "--eval-interval 0", "give --eval-interval N, above 0 (and --eval-iters 0, if nothing is to be"),
+    (GOOD, "--eval-interval 0", "give --eval-interval N with N > 0 (and --eval-iters 0 for no evaluation"),
     (GOOD, "--save /proc/nowhere --save-interval 1", "--save /proc/nowhere: "),
     (GOOD, "--recover --recover-min-replicas 0", "--recover-min-replicas 0: give 1 or more"),
     (GOOD, "--wandb-project mine", "--wandb-project mine needs the Python package wandb, which is not"),
     (GOOD, "--tokenizer-type TikTokenizer", "--tokenizer-type TikTokenizer needs the Python package tiktoken"),
     (GOOD, "--recover --recover-collective native",
-     "--recover-collective native needs GPUs: it is NCCL's own collectives; on the CPU take ring"),
+     "--recover-collective native needs GPUs: it uses NCCL's own collectives; on the CPU use ring"),
     (GOOD, "--recover --skip-train", "--recover has nothing to keep in a run that trains nothing"),
     (GOOD, "--recover --train-iters 0", "--recover has nothing to keep in a run that trains nothing"),
-    (GOOD, "--recover --recover-min-replicas 5", "--recover-min-replicas 5: this run has 1 at its launch"),
-    (GOOD, "--recover-inject 0@3:backward", "--recover-inject needs --recover: without it nothing is inj"),
+    (GOOD, "--recover --recover-min-replicas 5", "--recover-min-replicas 5: this run starts with 1 replicas"),
+    (GOOD, "--recover-inject 0@3:backward", "--recover-inject needs --recover: without it no fault is inj"),
     (GOOD, "--recover --recover-grace 5 --use-distributed-optimizer --recover-shadow-shards 0",
      "--recover-grace with --use-distributed-optimizer needs --recover-shadow-shards 1 or 2"),
     (GOOD, "--recover --bf16 --qk-clip --use-distributed-optimizer",
-     "--recover with --use-distributed-optimizer cannot be combined with --qk-clip yet: it scales whole weights"),
+     "--recover with --use-distributed-optimizer cannot be combined with --qk-clip yet: it scales complete weights"),
     (GOOD, "--recover --tensor-parallel-num-weight-shards 2",
-     "--recover cannot be combined with --tensor-parallel-num-weight-shards 2 yet: weights would be spread"),
+     "--recover cannot be combined with --tensor-parallel-num-weight-shards 2 yet: it spreads weights"),
     (GOOD, "--recover --expert-tensor-parallel-num-weight-shards 2",
-     "--recover cannot be combined with --expert-tensor-parallel-num-weight-shards 2 yet: weights"),
+     "--recover cannot be combined with --expert-tensor-parallel-num-weight-shards 2 yet: it spreads"),
     (GOOD, "--recover --fp8-format hybrid",
      "--recover takes delayed FP8 scaling (--fp8-recipe delayed, Megatron's default) only with --recover-untested: "),
     (GOOD, "--recover --recover-untested --fp8-format hybrid --use-transformer-engine-op-fuser",
      "--recover cannot be combined with --use-transformer-engine-op-fuser and --fp8-recipe delayed yet: its layers"),
     (GOOD, "--recover --recover-untested --fp8-format hybrid --overlap-moe-expert-parallel-comm",
-     "--recover cannot be combined with --overlap-moe-expert-parallel-comm and --fp8-recipe delayed yet: whose"),
+     "--recover cannot be combined with --overlap-moe-expert-parallel-comm and --fp8-recipe delayed yet: the maxima"),
     (GOOD, "--recover --use-megatron-fsdp --num-distributed-optimizer-instances 2",
      "--use-megatron-fsdp with --num-distributed-optimizer-instances 2 needs --overlap-grad-reduce: without it"),
     (GOOD, "--recover --rerun-mode report_stats",
-     "--recover cannot be combined with --rerun-mode report_stats: no Megatron up to 0.20 starts with it"),
+     "--recover cannot be combined with --rerun-mode report_stats: Megatron up to 0.20 does not start with it"),
     (GOOD, "--recover --te-rng-tracker", "--recover takes --te-rng-tracker only with --recover-untested: "),
-    (GOOD, "--recover --inprocess-restart", "--recover cannot be combined with --inprocess-restart yet: when"),
+    (GOOD, "--recover --inprocess-restart", "--recover cannot be combined with --inprocess-restart yet: after a death"),
     (GOOD, "--recover --enable-ft-package", "--recover cannot be combined with --enable-ft-package yet: its"),
     (GOOD, "--recover --phase-transition-iterations 4",
-     "--recover cannot be combined with --phase-transition-iterations yet: after"),
+     "--recover cannot be combined with --phase-transition-iterations yet: Megatron"),
     (GOOD, "--transformer-impl transformer_engine", "needs TransformerEngine's GPU kernels"),
     (GOOD, "--context-parallel-size 1 --data-path '/no where/a'", "no /no where/a.bin"),
 ]  # fmt: skip
@@ -219,7 +219,7 @@ def test_a_run_that_never_has_the_replicas_it_must_keep_is_refused(
     monkeypatch.setenv("WORLD_SIZE", str(world))
     assert flag_checks._number_of_replicas(args, RecoverConfig(enabled=True, min_replicas=most)) == []
     (reason,) = flag_checks._number_of_replicas(args, RecoverConfig(enabled=True, min_replicas=most + 1))
-    assert f"this run has {most} at its launch ({world} workers, {world // most} to a replica)" in reason
+    assert f"this run starts with {most} replicas ({world} workers, {world // most} per replica)" in reason
 
 
 VPP: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 8}
@@ -227,12 +227,12 @@ VPP: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 
 @pytest.mark.parametrize(
     ("world", "most", "fields", "why"),
-    [(4, 3, {}, "this run has 4 at its launch"), (1, 2, {}, "needs a launch of two replicas"),
+    [(4, 3, {}, "this run starts with 4 replicas"), (1, 2, {}, "needs at least two replicas at the launch"),
      (2, 13, {}, "a global batch of 12 microbatches is enough for 12 replicas"),
      (4, 6, {"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
      (4, 6, {"use_megatron_fsdp": True}, "--use-megatron-fsdp"), (2, 12, {}, ""),
      (4, 7, VPP | {"num_layers_per_virtual_pipeline_stage": 1}, "12 microbatches is enough for 6 replicas"),
-     (4, 7, VPP | {"num_virtual_stages_per_pipeline_rank": 2}, "of 2 microbatches at least"),
+     (4, 7, VPP | {"num_virtual_stages_per_pipeline_rank": 2}, "of at least 2 microbatches"),
      (4, 7, VPP | {"pipeline_model_parallel_layout": "E,(tt|)*3,t*2,L"}, "is enough for 6 replicas"),
      (4, 7, VPP | {"hybrid_layer_pattern": "M-|M*|M-|M*/*-"}, "is enough for 6 replicas"),
      (4, 7, VPP | {"hybrid_override_pattern": "M|*|M|*"}, "is enough for 6 replicas"),
@@ -272,7 +272,7 @@ def test_all_reasons_are_told_at_once(forkserver: ForkServer, tmp_path: Path) ->
     argv = [*MODEL, *SCHEDULE, "--data-path", "/nowhere/corpus", "--tensor-model-parallel-size", "2", "--recover"]
     said = refusal(forkserver, tmp_path, [*argv, "--use-torch-fsdp2", "--qk-clip"], workers=3)
     assert said.splitlines()[0].startswith("pretrain_gpt_recover.py: ")
-    for reason in ("cannot hold whole replicas", "/nowhere/corpus.bin", "--use-torch-fsdp2", "--qk-clip needs --bf16"):
+    for reason in ("the replica size 2 (", "/nowhere/corpus.bin", "--use-torch-fsdp2", "--qk-clip needs --bf16"):
         assert reason in said
 
 
@@ -350,7 +350,7 @@ def test_an_unsupported_megatron_is_refused_with_the_supported_ones(
 
 def test_a_newer_megatron_is_taken_with_a_warning_and_its_seams_decide(tmp_path: Path) -> None:
     done = start_with(fake_megatron(tmp_path, 20, script=True))
-    assert f"recover: warning: Megatron 0.20.1 in {tmp_path} is newer than those tested" in done.stderr
+    assert f"recover: warning: Megatron 0.20.1 in {tmp_path} is newer than the tested versions" in done.stderr
     assert "is not supported" not in done.stderr
 
 
@@ -451,7 +451,7 @@ def test_a_worker_that_lost_touch_at_the_start_leaves_the_word_to_whoever_knows_
 
 def test_a_training_without_data_is_no_training() -> None:
     ended(lambda: None)
-    with pytest.raises(EndedEarly, match="no data to train with"):
+    with pytest.raises(EndedEarly, match="its training data set is empty"):
         ended(lambda: None, begun=False)
 
 
@@ -507,7 +507,7 @@ def test_every_flag_that_is_done_in_another_way_is_set_so_and_told_once(
     assert (args.num_distributed_optimizer_instances, args.error_injection_rate) == (2, 0)
     assert (args.rerun_mode, args.accumulate_allreduce_grads_in_fp32) == ("disabled", True)
     parsed(True, *FLAGS)
-    assert said == [f"with --recover {its}" for its in SETTLED]
+    assert said == [f"with --recover, {its}" for its in SETTLED]
     config = RecoverConfig(enabled=True)
     assert [*cannot_recover(args, config), *cannot_shard(args, config)] == []
 
@@ -646,7 +646,7 @@ def test_what_comes_past_the_parser_is_refused_and_not_run_as_it_is() -> None:
     assert refused.not_settled(parsed(True, *FLAGS)) == []
     args.yaml_cfg = "model.yaml"
     reasons = flags.problems(args, RecoverConfig(enabled=True))
-    assert any("--moe-token-dispatcher-type flex from a file of --yaml-cfg" in reason for reason in reasons)
+    assert any("--moe-token-dispatcher-type flex from a --yaml-cfg file" in reason for reason in reasons)
 
 
 def test_a_flag_that_was_not_given_is_not_touched() -> None:
@@ -679,7 +679,7 @@ def test_flags_are_checked_with_the_sizes_that_the_checkpoint_has(forkserver: Fo
     words += ["--use-checkpoint-args", "--load", str(tmp_path / "saved"), "--ckpt-format", "torch"]
     words += ["--use-mp-args-from-checkpoint-args"]
     said = refusal(forkserver, tmp_path, [*words, "--recover"], workers=3)
-    assert "3 workers cannot hold whole replicas of 2 (--tensor-model-parallel-size 2)" in said
+    assert "3 workers are not a multiple of the replica size 2 (--tensor-model-parallel-size 2)" in said
     words += ["--tensor-model-parallel-size", "4", "--global-batch-size", "15"]
     said = refusal(forkserver, tmp_path, words, workers=2)
     assert "global batch size 15 is not a multiple of micro batch size 2 x 1" in said
@@ -701,7 +701,7 @@ def scheduled(batches: str, **others: Any) -> argparse.Namespace:
      ("0:6 1536:8", {"train_iters": 8}, []),
      ("0:6 1536:8", {"train_iters": 9}, ["batch size 8 of"]),
      ("0:6 1536:8", {"exit_interval": 8}, []),
-     ("0:12 32:8 384:6", {}, ["6 after 12: Megatron takes no batch of fewer microbatches"]),
+     ("0:12 32:8 384:6", {}, ["6 after 12: Megatron does not accept a batch with fewer"]),
      ("0:7 1536:8", {}, ["batch size 7 of", "batch size 8 of"]),
      ("nonsense", {}, [])],
 )  # fmt: skip
@@ -857,9 +857,9 @@ AWARE = "--use-precision-aware-optimizer --use-distributed-optimizer"
      ("--use-precision-aware-optimizer", "without --use-distributed-optimizer"),
      ("--freeze-all-layers", "trains nothing (--skip-train, --train-iters 0, --freeze-all-layers)"),
      (AWARE, None),
-     (f"{AWARE} --main-params-dtype fp16", "is rounded by its largest element"),
-     (f"{AWARE} --exp-avg-dtype fp16", "is rounded by its largest element"),
-     (f"{AWARE} --exp-avg-sq-dtype fp8", "is rounded by its largest element"),
+     (f"{AWARE} --main-params-dtype fp16", "is scaled by its largest element"),
+     (f"{AWARE} --exp-avg-dtype fp16", "is scaled by its largest element"),
+     (f"{AWARE} --exp-avg-sq-dtype fp8", "is scaled by its largest element"),
      (f"{AWARE} --exp-avg-dtype bf16", "only with --recover-untested"),
      (f"{AWARE} --main-grads-dtype bf16", "only with --recover-untested"),
      (f"{AWARE} --optimizer-cpu-offload", "with --optimizer-cpu-offload yet")],

@@ -70,7 +70,7 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
     monkeypatch.setattr(rejoin, "_take_place", fail)
     with pytest.raises(RunOver):
         rejoin.come_back()
-    told = "it is put aside: 3 times in a row it could not take a place: gloo could not connect"
+    told = "it is retired after 3 failures in a row to take a place: gloo could not connect"
     assert notes == [told], "in workers.json"
     assert left[-1] == told, "in recover-status"
     assert slept == [0.0, PAUSE_SECONDS]
@@ -229,7 +229,7 @@ def test_after_the_run_went_back_to_its_start_a_host_without_the_memory_does_not
     monkeypatch.setattr(memory_tier, "available_memory", lambda: 1)
     decision = decide(5, STATUSES, GRID, RULES)
     memory, store = tier(0, decision, version=0)
-    with pytest.raises(UserError, match="the hosts do not have the memory for it"):
+    with pytest.raises(UserError, match="a host does not have the memory for it"):
         memory.at_boundary()
     memory, store = tier(0, replace(decision, timeline=(5, 0)), version=0)
     memory.at_boundary()
@@ -244,7 +244,7 @@ def test_a_run_is_refused_at_its_start_that_would_lack_memory_once_it_has_moment
     monkeypatch.setattr(memory_tier, "available_memory", lambda: 50_000)
     for to_come, taken in ((0, True), (10_000, False)):
         memory, store = tier(0, decision, version=0, sharded=sharded, to_come=to_come)
-        with nullcontext() if taken else pytest.raises(UserError, match="the hosts do not have the memory for it"):
+        with nullcontext() if taken else pytest.raises(UserError, match="a host does not have the memory for it"):
             memory.at_boundary()
         assert len(store.begun) == taken
 
@@ -444,7 +444,7 @@ def test_a_worker_whose_state_differs_and_gets_no_other_gives_up_its_place(error
         raise error
 
     exchange, left, noted = mended(fetch)
-    with pytest.raises(Orphaned, match="is not to be computed with"):
+    with pytest.raises(Orphaned, match="holds a wrong state, which must not be used"):
         exchange.at_boundary()
     assert noted == []
     (why,) = left

@@ -65,7 +65,7 @@ def test_a_training_of_another_length_is_warned_of_exactly_where_megatron_change
     changed = any(not old[at]["tokens"].equal(new[at]["tokens"]) for at in range(both))
     said = resumed.warnings(new, asks(after), asks(before))
     assert bool(said) == changed
-    assert all(f"was to read {before} samples" in line and f"to read {after}" in line for line in said)
+    assert all(f"a run over {before} samples" in line and f"this run is over {after}" in line for line in said)
     assert resumed.warnings(new, asks(after), None) == []
     for line in said:  # the number it gives is the largest that keeps the order
         iterations = int(re.search(r"up to --train-iters (\d+)\.", line)[1])  # type: ignore[index]
@@ -84,7 +84,7 @@ def test_a_corpus_that_was_replaced_under_its_path_is_warned_of_and_no_other(tmp
     replaced = read([corpus], 200)
     assert max(int(replaced[at]["tokens"].max()) for at in range(200)) < 1000 + 50 * 17  # half of it is never read
     (line,) = resumed.warnings(replaced, asks(200), None)
-    assert f"not one of {corpus}" in line
+    assert f"does not match {corpus}" in line
     assert f"{replaced.unique_description_hash}-*" in line
 
 
@@ -131,7 +131,7 @@ def test_cyclic_samples_of_a_blend_are_shuffled_by_the_length_of_the_training(
         return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
     (line,) = said(104, "cyclic")
-    assert "was to read 100 samples of a blend, and this one is to read 104" in line
+    assert "a run over 100 samples of a blend, this run is over 104" in line
     assert said(104, "single") == said(100, "cyclic") == []
 
 

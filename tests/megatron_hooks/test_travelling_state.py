@@ -288,7 +288,7 @@ def test_who_takes_a_place_and_would_step_otherwise_does_not_take_it(make: Any) 
     make.act_as(other)
     given = sent(other.state.tree())
     make.act_as(newcomer)
-    with pytest.raises(Disagreement, match="the optimizer steps by"):
+    with pytest.raises(Disagreement, match="the optimizer's settings are"):
         newcomer.state.load(given)
 
 

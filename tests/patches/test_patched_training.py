@@ -66,7 +66,7 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_stock_run(
     said = launch(tree if is_patched else REPOSITORY, 4, out, *given_to, SCRIPT, *FLAGS, *faults)
     assert "worker 1 killed by SIGKILL" in said
     logs = "".join(log.read_text() for log in out.glob("worker-*.log"))
-    assert logs.count("reference_gpt.py is none of Megatron's own training scripts") == 1
+    assert logs.count("reference_gpt.py is not one of Megatron's training scripts") == 1
     steps = list(read_steps(out / "steps.jsonl"))
     assert [step.replicas for step in steps] == [4, 4, 3, *[step.replicas for step in steps[3:4]], replicas, replicas]
     assert [audit_problem(step) for step in steps] == [None] * 6

@@ -87,7 +87,7 @@ def test_a_loop_that_is_not_megatrons_is_refused_before_it_trains(tmp_path: Path
     script = "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()\nprint('trains')\n"
     ended = done(tmp_path, way, script, "--recover", "--recover-device", "cpu")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "train.py: error: --recover: this script makes Megatron's process groups without" in ended.stderr
+    assert "train.py: error: --recover: this script creates Megatron's process groups without" in ended.stderr
     if way == "runner":
         assert done(tmp_path, way, script, "--recover-device", "cpu").stdout == "groups of 1\ntrains\n"
 
@@ -104,7 +104,7 @@ pretrain(None)
     script = script.replace("from", "import megatron.core\nfrom", 1)
     ended = done(tmp_path, way, script, "--recover", "--recover-device", "cpu")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "train.py: error: --recover: this script has made process groups before" in ended.stderr
+    assert "train.py: error: --recover: this script has created process groups before" in ended.stderr
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_a_script_that_takes_recover_out_of_its_arguments_does_not_train_unprote
     late = "import megatron.training.arguments; sys.argv = sys.argv[:1]"  # a patch asks when its module is imported
     ended = done(tmp_path, way, DROPS.format(late, call), "--recover", "--recover-device", "cpu")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "train.py: error: --recover was given, but this script has taken it out of sys.argv" in ended.stderr
+    assert "train.py: error: --recover was given, but this script has removed it from sys.argv" in ended.stderr
 
 
 SPAWNS = """
@@ -187,7 +187,7 @@ def test_a_script_that_used_nothing_of_recover_is_told_at_its_end(
 ) -> None:
     ended = done(tmp_path, "runner", script, *flags)
     assert ended.returncode == (3 if "3" in script else 0)
-    assert ("train.py has ended and has called neither Megatron's pretrain()" in ended.stderr) is says
+    assert ("train.py has ended without a call of Megatron's pretrain()" in ended.stderr) is says
 
 
 SEES = """

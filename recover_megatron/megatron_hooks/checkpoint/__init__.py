@@ -1,1 +1,1 @@
-"""Checkpoints of a run that loses workers, and the states that its workers give each other."""
+"""Checkpoints of a run that loses workers, and the state that workers send each other."""

@@ -1,10 +1,10 @@
-"""Folders of checkpoints: each attempt at one is written into a folder of its own, renamed when it is complete.
+"""Folders of checkpoints: each attempt is written into a separate folder, which is renamed when it is complete.
 
     SAVE/attempt_0000008_TERM_EPOCH_DECISION/...  --all have written-->  SAVE/iter_0000008/...  --> the tracker file
 
-An attempt ends when a worker is lost, and the others begin another one.  A worker that was put out may still write, now
-or when its host wakes hours later, into open files or by name: that reaches its own attempt only.  No attempt is ever
-loaded: Megatron follows the tracker file to ``iter_``.  What attempts have left is removed when the next one begins.
+An attempt ends when a worker is lost, and the others begin another one.  An evicted worker may still write, now or when
+its host wakes up hours later, to open files or by name: that affects only its own attempt.  Attempts are never loaded:
+Megatron follows the tracker file to ``iter_``.  Leftovers of attempts are removed when the next attempt begins.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 _NAME = re.compile(r"attempt_(\d{7,})_([0-9a-f]+)_(\d+)_(\d+)(\.replaced)?")
 
 _NO_RENAMING = (errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EMFILE, errno.ENFILE)
-"""What file systems say that cannot rename a folder, or none of so many files: then its files are copied."""
+"""Errors of file systems that cannot rename a folder, or not one with this many files: then its files are copied."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try to write a checkpoint: in an epoch (with the term of its coordinator) there is one for each decision."""
+    """Attempt to write a checkpoint, identified by iteration, the coordinator's term, epoch and decision."""
 
     iteration: int
     term: int
@@ -33,21 +33,21 @@ class Attempt:
     decision: int
 
     def folder(self, final: str) -> str:
-        """Where to write what is to be the folder ``final``."""
+        """Return the folder of this attempt, which will be renamed to ``final``."""
         name = f"attempt_{self.iteration:07d}_{self.term:x}_{self.epoch}_{self.decision}"
         return os.path.join(os.path.dirname(final), name)
 
     def follows(self, other: Attempt) -> bool:
-        """Whether nobody needs what ``other`` has written any more when this one begins."""
+        """Return whether the files of ``other`` are no longer needed when this attempt begins."""
         if self.iteration != other.iteration:
             return self.iteration > other.iteration
         return (self.term, self.epoch, self.decision) > (other.term, other.epoch, other.decision)
 
 
 def publish(folder: str, final: str) -> None:
-    """Rename a complete attempt to ``final``; what is there of an earlier one is replaced.
+    """Rename a complete attempt to ``final``, replacing an earlier checkpoint.
 
-    A second or late call changes nothing: there is no attempt of that name any more.
+    A second or late call changes nothing: the attempt no longer exists.
     """
     try:
         _move(folder, final)
@@ -63,7 +63,7 @@ def publish(folder: str, final: str) -> None:
     _move(final, replaced)
     try:
         _move(folder, final)
-    except FileNotFoundError:  # another one has published it meanwhile: it was that one, or one that it will replace
+    except FileNotFoundError:  # another worker has published it meanwhile, before or after the rename above
         if not os.path.isdir(final):
             _move(replaced, final)
             return
@@ -71,7 +71,7 @@ def publish(folder: str, final: str) -> None:
 
 
 def clean(parent: str, attempt: Attempt, keep: Collection[Attempt]) -> None:
-    """Remove what attempts before this one have left in ``parent``, but for those in ``keep``."""
+    """Remove the folders of earlier attempts in ``parent``, except those in ``keep``."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(parent)):
             if found := _NAME.fullmatch(name):
@@ -87,7 +87,7 @@ def _move(folder: str, final: str) -> None:
     except OSError as error:
         if error.errno not in _NO_RENAMING:
             raise
-        if not os.path.isdir(folder):  # which is not asked first everywhere
+        if not os.path.isdir(folder):  # not every file system checks that first
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
         discard(final)
         shutil.copytree(folder, final, dirs_exist_ok=True)
@@ -95,7 +95,7 @@ def _move(folder: str, final: str) -> None:
 
 
 def discard(path: str) -> None:
-    """Remove it as far as possible: a worker that was put out may be writing there; the next attempt tries again."""
+    """Remove ``path`` as far as possible: an evicted worker may be writing there; the next attempt tries again."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(OSError):
             os.unlink(path)

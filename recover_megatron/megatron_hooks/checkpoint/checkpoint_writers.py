@@ -1,17 +1,16 @@
-"""Failures of those who write a checkpoint: nobody waits for ever, and all are told whose part is missing, and why.
+"""Failures of checkpoint writers: no worker waits forever, and all learn whose part is missing, and why.
 
-A process of each worker writes its asynchronous checkpoints.  Three things would make Megatron wait for it for ever:
+A process of each worker writes its asynchronous checkpoints.  In three cases Megatron would wait for it forever:
 
-it has died     of too little memory, or by a part that could not be written (in a thread of its own: Megatron tells of
-                an error in the other part alone). Here the worker that waits for it is told: ``WriterDied``
-is stopped      by a debugger, by somebody's SIGSTOP; or the process is that keeps what it has told until it is asked
-                for.  After the hang timeout that is as if it had died: ``WriterStopped``
-nothing to do   Megatron gives it nothing where this worker has no part in a checkpoint, but asks it whether that is
-                done if it was given a part of another one.  With --recover that happens: who writes what changes with
-                the number of replicas.  Here it is given something that is done at once
+it has died     by the OOM killer, or because a part could not be written (Megatron reports an error only from the part
+                that has no thread). Here the waiting worker gets ``WriterDied``
+it is stopped   by a debugger or a SIGSTOP; or the manager process is stopped, which keeps its results until they are
+                fetched.  After the hang timeout it counts as dead: ``WriterStopped``
+nothing to do   if a worker has no part in a checkpoint, Megatron gives the process no work, but waits for it if it had
+                work in an earlier checkpoint.  That happens with --recover: the writers of parts change with the number
+                of replicas.  Here it gets a request that completes at once
 
-What was written is told through a process, too (a manager), of any checkpoint: one that is gone, or whose socket is,
-is made anew.
+The results of any checkpoint pass through a manager process: a dead manager, or one without its socket, is replaced.
 """
 
 from __future__ import annotations
@@ -46,38 +45,38 @@ POLL_SECONDS = 0.05
 
 
 class WriterDied(Exception):
-    """The process that writes this worker's checkpoints has ended by an exception, which it told in the log."""
+    """The process that writes this worker's checkpoints has exited after an exception, which it has logged."""
 
 
 class WriterKilled(WriterDied):
-    """It was killed by a signal: a matter of this worker's host."""
+    """The process was killed by a signal: a fault of this worker's host."""
 
 
 class WriterStopped(WriterKilled):
-    """It, or the manager, has not run for as long as the hang timeout."""
+    """The process or its manager has been stopped for longer than the hang timeout."""
 
 
 class Watch:
-    """Since when processes of this worker are stopped, and how long (``seconds``) that is borne."""
+    """Times since which processes of this worker are stopped, and the limit for that (``seconds``)."""
 
     def __init__(self) -> None:
         self.seconds = math.inf
         self._since: dict[int, float] = {}
 
     def running(self, *processes: Any) -> bool:
-        """Whether none of these, nor the one that keeps what was written, is stopped.  Raises ``WriterStopped``."""
+        """Return whether none of these processes, nor the manager, is stopped.  Raises ``WriterStopped``."""
         now = time.monotonic()
         stopped = [each.pid for each in (*processes, manager()) if each is not None and is_stopped(each.pid)]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         for pid, since in self._since.items():
             if now - since > self.seconds:
                 raise WriterStopped(
-                    f"process {pid}, by which this worker writes checkpoints, has been stopped for {now - since:.0f} s"
+                    f"process {pid}, which writes checkpoints for this worker, has been stopped for {now - since:.0f} s"
                 )
         return not stopped
 
     def wait(self) -> None:
-        """Wait until the manager can be asked for what was written.  Raises ``WriterStopped``."""
+        """Wait until the manager can be queried for results.  Raises ``WriterStopped``."""
         while not self.running():
             time.sleep(POLL_SECONDS)
 
@@ -86,13 +85,13 @@ watch = Watch()
 
 
 def manager() -> Any:
-    """The process that keeps what was written until it is asked for; None where there is none."""
+    """Return the manager process, which keeps the results of writers until they are fetched; None without one."""
     queue = filesystem_async._results_queue
     return None if queue is None else queue._manager._process
 
 
 def without_a_lost_manager() -> None:
-    """Forget a manager that does not answer any more: the next checkpoint gets another one."""
+    """Forget a manager that no longer responds: the next checkpoint gets another one."""
     process = manager()
     try:
         watch.wait()
@@ -108,31 +107,31 @@ def _forget_dead_manager() -> None:
 
 
 def without_lost_sockets() -> None:
-    """Make anew what listens on a socket whose file a cleaner of TMPDIR has removed, while no checkpoint is under way.
+    """Replace listeners whose socket file was removed from TMPDIR, while no checkpoint is pending.
 
-    Python does not notice: a process of each worker would end as it connects.  Where that is not possible a line says
-    so, and the checkpoint tells what it lacks.
+    Python does not notice: a process of each worker would fail when it connects.  If they cannot be replaced, a warning
+    is logged, and the checkpoint reports its error.
     """
     sharer, keeper = resource_sharer._resource_sharer, manager()  # type: ignore[attr-defined]
     of_keeper = None if keeper is None else filesystem_async._results_queue._manager.address
     if not (lost := [path for path in (sharer._address, of_keeper) if path and not os.path.exists(path)]):
         return
     log.warning(
-        f"no longer there: {', '.join(lost)}. Somebody has cleaned TMPDIR; what listened on them is made anew for the "
-        "next checkpoint. Have the cleaner leave pymp-* alone"
+        f"socket files were removed from TMPDIR: {', '.join(lost)}; they are replaced for the next checkpoint. Exclude "
+        "pymp-* from the cleaner of TMPDIR"
     )
     try:
         os.makedirs(folder := get_temp_dir(), mode=0o700, exist_ok=True)
         if os.stat(folder).st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "another user has made it since", folder)
+            raise PermissionError(errno.EPERM, "another user has created it since", folder)
         if sharer._address in lost:
-            # Python removes it at its end.
+            # Python removes it at exit.
             os.close(os.open(sharer._address, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     except OSError as error:
-        log.warning(f"nothing can be made anew in TMPDIR ({error})")
+        log.warning(f"cannot replace socket files in TMPDIR, so the next checkpoint may fail: {error}")
         return
     if sharer._address in lost:
-        # Its thread keeps the old listener, for good: it cannot be reached to be ended.
+        # Its thread keeps the old listener forever: no connection can reach it to stop it.
         sharer._listener = sharer._address = sharer._thread = None
     if of_keeper in lost:
         keeper.kill()
@@ -141,7 +140,7 @@ def without_lost_sockets() -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether process ``pid`` does not run until it is told to go on (SIGCONT)."""
+    """Return whether process ``pid`` is stopped until a SIGCONT."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -150,8 +149,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def install(parts: Parts) -> None:
-    """Wrap Megatron-Core's writer and the caller of its process; raises UserError if they are not the ones we know."""
-    monkeypatch.wrap("FileSystemWriterAsync.get_save_function_and_args", _telling)
+    """Wrap Megatron-Core's writer and the caller of its process; raises UserError if their signatures are unknown."""
+    monkeypatch.wrap("FileSystemWriterAsync.get_save_function_and_args", _reporting)
     monkeypatch.wrap("FileSystemWriterAsync.retrieve_write_results", parts.noting_results)
     monkeypatch.wrap("PersistentAsyncCaller.schedule_async_call", _schedule)
     monkeypatch.wrap("PersistentAsyncCaller.is_current_async_call_done", _is_done)
@@ -160,7 +159,7 @@ def install(parts: Parts) -> None:
 
 
 def nothing() -> None:
-    """What a writer does for a checkpoint in which its worker has no part."""
+    """Do nothing: the request of a writer whose worker has no part in a checkpoint."""
 
 
 def _schedule(original: Callable[..., None]) -> Callable[..., None]:
@@ -171,7 +170,7 @@ def _schedule(original: Callable[..., None]) -> Callable[..., None]:
             self.process = self._get_process(dist.get_rank())
         if not self.process.is_alive():
             raise _died(self.process)
-        # The instance's own hides that of the class while it is waited for.
+        # An instance attribute shadows the class attribute during the wait.
         self._persistent_preload_q = _Preloading(self._persistent_preload_q, self.process)
         try:
             original(self, async_req)
@@ -183,10 +182,10 @@ def _schedule(original: Callable[..., None]) -> Callable[..., None]:
 
 def _is_done(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_current_async_call_done(self: Any, blocking: bool = False, no_dist: bool = False) -> bool:
-        # As the original waits, which with ``cur_item`` does not any more.
+        # Wait as the original does; it does not wait once ``cur_item`` is set.
         while self.process and self.cur_item is None:
             watch.running(self.process)
-            alive = self.process.is_alive()  # asked first: it may tell that it is done, and die
+            alive = self.process.is_alive()  # read first: it may report its result and then exit
             try:
                 self.cur_item = self._persistent_comp_q.get(timeout=POLL_SECONDS if blocking else 0)
             except Empty:
@@ -220,12 +219,12 @@ def _died(process: Any) -> WriterDied:
     if code is not None and code < 0:
         return WriterKilled(f"{what} was killed by signal {-code}")
     if (keeper := manager()) is not None and (keeper.exitcode or 0) < 0:
-        return WriterKilled(f"{what} could not tell what it has written: that process was killed by {-keeper.exitcode}")
+        return WriterKilled(f"{what} lost its manager process, which was killed by signal {-keeper.exitcode}")
     return WriterDied(f"{what} ended with exit code {code}")
 
 
 class _Preloading:
-    """Stands in for the queue by which the process tells that it has its copy of the tensors."""
+    """Stand-in for the queue through which the process reports that it has copied the tensors."""
 
     def __init__(self, queue: Any, process: Any) -> None:
         self._queue, self._process = queue, process
@@ -246,20 +245,20 @@ class _Preloading:
 
 
 def wait(caller: Any) -> None:
-    """Wait until ``caller`` has done what it was given first, without asking others; or its process is gone."""
+    """Wait until ``caller`` has finished its first request, without communication, or its process is dead."""
     try:
         caller.is_current_async_call_done(True, True)
     except WriterDied as error:
-        log.warning(f"{error}; the checkpoint under way is given up")
+        log.warning(f"{error}; the checkpoint being written is abandoned")
         caller.close(abort=True)  # the next checkpoint gets another process
 
 
 _WORKER_FAILURE = "Worker failure: "
-"""Before what a writer told, in the text of Megatron's error."""
+"""Prefix of a writer's message in the text of Megatron's error."""
 
 
 class PartFailed(Exception):
-    """A part cannot be written.  ``own``: this worker's alone, while others have written theirs."""
+    """A part cannot be written.  ``own``: only this worker's, while others have written theirs."""
 
     def __init__(self, message: str, *, own: bool) -> None:
         super().__init__(message)
@@ -267,16 +266,16 @@ class PartFailed(Exception):
 
 
 class Parts:
-    """What is told of the parts of checkpoints, as one worker knows it.
+    """Error exchange about the parts of checkpoints, on one worker.
 
-    Where a part cannot be written Megatron tells all that somebody's is missing, whose it is the worker that plans, and
-    the reason nobody.  Here all are told both.  Where others have written theirs, those who could not end, and the
-    others write again without them.
+    If a part cannot be written, Megatron tells all workers that some part is missing, only the planning worker whose,
+    and none the reason.  Here all learn both.  If other workers have written their parts, the failed workers exit, and
+    the others write again without them.
     """
 
     def __init__(self) -> None:
         self._idle = False
-        """Whether the last part was empty: then nothing is known of whether this worker could write one."""
+        """True if the last part was empty: then it is unknown whether this worker can write one."""
 
     def noting_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def retrieve_write_results(self_: Any) -> Any:
@@ -289,7 +288,7 @@ class Parts:
 
     @contextmanager
     def told(self, manager: Manager) -> Iterator[None]:
-        """Where a part fails in the block: raises ``PartFailed`` in the workers that end, ``EpochRevoked`` in others.
+        """Context in which a failed part raises ``PartFailed`` on workers that exit, ``EpochRevoked`` on the others.
 
         All workers of the epoch enter it.
         """
@@ -299,26 +298,26 @@ class Parts:
         except CheckpointException as error:
             forget_variables(error)
             view = manager.view
-            told: list[Any] = [None] * dist.get_world_size()
+            reports: list[Any] = [None] * dist.get_world_size()
             known = {rank: signature(each).rpartition(_WORKER_FAILURE)[2] for rank, (each, _) in error.failures.items()}
-            dist.all_gather_object(told, (known, self._idle))
-            failed = {rank: text for of_one, _ in told for rank, text in of_one.items()}
+            dist.all_gather_object(reports, (known, self._idle))
+            failed = {rank: text for of_one, _ in reports for rank, text in of_one.items()}
             me = dist.get_rank()
-            others_can = any(rank not in failed and not idle for rank, (_, idle) in enumerate(told))
+            others_can = any(rank not in failed and not idle for rank, (_, idle) in enumerate(reports))
             if others_can and me not in failed:
-                view.groups.any(False, tuple(sorted(view.live)))  # until those who cannot are gone
-            whose = me if me in failed else min(failed, default=me)
-            text = failed.get(whose, signature(error))
-            raise PartFailed(f"worker {view.decision.workers[whose]}: {text}", own=others_can) from error
+                view.groups.any(False, tuple(sorted(view.live)))  # until the failed workers are gone
+            rank_failed = me if me in failed else min(failed, default=me)
+            text = failed.get(rank_failed, signature(error))
+            raise PartFailed(f"worker {view.decision.workers[rank_failed]}: {text}", own=others_can) from error
 
 
 def forget_variables(error: BaseException) -> None:
-    """Clear the variables of the functions that ``error``, or what it came of, has ended.
+    """Clear the local variables in the tracebacks of ``error`` and of its causes.
 
-    Where a part could not be written one of them views a BytesIO (``data.getbuffer()`` in ``_write_item`` of torch's
-    distributed/checkpoint/filesystem.py) and is in a cycle with the error.  CPython 3.12.1 collects such a cycle with a
-    SIGSEGV (``bytesiobuf_releasebuffer`` in Modules/_io/bytesio.c, gh-111049; 3.13.0 does not), in Megatron and in
-    torch's own checkpoints alone, too.
+    If a part could not be written, one of them is a view of a BytesIO (``data.getbuffer()`` in ``_write_item`` of
+    torch's distributed/checkpoint/filesystem.py) in a reference cycle with the error.  CPython 3.12.1 crashes with
+    SIGSEGV when it collects such a cycle (``bytesiobuf_releasebuffer`` in Modules/_io/bytesio.c, gh-111049; fixed in
+    3.13.0), also in Megatron and in torch's checkpoints without this package.
     """
     at: BaseException | None = error
     while at is not None:
@@ -326,7 +325,7 @@ def forget_variables(error: BaseException) -> None:
         at = at.__cause__ or at.__context__
 
 
-def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_save_function_and_args(self: Any) -> Any:
         save, preload, args = original(self)
         return None if save is None else partial(write, save), preload, args
@@ -335,22 +334,22 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
-    """Write as ``save`` does, but tell of an error as it is: Megatron tells of its type, or ends the process by it.
+    """Write as ``save`` does, but report the original error: Megatron reports only its type, or the process exits.
 
-    Maybe in a process of its own.
+    May run in a separate process.
     """
     write_one, met = FileSystemWriterAsync.write_preloaded_data, list[str]()
 
     def look(written: Any, file: str) -> None:
         if isinstance(error := written[1], Exception):
             forget_variables(error)
-            while before := error.__cause__ or error.__context__:  # torch's archive fails once more when it is closed
+            while before := error.__cause__ or error.__context__:  # torch's archive fails again when it is closed
                 error = before
             met.append(f"{signature(error)} (in {file})")
 
     def write_and_look(*args: Any, results_queue: Any, **kwargs: Any) -> Any:
         file = kwargs["write_bucket"][0]
-        if results_queue is not None:  # in a thread: to be known before the other one goes on
+        if results_queue is not None:  # in a thread: noted before the other thread continues
             return write_one(*args, results_queue=_Looking(results_queue, partial(look, file=file)), **kwargs)
         written = write_one(*args, results_queue=None, **kwargs)
         look(written, file)
@@ -368,7 +367,7 @@ def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> N
 
 
 class _Looking:
-    """A queue of which is seen what is put there."""
+    """A queue that passes each item to ``look`` before it is put."""
 
     def __init__(self, queue: Any, look: Callable[[Any], None]) -> None:
         self._queue, self._look = queue, look

@@ -1,14 +1,14 @@
-"""Checkpoints while workers come and go: a section each, written again from the start by whoever is left.
+"""Checkpoints of a changing set of workers: each is a section, which the survivors of a loss repeat from the start.
 
-save_checkpoint()              a section; one that is saved asynchronously is under way when it returns
-maybe_finalize_async_save()    a section where something is under way.  All give that up where one of its writers is
-                               gone, or not all have the same of it; then it is saved again if no step was made since
+save_checkpoint()              a section; an asynchronous checkpoint is pending when it returns
+maybe_finalize_async_save()    a section if a checkpoint is pending.  All workers abandon it if one of its writers is
+                               lost, or if they disagree about it; it is saved again if no step was made since
 
-Each run of the section writes into a folder of its own (`attempts`), by way of what Megatron asks for:
+Each run of the section writes into a separate folder (`attempts`), through wrapped functions of Megatron:
 
-get_checkpoint_name()               the attempt's folder instead of ``iter_``
-get_checkpoint_tracker_filename()   asked for by rank 0 when all have written: the folder is renamed first
-schedule_async_save()               the same as a finalization of the asynchronous call, before that of the tracker file
+get_checkpoint_name()               returns the attempt's folder instead of ``iter_``
+get_checkpoint_tracker_filename()   called by rank 0 when all have written: the folder is renamed first
+schedule_async_save()               renames by a finalization of the asynchronous call, before the tracker file's
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ _WRITERS = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
 )
-"""Modules that keep a queue of what was written."""
+"""Modules with a queue of the results of writers."""
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-"""What Megatron saves among its arguments and counts in an iteration that is left out, or in an evaluation."""
+"""Saved arguments of Megatron that change in a skipped iteration or an evaluation."""
 _LOST = object()
-"""What is under way was given up, and the state is the one that was saved."""
+"""Result: the pending checkpoint was abandoned, and the state is still the saved one."""
 
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A checkpoint whose asynchronous call is not finalized."""
+    """A pending checkpoint: its asynchronous call is not finalized."""
 
     attempt: Attempt
     folders: dict[str, str]
-    """Where it is written, and what they are to be."""
+    """Folder of the attempt -> final folder."""
     writers: list[int]
     """The workers that write it."""
     source: str
-    """What names its folder (``instep.decision.Checkpoint``)."""
+    """Name of the argument with its folder (``instep.decision.Checkpoint``)."""
 
 
 class Checkpoints:
     """The checkpoints of one worker.
 
-    ``trained``: the parts of the model that is trained; None: there is none.  ``manager``: None as long as the training
-    has not begun; a checkpoint is then Megatron's own.
+    ``trained``: returns the parts of the trained model, or None.  ``manager``: returns None until the training begins;
+    a checkpoint is then Megatron's own.
     """
 
     def __init__(
@@ -94,32 +94,32 @@ class Checkpoints:
         self._parts = Parts()
         self._attempt: Attempt | None = None
         self._folders: dict[str, str] = {}
-        """Of the attempt that is being begun: its folders, and what they are to be."""
+        """Folder of the present attempt -> final folder."""
         self._under_way: list[UnderWay] = []
         """Oldest first."""
         self._settled = 0
-        """The last epoch in which all had the same under way."""
+        """The last epoch in which all workers had the same pending checkpoints."""
         self._lost = False
-        """Whether the last one that was saved was given up."""
+        """True if the last asynchronous checkpoint was abandoned."""
         self._again: tuple[int, Callable[[], Any]] | None = None
-        """The last iteration that was saved asynchronously, and how to save it again."""
+        """The last iteration that was saved asynchronously, and a function that saves it again."""
         self._source = "save"
-        """What names the folder of the attempt that is being begun."""
+        """Name of the argument with the folder of the present attempt."""
         self.complete: Sequence[Checkpoint] = ()
-        """The newest of those that this run has written and that are complete."""
+        """The newest complete checkpoints of this run."""
         self.unreadable: set[int] = set()
-        """Iterations of those that this worker could not load."""
-        self._told: list[Callable[[], Any]] = []
-        """What is to be done when the section is over: a folder is told of to others when it has its name."""
+        """Iterations of checkpoints that this worker could not load."""
+        self._notifications: list[Callable[[], Any]] = []
+        """Calls to make after the section: a folder is reported once it has its final name."""
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if the loop's are not the ones we know."""
+        """Wrap the seams; raises UserError if those of the loop have unknown signatures."""
         loop.wrap("save", self._save)
         loop.wrap("finalize_saves", self._finalize)
         loop.wrap("checkpoint_folder", self._name)
         loop.wrap("written", self._written)
         loop.wrap("schedule_save", self._schedule)
-        loop.wrap("saved", self._tell)
+        loop.wrap("saved", self._notify_later)
         checkpoint_writers.install(self._parts)
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ class Checkpoints:
             def run() -> Any:
                 nonlocal begun
                 manager.inject("checkpoint")
-                if begun:  # what the last attempt has left here is not to be taken for a part of this one
+                if begun:  # leftovers of the last attempt must not count as parts of this one
                     self._abandon(manager)
                 self._settle(manager)
                 if not self._under_way:
@@ -143,16 +143,16 @@ class Checkpoints:
                 view = manager.view
                 self._attempt = Attempt(iteration, view.term, view.epoch, view.number)
                 self._folders = {}
-                self._told.clear()
+                self._notifications.clear()
                 try:
-                    # When workers are lost, others write what they wrote: it is planned anew each time.
-                    anew = monkeypatch.replaced(get_args(), ckpt_assume_constant_structure=False)
-                    with self._groups.in_section(), anew, self._parts.told(manager):
+                    # After a loss, other workers write the parts of the lost: the save is planned again each time.
+                    replan = monkeypatch.replaced(get_args(), ckpt_assume_constant_structure=False)
+                    with self._groups.in_section(), replan, self._parts.told(manager):
                         result = original(iteration, *args, **kwargs)
                     if not get_args().async_save:
                         self._publish(manager, self._folders)
                     return result
-                except BaseException as error:  # torch's CheckpointException is none of Exception
+                except BaseException as error:  # torch's CheckpointException is no Exception
                     self._explain(error, f"the checkpoint of iteration {iteration}")
                     raise
                 finally:
@@ -168,7 +168,7 @@ class Checkpoints:
                 manager.log("checkpoint begun", begun=iteration)
             else:
                 self._completed(manager, iteration, source)
-            self._tell_now()
+            self._notify()
             return result
 
         return save_checkpoint
@@ -176,8 +176,8 @@ class Checkpoints:
     def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
             manager = self._manager()
-            # The same answer on all workers: who ran the last section together has the same under way, and at the
-            # boundary where others come in nothing is.
+            # The same answer on all workers: those that ran the last section together have the same pending, and at a
+            # boundary where others join none is pending.
             if manager is None or async_utils.is_empty_async_queue():
                 return original(*args, **kwargs)
             written: list[Checkpoint] = []
@@ -196,11 +196,11 @@ class Checkpoints:
                         self._publish(manager, finalized.folders)
                         written.append((finalized.attempt.iteration, finalized.source))
                     return result
-                except BaseException as error:  # torch's CheckpointException is none of Exception
-                    # Megatron forgets one when it is written, and finalizes it then.
+                except BaseException as error:  # torch's CheckpointException is no Exception
+                    # Megatron removes a written call from its queue before it finalizes it.
                     at = len(self._under_way) - _calls() - (not isinstance(error, checkpoint_writers.WriterDied))
                     failed = [finalized] if finalized else self._under_way[max(at, 0) :]
-                    which = f"of iteration {failed[0].attempt.iteration}" if failed else "under way"
+                    which = f"of iteration {failed[0].attempt.iteration}" if failed else "being written"
                     self._explain(error, f"the checkpoint {which}")
                     raise
 
@@ -210,16 +210,16 @@ class Checkpoints:
                 self._again[1]()
             for iteration, source in written:
                 self._completed(manager, iteration, source)
-            self._tell_now()
+            self._notify()
             return result
 
         return maybe_finalize_async_save
 
     def _settle(self, manager: Manager) -> None:
-        """First of all in a section, by all workers: where not all have the same under way, all give it up.
+        """Abandon the pending checkpoints on all workers, if they differ; all call it at the start of a section.
 
-        Within an epoch they have.  With its end, in the middle of a section, some may have finalized what others have
-        not, or given it up to begin again, and others may not have begun; and the part of one that is gone may be
+        Within an epoch they are the same.  If the epoch ends in the middle of a section, some workers may have
+        finalized a checkpoint, or abandoned it for a new attempt, and others not; and the part of a lost worker may be
         incomplete.  Raises ``EpochRevoked``.
         """
         view = manager.view
@@ -231,11 +231,11 @@ class Checkpoints:
         self._settled, self._lost = view.epoch, bool(lost) or not same_for_all
         if not same_for_all:
             self._abandon(manager)
-            # Beginning another one removes the folders of this one: not while others' writers are writing there.
+            # The next attempt removes the folders of this one: wait until no worker's writer uses them.
             view.groups.any(False, tuple(sorted(view.live)))
 
     def _fingerprint(self, workers: list[int]) -> float:
-        """Of what is under way: the same for all that have the same; 0: nothing is; -1: it cannot be completed."""
+        """Return a hash of the pending checkpoints; 0: there is none; -1: they cannot be completed."""
         if len(self._under_way) != _calls() or any(each.writers != workers for each in self._under_way):
             return -1.0
         return 1.0 + zlib.crc32(repr([each.attempt for each in self._under_way]).encode()) if self._under_way else 0.0
@@ -254,12 +254,12 @@ class Checkpoints:
             name = original(checkpoints_path, iteration, release, *args, **kwargs)
             attempt = self._attempt
             if attempt is None or iteration != attempt.iteration or "://" in str(checkpoints_path):
-                return name  # an object store has no folders to rename, nor files that are half written
+                return name  # an object store has no folders to rename, and no half-written files
             final = original(checkpoints_path, iteration, release, return_base_dir=True)
             folder = attempt.folder(final)
             if folder not in self._folders:
                 self._folders[folder] = final
-                if dist.get_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # disks may be each host's own
+                if dist.get_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # each host may have its own disk
                     if (manager := self._manager()) is not None:
                         manager.be_in_touch()
                     clean(checkpoints_path, attempt, [other.attempt for other in self._under_way])
@@ -273,7 +273,7 @@ class Checkpoints:
             complete = self._attempt is not None and dist.get_rank() == 0 and not get_args().async_save
             if complete and manager is not None:
                 self._publish(manager, self._folders)
-                self._attempt = None  # what is written from here on (main: the tokenizer) belongs to the checkpoint
+                self._attempt = None  # later files (main: the tokenizer) belong to the final folder
             return original(self._folders.get(path, path), *args, **kwargs)
 
         return written
@@ -283,8 +283,8 @@ class Checkpoints:
             attempt, folders, manager = self._attempt, self._folders, self._manager()
             if attempt is not None and manager is not None and attempt not in (o.attempt for o in self._under_way):
                 self._under_way.append(UnderWay(attempt, folders, manager.view.decision.workers, self._source))
-                # Megatron counts the calls, and compares the numbers: a worker that came late, or that an attempt was
-                # over for before it came so far, has counted fewer.
+                # Megatron counts the calls, and compares the counts: a worker that joined late, or whose attempt ended
+                # before this point, has counted fewer.
                 _queue().call_idx = 2 * manager.view.number
             for at, function in enumerate(async_request.finalize_fns):
                 if manager is not None and getattr(function, "__name__", "") == "iter_finalize_fn":
@@ -295,69 +295,69 @@ class Checkpoints:
         return schedule_async_save
 
     def _publish(self, manager: Manager, folders: dict[str, str]) -> None:
-        """All have written: give the folders their names.  Rank 0 does it first; who comes later finds it done, unless
-        its host has a disk of its own.
+        """Rename the folders to their final names, after all have written.  Rank 0 does it first; later workers find it
+        done, unless their hosts have separate disks.
 
-        Not if this worker was put out and does not know yet, because it was stopped: what follows is the tracker file.
+        First checks that this worker, which may have been stopped, was not evicted: the tracker file is written next.
         """
         manager.be_in_touch()
         for folder, final in folders.items():
             if dist.get_rank() == 0:
                 publish(folder, final)
             elif os.path.isdir(folder):
-                with suppress(FileNotFoundError):  # a shared file system may show for a while what is gone
+                with suppress(FileNotFoundError):  # a shared file system may still show a folder that was renamed
                     publish(folder, final)
 
-    def _tell(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _notify_later(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def on_save_checkpoint_success(checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
             for folders in (self._folders, *(each.folders for each in self._under_way)):
                 for folder, final in folders.items():
                     if checkpoint_path.startswith(folder):
                         path = final + checkpoint_path[len(folder) :]
-                        self._told.append(partial(original, path, *args, **kwargs))
+                        self._notifications.append(partial(original, path, *args, **kwargs))
                         return None
             return original(checkpoint_path, *args, **kwargs)
 
         return on_save_checkpoint_success
 
-    def _tell_now(self) -> None:
-        while self._told:
-            self._told.pop(0)()
+    def _notify(self) -> None:
+        while self._notifications:
+            self._notifications.pop(0)()
 
-    # ---- what goes wrong
+    # ---- failures
 
     def _explain(self, error: BaseException, what: str) -> None:
-        """Raise what ends this worker, in words that help; return where ``error`` is another worker's end."""
+        """Raise ``CheckpointFailed``, which ends this worker; return if ``error`` results from another worker's end."""
         if isinstance(error, (MembershipError, InStepError, SystemExit, KeyboardInterrupt)) or is_communication(error):
             return
         save = get_args().save
         for folder in [*self._folders, *(folder for each in self._under_way for folder in each.folders)]:
-            discard(folder)  # nobody will complete it without this worker, and the others need the space
+            discard(folder)  # no other worker will complete it, and the others need the space
         why, own = _reason(error, save)
         last, to_folder = self._records.last_checkpoint(), is_write(error, save)
         failed = f"cannot be written to {save}" if to_folder else "has failed"
         raise CheckpointFailed(
-            f"{what} {failed}: {why}. The last checkpoint: {last}", own=own, to_folder=to_folder
+            f"{what} {failed}: {why}. Last complete checkpoint: {last}", own=own, to_folder=to_folder
         ) from error
 
     def _abandon(self, manager: Manager) -> None:
-        """Give up checkpoints under way.  The tracker file names the one before."""
+        """Abandon pending checkpoints.  The tracker file names the one before."""
         if number := self._forget_calls():
             manager.log("checkpoint abandoned", number=number)
 
     def went_back(self, iteration: int) -> None:
-        """The run goes on after ``iteration``: what could not be loaded then is not to be gone forward to later."""
+        """Forget checkpoints newer than ``iteration``, to which the run rolled back: no rollback may use them later."""
         self.complete = [one for one in self.complete if one[0] <= iteration]
 
     def forget(self) -> None:
-        """This worker has left the training: know nothing of what was under way, nor of the model that was saved."""
+        """Forget pending checkpoints and the saved model: this worker has left the training."""
         self._forget_calls()
         self._again, self._lost = None, False
 
     def _forget_calls(self) -> int:
-        """Wait for what this worker itself writes, ask nobody, and know nothing of it; how many there were."""
+        """Wait for this worker's own writes, without communication, and forget them; returns their number."""
         calls = _calls()
-        number = max(calls, len(self._under_way))  # fewer calls: what others could not finalize with this worker
+        number = max(calls, len(self._under_way))  # fewer calls: others could not finalize one with this worker
         self._under_way.clear()
         pending = _queue().async_calls if calls else None
         while pending:
@@ -367,7 +367,7 @@ class Checkpoints:
 
 
 def _reason(error: BaseException, save: str) -> tuple[str, bool]:
-    """Why there is no checkpoint in ``save``, and whether that is a matter of this worker alone."""
+    """Return why there is no checkpoint in ``save``, and whether only this worker has failed."""
     if isinstance(error, PartFailed):
         why, own = str(error), error.own
     else:
@@ -383,24 +383,24 @@ def _counters() -> dict[str, Any]:
 
 
 def _with_counters(counters: dict[str, Any], run: Callable[[], Any]) -> Any:
-    """Run it with Megatron's arguments as they were."""
+    """Run with the saved ``counters`` in Megatron's arguments."""
     with monkeypatch.replaced(get_args(), **counters):
         return run()
 
 
 def _queue() -> Any:
-    """Megatron's queue of asynchronous calls, made where there is none."""
+    """Return Megatron's queue of asynchronous calls, created if missing."""
     make = getattr(async_utils, "_get_async_calls_queue", None)
     return async_utils._async_calls_queue if make is None else make()
 
 
 def _calls() -> int:
-    """How many asynchronous checkpoints of this worker are not finalized."""
+    """Return the number of this worker's asynchronous checkpoints that are not finalized."""
     return 0 if async_utils.is_empty_async_queue() else len(_queue().async_calls)
 
 
 def _forget_results() -> None:
-    """What writers have told of files that are not wanted any more: the next checkpoint would take it for its own."""
+    """Drop the results of abandoned writes: the next checkpoint would take them for its own."""
     checkpoint_writers.without_a_lost_manager()
     for name in _WRITERS:
         results = getattr(sys.modules.get(name), "_results_queue", None)

@@ -1,16 +1,16 @@
-"""The memory tier: snapshots of what the loss of one failure domain would take, in the memory of workers of others.
+"""Memory tier: snapshots of the state, kept in host memory of workers in other failure domains.
 
-    boundary   every K iterations, and when other workers are to keep copies: a section, "snapshot"
-                   all have what was begun last?  --> that one is complete; K from what it has cost
-                   the step goes on; meanwhile `instep.state.snapshots` copies the state to the host, and does the rest
-    update     not before all is copied
-    rollback   the plan goes back to one: everybody loads its position's (`rejoin`)
+    boundary   every K iterations, and when the workers that keep copies change: a section, "snapshot"
+                   do all have the last snapshot?  --> it is complete; K follows from its cost
+                   the step continues; meanwhile `instep.state.snapshots` copies the state to the host and sends it
+    update     waits until the state is copied
+    rollback   if the plan names a snapshot, each worker loads that of its position (`rejoin`)
 
-The plan says who keeps what (``Decision.copies``, by ``workload.snapshots``), so nothing is asked.
+The plan assigns the copies (``Decision.copies``, by ``workload.snapshots``), so no further agreement is needed.
 
-With a distributed optimizer each worker gives the pieces for which it speaks, as a part of its own (``pieces``).  When
-the run goes back each is to hold its shard and its shadows by the layout for who is there now: the parts in which these
-elements were, by the layout of then, are fetched, and the elements taken (``restored``).
+With a distributed optimizer each worker sends the pieces for which it speaks, as a separate part (``pieces``).  In a
+rollback each worker needs its shard and its shadows by the present layout: it fetches the parts that had these elements
+in the layout of the snapshot, and copies the elements (``restored``).
 """
 
 from __future__ import annotations
@@ -47,46 +47,46 @@ from recover_megatron.workload.snapshots import interval, needed, part_of
 log = get_logger(__name__)
 
 SNAPSHOT_SECONDS = 600.0
-"""What copying a state, and waiting for the one before, may take beyond the hang timeout."""
+"""Time for copying a state, and waiting for the previous snapshot, beyond the hang timeout."""
 
 
 @dataclass(eq=False)
 class MemoryTier:
-    """The snapshots that one worker has a part in, with the model that it has; its main thread calls it."""
+    """Part of one worker in the snapshots, for its present model.  Called by its main thread."""
 
     _manager: Manager
     _state: TrainingState
     _sharded: ShardedOptimizer | None
     wanted: bool
-    """Whether the user has not turned it off."""
+    """True unless the user has turned it off."""
     every: int
-    """Iterations between snapshots as the user wants them; 0: by what they cost."""
+    """The user's number of iterations between snapshots; 0: by their cost."""
     _taken: int = field(default=0, init=False)
-    """The epoch in which one was to be begun last."""
+    """The epoch of the last snapshot that was due."""
     _short: bool = field(default=False, init=False)
-    """Whether a host lacks the memory for it, in that epoch."""
+    """True if a host lacks the memory for it, in that epoch."""
     _last: tuple[float, int] | None = field(default=None, init=False)
-    """When that was over, and after which iteration it was taken."""
+    """Time of the end of the last section, and the iteration before it."""
     _met: float = field(default=0.0, init=False)
-    """When all had come to it."""
+    """Time at which all workers had entered the section."""
     _cost: float = field(default=0.0, init=False)
-    """Seconds that the training waited for it, from then on."""
+    """Seconds that the training waited for the snapshot, from then on."""
     _size: int = field(default=0, init=False)
-    """Bytes of the largest state, once it was said what the tier costs."""
-    _told: bool = field(default=False, init=False)
-    """Whether it was said what the tier costs, or why it is off."""
+    """Bytes of the largest state, once the cost was logged."""
+    _logged: bool = field(default=False, init=False)
+    """True once the cost of the tier, or that it is off, was logged."""
 
     def at_boundary(self) -> None:
         """Take a snapshot if one is due before the next step."""
         decision = self._manager.view.decision
-        if not self._told and not decision.copies:
+        if not self._logged and not decision.copies:
             self._say_off(decision)
         if self._due(decision):
             self._manager.section("snapshot", self._take)
             self._cost = time.monotonic() - self._met
 
     def _due(self, decision: Decision) -> bool:
-        """The same answer on all workers at this boundary, though some of them may be an epoch ahead of others."""
+        """Return whether a snapshot is due; the same on all workers, even if some are one epoch ahead."""
         view, version = self._manager.view, self._state.version
         if view.joining_next:
             return False
@@ -97,10 +97,10 @@ class MemoryTier:
         missing = not decision.covered and self._taken < decision.epoch
         return missing or version % view.snapshots.interval == 0
 
-    # ---- a snapshot is taken
+    # ---- taking a snapshot
 
     def _take(self) -> None:
-        """What all do in the section; again from the start, with whoever is left, if one is lost."""
+        """Run the section on all workers; after a loss the survivors repeat it from the start."""
         view, version = self._manager.view, self._state.version
         decision, groups, store = view.decision, view.groups, view.snapshots
         assert version is not None
@@ -117,7 +117,7 @@ class MemoryTier:
             if not self.every and each > 0:
                 store.interval = interval(cost, behind, each, _nodes(decision))
         if decision.copies and not (decision.leaving and self._sharded is not None):
-            # Else who leaves has shards for which there is no part: they change hands at the next boundary.
+            # Otherwise a leaving worker has shards without a part: they are repartitioned at the next boundary.
             own, others = self._own(decision), self._others(decision)
             if decision.epoch != self._taken:
                 self._short = self._too_large(decision, own)
@@ -128,7 +128,7 @@ class MemoryTier:
         self._last = time.monotonic(), version
 
     def _own(self, decision: Decision) -> dict[int, Any]:
-        """The parts of which this worker has the state: its position's, if it is to keep that, and its shards."""
+        """Return this worker's own parts: its position's state, if it keeps that, and its shards."""
         me, position = self._manager.view.worker, self._manager.view.position
         assert position is not None
         found: dict[int, Any] = {}
@@ -140,13 +140,13 @@ class MemoryTier:
         return dict(sorted(found.items()))
 
     def _others(self, decision: Decision) -> dict[int, tuple[int, str]]:
-        """The parts that this worker is to keep and gets from others: who gives them, and where."""
+        """Return the parts that this worker keeps for others: part -> (sender, its peer store)."""
         me, position = self._manager.view.worker, self._manager.view.position
-        mine = {part: giver for part, (giver, keeper) in decision.copies.items() if keeper == me and part != position}
-        return {part: (giver, decision.peer_stores[giver]) for part, giver in mine.items()}
+        kept = {part: giver for part, (giver, keeper) in decision.copies.items() if keeper == me and part != position}
+        return {part: (giver, decision.peer_stores[giver]) for part, giver in kept.items()}
 
     def before_update(self) -> None:
-        """The state is about to change: not before it is copied."""
+        """Wait until the state is copied, before the update changes it."""
         began = time.monotonic()
         self._manager.view.snapshots.copied()
         self._cost += time.monotonic() - began
@@ -156,7 +156,7 @@ class MemoryTier:
         return view.groups.most(values, tuple(sorted(view.live)))
 
     def _too_large(self, decision: Decision, own: Mapping[int, Any]) -> bool:
-        """Whether the hosts lack the memory, or one does; and what the tier costs is said, once."""
+        """Return whether any host lacks the memory; logs the cost of the tier, once."""
         me, positions = self._manager.view.worker, self._manager.view.grid.size
         sizes = {part: sum(tensor.nbytes for tensor in flatten(tree)[1]) for part, tree in own.items()}
         states = max((size for part, size in sizes.items() if part < positions), default=0)
@@ -164,61 +164,61 @@ class MemoryTier:
         if self._sharded is None:
             states += moments_of(self._state.without_moments())
         else:
-            primaries = (fragment for _, its in self._sharded.primaries() for fragment in its)
+            primaries = (fragment for _, own_pieces in self._sharded.primaries() for fragment in own_pieces)
             shards += moments_of(fragment.tensor for fragment in primaries if not fragment.state)
         states, shards = map(int, self._most(float(states), float(shards)))
         needs = dict.fromkeys(decision.workers, 0)
         for part, keepers in decision.copies.items():
             for worker in keepers:
                 needs[worker] += needed(1, states if part < positions else shards)
-        mine = needs[me] - self._manager.view.snapshots.size
+        more = needs[me] - self._manager.view.snapshots.size
         free = available_memory()
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        (short,) = self._most(float(free is not None and mine > free // here))
+        (short,) = self._most(float(free is not None and more > free // here))
         if me == min(decision.workers) and (short or self._size == 0):
             self._say(max(needs.values()), bool(short))
         if short and self._state.version == self._state.first - 1 and decision.timeline == (0, 0):
             raise UserError(
-                "--recover-memory-tier: the hosts do not have the memory for it (see above); "
-                "turn it off (--recover-memory-tier off), or have fewer workers on a host"
+                "--recover-memory-tier: a host does not have the memory for it (see above); "
+                "turn it off (--recover-memory-tier off), or start fewer workers per host"
             )
-        self._told, self._size = True, max(states, shards)
+        self._logged, self._size = True, max(states, shards)
         return bool(short)
 
     def _say_off(self, decision: Decision) -> None:
-        self._told = True
+        self._logged = True
         if self.wanted and _nodes(decision) > 1 and self._manager.view.worker == min(decision.workers):
-            log.info("memory tier: off: no node or other domain has all that hold a part of the state")
+            log.info("memory tier: off: no failure domain holds all copies of any part of the state")
 
     def _say(self, size: int, short: bool) -> None:
         every = f"every {self._manager.view.snapshots.interval} iterations"
-        first = "" if self.every else " at first, then as often as measured costs say"
-        told = f"memory tier: snapshots {every}{first}; up to {size / 2**30:.3f} GiB of host memory a worker"
-        log.info(told + (", which a host does not have: none is taken" if short else ""))
+        first = "" if self.every else " at first, then at an interval from measured costs"
+        line = f"memory tier: snapshots {every}{first}; up to {size / 2**30:.3f} GiB of host memory per worker"
+        log.info(line + (", which a host does not have: no snapshots are taken" if short else ""))
 
-    # ---- the run goes back to one
+    # ---- rollback to a snapshot
 
     def load(self, target: Rollback) -> Callable[[], None]:
-        """Become what the snapshot of this worker's position says; to be called when all have done so.
+        """Load the snapshot of this worker's position; call the returned function when all workers have loaded theirs.
 
-        Raises ``Spoiled`` where nobody has it as it was taken, ``EpochRevoked`` where nobody can be reached.
+        Raises ``Spoiled`` if no worker has an intact copy, ``EpochRevoked`` if no holder can be reached.
         """
         view = self._manager.view
         position, kept = view.position, view.decision.kept
         assert position is not None
         if kept is None or kept.iteration != target.iteration:
-            raise Spoiled("those who held it are lost")
+            raise Spoiled("the workers that held the snapshot are lost")
         if self._sharded is not None:
             self._sharded.forget()
         tree = self._part(position, kept)
         self._state.load(tree)
         self._state.timeline = view.decision.timeline[0]
         if self._state.version != target.iteration:
-            raise ValueError(f"it is of iteration {self._state.version}")
+            raise ValueError(f"it belongs to iteration {self._state.version}")
         if self._sharded is None:
             return lambda: None
-        told, workers = tree["own"]["shards"], tree["workers"]
-        return restored(self._sharded, told, workers, view.grid.size, lambda part: self._part(part, kept))
+        shards, workers = tree["own"]["shards"], tree["workers"]
+        return restored(self._sharded, shards, workers, view.grid.size, lambda part: self._part(part, kept))
 
     def _part(self, part: int, kept: Kept) -> Any:
         view = self._manager.view
@@ -226,45 +226,45 @@ class MemoryTier:
         try:
             return view.snapshots.load(part, kept, groups.check)[0]
         except PeerLost as error:
-            groups.end(PeerLost(f"a snapshot could not be had: {error}"))
+            groups.end(PeerLost(f"a snapshot could not be fetched: {error}"))
             raise EpochRevoked(groups.number, str(error)) from error
 
 
 def moments_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Count the bytes of the moments that Adam will have of these; other optimizers have no more."""
+    """Return the bytes of Adam's future moments of these tensors; other optimizers do not need more."""
     return sum(2 * 4 * tensor.numel() for tensor in tensors)
 
 
 def _nodes(decision: Decision) -> int:
-    """On how many the replicas are."""
-    return len({name for its in decision.touched.values() for name in its if name.startswith("node ")})
+    """Return the number of nodes with replicas."""
+    return len({name for names in decision.touched.values() for name in names if name.startswith("node ")})
 
 
 def pieces(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
-    """The state for which this worker speaks, as a tree; its tensors are the living ones.
+    """Return the state for which this worker speaks, as a tree of the live tensors.
 
-    The last update must be over (``ShardedOptimizer.complete``).
+    The last update must be finished (``ShardedOptimizer.complete``).
     """
     return [
-        {"bucket": its.bucket, "start": its.start, "stop": its.stop, **its.give(its.start, its.stop)}
+        {"bucket": one.bucket, "start": one.start, "stop": one.stop, **one.give(one.start, one.stop)}
         for _, fragments in sharded.primaries()
-        for its in fragments
+        for one in fragments
     ]
 
 
 def restored(
-    sharded: ShardedOptimizer, told: Any, workers: Sequence[int], positions: int, load: Callable[[int], Any]
+    sharded: ShardedOptimizer, saved: Any, workers: Sequence[int], positions: int, load: Callable[[int], Any]
 ) -> Callable[[], None]:
-    """Hold what those who are there now are to hold, as it was when a snapshot was taken.
+    """Rebuild the pieces for the present layout, with the state of a snapshot.
 
-    ``told``: what ``Shards.to_json`` said then to this worker's columns.  ``workers``: all that took it.  ``load``: the
-    tree of a part, as ``pieces`` gave it.  The function is to be called when all have it: see
-    ``ShardedOptimizer.made_anew``.
+    ``saved``: the result of ``Shards.to_json`` at that time for this worker's columns.  ``workers``: all that took the
+    snapshot.  ``load``: returns the tree of a part, from ``pieces``.  Call the returned function when all workers have
+    done so: see ``ShardedOptimizer.made_anew``.
     """
-    layouts, gone = sharded.shards.read(told)
+    layouts, gone = sharded.shards.read(saved)
 
     def fill(held: list[list[ShardFragment]]) -> None:
-        wanted = in_order(fragment for its in held for fragment in its)
+        wanted = in_order(fragment for units in held for fragment in units)
         parts: dict[int, set[int]] = {}
         for bucket, fragments in wanted.items():
             column, numel = sharded.bucket(bucket)
@@ -274,37 +274,37 @@ def restored(
             for unit in owned(layout, elements, numel):
                 speaker = primary(layout, unit, live)
                 if speaker is None:
-                    raise Disagreement(f"nobody had the state of unit {unit} when the snapshot was taken")
+                    raise Disagreement(f"no worker had the state of unit {unit} when the snapshot was taken")
                 parts.setdefault(part_of(speaker, workers, positions), set()).add(bucket)
-        left = {id(fragment): fragment.stop - fragment.start for its in wanted.values() for fragment in its}
+        left = {id(fragment): fragment.stop - fragment.start for own in wanted.values() for fragment in own}
         for part, buckets in sorted(parts.items()):
-            for its in load(part):
-                if its["bucket"] in buckets:
-                    _take(its, wanted, left)
+            for piece in load(part):
+                if piece["bucket"] in buckets:
+                    _take(piece, wanted, left)
         if any(left.values()):
-            raise Disagreement(f"{sum(left.values())} elements of the optimizer's state are in no part of a snapshot")
+            raise Disagreement(f"no part of the snapshot has {sum(left.values())} elements of the optimizer's state")
 
     return sharded.made_anew(fill)
 
 
-def _take(its: dict[str, Any], wanted: InOrder, left: dict[int, int]) -> None:
-    """Give all that are ``wanted`` what a piece of a part has of them."""
-    for fragment in overlapping(wanted, its["bucket"], its["start"], its["stop"]):
-        start, stop = max(its["start"], fragment.start), min(its["stop"], fragment.stop)
-        fragment.take(start, stop, _cut(its, slice(start - its["start"], stop - its["start"])))
+def _take(piece: dict[str, Any], wanted: InOrder, left: dict[int, int]) -> None:
+    """Copy the overlap of one snapshot piece into each fragment of ``wanted``."""
+    for fragment in overlapping(wanted, piece["bucket"], piece["start"], piece["stop"]):
+        start, stop = max(piece["start"], fragment.start), min(piece["stop"], fragment.stop)
+        fragment.take(start, stop, _cut(piece, slice(start - piece["start"], stop - piece["start"])))
         left[id(fragment)] -= stop - start
 
 
-def _cut(its: dict[str, Any], part: slice) -> dict[str, Any]:
-    master = None if its["master"] is None else its["master"][part]
-    return {"master": master, "state": part_of_state(its["state"], part)}
+def _cut(piece: dict[str, Any], part: slice) -> dict[str, Any]:
+    master = None if piece["master"] is None else piece["master"][part]
+    return {"master": master, "state": part_of_state(piece["state"], part)}
 
 
 PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = PROC, cgroup: Path = CONTROL_GROUPS) -> int | None:
-    """Bytes: what the kernel has to give, or a control group of this process may have, if less; None: not known."""
+    """Return the bytes available from the kernel, or within this process's control groups if less; None: unknown."""
     groups = control_groups("memory", proc / "self" / "cgroup", cgroup)
     found = [size for size in (_of_kernel(proc / "meminfo"), *map(_of_group, groups)) if size is not None]
     return min(found, default=None)
@@ -320,7 +320,7 @@ def _of_kernel(path: Path) -> int | None:
 
 
 def _of_group(folder: Path) -> int | None:
-    """None: it has no limit, or there is no such folder."""
+    """Return the bytes available in a control group; None: no limit, or no such folder."""
     for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         if (folder / most).exists() and (folder / used).exists():
             if (limit := (folder / most).read_text().strip()) == "max":
@@ -330,9 +330,9 @@ def _of_group(folder: Path) -> int | None:
 
 
 def _given_back(path: Path) -> int:
-    """Bytes of files that the kernel drops before it refuses memory: a run that reads its data fills its group so."""
+    """Return the bytes of file cache: reading data fills it, and the kernel drops it before it refuses memory."""
     if not path.exists():
         return 0
     fields = (line.split() for line in path.read_text().splitlines())
     sizes = {name: int(value) for name, value in fields}
-    return max(sum(sizes.get(f"{whose}{kind}_file", 0) for kind in ("inactive", "active")) for whose in ("total_", ""))
+    return max(sum(sizes.get(f"{scope}{kind}_file", 0) for kind in ("inactive", "active")) for scope in ("total_", ""))

@@ -1,13 +1,13 @@
-"""The arguments in a checkpoint that is loaded, compared with those of this run; and the order of its samples.
+"""Comparison of the arguments in a loaded checkpoint with those of this run; and the order of its samples.
 
-batch         an entry of --step-batch-size-schedule that does not divide by this run's ranks is refused, in words
-states        --data-parallel-random-init saves a random state for each rank: a run of more ranks reads none of them
-made longer   Megatron's order of samples depends on the number of epochs that --train-iters asks for, and on whether
-              the last one is short: a resume that changes either reads some samples again.  That is warned of
+batch         an entry of --step-batch-size-schedule that is not divisible by this run's ranks is refused with a reason
+states        --data-parallel-random-init saves a random state for each rank: a run with more ranks reads none of them
+made longer   Megatron's order of samples depends on the number of epochs in --train-iters, and on whether the last one
+              is short: a resume that changes either reads some samples again, which causes a warning
 cyclic        the order of shuffled samples depends on the number of data-parallel ranks: it stays that of the launch
-              that made the checkpoint, since otherwise samples of the same epoch would be read again
-replaced      An index of samples in a cache is known by the path of its corpus.  Where other files stand there now,
-              Megatron cuts its samples out of them by the old index.  That is warned of, too
+              that wrote the checkpoint, since otherwise samples of the same epoch would be read again
+replaced      A cached index of samples is identified by the path of its corpus.  If the files were replaced, Megatron
+              cuts samples out of the new files by the old index, which causes a warning
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from recover_megatron.megatron_hooks.layout import batches_to_come, misfits
 log = get_logger(__name__)
 
 SHORT = 0.80
-"""Megatron shuffles a last epoch apart where less than this part of it is asked for."""
+"""Megatron shuffles the last epoch separately if less than this fraction of it is requested."""
 
 SHUFFLED_FOR = "recover_shuffled_for"
-"""Name of the argument with the data-parallel ranks that the samples of --dataloader-type cyclic are shuffled for.
+"""Name of the argument with the number of data-parallel ranks for which --dataloader-type cyclic shuffles samples.
 
-It is ours, in Megatron's arguments, so that checkpoints have it: a chain of launches keeps the order of the first one.
+It is ours, in Megatron's arguments, so checkpoints contain it: a chain of launches keeps the order of the first one.
 """
 _loaded: Any = None
 """The arguments in the checkpoint that this worker has loaded; None: it has loaded none."""
 MOST_READ = 1 << 22
-"""Entries of an index of documents: in a longer one the largest number is not looked for."""
+"""Maximum length of a document index whose largest number is computed."""
 
 
 def install() -> None:
-    """Wrap what Megatron calls with the arguments of a checkpoint, which it forgets then."""
+    """Wrap Megatron's check of a checkpoint's arguments, after which it drops them."""
     monkeypatch.wrap("check_checkpoint_args", _compared)
 
 
@@ -51,7 +51,7 @@ def _compared(original: Callable[..., None]) -> Callable[..., None]:
         original(checkpoint_args, *other, **others)
         _keep_order(checkpoint_args, args)
         consumed = getattr(checkpoint_args, "consumed_train_samples", 0)
-        # Megatron asserts it of the next batch here; train() looks at those after it.
+        # Megatron asserts it for the next batch here; train() checks the later ones.
         batches = batches_to_come(args, consumed)[:1] if getattr(args, "step_batch_size_schedule", None) else []
         if reasons := misfits(args, args.data_parallel_size, batches):
             raise UserError(*reasons)
@@ -61,15 +61,15 @@ def _compared(original: Callable[..., None]) -> Callable[..., None]:
             if os.environ.get("RANK", "0") == "0":
                 log.info(
                     f"--data-parallel-random-init: the checkpoint has random states of {saved} data-parallel ranks, "
-                    f"and this run has {ranks}: they are not loaded (as with --no-load-rng). With --recover the random "
-                    "numbers of a microbatch depend on --seed and its number alone"
+                    f"but this run has {ranks}: they are not loaded (as with --no-load-rng). With --recover the random "
+                    "numbers of a microbatch depend only on --seed and its number"
                 )
 
     return check_checkpoint_args
 
 
 def _keep_order(saved: Any, now: Any) -> None:
-    """Have samples come as in the launch that made the checkpoint, whatever its number of data-parallel ranks was."""
+    """Keep the sample order of the launch that wrote the checkpoint, whatever its number of data-parallel ranks."""
     ranks = getattr(saved, SHUFFLED_FOR, None) or getattr(saved, "data_parallel_size", None)
     if getattr(now, "dataloader_type", None) == "cyclic" and ranks:
         setattr(now, SHUFFLED_FOR, ranks)
@@ -81,23 +81,23 @@ def _keep_order(saved: Any, now: Any) -> None:
 
 
 def knows() -> bool:
-    """Tell whether this worker knows the arguments in the checkpoint that it began from (not with Megatron-Bridge)."""
+    """Return whether this worker knows the arguments of its start checkpoint (not with Megatron-Bridge)."""
     return _loaded is not None
 
 
 def micro_batch_before(size: int) -> int:
-    """Samples in a microbatch of the launch that made the checkpoint, for a loader that has ``size`` now."""
+    """Return the micro batch size of the launch that wrote the checkpoint, for a loader that has ``size`` now."""
     saved = getattr(_loaded, "micro_batch_size", None)
     return int(saved) if saved and size == get_args().micro_batch_size else size
 
 
 def sharded_before(now: bool) -> bool:
-    """Tell if each rank shuffled a part of its own in the launch that made the checkpoint; not known: as ``now``."""
+    """Return whether each rank shuffled a separate part in the launch that wrote the checkpoint; unknown: ``now``."""
     return bool(getattr(_loaded, "data_sharding", now))
 
 
 def look(dataset: Any) -> None:
-    """Warn of a training data set, or of one in a blend, whose samples do not come as the user expects."""
+    """Warn about a training data set, or one in a blend, with an unexpected order of samples."""
     if os.environ.get("RANK", "0") != "0":
         return
     try:
@@ -107,29 +107,29 @@ def look(dataset: Any) -> None:
             if getattr(getattr(one, "index_split", None), "name", "") == "train" and hasattr(one, "_get_num_epochs"):
                 for line in warnings(one, get_args(), _loaded):
                     log.warning(line)
-    except Exception as error:  # noqa: BLE001  nothing that is written for people ends a run
-        log.debug(f"the order of samples was not looked at: {error!r}")
+    except Exception as error:  # noqa: BLE001  a failed check for a warning must not end the run
+        log.debug(f"the order of samples was not checked: {error!r}")
 
 
 def of_blend(dataset: Any, now: Any, then: Any) -> list[str]:
-    """Warnings about a blend: it has as many samples as a training asks for, and cyclic ones are shuffled by that."""
+    """Return warnings about a blend: its size, which determines the cyclic shuffle, is that of the training."""
     before, after = _asked(then), _asked(now)
     shuffled = hasattr(dataset, "datasets") and getattr(now, "dataloader_type", None) == "cyclic"
     if not shuffled or dataset.split.name != "train" or not before or not after or before == after:
         return []
     return [
-        f"the run of the checkpoint was to read {before} samples of a blend, and this one is to read {after}, which "
-        "--dataloader-type cyclic shuffles in another order: some are read again, and others never. To keep the order, "
-        "give the number of that run, and --exit-interval to end earlier. A run that may be made longer needs the "
-        "larger number from its first launch on"
+        f"the checkpoint is from a run over {before} samples of a blend, this run is over {after}, and "
+        "--dataloader-type cyclic shuffles them in another order: some are read again, and others never. To keep the "
+        "order, use the number of that run, and --exit-interval to end earlier. For a run that may be made longer use "
+        "the larger number from its first launch on"
     ]
 
 
 def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
-    """Warnings about a ``GPTDataset``.  ``now``, ``then``: Megatron's arguments, and those of a checkpoint, if any."""
+    """Return warnings about a ``GPTDataset``.  ``now``, ``then``: arguments of the run, and of a checkpoint or None."""
     found, path = [], dataset.dataset_path
     tokens, epochs, apart = _epochs(dataset, dataset.num_samples)
-    if dataset.sample_index is not None:  # which it is with --dataloader-defer-npy-index-mmap, until it is read
+    if dataset.sample_index is not None:  # None with --dataloader-defer-npy-index-mmap, until it is read
         samples = (epochs * tokens - dataset.config.add_extra_token_to_sequence) // dataset.config.sequence_length
         documents = dataset.document_index[:MOST_READ]  # it may be on a slow disk, and all other workers wait
         whole = len(documents) == len(dataset.document_index)
@@ -137,9 +137,9 @@ def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
         read = dataset.sample_index.shape[0] - 1, len(dataset.document_index), int(documents.max()) if whole else -1
         if here != read:
             found.append(
-                f"the index of samples in the cache is not one of {path}: it has {read[0]} samples in {read[1]} "
-                f"documents up to number {read[2]}, and the files {here[0]} in {here[1]} up to {here[2]}. Megatron "
-                "does not notice, and cuts its samples out of these files by the index of others: remove the files "
+                f"the cached index of samples does not match {path}: it has {read[0]} samples in {read[1]} "
+                f"documents up to number {read[2]}, but the files have {here[0]} in {here[1]} up to {here[2]}. "
+                "Megatron does not notice, and cuts samples out of these files by a wrong index: remove the files "
                 f"{dataset.unique_description_hash}-* in the cache (--data-cache-path), and start again"
             )
     before, after = _asked(then), _asked(now)
@@ -150,26 +150,26 @@ def warnings(dataset: Any, now: Any, then: Any) -> list[str]:
             by_samples = getattr(now, "train_samples", None)
             flag = f"--train-samples {most}" if by_samples else f"--train-iters {most // now.global_batch_size}"
             found.append(
-                f"the run of the checkpoint was to read {before} samples ({old} epochs of {path}), and this one is "
-                f"to read {after} ({epochs} epochs), which Megatron deals in another order from the first one on: some "
+                f"the checkpoint is from a run over {before} samples ({old} epochs of {path}), and this run is over "
+                f"{after} ({epochs} epochs), for which Megatron has another order from the first sample on: some "
                 f"are read again, and others later, or never. The old order is kept up to {flag}. To end earlier, "
-                "give that number and --exit-interval. A run that may be made longer needs the larger number from its "
+                "use that number and --exit-interval. For a run that may be made longer use the larger number from its "
                 "first launch on"
             )
     return found
 
 
 def _asked(args: Any) -> int:
-    """Number of samples that a training with these arguments asks for; 0: not known."""
+    """Return the number of samples that a training with these arguments requests; 0: unknown."""
     if samples := getattr(args, "train_samples", None):
         return int(samples)
     return (getattr(args, "train_iters", None) or 0) * (getattr(args, "global_batch_size", None) or 0)
 
 
 def _most(dataset: Any, asked: int, epochs: int, apart: bool) -> int:
-    """Number of samples that a training may ask for, at most, to have the order of ``epochs`` of this data set.
+    """Return the largest number of samples of a training that keeps the order of ``epochs`` of this data set.
 
-    ``asked``: samples that the training asks for now, of which the data set (of a blend) gives its ``num_samples``.
+    ``asked``: samples that the training requests now, of which the data set (of a blend) supplies ``num_samples``.
     """
     tokens = dataset._get_num_tokens_per_epoch()
     length, extra = dataset.config.sequence_length, dataset.config.add_extra_token_to_sequence
@@ -182,7 +182,7 @@ def _most(dataset: Any, asked: int, epochs: int, apart: bool) -> int:
 
 
 def _epochs(dataset: Any, samples: int | None) -> tuple[int, int, bool]:
-    """Tokens of an epoch, how many epochs ``samples`` are (None: one), and whether the last one is shuffled apart."""
+    """Return tokens per epoch, the epochs of ``samples`` (None: one), and whether the last is shuffled separately."""
     tokens = dataset._get_num_tokens_per_epoch()
     length, extra = dataset.config.sequence_length, dataset.config.add_extra_token_to_sequence
     epochs = 1 if samples is None else max(1, -(-(samples * length + extra) // tokens))

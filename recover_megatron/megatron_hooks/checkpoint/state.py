@@ -1,16 +1,15 @@
-"""What a worker's part of the training is made of, between two iterations: to give to another, to take over, to check.
+"""A worker's training state between two iterations: to send, to receive, to compare.
 
     tree()      parameters, the optimizer's masters and moments: equal in a column; and this worker's own: buffers,
-                scales of 8-bit numbers, the learning rate and its schedule, Megatron's counters, what its log has added
-                up
-    room()      where the tensors of somebody's tree are to be received: mostly those that this worker has
-    load(tree)  become that; the worker then begins the iteration that follows
-    digest()    64 bits of the parameters, the optimizer's tensors and what steers the update: equal in a column
+                scales of 8-bit numbers, the learning rate and its schedule, Megatron's counters, the sums of its log
+    room()      memory for the tensors of a received tree: usually the live tensors of this worker
+    load(tree)  adopt a tree; the worker then begins the iteration after it
+    digest()    64 bits of the parameters, the optimizer's tensors and the settings of the update: equal in a column
 
 The optimizer is read and written through torch's interface (``param_groups``, ``state``), which all of Megatron's plain
-optimizers and their apex and Transformer Engine kin have.  A worker that has made no step has no moments yet; they are
-made as they arrive.  A distributed optimizer's state is not a column's: who holds which part of it is told, no more,
-and the parts change hands by `sharded_optimizer`.
+optimizers and those of apex and Transformer Engine have.  Before its first step a worker has no moments; they are
+created when they arrive.  A distributed optimizer's state is not equal in a column: the tree only records the holders
+of its parts, and `sharded_optimizer` sends the parts.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedO
 
 
 class TrainingState:
-    """One worker's part of the training's state.  ``validation``: Megatron's iterators, as train() gets them.
+    """Training state of one worker.  ``validation``: Megatron's iterators, as passed to train().
 
-    ``operations``, ``running``: see ``LoopCounters``.  ``blank``: the model was built alone; its parameters are those
-    of no iteration.
+    ``operations``, ``running``: see ``LoopCounters``.  ``blank``: the model was built alone; its parameters belong to
+    no iteration.
     """
 
     def __init__(
@@ -69,54 +68,54 @@ class TrainingState:
         self._optimizers = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
         args = get_args()
         self.version: int | None = None if blank else args.iteration
-        """Iterations that the parameters have seen; None: they are of no use."""
+        """Number of iterations that the parameters have seen; None: the state is invalid."""
         all_of_it = not blank and args.load is not None and not (args.finetune or args.no_load_optim)
         self.loaded_at_launch = int(args.iteration) if all_of_it else 0
-        """The iteration of the checkpoint with which the run began; 0: none, a part of one, or before this worker."""
+        """Iteration of the complete checkpoint that this worker loaded at launch; 0: none."""
         self.no_way_back = no_way_back(args, self._optimizers)
-        """Why the run cannot go back to a checkpoint in place; empty: it can."""
+        """Why the run cannot roll back to a checkpoint in place; empty if it can."""
         self.timeline = 0
-        """The epoch of the timeline that this state is of (``instep.decision.Timeline``)."""
+        """Epoch of the timeline of this state (``instep.decision.Timeline``)."""
         self.last_step = (0, 0)
-        """The iteration of the last step that was begun from this state, and which decision it is; (0, 0): none was."""
+        """(iteration, decision number) of the last step that began from this state; (0, 0): none."""
         self.counters = self._loop.read(self.version)
         """The counters when the last iteration began."""
         self.totals = LogTotals()
         self._scalers: list[Any] = []
-        """What the loss scales were then."""
+        """The loss scales at that time."""
         self._plain_groups: list[Any] = []
-        """What the plain values of the optimizers' groups were then."""
+        """The plain values of the optimizers' groups at that time."""
         self._biases: list[torch.Tensor] = []
-        """What the biases of the routers were then."""
+        """The biases of the routers at that time."""
         self._skipped = False
-        """Whether the step after which the version counts was skipped, for the sake of its loss scale."""
+        """True if the last step was skipped because of its loss scale."""
 
     @property
     def first(self) -> int:
-        """The iteration with which the run began, whenever this worker came into it."""
+        """First iteration of the run, also if this worker joined it later."""
         return self._loop.first
 
     @property
     def gone_back(self) -> bool:
-        """Whether it has begun with that for another time, from a checkpoint that was loaded in place."""
+        """True if the run has started from ``first`` again, by a rollback to a checkpoint."""
         return self._loop.gone_back
 
     # ---- between iterations
 
     def begin(self) -> None:
-        """An iteration begins: remember the counters that go with the parameters as they are."""
+        """Begin an iteration: save the counters that belong to the present parameters."""
         self.version = get_args().curr_iteration
         self._loop.show_launch()
         self.counters = self._loop.read(self.version)
         self._remember()
 
     def stepped(self, updated: bool) -> None:
-        """The optimizer has made the step of the iteration under way; ``updated``: not skipped it."""
+        """Count the optimizer's step of the current iteration; ``updated``: it was not skipped."""
         self.version = with_skipped(get_args().curr_iteration + 1, to_skip())
         self._skipped = not updated
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors that a column has in common, in one order."""
+        """Yield all tensors that are equal in a column, in a fixed order."""
         for chunk in self._model:
             yield from weights(chunk)
         for one in self._optimizers if self._sharded is None else ():
@@ -131,16 +130,16 @@ class TrainingState:
         return f"{digest(chain(self.tensors(), [text])) % (1 << 64):016x}"
 
     def steering(self) -> str:
-        """What steers the update: the schedule; of the parameter groups the learning rate, betas, steps made, ..."""
+        """Return the settings of the update: the schedule, and each group's learning rate, betas, step count, ..."""
         groups = [[_steering(group, self._sharded is None) for group in self._groups(one)] for one in self._optimizers]
         return json.dumps([self._loop.schedule_state(), groups], sort_keys=True)
 
     def tree(self) -> dict[str, Any]:
-        """See ``collectives.state.holder``; its tensors are the living ones."""
+        """Return the state as a tree of live tensors; see ``collectives.state.holder``."""
         return {
             "column": self._column(),
             "own": {
-                # Copies: a forward pass may count something in them while they are sent.
+                # Copies: a forward pass may change them while they are sent.
                 "buffers": [[buffer.clone() for buffer in chunk.module.buffers()] for chunk in self._model],
                 "scales": [tensor.clone() for tensor in self._scales.tensors(whole=True)],
                 "optimizers": [
@@ -154,9 +153,9 @@ class TrainingState:
         }
 
     def _column(self) -> dict[str, Any]:
-        """What all workers of a column have equal between two iterations."""
+        """Return the part that is equal on all workers of a column between two iterations."""
         parameters = [weights(chunk) for chunk in self._model]
-        model = {parameter.data_ptr() for its in parameters for parameter in its}
+        model = {parameter.data_ptr() for of_chunk in parameters for parameter in of_chunk}
         whole = self._optimizers if self._sharded is None else []
         return {"parameters": parameters, "optimizers": [_optimizer_tree(one, model) for one in whole]}
 
@@ -164,9 +163,9 @@ class TrainingState:
         return _groups(one) if self._sharded is None else groups_with_parameters(one)
 
     def make_room(self) -> None:
-        """Have the moments that an optimizer without a step has not made yet, in memory that is in use.
+        """Create the moments of an optimizer without a step, and touch their memory.
 
-        For a worker that waits: new memory takes longer to get than to fill.  What is in them is of no use.
+        For a waiting worker: new memory takes longer to allocate than to fill.  Their values are not used.
         """
         for one in self._optimizers if self._sharded is None else ():
             make = getattr(one, "init_state_fn", None)
@@ -177,18 +176,18 @@ class TrainingState:
                 for own in one.optimizer.state.values():
                     for value in own.values():
                         if isinstance(value, torch.Tensor):
-                            value.zero_()  # zeros that were asked for are no memory before they are written
+                            value.zero_()  # torch.zeros allocates no memory before it is written
 
     def without_moments(self) -> Iterator[torch.Tensor]:
-        """Yield what is updated by optimizers that have not made a step: their moments are still to come."""
+        """Yield the tensors updated by optimizers without a step, whose moments do not exist yet."""
         for one in self._optimizers if self._sharded is None else ():
             yield from (local(parameter.data) for parameter in _parameters(one) if not one.optimizer.state)
 
     def room(self, version: int | None) -> Place:
-        """Where to receive a state of ``version``: the living tensors, unless this worker's own state is of use.
+        """Return the memory for a state of ``version``: the live tensors, unless this worker's state is still needed.
 
-        That of the same version may be, should the others be lost meanwhile: it is kept until the other one is there.
-        Otherwise this worker has no state any more until it has loaded the one that comes.
+        A state of the same version is, if the other holders are lost meanwhile: it is kept until the transfer is done.
+        Otherwise this worker has no valid state until it has loaded the received one.
         """
         if self.version is not None and self.version == version:
             return new_memory
@@ -201,7 +200,7 @@ class TrainingState:
         return place
 
     def room_aside(self, before: Any) -> Place:
-        """Where to receive a state that may never be whole: the tensors of ``before``, which was loaded, once more."""
+        """Return memory for a transfer that may be interrupted: the tensors of ``before``, which was loaded, again."""
         living = {"column": self._column()}
 
         def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -211,76 +210,76 @@ class TrainingState:
         return place
 
     def load(self, tree: dict[str, Any]) -> None:
-        """Become what ``tree`` says.  Raises Disagreement if it is of another model."""
+        """Adopt ``tree``.  Raises Disagreement if it belongs to another model."""
         column, own = tree["column"], tree["own"]
         for chunk, parameters, buffers in zip(self._model, column["parameters"], own["buffers"], strict=True):
             _copy(weights(chunk), parameters)
             _copy(list(chunk.module.buffers()), buffers)
         _copy(list(self._scales.tensors(whole=True)), own["scales"])
-        for one, its in zip(self._optimizers, own["optimizers"], strict=True):
-            _load_scaler(one, its["scaler"])
+        for one, sent in zip(self._optimizers, own["optimizers"], strict=True):
+            _load_scaler(one, sent["scaler"])
         if self._sharded is None:
             model = {weight.data_ptr() for chunk in self._model for weight in weights(chunk)}
-            for one, its in zip(self._optimizers, column["optimizers"], strict=True):
-                _load_optimizer(one, its, model)
+            for one, sent in zip(self._optimizers, column["optimizers"], strict=True):
+                _load_optimizer(one, sent, model)
         elif not self._sharded.shards.known:
             self._sharded.shards.from_json(own["shards"])
-        self._restore(own["counters"], [its["groups"] for its in own["optimizers"]])
+        self._restore(own["counters"], [sent["groups"] for sent in own["optimizers"]])
         self.totals.load(own["log"])
-        if (mine := self.steering()) != (its := own["steering"]):
+        if (here := self.steering()) != (there := own["steering"]):
             raise Disagreement(
-                f"with the state that arrived the optimizer steps by {mine}, where it came from by {its}"
+                f"after loading the received state the optimizer's settings are {here}, at the sender {there}"
             )
 
     def settle(self) -> None:
-        """Have the schedule that goes with the parameters: the loop may have been left between the two steps."""
+        """Set the schedule that belongs to the parameters: the loop may have stopped between their two steps."""
         if self._done:
             self._loop.schedule(self.counters, int(not self._skipped))
 
     def resume(self) -> None:
-        """Begin from the state that this worker has: after the iteration under way, or before it if it made no step."""
+        """Continue from this worker's own state: after the current iteration, or before it if it made no step."""
         assert self.version is not None
         done, groups = self._done, self._plain_groups
-        if not done:  # Megatron changes a loss scale before it clips, where a step may have ended
+        if not done:  # Megatron changes a loss scale before it clips, and a step may have stopped in between
             for one, scaler in zip(self._optimizers, self._scalers, strict=True):
                 _load_scaler(one, scaler)
-            _copy(biases(self._model), self._biases)  # they are moved before that, too
+            _copy(biases(self._model), self._biases)  # they are also updated before that
         self._restore(self.counters, None if done else groups, iterations=int(done))
 
     @property
     def _done(self) -> bool:
-        """Whether this worker has made the step of the iteration under way."""
+        """True if this worker has made the step of the current iteration."""
         return self.version is not None and self.version > self.counters["version"]
 
     def _restore(self, counters: dict[str, Any], groups: Any, *, iterations: int = 0) -> None:
-        """Set Megatron's counters to those of ``counters``, ``iterations`` later (0 or 1): the loop begins there.
+        """Set Megatron's counters to ``counters`` plus ``iterations`` (0 or 1): the loop begins there.
 
-        ``groups``: the plain values of all optimizers' groups; None: the schedule says what changes of them.
+        ``groups``: the plain values of all optimizers' groups; None: only the schedule changes them.
         """
         self.version = self._loop.restore(counters, iterations=iterations, skipped=self._skipped)
-        for one, its in zip(self._optimizers, groups or (), strict=groups is not None):
-            load_groups(self._groups(one), its)
+        for one, values in zip(self._optimizers, groups or (), strict=groups is not None):
+            load_groups(self._groups(one), values)
         self.last_step = 0, 0
         self.counters = self._loop.read(self.version)
         self._remember()
 
-    # ---- back to a checkpoint
+    # ---- rollback to a checkpoint
 
     def go_back(self, iteration: int) -> None:
-        """The run goes back to after ``iteration``: this worker has no state until it has loaded that one.
+        """Invalidate the state for a rollback to ``iteration``, until that state is loaded.
 
-        Megatron's counters are those of a worker that has not begun, as its load functions want them.
+        Resets Megatron's counters to those of a worker that has not begun, as its load functions expect.
         """
         self.version = None
         self.last_step = 0, 0
-        self._scales.reset()  # a checkpoint may have none
+        self._scales.reset()  # a checkpoint may lack them
         self._loop.go_back(iteration)
 
     def loaded(self, iteration: int, operations: int, timeline: int) -> None:
-        """Megatron has loaded a checkpoint of ``iteration``: as at a start from it, whoever was there before.
+        """Set the state after Megatron has loaded a checkpoint of ``iteration``, as at a start from it.
 
-        ``operations``: in floating point, as the checkpoint has counted them.  What the log had added up is not in a
-        checkpoint: its next row is that of the iterations from here on.
+        ``operations``: the checkpoint's count of floating-point operations.  A checkpoint does not contain the sums of
+        the log: its next row covers the iterations from here on.
         """
         self.version = iteration
         self._loop.loaded(iteration, operations)
@@ -291,13 +290,13 @@ class TrainingState:
         self._remember()
 
     def _remember(self) -> None:
-        """What changes before the optimizer makes its step."""
+        """Save the values that change before the optimizer's step."""
         self._scalers = [_scaler(one) for one in self._optimizers]
         self._plain_groups = [plain_groups(self._groups(one)) for one in self._optimizers]
         self._biases = [bias.clone() for bias in biases(self._model)]
 
     def tidy(self) -> None:
-        """What an exception in the middle of the training left: train() is to be entered again."""
+        """Reset the leftovers of an exception in the training, so that train() can be entered again."""
         config = get_model_config(self._model[0])
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
         for chunk in self._model:
@@ -306,13 +305,13 @@ class TrainingState:
                 continue
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.is_last_microbatch = True
-            # train() takes them away for its first iteration, an evaluation and a checkpoint for as long as they last.
+            # train() removes them in its first iteration, in an evaluation and during a checkpoint.
             if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
                 chunk.enable_forward_pre_hook()
         for one in [self._optimizer, *self._optimizers]:
-            # It asks the replica once and remembers: workers that come together must all have asked, or none.
+            # It asks the replica once and caches the answer: all workers of a new replica must ask, or none.
             one._has_grad_norm_group_cache = None
-            # What the one of Megatron-FSDP 2 has cast for a step that was not made: the gradients are new ones then.
+            # Gradients that Megatron-FSDP 2 has cast for a step that was not made: the next step has new ones.
             getattr(one, "_casted_grads", []).clear()
         dumps.leave()
         get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
@@ -323,27 +322,27 @@ class TrainingState:
 
 
 def _groups(one: Any) -> list[dict[str, Any]]:
-    """The parameter groups that have any: empty ones are there for the sake of other positions."""
+    """Return the parameter groups with parameters: empty groups exist because of other positions."""
     return [group for group in one.optimizer.param_groups if group["params"]]
 
 
 def _parameters(one: Any) -> Iterator[torch.Tensor]:
-    """What the inner optimizer updates: the model's parameters, or their copies in higher precision."""
+    """Yield the tensors that the inner optimizer updates: parameters, or their copies in higher precision."""
     for group in _groups(one):
         yield from group["params"]
 
 
 def plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What of an optimizer's groups is sent: their plain values."""
+    """Return the plain values of an optimizer's groups, which are sent to other workers."""
     return [{key: value for key, value in group.items() if _is_plain(key, value)} for group in groups]
 
 
-def load_groups(own: Sequence[dict[str, Any]], its: Sequence[dict[str, Any]]) -> None:
-    """Become what ``plain_groups`` gave; what there was not then, a count of steps before the first one, is gone."""
-    for group, values in zip(own, its, strict=True):
+def load_groups(own: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]]) -> None:
+    """Load the result of ``plain_groups``; plain values that it lacks, such as a step count, are removed."""
+    for group, values in zip(own, given, strict=True):
         for key in [key for key, value in group.items() if _is_plain(key, value) and key not in values]:
             del group[key]
-        # The betas are a tuple, which has become a list on its way.
+        # The betas are a tuple; the transfer turns it into a list.
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
@@ -354,9 +353,9 @@ def _is_plain(key: str, value: Any) -> bool:
 
 
 def _steering(group: dict[str, Any], whole: bool) -> dict[str, Any]:
-    """The values of a group, those that are kept in a tensor, too.
+    """Return the values of a group, including those in scalar tensors.
 
-    Not ``whole``: spread over a column, where somebody without parameters of it counts no steps.
+    Not ``whole``: the group is sharded over a column, where a worker without parameters of it counts no steps.
     """
     values = {key: value.item() for key, value in group.items() if isinstance(value, torch.Tensor) and not value.dim()}
     values |= plain_groups([group])[0]
@@ -364,7 +363,7 @@ def _steering(group: dict[str, Any], whole: bool) -> dict[str, Any]:
 
 
 def _masters(one: Any, model: set[int]) -> list[torch.Tensor]:
-    """What the inner optimizer updates and is not the model's own memory, which begins at ``model``."""
+    """Return the tensors updated by the inner optimizer that are not the model's memory, which begins at ``model``."""
     every = (local(parameter.data) for parameter in _parameters(one))
     return [master for master in every if master.data_ptr() not in model]
 
@@ -388,10 +387,10 @@ def _load_scaler(one: Any, state: Any) -> None:
         one.grad_scaler.load_state_dict(state)
 
 
-def _load_optimizer(one: Any, its: dict[str, Any], model: set[int]) -> None:
+def _load_optimizer(one: Any, tree: dict[str, Any], model: set[int]) -> None:
     inner = one.optimizer
-    _copy(_masters(one, model), its["masters"])
-    for parameter, values in zip(_parameters(one), its["state"], strict=True):
+    _copy(_masters(one, model), tree["masters"])
+    for parameter, values in zip(_parameters(one), tree["state"], strict=True):
         own = inner.state[parameter]
         for key in [key for key in own if key not in values]:
             del own[key]
@@ -407,11 +406,11 @@ def _load_optimizer(one: Any, its: dict[str, Any], model: set[int]) -> None:
 
 def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
     if [tensor.shape for tensor in own] != [tensor.shape for tensor in given]:
-        raise Disagreement("the state that arrived is of a model with other shapes")
+        raise Disagreement("the received state belongs to a model with other shapes")
     with torch.no_grad():
-        for mine, its in zip(own, given, strict=True):
-            if not _same_memory(mine, its):  # else it was received where it belongs
-                mine.copy_(its)
+        for target, source in zip(own, given, strict=True):
+            if not _same_memory(target, source):  # otherwise it was received in place
+                target.copy_(source)
 
 
 def _same_memory(one: Any, other: Any) -> bool:
@@ -420,5 +419,5 @@ def _same_memory(one: Any, other: Any) -> bool:
 
 
 def shared_tensors(tree: dict[str, Any]) -> int:
-    """How many tensors of a state, the first ones, are equal in all workers of a column."""
+    """Return the number of leading tensors of a state that are equal on all workers of a column."""
     return len(flatten(tree["column"])[1])

@@ -1,10 +1,10 @@
-"""States change hands at the boundary before a step: to fresh replicas, to who holds another one, to mirrors.
+"""Transfer of states at the boundary before a step: to fresh replicas, to workers with a wrong state, to mirrors.
 
-boundary   a plan has put a new replica together, or found a state that differs from its column's:
-               holders      offer theirs: it is fetched while their replica computes, until the optimizer's step
-               the differing   take one over, on the spot (mend)
-               the last replica's workers have spares fetch theirs, before every step (mirror)
-spare      its plan has a place for it: it gets a state (fetch_state), or goes on with its own (`rejoin`)
+boundary   a plan has formed a new replica, or found a state that differs from its column's:
+               the holders offer their state: it is fetched while their replica computes, until the optimizer's step
+               a worker with a differing state replaces it, before the step (repair)
+               the last replica's workers send their state to spares, before every step (mirror)
+spare      if its plan has a place for it, it fetches a state (fetch_state), or continues with its own (`rejoin`)
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from recover_megatron.workload.grid import Slot
 log = get_logger(__name__)
 
 INTERRUPTED = (EpochRevoked, PeerLost, TimeoutError)
-"""What ends the transfer of a state and the taking of a place: an epoch that is over, or somebody who is gone."""
+"""Errors that interrupt the transfer of a state or the taking of a place: the end of an epoch, or a lost peer."""
 
 
 class StateExchange:
-    """The state of one worker, ``state``, given and got.  Called by its main thread."""
+    """Sends and receives the state of one worker, ``state``.  Called by its main thread."""
 
     def __init__(self, manager: Manager, state: TrainingState) -> None:
         self._manager = manager
@@ -38,9 +38,9 @@ class StateExchange:
         self._offer: Offer | None = None
 
     def at_boundary(self) -> None:
-        """Do what the present plan asks of this worker before the next step.
+        """Do this worker's transfers of the present plan before the next step.
 
-        Raises ``Orphaned`` if its state should have been replaced and was not: it must not compute with it.
+        Raises ``Orphaned`` if a wrong state could not be replaced: the worker must not compute with it.
         """
         view = self._manager.view
         decision = view.decision
@@ -52,14 +52,14 @@ class StateExchange:
         me = view.worker
         if me in decision.mended:
             log.warning(
-                f"the state of worker {me} differs from that of its column: it takes over one that does not. A "
-                "checkpoint that was saved since states were compared last may hold a part of the wrong one"
+                f"the state of worker {me} differs from that of its column: it is replaced by another worker's state. "
+                "A checkpoint saved since the last comparison of states may contain parts of the wrong state"
             )
             try:
                 self._receive(decision)
             except INTERRUPTED as error:
-                self._manager.leave(f"its state differs from that of its column, and no other came: {error}")
-                raise Orphaned(f"worker {me} holds a state that is not to be computed with") from error
+                self._manager.leave(f"its state differs from that of its column and could not be replaced: {error}")
+                raise Orphaned(f"worker {me} holds a wrong state, which must not be used") from error
         if any(me in holders for holders in decision.holders.values()):
             tree = self._state.tree()
             self._manager.inject("transfer", first_iteration(decision))
@@ -68,16 +68,16 @@ class StateExchange:
             self._offer = groups.offer("state", tree, shared_tensors(tree))
 
     def withdraw(self) -> None:
-        """The state is about to change: what is still fetched of it, by nobody who is counted on, is not believed."""
+        """Withdraw the offer before the state changes: later reads, by workers that do not count, are invalid."""
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None
 
     def fetch_state(self, decision: Decision) -> int:
-        """Have the state that ``decision`` begins with: from a donor, or this worker's own; the bytes that came.
+        """Load the state that ``decision`` begins with, from a donor or this worker's own; returns received bytes.
 
-        Raises what is in ``INTERRUPTED``: the state is then the one that it was.  Raises ``Disagreement`` for a state
-        that cannot be right.
+        Raises one of ``INTERRUPTED``: the state is then unchanged.  Raises ``Disagreement`` for a state of the wrong
+        version.
         """
         size = 0
         if self._manager.view.worker in decision.holders:
@@ -86,37 +86,37 @@ class StateExchange:
             self._state.resume()
         version = self._state.version
         if version is None or version != decision.version:
-            raise Disagreement(f"a state of iteration {version} came, not of {decision.version}")
+            raise Disagreement(f"received a state of iteration {version}, expected {decision.version}")
         self._served, self._state.timeline = decision.epoch, decision.timeline[0]
         return size
 
     def _feed_mirrors(self, decision: Decision) -> None:
-        """Not beside the step: a worker that dies in it must have left its state behind."""
+        """Send the state to this worker's mirrors, before the step: it must survive a death within the step."""
         view = self._manager.view
-        mine = [spare for spare, donor in decision.mirrors.items() if donor == view.worker]
+        targets = [spare for spare, donor in decision.mirrors.items() if donor == view.worker]
         groups, offers = view.groups, dict[int, Offer]()
         spare = -1
         try:
             with self._manager.waiting("mirror"):
-                tree = self._state.tree() if mine else {}
-                for spare in mine:
+                tree = self._state.tree() if targets else {}
+                for spare in targets:
                     offers[spare] = groups.offer(f"mirror/{spare}", tree, shared_tensors(tree))
-                for spare in mine:
+                for spare in targets:
                     offers[spare].wait(groups.check)
         except EpochRevoked:
-            return  # told again where the step reduces
+            return  # the step's reduction raises it again
         except PeerLost as error:
-            groups.end(f"worker {spare} could not be given a state: {error}")
+            groups.end(f"the state could not be sent to worker {spare}: {error}")
         finally:
             for offer in offers.values():
                 offer.withdraw()
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
-        """Keep another worker's state until the epoch ends; what this spare can offer then."""
+        """Mirror another worker's state until the epoch ends; returns the offer of this spare then."""
         me, slots = self._manager.view.worker, self._slots(decision)
         tree: Any = None
         with suppress(*INTERRUPTED):
-            while True:  # what is interrupted here has changed nothing
+            while True:  # an interrupted transfer has changed nothing
                 room = self._state.room_aside(tree)
                 holder = slots[decision.mirrors[me]]
                 tree, _ = epoch_groups.fetch(f"mirror/{me}", [holder], shared_tensors, place=room)
@@ -126,7 +126,7 @@ class StateExchange:
         return {"version": version, "digest": "" if version is None else self._state.digest()}
 
     def _receive(self, decision: Decision) -> int:
-        self.withdraw()  # the tensors that are written to
+        self.withdraw()  # the transfer overwrites the offered tensors
         slots = self._slots(decision)
         view = self._manager.view
         holders = decision.holders[view.worker]
@@ -144,9 +144,9 @@ class StateExchange:
         return size
 
     def _stay(self) -> None:
-        """Whether to go on with a state that is on its way: also beyond the epoch's end, as long as there is a place.
+        """Raise EpochRevoked if a transfer must stop; while this worker has a place it continues past the epoch's end.
 
-        All who live wait then for this worker, and nobody changes the state: whoever is lost, the rest can give it.
+        All live workers then wait for this worker without changing the state, so any remaining holder can send it.
         """
         try:
             self._manager.check()
@@ -154,7 +154,7 @@ class StateExchange:
             raise EpochRevoked(self._manager.view.epoch, str(error)) from error
 
     def _lost(self, holders: Sequence[int]) -> set[int]:
-        """Return the holders that have died or were put out; a worker that was set aside still gives its state."""
+        """Return the holders that have died or were evicted; a worker that was set aside still sends its state."""
         view = self._manager.view
         return {*holders} - view.counted_on - view.set_aside
 
@@ -163,5 +163,5 @@ class StateExchange:
 
 
 def first_iteration(decision: Decision) -> int:
-    """The iteration that the fresh replicas begin with."""
+    """Return the iteration that the fresh replicas begin with."""
     return (decision.version or 0) + 1

@@ -1,1 +1,1 @@
-"""Microbatches by their number, and the processes that read them ahead."""
+"""Microbatches by number, and the processes that prefetch them."""

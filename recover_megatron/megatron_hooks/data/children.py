@@ -1,9 +1,9 @@
-"""The processes that a worker starts by multiprocessing: loaders, checkpoint writers and their managers, fork servers.
+"""Child processes that a worker starts by multiprocessing: loaders, checkpoint writers, their managers, fork servers.
 
-A batch system sends a signal that is meant for the job to every process of a step.  A worker that handles it writes a
-checkpoint and ends; for that it needs its children.  So what it handles when it starts one is blocked in that, and in
-what that starts: it is the child's worker who hears it.  Python ends children by SIGTERM, and waits for them: those to
-which that does not get through are killed instead.
+A batch system sends a signal for the job to every process of a step.  A worker that handles it writes a checkpoint and
+exits, and needs its children for that.  So the signals that the worker handles when it starts a child are blocked in
+the child and in the child's children; only the worker receives them.  Python terminates children with SIGTERM and waits
+for them: children that block SIGTERM are killed instead.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from typing import Any
 from recover_megatron.integrate import wrap
 
 _OF_EACH = {signal.SIGCHLD, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
-"""Of a process's own children and timers; nobody sends them to a job."""
+"""Signals of a process's own children and timers; they are not sent to a job."""
 
 KNOWN = "Python 3.12 and 3.13"
 
 
 def install() -> None:
-    """Have all that this process starts from now on begin deaf to what it handles then."""
+    """Make each child that this process starts from now on block the signals that the process handles at that time."""
     wrap(process.BaseProcess, "start", ("self",), _start, KNOWN)
     wrap(popen_fork.Popen, "terminate", ("self",), _terminate, KNOWN)
-    # It is started where it is needed first, which need not be with a process.
+    # The tracker is started when it is first needed, which need not be at the start of a process.
     wrap(resource_tracker.ResourceTracker, "ensure_running", ("self",), _ensure_running, KNOWN)
     resource_tracker.ensure_running = resource_tracker._resource_tracker.ensure_running  # as fork servers call it
 
 
 def handled() -> set[int]:
-    """The signals for which this process has a handler of Python's, of its own."""
+    """Return the signals for which this process has installed a Python handler."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals() - _OF_EACH}
-    return {number for number, it in handlers.items() if callable(it) and it is not signal.default_int_handler}
+    return {number for number, one in handlers.items() if callable(one) and one is not signal.default_int_handler}
 
 
 def moved() -> int:
-    """How many bytes this process and all that live of what it has started have read and written, by the kernel."""
+    """Return the bytes that this process and its live descendants have read and written, by the kernel's counters."""
     total, left = 0, [os.getpid()]
     while left:
         place = f"/proc/{left.pop()}"
-        with suppress(OSError):  # it has ended; or this kernel counts nothing
+        with suppress(OSError):  # the process has ended, or this kernel has no counters
             with open(f"{place}/io", encoding="ascii") as file:
                 total += sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
             for task in os.listdir(f"{place}/task"):
@@ -55,7 +55,7 @@ def moved() -> int:
 
 @contextmanager
 def _blocked(numbers: set[int]) -> Iterator[None]:
-    """What the calling thread starts meanwhile has ``numbers`` blocked; what comes meanwhile comes after it."""
+    """Block ``numbers`` in the calling thread and in processes that it starts; pending signals arrive afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -85,10 +85,10 @@ def _terminate(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _ensure_running(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def ensure_running(self: Any) -> None:
-        # What a killed worker has left in /dev/shm it removes; a line about that would be taken for the worker's last.
+        # The tracker removes what a killed worker left in /dev/shm; its warning would look like the worker's last line.
         sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
         try:
-            with _blocked(handled()):  # it unblocks some itself
+            with _blocked(handled()):  # the tracker unblocks some itself
                 original(self)
         finally:
             sys.warnoptions.pop()

@@ -1,14 +1,14 @@
-"""Microbatches by id, out of Megatron's own datasets, with the loader's worker processes reading ahead.
+"""Microbatches by id, from Megatron's own datasets, prefetched by the loader's worker processes.
 
-    Source.begin(consumed, ids, total)   an iteration starts: these ids of it are mine, and (until told otherwise) of
-                                         those after it: the loader reads them ahead, in order
-    Source.get(j)                        microbatch j of this iteration; one that is not mine is read on the spot
+    Source.begin(consumed, ids, total)   start an iteration: this worker has these ids in it and, until changed, in the
+                                         following ones; the loader prefetches them in order
+    Source.get(j)                        microbatch j of this iteration; other ids are read on the spot
 
-A loader's process that dies is told to whoever reads next: torch raises it in whatever the main thread is doing, a
-checkpoint or a sum.
+The death of a loader process is reported to the next reader: torch would raise it in whatever the main thread is doing,
+such as a checkpoint or a sum.
 
-Which samples microbatch j of an iteration has says `microbatches`: those that stock Megatron deals.  Samples carry
-their number with them (``TaggedDataset``), so what ``get`` returns is checked, not believed.
+`microbatches` defines the samples of microbatch j of an iteration, the same as in stock Megatron.  Samples carry their
+number (``TaggedDataset``), so ``get`` verifies the samples that it returns.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ SAMPLE = "recover_sample"
 Batch = dict[str, Any]
 
 _OF_THE_WORK = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-"""Signals by which a sample may end whoever reads it."""
+"""Signals by which a sample may kill the process that reads it."""
 
 
 END_SECONDS = 1.0
-"""How long a process whose pipe has closed may take to end."""
+"""Time that a process may take to exit after its pipe has closed."""
 
 
 class LoaderKilled(Exception):
-    """A process that reads for this worker was killed by a signal from outside: a matter of this worker's host."""
+    """A loader process of this worker was killed by an external signal: a fault of this worker's host."""
 
 
 class TaggedDataset(torch.utils.data.Dataset):
-    """A dataset whose samples say which they are; everything else is the dataset's own."""
+    """A dataset that adds its number to each sample; all other attributes are those of the wrapped dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -63,7 +63,7 @@ class TaggedDataset(torch.utils.data.Dataset):
         return {**self._dataset[index], SAMPLE: int(index)}
 
     def __getattr__(self, name: str) -> Any:
-        # Unpickling (a loader's spawned process) asks before __init__ has run.
+        # Unpickling (in a loader's spawned process) reads attributes before __init__ has run.
         if name == "_dataset":
             raise AttributeError(name)
         return getattr(self._dataset, name)
@@ -73,7 +73,7 @@ _sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
 class Source:
-    """Microbatches by number.  ``loader``: as Megatron built it over a ``TaggedDataset``; its settings are kept."""
+    """Microbatches by number.  ``loader``: Megatron's, over a ``TaggedDataset``; its settings are kept."""
 
     def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int, order: Order | Kept) -> None:
         self.size = size
@@ -83,7 +83,7 @@ class Source:
         self._collate = loader.collate_fn
         self._plan: tuple[tuple[int, ...], int] | None = None
         self._consumed = self.position = consumed
-        self._cursor = 0  # of the reading ahead: index into the ids of the iteration at self._ahead
+        self._cursor = 0  # prefetch position: index into the ids of the iteration at self._ahead
         self._ahead = consumed
         self._asked: deque[int] = deque()  # first samples of the microbatches that the loader is reading
         self._here: dict[int, Batch] = {}
@@ -101,7 +101,7 @@ class Source:
         _sources.add(self)
 
     def begin(self, consumed: int, ids: Sequence[int], total: int) -> None:
-        """An iteration of ``total`` microbatches starts at ``consumed`` samples, ``ids`` of it are mine."""
+        """Start an iteration of ``total`` microbatches at ``consumed`` samples; this worker has ``ids``."""
         expected = self._consumed + (0 if self._plan is None else self._plan[1] * self.size)
         if self._plan != (tuple(ids), total) or consumed != expected:
             self._ahead, self._cursor = consumed, 0
@@ -111,7 +111,7 @@ class Source:
             del self._here[old]
 
     def get(self, j: int) -> Batch:
-        """Microbatch ``j`` of this iteration.  Raises IndexError beyond the end of the dataset."""
+        """Return microbatch ``j`` of this iteration.  Raises IndexError beyond the end of the dataset."""
         first = self._consumed + j * self.size
         samples = self._order.samples(first)
         while first not in self._here and (first in self._asked or self._coming(first)):
@@ -127,17 +127,17 @@ class Source:
             batch = self._collate([self._dataset[sample] for sample in samples])
         read = batch.pop(SAMPLE).tolist()
         if read != samples:
-            raise Disagreement(f"microbatch {j} should be samples {samples}, the loader gave {read}")
+            raise Disagreement(f"microbatch {j} must have samples {samples}, but the loader returned {read}")
         return batch
 
     def _coming(self, first: int) -> bool:
-        """Whether the reading ahead would ask for this microbatch in this iteration."""
+        """Return whether the prefetch will request this microbatch in this iteration."""
         assert self._plan is not None
         ids = self._plan[0]
         return self._ahead == self._consumed and first in (self._consumed + j * self.size for j in ids[self._cursor :])
 
     def _next(self) -> list[int] | None:
-        """The samples that the loader should read next; None: the dataset is at its end."""
+        """Return the samples that the loader should read next; None at the end of the dataset."""
         assert self._plan is not None
         ids, total = self._plan
         while True:
@@ -152,21 +152,21 @@ class Source:
                 return samples
 
     def close(self) -> None:
-        """End the processes that read ahead: nothing is read any more."""
+        """Stop the loader processes: nothing will be read any more."""
         self._batches = None
-        del self._loader  # which refers to them, too
+        del self._loader  # it also refers to them
 
-    # ---- Megatron wraps a loader in an iterator, and never asks it for anything but its length
+    # ---- Megatron wraps a loader in an iterator, and only ever calls its length
 
     def __len__(self) -> int:
-        """Microbatches; with --full-validation of the rank that has most, so that all of them say the same."""
+        """Return the number of microbatches; with --full-validation the largest of any rank, so all ranks agree."""
         return self._order.rounds if isinstance(self._order, InTurn) else len(self._dataset) // self.size
 
     def __iter__(self) -> Source:
         return self
 
     def __next__(self) -> Batch:
-        raise Disagreement("a batch was asked for past the hooks: which microbatch it is cannot be known")
+        raise Disagreement("a batch was read without the hooks of --recover, so its microbatch number is unknown")
 
 
 _read_by: Sequence[Any] = ()
@@ -175,7 +175,7 @@ _read_by: Sequence[Any] = ()
 
 @contextmanager
 def _reading(processes: Sequence[Any]) -> Iterator[None]:
-    """While one of ``processes`` is waited for.  Raises ``LoaderKilled``, or RuntimeError where the work ended one."""
+    """Context of a wait for one of ``processes``.  Raises ``LoaderKilled``, or RuntimeError if a sample killed one."""
     global _read_by
     if processes:
         tell_readers(lambda _: _check(_read_by))
@@ -183,8 +183,8 @@ def _reading(processes: Sequence[Any]) -> Iterator[None]:
         _read_by = processes
         _check(processes)
         yield
-    except (RuntimeError, EOFError, OSError) as error:  # torch does not always say by what
-        if not isinstance(error, RuntimeError):  # a pipe may close a moment earlier, and its exit code come later still
+    except (RuntimeError, EOFError, OSError) as error:  # torch does not always report the cause
+        if not isinstance(error, RuntimeError):  # the exit code may come after the pipe has closed
             ended = connection.wait([process.sentinel for process in processes], END_SECONDS)
             for process in (process for process in processes if process.sentinel in ended):
                 process.join()
@@ -197,15 +197,15 @@ def _reading(processes: Sequence[Any]) -> Iterator[None]:
 def _check(processes: Sequence[Any]) -> None:
     for process in processes:
         if code := process.exitcode:
-            who = f"process {process.pid}, which reads data for this worker,"
+            name = f"data loader process {process.pid} of this worker"
             if code > 0:
-                raise RuntimeError(f"{who} ended with exit code {code}")
+                raise RuntimeError(f"{name} ended with exit code {code}")
             error = RuntimeError if -code in _OF_THE_WORK else LoaderKilled
-            raise error(f"{who} was killed by signal {-code}")
+            raise error(f"{name} was killed by signal {-code}")
 
 
 class _Feed:
-    """The batch sampler: asked in the training process whenever the loader has room to read ahead."""
+    """Batch sampler: called in the training process whenever the loader has room to prefetch."""
 
     def __init__(self, ask: Callable[[], list[int] | None]) -> None:
         self._ask = ask
@@ -218,7 +218,7 @@ class _Feed:
 class Microbatches:
     """The microbatches of one pass over the ids ``ids``, as a schedule's data iterator.
 
-    ``fetching()``: what each is fetched in.
+    ``fetching()``: the context in which each is fetched.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Microbatches:
 
 
 def _begin(also: Callable[[int], None] | None, number: int) -> None:
-    """Begin a process that reads ahead; ``also``: what the loader's own settings want done there."""
+    """Initialize a loader process; ``also``: the ``worker_init_fn`` of Megatron's loader."""
     share_by_lasting_socket()
     if also is not None:
         also(number)
@@ -249,13 +249,13 @@ def _source_of(iterator: Any) -> Source | None:
 
 
 def sources_of(iterators: Any) -> Sequence[Source]:
-    """The sources behind what Megatron hands to a schedule, one iterator or one for each chunk; none without data."""
+    """Return the sources behind the iterator, or list of one per chunk, that Megatron passes to a schedule."""
     several = iterators if isinstance(iterators, list) else [iterators]
     return [source for source in map(_source_of, several) if source is not None]
 
 
 def of_ids(iterators: Any, ids: Sequence[int], fetching: Callable[[], AbstractContextManager[None]]) -> Any:
-    """What a schedule gets in place of ``iterators``, one or one for each chunk: see ``Microbatches``."""
+    """Replace ``iterators``, one or one per chunk, by ``Microbatches`` of ``ids`` for a schedule."""
 
     def one(iterator: Any) -> Microbatches | None:
         source = _source_of(iterator)
@@ -265,16 +265,16 @@ def of_ids(iterators: Any, ids: Sequence[int], fetching: Callable[[], AbstractCo
 
 
 def finish() -> None:
-    """The training is over: end the loaders' processes.
+    """Stop the loader processes after the training.
 
-    At the interpreter's end they would be waited for, or killed, which torch tells as an error.
+    At its exit the interpreter would wait for them, or kill them, which torch reports as an error.
     """
     for source in list(_sources):
         source.close()
 
 
 def install(loop: Loop) -> None:
-    """Wrap the seams: where the loop builds its loaders, and where a data set draws random numbers."""
+    """Wrap the seams that build the loop's loaders and that draw a data set's random numbers."""
     loop.wrap("loader", _with_sources)
     loop.wrap("endless", _endless)
     resumed.install()
@@ -282,7 +282,7 @@ def install(loop: Loop) -> None:
 
 
 def _by_index(read: Callable[..., Any]) -> Callable[..., Any]:
-    """--fim-data: draw by the number of the sample, not from a generator that goes on from sample to sample."""
+    """Seed --fim-data by the number of the sample instead of using one generator for consecutive samples."""
 
     def _query_document_sample_shuffle_indices(self: Any, idx: int) -> Any:
         self.np_rng.seed([self.config.random_seed % 2**32, int(idx)])
@@ -306,7 +306,7 @@ def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Numbered(torch.utils.data.Dataset):
-    """The microbatches of a loader of the user's own, each under its number in the run."""
+    """The microbatches of a user's loader, indexed by their number in the run."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -318,8 +318,8 @@ class _Numbered(torch.utils.data.Dataset):
 class Kept:
     """The samples of --dataloader-type cyclic, in the order for the data-parallel ranks of the run's first launch.
 
-    Their number is an argument of Megatron's (`resumed.SHUFFLED_FOR`), which a worker that comes later gets with the
-    state, after it has built its loaders.
+    The number of those ranks is an argument of Megatron (`resumed.SHUFFLED_FOR`), which a worker that joins later
+    receives with the state, after it has built its loaders.
     """
 
     def __init__(self, total: int, size: int, *, sharded: bool) -> None:
@@ -330,25 +330,25 @@ class Kept:
         return self._of(size, getattr(get_args(), resumed.SHUFFLED_FOR))
 
     def samples(self, first: int) -> list[int]:
-        """Numbers of the samples of the microbatch that begins at ``first``."""
+        """Return the numbers of the samples of the microbatch that begins at ``first``."""
         return self._order(self._size).samples(first)
 
     def is_between(self, consumed: int) -> bool:
-        """True where no microbatch begins after ``consumed`` samples; not known what wrote them: no round."""
+        """Return whether no microbatch begins after ``consumed`` samples; if the writer is unknown, no round."""
         order = self._order(self._size)
         return bool(consumed % self._size if resumed.knows() else consumed % order.epoch % order.round)
 
     def is_in_epoch(self, consumed: int) -> bool:
-        """True where ``consumed`` samples are no whole epochs."""
+        """Return whether ``consumed`` samples end inside an epoch."""
         return bool(consumed % self._order(self._size).epoch)
 
     def is_of_others(self, consumed: int, size: int) -> bool:
-        """True where microbatches of ``size`` have read, in ``consumed`` samples, others than ours would have."""
+        """Return whether microbatches of ``size`` have read, in ``consumed`` samples, other samples than ours."""
         ours, theirs = both = self._order(self._size), self._order(size)
-        if ours is theirs or not any(consumed % its.epoch for its in both):
+        if ours is theirs or not any(consumed % order.epoch for order in both):
             return False
-        # Where all ranks shuffle the whole, the microbatch says how much of the data set that is.
-        return not self._sharded or ours.epoch != theirs.epoch or any(consumed % its.epoch % its.round for its in both)
+        # If all ranks shuffle the complete data set, the used part of it depends on the size of a microbatch.
+        return not self._sharded or ours.epoch != theirs.epoch or any(consumed % o.epoch % o.round for o in both)
 
 
 def _only(batches: list[Batch]) -> Batch:
@@ -356,33 +356,33 @@ def _only(batches: list[Batch]) -> Batch:
 
 
 def _external(loader: Any, consumed: int) -> Source:
-    """What a loader of the user's own gives (--dataloader-type external), by its numbers.
+    """Return the source of a user's loader (--dataloader-type external), by its numbers.
 
-    Raises UserError for one that gives batches one after the other alone.
+    Raises UserError for a loader without access by number.
     """
     args = get_args()
     flag = "--recover with --dataloader-type external"
     if not callable(getattr(loader, "microbatch", None)):
         raise UserError(
-            f"{flag} needs a loader with a method microbatch(number): {type(loader).__name__} gives batches one after "
-            "the other, and a lost one must be read again by its number in the run"
+            f"{flag} needs a loader with a method microbatch(number): {type(loader).__name__} only iterates over "
+            "batches, but a lost one must be read again by its number in the run"
         )
     size = args.micro_batch_size
     if getattr(args, "full_validation", False) or (getattr(args, "eval_micro_batch_size", None) or size) != size:
         raise UserError(f"{flag} cannot be combined with --full-validation or another --eval-micro-batch-size")
     if consumed % size:
         raise UserError(
-            f"{flag}: {consumed} samples have been consumed, and no microbatch of {size} begins after them: give the "
+            f"{flag}: {consumed} consumed samples are not a multiple of the micro batch size {size}: use the "
             "--micro-batch-size of the run that wrote the checkpoint"
         )
-    made = torch.utils.data.DataLoader(
+    numbered = torch.utils.data.DataLoader(
         _Numbered(loader),
         batch_size=1,
         collate_fn=_only,
         num_workers=args.num_workers,
         persistent_workers=args.num_workers > 0,
     )
-    return Source(made, size, consumed, ByNumber(size))
+    return Source(numbered, size, consumed, ByNumber(size))
 
 
 def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
@@ -393,8 +393,8 @@ def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
         return InOrder(len(dataset), size)
     if type(dataset).__name__ == "RandomSeedDataset":
         raise UserError(
-            "--recover cannot be combined with Megatron's RandomSeedDataset: what it draws for a sample depends on "
-            "the epoch that its loader is in, and here a loader reads ahead into the next one"
+            "--recover cannot be combined with Megatron's RandomSeedDataset: its random numbers for a sample depend on "
+            "the epoch of its loader, and here a loader prefetches into the next epoch"
         )
     if not getattr(args, resumed.SHUFFLED_FOR, 0):
         setattr(args, resumed.SHUFFLED_FOR, args.data_parallel_size)
@@ -403,15 +403,15 @@ def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order | Kept:
         consumed
     ):
         raise UserError(
-            f"--dataloader-type cyclic: {consumed} samples have been consumed, in the middle of an epoch, by a run "
-            + ("without --no-data-sharding: leave it out" if theirs else "with --no-data-sharding: give it here, too")
-            + ", or samples of this epoch are read again"
+            f"--dataloader-type cyclic: the checkpoint is in the middle of an epoch ({consumed} samples) of a run "
+            + ("without --no-data-sharding: remove the flag" if theirs else "with --no-data-sharding: add the flag")
+            + ", otherwise samples of this epoch would be read again"
         )
     if order.is_between(consumed) or order.is_of_others(consumed, resumed.micro_batch_before(size)):
         raise UserError(
-            f"--dataloader-type cyclic: {consumed} samples have been consumed, and with --micro-batch-size {size} the "
-            "next ones would not be those that follow: give the --micro-batch-size of the run that wrote the checkpoint"
-            + ("" if resumed.knows() else ", and start as many data-parallel ranks")
+            f"--dataloader-type cyclic: after {consumed} samples, --micro-batch-size {size} would skip or repeat "
+            "samples: use the --micro-batch-size of the run that wrote the checkpoint"
+            + ("" if resumed.knows() else ", and as many data-parallel ranks")
         )
     return order
 

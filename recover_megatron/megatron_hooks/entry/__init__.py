@@ -1,1 +1,1 @@
-"""How a training program starts: versions, flags, script, and the installation of all hooks."""
+"""Start of a training program: versions, flags, script, and the installation of all hooks."""

@@ -1,4 +1,4 @@
-"""How Megatron's pretrain() ends: whether the training is over, or this worker alone has ended before."""
+"""End of Megatron's pretrain(): decide whether the training is over or only this worker has exited early."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ import traceback
 from recover_megatron.integrate import Loop
 
 HANDLERS = {"_graceful_shutdown", "check_adlr_autoresume_termination", "setup_model_and_optimizer"}
-"""Functions of ``megatron.training`` that end a process because they were asked to."""
+"""Functions of ``megatron.training`` that exit on request."""
 
-NO_DATA = "Megatron has trained nothing, for it was given no data to train with (its data sets, --split)"
+NO_DATA = "Megatron has trained nothing: its training data set is empty (check the data sets and --split)"
 
 
 class EndedEarly(Exception):
-    """This worker's Megatron has ended before the training was over, and says that all is well."""
+    """Megatron has exited with status 0 on this worker before the training was over."""
 
 
 def check_exit_was_asked_for(exit_: SystemExit, loop: Loop) -> None:
-    """Raise ``EndedEarly`` unless the training is over: the function that called sys.exit() tells what it means.
+    """Raise ``EndedEarly`` unless the training is over, which depends on the function that called sys.exit():
 
-    train() calls it                     over: --exit-interval, --exit-duration-in-mins or the exit signal asked for it
-    a handler of Megatron's calls it     over: a signal or the scheduler asked for it
-    it calls exit() where it is set up   over: it has converted a checkpoint (--ckpt-convert-format), and was to do no
-                                         more
-    anything else calls it               not over: a checkpoint that is not there or not whole, or the user's own code
+    train()                              over: --exit-interval, --exit-duration-in-mins or the exit signal requested it
+    a handler of Megatron                over: a signal or the scheduler requested it
+    setup_model_and_optimizer()          over: it has only converted a checkpoint (--ckpt-convert-format)
+    any other function                   not over: a checkpoint is missing or incomplete, or the user's code exited
 
-    (pretrain() that returns without train() is not over either: there was no data.)
+    (If pretrain() returns without calling train(), the training is not over either: there was no data.)
     """
     found = list(traceback.walk_tb(exit_.__traceback__))
     if len(found) > 1 and found[-1][0].f_globals.get("__name__") == "_sitebuiltins":
-        found.pop()  # exit(), which is a function itself
+        found.pop()  # the frame of exit() itself
     frame, line = found[-1]
     code, module = frame.f_code, str(frame.f_globals.get("__name__"))
     if code in (inspect.unwrap(getattr(seam.owner(), seam.name)).__code__ for seam in loop.seams["train"]):
         return
     if code.co_name in HANDLERS and module.startswith("megatron.training."):
         return
-    words = {name: frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]}
-    given = ", ".join(f"{name}={word!r}" for name, word in words.items() if isinstance(word, str))
+    arguments = {name: frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]}
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if isinstance(value, str))
     raise EndedEarly(
         f"sys.exit() was called before the end of the training, by {code.co_name}({given}), {module} line {line}"
     ) from exit_

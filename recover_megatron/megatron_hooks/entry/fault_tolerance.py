@@ -1,18 +1,18 @@
-"""--recover, put together: what is installed before Megatron starts, and how a worker's part in the run ends.
+"""Assembly of --recover in one worker: the hooks installed before Megatron starts, and the exit of the worker.
 
-install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
-run(call)   calls Megatron's pretrain(), and decides what its end means:
+install()   the seams (groups, data, training)                     raises UserError for an unknown Megatron
+run(call)   calls Megatron's pretrain(); its end has these meanings:
 
-    it returns, or exits with 0     the training is over: leave in order (but not where it never was: `endings`)
-    Orphaned, or the replica's      a spare until the run ends (in the training itself: until it has a place again,
+    it returns, or exits with 0     the training is over: leave in order (unless it never began: `endings`)
+    Orphaned, or the replica's      a spare until the run ends (inside the training: until it has a place again,
       communication failed            see `training`)
-    OtherPosition                   a spare that is wanted elsewhere: Megatron is forgotten, and pretrain() called again
-                                    for that position, alone
-    NoReplica, StateLost,           the run has ended, with an exit code of its own
+    OtherPosition                   a spare that another position needs: Megatron's state is dropped, and pretrain() is
+                                    called again for that position, alone
+    NoReplica, StateLost,           the run has ended, each with a different exit code
       CoordinatorLost, RunOver
-    Fenced                          this worker was put out: exit code 13
-    anything else                   a fault of this worker: its traceback goes to its log and to the coordinator; where
-                                      CUDA has failed, an orphan's, too, and it ends within seconds
+    Fenced                          this worker was evicted: exit code 13
+    any other exception             a fault of this worker: its traceback goes to its log and to the coordinator.  After
+                                      a CUDA error, of an orphan too, the process exits within seconds
 
 A newcomer (a hot spare, a restarted or an added worker) begins as a spare that has built nothing.
 """
@@ -93,27 +93,27 @@ from recover_megatron.workload.grid import LaunchGrid, Slot
 log = get_logger(__name__)
 
 NO_COORDINATOR = (
-    "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "
-    "recover-coordinator and name it with --recover-coordinator HOST:PORT"
+    "--recover needs a coordinator: start the workers with recover-run, which starts one, or start "
+    "recover-coordinator and pass --recover-coordinator HOST:PORT"
 )
 
 TOLD_SECONDS = 4.0
-"""How soon a launcher has ended all when one is lost before the training has begun."""
+"""Time within which a launcher stops all workers if one is lost before the training has begun."""
 OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled, data.LoaderKilled)
-"""What is never a fault of the work."""
+"""Errors of one worker that another worker would not repeat on the same microbatch."""
 
 
 def survive(
     config: RecoverConfig, call: Callable[[], None], arguments: Callable[[], Any], loop: Loop = MEGATRON_LM
 ) -> None:
-    """Train with --recover to the end: ``FaultTolerance.install`` and ``run``, of which see both."""
+    """Train with --recover to the end: ``FaultTolerance.install``, then ``FaultTolerance.run``."""
     recover = FaultTolerance(config, loop)
     recover.install()
     recover.run(call, arguments)
 
 
 class FaultTolerance:
-    """Makes the parts of one worker's recovery, and gives every end of the worker its exit code."""
+    """Creates the recovery components of one worker, and maps every end of the worker to an exit code."""
 
     def __init__(self, config: RecoverConfig, loop: Loop = MEGATRON_LM) -> None:
         if config.coordinator is None or "RANK" not in os.environ:
@@ -147,18 +147,18 @@ class FaultTolerance:
         self._session = self._connect()
 
     def install(self) -> None:
-        """Wrap all seams; raises UserError if this loop's or Megatron-Core's are not the ones we know."""
+        """Wrap all seams; raises UserError if those of this loop or Megatron-Core have unknown signatures."""
         if reasons := [*self._loop.refusals(), *monkeypatch.misfits(monkeypatch.SEAMS)]:
             raise UserError(*reasons)
         if reasons := variables.refusals(os.environ):
             raise UserError("; ".join(reasons))
-        for line in variables.overrule(os.environ):  # of a worker that recover-run has not started
+        for line in variables.overrule(os.environ):  # if recover-run has not started this worker
             log.warning(line)
         torch.distributed.set_debug_level_from_env()
         if self._device.type == "cuda" and (against := torch_nccl.set_environment(self._config.hang_timeout)):
             log.warning(
-                f"{', '.join(against)}: with these of your environment torch may end or block a worker that --recover "
-                "would have brought back; unset them (docs/gpu.md)"
+                f"{', '.join(against)}: with these environment variables torch may terminate or block a worker that "
+                "--recover could have kept; unset them (docs/gpu.md)"
             )
         children.install()
         self._groups.install(self._loop)
@@ -172,9 +172,9 @@ class FaultTolerance:
         has_hooks()
 
     def run(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
-        """Train to the end.  Returns when the training is over; does not return from any other end.
+        """Train to the end.  Returns if the training is over; otherwise exits the process or raises UserError.
 
-        ``call`` is Megatron's pretrain(); ``arguments`` parses its flags, for a worker that is to wait before.
+        ``call`` is Megatron's pretrain(); ``arguments`` parses its flags, for a worker that first waits for a place.
         """
         try:
             self._train_wherever_wanted(call, arguments)
@@ -185,11 +185,11 @@ class FaultTolerance:
                 writers.finish()
                 self._progress_log.finish()
                 data.finish()
-            else:  # a signal asked for the end
+            else:  # a signal requested the exit
                 self._session.leave()
         except UserError:
             raise
-        except BaseException as error:  # noqa: BLE001  the boundary of the worker: every end has its meaning here
+        except BaseException as error:  # noqa: BLE001  the boundary of the worker: maps every exception to an exit code
             self._ended_by(error)
 
     def _train_wherever_wanted(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
@@ -224,13 +224,13 @@ class FaultTolerance:
         self._training.manager.wait_for_place()
 
     def _build_for(self, position: int) -> None:
-        """Forget what was built, and see to it that the next pretrain() builds for ``position``, alone."""
+        """Drop what was built, and make the next pretrain() build for ``position``, alone."""
         built = not self._newcomer or self._training.state is not None
         if built:
             self._training.forget()
         build_elsewhere(self._training.manager, self._groups, self._loop, position, built=built)
 
-    # ---- how it ends
+    # ---- the end of the worker
 
     def _ended_by(self, error: BaseException) -> NoReturn:
         manager = self._training.manager if self._training.begun else None
@@ -239,24 +239,24 @@ class FaultTolerance:
             if isinstance(error, kind):
                 self._end(code, f"the run ends: {error}")
         if isinstance(error, Drained):
-            self._end(0, f"worker {self._me} ends, and the run goes on: {error}")
+            self._end(0, f"worker {self._me} exits, and the run continues: {error}")
         if isinstance(error, RunOver) and error.code == EXIT_REFUSED:
-            self._end(error.code, f"worker {self._me} ends, and the run goes on without it: {error}")
+            self._end(error.code, f"worker {self._me} exits, and the run continues without it: {error}")
         if isinstance(error, RunOver):
-            self._end(error.code, f"the run has ended; spare worker {self._me} ends with it: {error}")
+            self._end(error.code, f"the run has ended; spare worker {self._me} exits: {error}")
         if isinstance(error, Fenced):
-            _end(EXIT_FENCED, f"worker {self._me} was put out of the run, which goes on without it: {error}")
+            _end(EXIT_FENCED, f"worker {self._me} was evicted, and the run continues without it: {error}")
         if isinstance(error, CoordinatorLost):
             if error.told and error.by is None and error.code == EXIT_NO_REPLICA and not (started or self._newcomer):
                 self._wait_to_be_ended()
             self._end(error.code, f"the run ends for worker {self._me}: {error}")
-        # Whatever an orphan's main thread ends by: its replica was broken first.
+        # Whatever an orphan's main thread raises: its replica was broken first.
         if manager is not None and self._training.state is not None and self._training.replica_broken(error):
             self._be_spare(manager, error)
         if broken := is_of_device(error):
             ends_soon()
         if isinstance(error, EndedEarly) and not started:
-            _end(1, f"worker {self._me} ends: {error}; what it said of that is above")
+            _end(1, f"worker {self._me} exits: {error}; its own output is above")
         lost_touch = not started and (is_communication(error) or isinstance(error, torch.distributed.DistError))
         if lost_touch:
             self._wait_to_be_ended()
@@ -265,8 +265,8 @@ class FaultTolerance:
         if not in_words:
             write_stderr(text)
         if lost_touch:
-            # Not a fault of its own: whoever starts the run again may do so.
-            lost = "lost touch with another one before the training began"
+            # Not this worker's fault: the run may be restarted.
+            lost = "lost its connection to another worker before the training began"
             _end(EXIT_NO_REPLICA, f"worker {self._me} {lost} ({signature(error)[:200]}); its traceback is above")
         if started:
             assert manager is not None
@@ -280,61 +280,63 @@ class FaultTolerance:
                 phase=view.phase,
                 tried=view.tried,
                 own=is_own(error)
-                # Somebody's end has aborted kernels here, or has taken memory away that they read.
+                # The end of another worker has aborted kernels here, or has unmapped memory that they read.
                 or (broken and (view.orphaned or self._session.revoked))
                 or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
             )
             if isinstance(error, CheckpointFailed) and len(view.decision.replicas) == 1:
-                self._session.give_up(EXIT_SAME_FAULT, str(error))  # there is nobody left to try it
+                self._session.give_up(EXIT_SAME_FAULT, str(error))  # no other replica can try it
                 with suppress(CoordinatorLost, Fenced):
                     self._session.wait_revoked(EXCEPTION_REPORT_SECONDS)
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             _end(error.code, f"worker {self._me} exits with {error.code}")
         if in_words:
-            _end(1, f"worker {self._me} ends: {error} (RECOVER_TRACEBACK=1 shows the traceback)")
-        whose = "a CUDA error: its device or its context is broken" if broken else "an exception of its own"
-        _end(1, f"worker {self._me} ends by {whose} ({signature(error)[:200]}); its traceback is above")
+            _end(1, f"worker {self._me} exits: {error} (RECOVER_TRACEBACK=1 shows the traceback)")
+        whose = "a CUDA error: its device or its context is broken" if broken else "an exception"
+        _end(1, f"worker {self._me} exits after {whose} ({signature(error)[:200]}); its traceback is above")
 
     def _wait_to_be_ended(self) -> None:
-        """Another worker is lost before the training began, which needs all: a launcher says so, once, and all end
-        their workers, by SIGTERM.  What those say that have lost touch with it would hide that."""
+        """Wait for the launcher's SIGTERM after another worker was lost before the training, which needs all workers.
+
+        One launcher reports the loss, once; a report of each worker that lost its connection would bury that line.
+        """
         try:
             self._session.wait_lost((), TOLD_SECONDS)
         except (CoordinatorLost, Fenced) as out:
             threading.Event().wait(TOLD_SECONDS)
-            _end(EXIT_NO_REPLICA, f"worker {self._me} ends: {out}")
+            _end(EXIT_NO_REPLICA, f"worker {self._me} exits: {out}")
 
     def _be_spare(self, manager: Manager, error: BaseException) -> NoReturn:
         reason = in_short(error)
         manager.leave(error)
-        # The frames of the training hold its tensors, and connections that others wait to see closed.
+        # The traceback's frames hold tensors of the training, and connections whose closing other workers wait for.
         error.__traceback__ = None
         self._groups.left(manager)
-        log.info(f"worker {self._me} has no place any more ({reason}); it waits as a spare")
+        log.info(f"worker {self._me} has lost its place ({reason}); it waits as a spare")
         try:
             # The training is over for it: it has no position to come back to.
             manager.wait_for_place(position=None, ready=False)
         except RunOver as over:
-            self._end(over.code, f"the run has ended; spare worker {self._me} ends with it: {over}")
+            self._end(over.code, f"the run has ended; spare worker {self._me} exits: {over}")
         raise AssertionError("a worker that cannot come back was given a place")
 
     def _end(self, code: int, message: str) -> NoReturn:
-        """End with the run.  (Who ends alone leaves what it has not written to the next writer.)"""
+        """Exit with the run.  (A worker that exits alone leaves its unwritten records to the next writer.)"""
         self._records.close()
         _end(code, message)
 
-    # ---- making the parts
+    # ---- creating the parts
 
     def _connect(self) -> Any:
         config = self._config
-        assert config.coordinator is not None  # or it would have been refused
+        assert config.coordinator is not None  # __init__ has refused it
         try:
             return connect(Settings.of(config), addresses=parse_addresses(config.coordinator))
         except (SecretError, ValueError) as error:
             raise UserError(f"--recover: {error}") from None
 
     def _make_manager(self, args: Any, grid: LaunchGrid | None) -> Manager:
-        """``args`` and ``grid``: of a newcomer, which has no Megatron yet."""
+        """Create the manager; ``args`` and ``grid`` are given for a newcomer, which has no Megatron yet."""
         config = self._config
         args, grid = args or get_args(), grid or self._groups.grid
         secret, host = find_secret(os.environ).key("ring"), _my_address()
@@ -365,7 +367,7 @@ class FaultTolerance:
             spread=spread,
             replaced=REPLACED_VARIABLE in os.environ,
             min_replicas=config.min_replicas,
-            # In how many Megatron cuts the optimizer's state, where its instances are the copies.
+            # The number of shards that Megatron cuts the optimizer's state into, if its instances are the copies.
             shards=grid.launched // instances if spread and instances > 1 else 0,
             holders=1 + config.shadow_shards if instances == 1 else instances,
             placed=instances == 1,
@@ -377,9 +379,9 @@ class FaultTolerance:
 
 
 def _device() -> torch.device:
-    """With its number: threads other than the main one begin with the first GPU as theirs.
+    """Return this worker's device, with its index: in threads other than the main one the default is the first GPU.
 
-    The number is what Megatron takes, too; a newcomer needs it before Megatron has chosen.
+    Megatron chooses the same index; a newcomer needs it before Megatron does.
     """
     if hostdevice.is_active():
         return torch.device("cpu")
@@ -387,19 +389,19 @@ def _device() -> torch.device:
 
 
 def _my_address() -> str:
-    """The address at which the other workers reach this one: as its launcher says, or that on the way to the store.
+    """Return the address at which other workers reach this one: from its launcher, else of the route to the store.
 
-    The store's host may be gone when a newcomer comes.
+    The launcher's comes first because the store's host may be gone when a newcomer joins.
     """
-    if told := os.environ.get(HOST_VARIABLE):
-        return told
+    if address := os.environ.get(HOST_VARIABLE):
+        return address
     store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with socket.create_connection(store, timeout=60) as connection:
         return str(connection.getsockname()[0])
 
 
 def _end(code: int, message: str) -> NoReturn:
-    """End the process now: the groups of dead workers could keep an orderly end waiting for good."""
+    """Exit the process now: an orderly exit could wait forever for the process groups of dead workers."""
     log.info(message)
     sys.stdout.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""What is refused before any process group is made: all reasons at once, each with its remedy.
+"""Checks of all flags before any process group is created: all refusals at once, each with its remedy.
 
-Here is checked what would fail late (missing data), unclear (world size) or not at all (what --recover cannot keep
-exact); what Megatron itself asserts is told in the same way (``in_plain_words``).
+They cover errors that would come late (missing data), unclear (world size) or not at all (--recover would not be
+exact); Megatron's own assertions are reported in the same form (``in_plain_words``).
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ log = get_logger(__name__)
 
 
 def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -> Provider:
-    """An ``extra_args_provider`` for Megatron's parser: our group, the given others, and errors told in one line.
+    """Return an ``extra_args_provider`` for Megatron's parser: our flags, the given others, and one-line errors.
 
-    It also changes defaults of Megatron's where they could not run: on the host device the fused kernels, and with
-    --recover the rerun machine, which replays whole steps.  A flag that the user gives wins, but for what --recover
-    does in another way (`refused`); it is refused if it can't.
+    It also changes defaults of Megatron that could not run: on the host device the fused kernels, and with --recover
+    the rerun machine, which replays complete steps.  A flag that the user gives takes precedence, except where
+    --recover implements it in another way (`refused`); if it cannot run it is refused.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         for other in others:
             parser = other(parser)
-        if "--recover" not in parser._option_string_actions:  # a script with a loop of its own may have added them
+        if "--recover" not in parser._option_string_actions:  # a script with another loop may have added them
             add_recover_arguments(parser)
         if hostdevice.is_active():
             _make_defaults(parser, hostdevice.host_defaults())
@@ -77,25 +77,25 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
 
             def parse_known_args(*args: Any, **kwargs: Any) -> Any:
                 parsed, rest = parse(*args, **kwargs)
-                for its in settle(parsed):
-                    say(its)
+                for one in settle(parsed):
+                    say(one)
                 for line in remarks(parsed):
                     _warn(line)
                 return parsed, rest
 
             parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
         if "--help" in sys.argv or "-h" in sys.argv:
-            _mend_help(parser)
+            _fix_help(parser)
         parser.error = error  # type: ignore[method-assign]
         if os.environ.get("RANK", "0") != "0":
-            parser.print_help = lambda file=None: None  # type: ignore[method-assign]  # one --help a run is enough
+            parser.print_help = lambda file=None: None  # type: ignore[method-assign]  # one --help per run is enough
         return parser
 
     return provide
 
 
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Escape the texts that argparse cannot expand: one bare "%" in Megatron's help ends --help with a traceback."""
+def _fix_help(parser: argparse.ArgumentParser) -> None:
+    """Escape help texts that argparse cannot expand: one bare "%" in Megatron's help makes --help fail."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help and action.help is not argparse.SUPPRESS:
@@ -106,20 +106,20 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _make_defaults(parser: argparse.ArgumentParser, flags: list[str]) -> None:
-    """Let the parser start from these flags, as if every command line began with them."""
+    """Make these flags the parser's defaults, as if every command line began with them."""
     ones: list[Any] = [*parser._actions, *parser._mutually_exclusive_groups]
-    required = [its for its in ones if its.required]
-    for its in required:  # of the script's own, as far as the user is concerned
-        its.required = False
+    required = [option for option in ones if option.required]
+    for option in required:  # flags of the script, which only the user can give
+        option.required = False
     given = parser.parse_args(flags)
-    for its in required:
-        its.required = True
+    for option in required:
+        option.required = True
     names = [parser._option_string_actions[word.split("=")[0]].dest for word in flags if word.startswith("--")]
     parser.set_defaults(**{name: getattr(given, name) for name in names})
 
 
 def _with_suggestions(message: str, parser: argparse.ArgumentParser) -> str:
-    """argparse's message, and for a flag that does not exist the ones that look like it."""
+    """Return argparse's message; for an unknown flag, add the flags with similar names."""
     prefix = "unrecognized arguments: "
     if not message.startswith(prefix):
         return f"{message} (all flags: --help)"
@@ -132,7 +132,7 @@ def _with_suggestions(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 def in_plain_words(call: Callable[[], Any]) -> Any:
-    """Run a part of Megatron that checks flags; its assertions and complaints become UserErrors.
+    """Run a part of Megatron that checks flags; its assertions and other errors become UserErrors.
 
     Set RECOVER_TRACEBACK=1 to see the original traceback instead.
     """
@@ -141,14 +141,14 @@ def in_plain_words(call: Callable[[], Any]) -> Any:
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError, FileNotFoundError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if "megatron" not in Path(last.filename).parts or traceback_wanted():
-            raise  # a bug of ours, or asked for
+            raise  # our own bug, or requested by the user
         raise UserError(_refusal(error, last)) from None
 
 
 def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
-    """One line of Megatron's refusal: its own words, or the check it made where it has none."""
+    """Return Megatron's refusal in one line: its message, or the failed check if it has none."""
     where = f"{Path(*Path(last.filename).parts[-3:])}:{last.lineno}"
-    words = " ".join(str(error).split()) or f"this must hold: {(last.line or '').removeprefix('assert').strip()}"
+    words = " ".join(str(error).split()) or f"failed check: {(last.line or '').removeprefix('assert').strip()}"
     return f"Megatron refuses these flags: {words} ({where}; RECOVER_TRACEBACK=1 shows the traceback)"
 
 
@@ -156,9 +156,9 @@ def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
 
 
 def problems(args: argparse.Namespace, config: RecoverConfig, *, may_have_data: bool = False) -> list[str]:
-    """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen.
+    """Return every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none found.
 
-    ``may_have_data``: the script may have data of its own, of which Megatron's flags say nothing.
+    ``may_have_data``: the script may have other data, which Megatron's flags do not name.
     """
     found = [
         *_layout(args),
@@ -176,7 +176,7 @@ def problems(args: argparse.Namespace, config: RecoverConfig, *, may_have_data: 
         found += [*cannot_recover(args, config), *cannot_shard(args, config), *cannot_shard_model(args, config, world)]
         found += [*hostdevice.never_summed(args), *cannot_use_nccl(config)]
     elif config.inject is not None:
-        found.append("--recover-inject needs --recover: without it nothing is injected, and no death is survived")
+        found.append("--recover-inject needs --recover: without it no fault is injected or survived")
     return found
 
 
@@ -189,12 +189,10 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _number_of_replicas(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """A run that would end at its first death, or before, since it never has as many replicas as it must keep; and one
-    that cannot grow as far as it is told to.
-    """
+    """Refuse a run that starts with fewer than --recover-min-replicas, or cannot grow to --recover-max-replicas."""
     world, one = int(os.environ.get("WORLD_SIZE", "1")), math.prod(_sizes(args).values())
     if one < 1:
-        return []  # Megatron says which size is wrong
+        return []  # Megatron reports which size is wrong
     lanes = inner_ranks_of(args, world)
     replica = one * lanes
     grow = cannot_grow(args, config, world // replica, lanes)
@@ -202,8 +200,8 @@ def _number_of_replicas(args: argparse.Namespace, config: RecoverConfig) -> list
         return grow
     return [
         *grow,
-        f"--recover-min-replicas {config.min_replicas}: this run has {world // replica} at its launch "
-        f"({world} workers, {replica} to a replica): lower it, or start more workers",
+        f"--recover-min-replicas {config.min_replicas}: this run starts with {world // replica} replicas "
+        f"({world} workers, {replica} per replica): lower the value, or start more workers",
     ]
 
 
@@ -212,26 +210,26 @@ def _layout(args: argparse.Namespace) -> list[str]:
     sizes = _sizes(args)
     replica = math.prod(sizes.values())
     if replica < 1:
-        return []  # Megatron says which size is wrong
+        return []  # Megatron reports which size is wrong
     if world % replica == 0:
         return _batch(args, world // replica)
     product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
     return [
-        f"{world} workers cannot hold whole replicas of {replica} ({product}): start a multiple of {replica} workers "
+        f"{world} workers are not a multiple of the replica size {replica} ({product}): start a multiple of {replica} "
         f"(recover-run --nproc-per-node, --nnodes) or change these sizes"
     ]
 
 
 def _batch(args: argparse.Namespace, ranks: int) -> list[str]:
-    """Global batches that are no whole number of microbatches for every data-parallel rank.
+    """Refuse global batches that do not divide into microbatches for every data-parallel rank.
 
-    Of a run that resumes with a schedule only train() knows which are still to come.
+    If a run resumes with a batch size schedule, only train() knows which batches remain.
     """
     return misfits(args, ranks, batches_to_come(args))
 
 
 def _data(args: argparse.Namespace, may_have_data: bool) -> list[str]:
-    """Data and tokenizer files that are not there (Megatron finds out after start-up, on some workers only)."""
+    """Refuse missing data and tokenizer files (Megatron fails only after start-up, on some workers)."""
     found = []
     sources = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "sft", "perform_rl_step")
     external = getattr(args, "dataloader_type", None) == "external"
@@ -242,8 +240,8 @@ def _data(args: argparse.Namespace, may_have_data: bool) -> list[str]:
         and not any(getattr(args, name, None) for name in sources)
     ):
         found.append(
-            "no training data: give --data-path PREFIX (files PREFIX.bin and PREFIX.idx, made by "
-            "scripts/prepare_corpus.py or Megatron's tools/preprocess_data.py), or --mock-data"
+            "no training data: give --data-path PREFIX (files PREFIX.bin and PREFIX.idx; create them "
+            "with scripts/prepare_corpus.py or Megatron's tools/preprocess_data.py), or --mock-data"
         )
     for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for prefix in _prefixes(getattr(args, flag, None) or []):
@@ -252,7 +250,7 @@ def _data(args: argparse.Namespace, may_have_data: bool) -> list[str]:
                 files = " and ".join(prefix + suffix for suffix in missing)
                 found.append(
                     f"--{flag.replace('_', '-')} {prefix}: no {files} here (give the path without .bin or .idx; "
-                    "scripts/prepare_corpus.py makes both from text)"
+                    "scripts/prepare_corpus.py creates both from text)"
                 )
     for flag in ("data_args_path", "per_split_data_args_path", "vocab_file", "merge_file"):
         path = getattr(args, flag, None)
@@ -262,7 +260,7 @@ def _data(args: argparse.Namespace, may_have_data: bool) -> list[str]:
 
 
 def _evaluation(args: argparse.Namespace) -> list[str]:
-    """Megatron divides by the interval when it has built the model, whether it is given or not."""
+    """Refuse a missing --eval-interval: Megatron divides by it after it has built the model."""
     if (
         getattr(args, "eval_interval", 1)
         or getattr(args, "full_validation", False)
@@ -270,30 +268,30 @@ def _evaluation(args: argparse.Namespace) -> list[str]:
     ):
         return []
     return [
-        "give --eval-interval N, above 0 (and --eval-iters 0, if nothing is to be evaluated): without it Megatron ends "
-        "with an error of its own when it counts its samples"
+        "give --eval-interval N with N > 0 (and --eval-iters 0 for no evaluation): without it Megatron itself fails "
+        "when it counts its samples"
     ]
 
 
 @functools.cache
 def _warn(line: str) -> None:
-    """Log ``line`` in the first worker, once: Megatron parses its flags more than once."""
+    """Log ``line`` once, on rank 0: Megatron parses its flags more than once."""
     if os.environ.get("RANK", "0") == "0":
         log.warning(line)
 
 
 def remarks(args: argparse.Namespace) -> list[str]:
-    """Warnings about flags that Megatron takes and does not do what they say (0.18 to 0.20: docs/upstream.md)."""
+    """Return warnings about flags that Megatron accepts but does not implement (0.18 to 0.20: docs/upstream.md)."""
     found = []
     if getattr(args, "rampup_batch_size", None):
         found.append(
-            "--rampup-batch-size: Megatron does not read it, and takes --global-batch-size from the first iteration "
-            "on. For a batch that grows give --step-batch-size-schedule"
+            "--rampup-batch-size: Megatron ignores it and uses --global-batch-size from the first iteration on. "
+            "For a growing batch use --step-batch-size-schedule"
         )
     if getattr(args, "step_batch_size_schedule", None) and not getattr(args, "train_samples", None):
         found.append(
             "--step-batch-size-schedule with --train-iters: Megatron counts the warm-up and decay of the learning rate "
-            "in batches of one microbatch for each data-parallel rank, so that both end early, maybe in the first "
+            "in batches of one microbatch for each data-parallel rank, so both end early, possibly in the first "
             "iteration. Give --train-samples, --lr-decay-samples and --lr-warmup-samples instead of --train-iters, "
             "--lr-decay-iters and --lr-warmup-iters"
         )
@@ -303,16 +301,16 @@ def remarks(args: argparse.Namespace) -> list[str]:
 
 
 def _strictness(args: argparse.Namespace) -> list[str]:
-    """Refuse a check of a checkpoint's keys where a checkpoint is to be loaded, and cannot be."""
+    """Refuse --dist-ckpt-strictness if it would prevent the load of the checkpoint in --load."""
     path = getattr(args, "load", None)
     return _unloadable(args) if path and (Path(path) / "latest_checkpointed_iteration.txt").exists() else []
 
 
 def _unloadable(args: argparse.Namespace) -> list[str]:
-    """Say that no checkpoint of this torch can be loaded with the check of its keys that is asked for.
+    """Report that Megatron cannot load checkpoints of this torch with the requested check of their keys.
 
-    Megatron (0.18 to 0.20) makes a tensor for each key by ``torch.empty(size, **properties)``.  The properties that
-    torch 2.15 writes have ``strides``, which ``torch.empty`` does not take.
+    Megatron (0.18 to 0.20) creates a tensor for each key by ``torch.empty(size, **properties)``.  The properties that
+    torch 2.15 writes include ``strides``, which ``torch.empty`` does not accept.
     """
     from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -322,13 +320,13 @@ def _unloadable(args: argparse.Namespace) -> list[str]:
         return []
     return [
         f"--dist-ckpt-strictness {given}: with torch {importlib.metadata.version('torch')} Megatron cannot load a "
-        "checkpoint so (TypeError: empty() got an unexpected keyword argument 'strides'): leave it out, so that it is "
-        f"{default}"
+        "checkpoint with it (TypeError: empty() got an unexpected keyword argument 'strides'): remove the flag; the "
+        f"default is {default}"
     ]
 
 
 def _packages(args: argparse.Namespace) -> list[str]:
-    """Python packages that a flag needs and that are not here; Megatron imports them when the run has begun."""
+    """Refuse flags that need a missing Python package; Megatron would import it only after the start."""
     # package: (module, argument, its values that need it; none: any)
     wanted: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "emerging-optimizers": ("emerging_optimizers", "optimizer", EMERGING),
@@ -350,7 +348,7 @@ def _installed(module: str) -> bool:
 
 
 def _prefixes(blend: Sequence[str]) -> list[str]:
-    """The dataset prefixes of a blend (PREFIX ... or WEIGHT PREFIX ...); remote ones are left to Megatron."""
+    """Return the dataset prefixes of a blend (PREFIX ... or WEIGHT PREFIX ...); remote ones are left to Megatron."""
     return [word for word in map(str, blend) if not _is_number(word) and "://" not in word]
 
 
@@ -375,7 +373,7 @@ def _device(args: argparse.Namespace) -> list[str]:
 
 
 def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """A fault specification that cannot be read, or names workers that there are none of."""
+    """Refuse a fault specification that cannot be parsed, or names workers that do not exist."""
     if config.inject is None:
         return []
     try:
@@ -391,27 +389,26 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 
 
 def _folders(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """Name the folders that cannot be made or written, before the first iteration.
+    """Refuse folders that cannot be created or written, before the first iteration.
 
-    One worker of each host tries them, which spares a shared file system; those of checkpoints the first worker alone
-    where no other worker writes any.  Each worker tries its TMPDIR, in which the writers of a checkpoint must work.
+    To spare a shared file system only one worker of each host tries them; if rank 0 alone writes checkpoints, only it
+    tries their folders.  Each worker tries its TMPDIR, which the checkpoint writers use.
     """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     wanted = {"--recover-log-dir": config.log_dir if config.enabled and first_here else None}
     writes = getattr(args, "save", None) and getattr(args, "ckpt_format", None) != "torch"
     each_host = config.enabled or (writes and getattr(args, "ckpt_fully_parallel_save", True))
     if os.environ.get("RANK", "0") == "0" or (first_here and each_host):
-        wanted |= {f"--{its.replace('_', '-')}": getattr(args, its, None) for its in SAVES}
+        wanted |= {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in SAVES}
     return [
-        f"{flag} {folder}: {why} on host {socket.gethostname()}; choose a folder that every host can write"
+        f"{flag} {folder}: {why} on host {socket.gethostname()}; choose a folder that all hosts can write to"
         for flag, folder in wanted.items()
         if folder and "://" not in str(folder) and (why := why_not_used(Path(folder)))
     ] + (_sockets() if writes else [])
 
 
 def _sockets() -> list[str]:
-    """Why a process of multiprocessing's cannot be talked to by a socket below TMPDIR, as the one that keeps what the
-    writers of a checkpoint have written is."""
+    """Return why multiprocessing cannot open sockets below TMPDIR: the manager of the checkpoint writers needs one."""
     try:
         with tempfile.TemporaryDirectory(prefix="pymp-") as folder, socket.socket(socket.AF_UNIX) as tried:
             tried.bind(f"{folder}/listener-12345678")
@@ -419,14 +416,14 @@ def _sockets() -> list[str]:
     except OSError as error:
         why = error.strerror or error
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as tried:
-        tried.bind(path := arbitrary_address("AF_UNIX"))  # a later Python may take a shorter path by itself
+        tried.bind(path := arbitrary_address("AF_UNIX"))  # a later Python may choose a shorter path
         os.unlink(path)
         return []
     return [
-        f"TMPDIR {tempfile.gettempdir()}: {why}: the processes that write a checkpoint talk over sockets in folders "
-        "there, whose paths may have 107 bytes in all: set TMPDIR to a short path on a disk of this host"
+        f"TMPDIR {tempfile.gettempdir()}: {why}: the processes that write a checkpoint use sockets in folders "
+        "there, whose paths are limited to 107 bytes: set TMPDIR to a short path on a disk of this host"
     ]
 
 
 SAVES = ("save", "non_persistent_global_ckpt_dir")
-"""Arguments of Megatron's that name a folder into which nothing is written before the first checkpoint."""
+"""Arguments of Megatron that name a folder which is not written before the first checkpoint."""

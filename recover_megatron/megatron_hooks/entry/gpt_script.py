@@ -1,7 +1,7 @@
 """The parts of a GPT pre-training script, for the Megatron-Core wheel (0.19), which ships none.
 
-A Megatron-LM checkout has them in its pretrain_gpt.py, and `program` uses that file where there is one.  What is here
-gives Megatron's pretrain() the same five things: the batch, the loss, the forward step, the datasets, and the ranks
+A Megatron-LM checkout has them in its pretrain_gpt.py, and `program` uses that file if it exists.  This module gives
+Megatron's pretrain() the same five parts: the batch, the loss, the forward step, the datasets, and the ranks
 that hold an embedding; tests/megatron_hooks/test_parity.py compares them with the checkout's, bitwise.
 """
 
@@ -49,7 +49,7 @@ FIELDS = (
     "local_cp_size",
     "hybrid_cp_group",
 )
-"""What a batch can hold; a worker has None for what its pipeline stage or its flags do not use."""
+"""Fields of a batch; a field that a worker's pipeline stage or flags do not use is None."""
 
 Batch = dict[str, Any]
 
@@ -60,13 +60,13 @@ stimer = StragglerDetector()
 
 
 def _predicts_further_tokens(vp_stage: int | None) -> bool:
-    """Whether multi-token-prediction layers live on this worker: they need the batch as the first and last stage do."""
+    """Return whether this worker has multi-token-prediction layers: like the first and last stage they need a batch."""
     return _stage_predicts_further_tokens(mpu.get_pipeline_model_parallel_rank(), vp_stage)
 
 
 @cache
 def _stage_predicts_further_tokens(stage: int, vp_stage: int | None) -> bool:
-    """The same, asked on the stage itself: with --recover a worker may be of another one later."""
+    """Return the same for ``stage``, cached by it: with --recover a worker may change its stage."""
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
@@ -81,7 +81,7 @@ def _needs_tokens(vp_stage: int | None) -> bool:
 
 
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """The next microbatch as this worker needs it: read by tensor rank 0, broadcast over TP, cut for this CP rank."""
+    """Return this worker's part of the next microbatch: tensor rank 0 reads, TP broadcasts, CP ranks take slices."""
     args = get_args()
     packed = args.sft or args.dataloader_inter_document_masking
     batch: Batch = dict.fromkeys(FIELDS)
@@ -127,7 +127,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
 
 
 def _packed_sequences(batch: Batch) -> PackedSeqParams | None:
-    """How attention finds the sequences in a packed batch; None for a plain one."""
+    """Return the sequence boundaries of a packed batch for attention; None for a plain batch."""
     if batch["cu_seqlens"] is None:
         return None
     real = batch["cu_seqlens"].squeeze(0)
@@ -154,7 +154,7 @@ def _packed_sequences(batch: Batch) -> PackedSeqParams | None:
 
 @cache
 def _distillation_loss() -> Callable[..., Any]:
-    """The loss against a teacher's stored logits (--logits-load-dir), whose reader is opened once per process."""
+    """Return the loss against a teacher's stored logits (--logits-load-dir); opens the reader once per process."""
     from megatron.training.distillation import LossFuncCallable
 
     args = get_args()
@@ -169,7 +169,7 @@ def _distillation_loss() -> Callable[..., Any]:
 
 
 def _check_loss(loss: torch.Tensor) -> None:
-    """Report a loss that is NaN or infinite (fatal) or spikes (not) to Megatron's rerun machine, where asked for."""
+    """Report a NaN or infinite loss (fatal) or a spike (not fatal) to Megatron's rerun machine, if requested."""
     args = get_args()
     machine = get_rerun_state_machine()
     # The forward pass is deterministic: a rerun must give the same number, hence the tolerance of 0.
@@ -185,15 +185,15 @@ def _check_loss(loss: torch.Tensor) -> None:
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor, model: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of one microbatch.
+    """Return the loss of one microbatch.
 
     Args:
         loss_mask: [batch, sequence], 0 where a token does not count.
         output: [batch, sequence], the model's loss per token.
-        model: for a loss that looks at the model (distillation).
+        model: for a loss that depends on the model (distillation).
 
     Returns:
-        The sum over the counted tokens (float32), their number (int32), and what is logged: {name: [sum, number]}.
+        The sum over the counted tokens (float32), their number (int32), and the values to log: {name: [sum, number]}.
     """
     if get_args().logits_load_dir is not None:
         loss, tokens, logged = _distillation_loss()(loss_mask, output, model=model)
@@ -209,8 +209,8 @@ def loss_func(
 def forward_step(data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False) -> Any:
     """Run one microbatch forward.
 
-    Returns what Megatron's schedules want: the output (or the schedule plan, with --overlap-moe-expert-parallel-comm)
-    and the function that makes the loss of it on the last stage.
+    Returns what Megatron's schedules expect: the output (with --overlap-moe-expert-parallel-comm the schedule plan)
+    and the function that computes the loss from it on the last stage.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -294,7 +294,7 @@ def _dataset_type(args: Any) -> type:
 def train_valid_test_datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     """Build the datasets (train, validation, test) of the given numbers of samples.
 
-    Every worker calls it; those whose stage reads no batch get None three times.
+    Every worker calls it; a worker whose stage reads no batch gets (None, None, None).
     """
     args = get_args()
 
@@ -312,7 +312,7 @@ train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-de
 
 
 def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Those of a pipeline's ranks that hold a word embedding: the first, a tied output layer's, and those of MTP."""
+    """Return a pipeline's ranks that hold a word embedding: the first, a tied output layer's, and those of MTP."""
     holders = {pp_ranks[0]}
     if len(pp_ranks) > 1:
         args = get_args()

@@ -1,11 +1,11 @@
-"""The training program: Megatron's pretrain(), with the parts that its GPT script gives it.
+"""The training program: Megatron's pretrain(), with the parts of its GPT script.
 
     load        find Megatron, choose the device, import
     check       parse the flags, refuse what cannot run             (before any process group is made)
     run         install hooks if --recover, call pretrain()
 
-A Megatron-LM checkout brings its own pretrain_gpt.py: its functions are used.  The wheel of 0.19 has none, so
-`gpt_script` stands in.  Megatron's pretrain() takes a model provider in 0.18, and none from 0.19 on.
+A Megatron-LM checkout has its own pretrain_gpt.py, whose functions are used.  The wheel of 0.19 has none, so
+`gpt_script` replaces it.  Megatron's pretrain() takes a model provider in 0.18, and none from 0.19 on.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.monkeypatch import SCRIPT, Megatron, find_megatron
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
-"""The defaults that Megatron's GPT script has of its own."""
+"""Argument defaults of Megatron's GPT script."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A loaded Megatron and the script whose parts it trains with."""
+    """A loaded Megatron and its training script."""
 
     megatron: Megatron
     script: ModuleType
     config: RecoverConfig
     loaded_at: float
-    """Seconds since 1970 when loading began: Megatron's log counts start-up from there."""
+    """Start of loading, in seconds since 1970: Megatron's log measures start-up from it."""
 
     @property
     def _options(self) -> flags.Provider:
-        """What the parser gets besides Megatron's own flags."""
+        """Return the provider of the flags that are not Megatron's own."""
         others = [self.script.add_modelopt_args] if getattr(self.script, "has_nvidia_modelopt", False) else []
         return flags.arguments_provider(self.config, others)
 
     def check(self) -> None:
-        """Parse ``sys.argv`` as Megatron will and raise UserError with every reason why the run cannot start."""
+        """Parse ``sys.argv`` as Megatron will; raises UserError with every reason why the run cannot start."""
         args = with_those_of_checkpoint(self._parse())
         if reasons := flags.problems(args, self.config):
             raise UserError(*reasons)
@@ -63,14 +63,14 @@ class Program:
         validated(args)
 
     def _parse(self) -> argparse.Namespace:
-        """Megatron's arguments, as it will parse them, not validated yet."""
+        """Return Megatron's arguments as it will parse them, not validated yet."""
         from megatron.training import arguments
 
         parsed: argparse.Namespace = flags.in_plain_words(partial(arguments.parse_args, self._options))
         return parsed
 
     def run(self) -> None:
-        """Train to the end.  Raises UserError for what only a Megatron hook can find wrong before the start."""
+        """Train to the end.  Raises UserError for what only a Megatron hook can detect before the start."""
         from megatron.training import inprocess_restart, print_rank_0, set_startup_timestamps, training
 
         _print_versions(self.megatron, print_rank_0)
@@ -90,7 +90,7 @@ class Program:
         self._pretrain(pretrain, store=store)
 
     def _pretrain(self, pretrain: Callable[..., None], **options: Any) -> None:
-        """Call pretrain(); raises UserError where it lacks a Python package before it trains."""
+        """Call pretrain(); raises UserError if it lacks a Python package before it trains."""
         try:
             self._call(pretrain, **options)
         except ImportError as error:
@@ -104,7 +104,7 @@ class Program:
             ) from None
 
     def _call(self, pretrain: Callable[..., None], **options: Any) -> None:
-        """Call pretrain() in the form that this version has."""
+        """Call pretrain() with the signature of this version."""
         from megatron.core.enums import ModelType
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.arguments import parse_and_validate_args
@@ -126,7 +126,7 @@ class Program:
         )
 
     def _model_config(self, args: argparse.Namespace) -> Any:
-        """The model's configuration; ModelOpt, which only a checkout can bring, has one of its own."""
+        """Return the model's configuration; ModelOpt, which only a checkout can have, uses its own class."""
         from megatron.training.argument_utils import gpt_config_from_args
 
         if getattr(self.script, "has_nvidia_modelopt", False):
@@ -137,9 +137,9 @@ class Program:
 
 
 def validated(args: argparse.Namespace) -> argparse.Namespace:
-    """What Megatron makes of parsed arguments, with its defaults filled in; as they are with ``--yaml-cfg``.
+    """Return a copy of parsed arguments as validated by Megatron, with its defaults; unchanged with ``--yaml-cfg``.
 
-    A dry run on a copy, in silence: validation prints, and has its real turn in pretrain().
+    A dry run without output: pretrain() validates, and prints, again.
     """
     from megatron.training import arguments
 
@@ -153,10 +153,10 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def with_those_of_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
-    """What --use-checkpoint-args makes of parsed arguments, as Megatron does before it validates; else as they are.
+    """Return a copy of parsed arguments with those that --use-checkpoint-args reads from the checkpoint.
 
-    In silence, on a copy: Megatron does it again in its turn.  Without a checkpoint they stay as they are, too.  Raises
-    UserError where Megatron refuses, or would only say why, and end as if all were well.
+    Returns them unchanged without the flag, or without a checkpoint.  Prints nothing: Megatron does it again before it
+    validates.  Raises UserError if Megatron refuses, or would only print the reason and exit with status 0.
     """
     if not getattr(args, "use_checkpoint_args", False):
         return args
@@ -176,17 +176,17 @@ def with_those_of_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def load(config: RecoverConfig) -> Program:
-    """Find Megatron, choose the device, import all that a run imports.
+    """Find Megatron, choose the device, import all modules of a run.
 
     Starts no thread, opens no device and no connection, so the process may fork afterwards.  Raises UserError for a
-    missing or unsupported Megatron, or a device that is not there.
+    missing or unsupported Megatron, or a missing device.
     """
     global _in_charge
     _in_charge = True
     loaded_at = time.time()
     megatron = find_megatron()
     if os.environ.get("RANK", "0") != "0":
-        # As Megatron's script does: what is to be said once is said by one worker.
+        # As Megatron's script does: only rank 0 prints these warnings.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
     choose_device(config)
@@ -197,15 +197,15 @@ _in_charge = False
 
 
 def is_in_charge() -> bool:
-    """Whether this process trains by `load` and run(): what is patched into its Megatron then has nothing to do."""
+    """Return whether this process trains through `load` and run(): code patched into its Megatron then does nothing."""
     return _in_charge
 
 
 def choose_device(config: RecoverConfig, within: str | None = None) -> None:
     """Make Megatron, which must not be imported yet, run on a GPU or on the host.
 
-    All that a process needs which a worker spawned (Megatron's persistent checkpoint writer imports Megatron anew).
-    ``within``: see ``hostdevice.activate``.  Raises UserError for a device that is not there.
+    Sufficient for a process that a worker spawned (Megatron's persistent checkpoint writer imports Megatron again).
+    ``within``: see ``hostdevice.activate``.  Raises UserError for a missing device.
     """
     try:
         if hostdevice.wanted(config.device):
@@ -217,7 +217,7 @@ def choose_device(config: RecoverConfig, within: str | None = None) -> None:
 
 
 def _import_all(megatron: Megatron) -> ModuleType:
-    """Import the script's parts, and what torch and Megatron would import late, in the middle of the training."""
+    """Import the script, and the modules that torch and Megatron would otherwise import during the training."""
     name = SCRIPT if megatron.has_script else "recover_megatron.megatron_hooks.entry.gpt_script"
     late = ("torch._dynamo", "megatron.training.training", "megatron.training.checkpointing")
     try:
@@ -227,14 +227,14 @@ def _import_all(megatron: Megatron) -> ModuleType:
     except ModuleNotFoundError as error:
         raise UserError(
             f"Megatron {megatron.version} in {megatron.root} needs the Python package {error.name!r}, which is not "
-            f"installed for {sys.executable}: install what that Megatron requires (its pyproject.toml lists it)"
+            f"installed for {sys.executable}: install the requirements of that Megatron (see its pyproject.toml)"
         ) from error
-    except (RuntimeError, OSError) as error:  # Megatron goes on without Transformer Engine after an ImportError alone
+    except (RuntimeError, OSError) as error:  # Megatron ignores only an ImportError of Transformer Engine
         named = (Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__))
         if traceback_wanted() or not any("transformer_engine" in parts for parts in named):
             raise
         raise UserError(
-            "Transformer Engine is installed and cannot be imported, so neither can Megatron: "
+            "Transformer Engine is installed but cannot be imported, so Megatron cannot be imported either: "
             f"{' '.join(str(error).split())} Install transformer-engine[pytorch] and the CUDA libraries that it needs "
             f"for {sys.executable}, or remove it: pip uninstall transformer-engine (RECOVER_TRACEBACK=1 shows the "
             "traceback)"

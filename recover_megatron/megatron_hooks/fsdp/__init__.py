@@ -1,1 +1,1 @@
-"""Megatron-FSDP: a replica is a shard group; what crosses replicas is the sum of each worker's shards of gradients."""
+"""Megatron-FSDP: a replica is a shard group; only gradient shards are summed over replicas."""

@@ -5,14 +5,14 @@
     the step is committed          --finish_grad_sync-->  Megatron attaches the shards to the optimizer
 
 A worker's shard is summed with those of the same position in the other shard groups: one column.  Megatron scales
-gradients before its reduce-scatter, by the launch's number of data-parallel ranks, so nothing here is scaled.
+gradients before its reduce-scatter, by the launch's number of data-parallel ranks, so nothing is scaled here.
 
-Where a strategy shards no gradients (``optim``) the whole bucket is kept, summed up over the microbatches of a pass,
-and reduced once, in place, at its end: only the own shard of it is a sum then.  Another pass of the same step begins
-with zeros, and what the own shard had is added when it is over.
+If a strategy does not shard gradients (``optim``), the complete bucket is kept, accumulated over the microbatches of a
+pass, and reduced once, in place, at its end: only this worker's shard of it is a sum then.  Another pass of the same
+step begins with zeros, and the shard's earlier value is added at its end.
 
-Shards are padded to equal sizes, and the padding of a communication buffer is memory that nobody has written: it is
-zeroed before a shard is summed.
+Shards are padded to equal sizes, and the padding of a communication buffer is uninitialized memory: it is zeroed before
+a shard is summed.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ OUTER_SUM = "outer_fsdp_group_grad_reduce"
 
 
 class FsdpBuckets:
-    """The shards of gradients of this worker's model chunks, by the numbers that ``gradients`` knows them by.
+    """The gradient shards of this worker's model chunks, by their numbers in ``gradients``.
 
-    It has what a step needs of ``buckets.Buckets``.  ``accumulated`` is told of every gradient that is added.
-    ``shadows``: how many other shard groups have a copy of each part of an optimizer's state that is spread over them;
-    None: each has all of it.
+    It has the part of ``buckets.Buckets`` that a step needs.  ``accumulated`` counts every added gradient.
+    ``shadows``: the number of other shard groups with a copy of each part of an optimizer state that is sharded over
+    them; None: each has the complete state.
     """
 
     overlap: Overlap | None = None
     overlaps = False
-    """A forward pass gathers parameters inside the shard group, by Megatron; over the shard groups the update does."""
+    """Megatron gathers parameters inside the shard group in a forward pass; the update gathers over shard groups."""
     instances = 1
 
     def __init__(self, model: Sequence[Any], manager: Manager, accumulated: Accumulated, shadows: int | None) -> None:
         grid = manager.view.grid
         index = model[0].megatron_fsdp_dist_index
         self.tail = ring_order(column_of(index.get_dp_group()), grid)
-        """The column of what is summed last: all ranks that run microbatches of their own."""
+        """The column of the last sum: all ranks with separate microbatches."""
         self._buffers: list[Any] = []
         self._number: dict[tuple[int, int], int] = {}
         self._shards: list[torch.Tensor] = []
         self._padding: list[list[Span]] = []
         self._before: dict[int, torch.Tensor] = {}
-        """Shard -> what earlier passes of this step made of it, where a pass begins with zeros."""
+        """Shard -> its sum from earlier passes of this step, if a pass begins with zeros."""
         parts: list[tuple[Column, torch.Tensor]] = []
         self.parameters: list[tuple[Column, torch.Tensor]] = []
-        """As ``gradients`` has them of the gradients."""
+        """(column, flat tensor) of each bucket, as in ``gradients``."""
         self.outer: list[tuple[Any, Column, OuterBucket]] = []
-        """(model chunk, column, bucket) of each."""
+        """(model chunk, column, bucket) of each bucket."""
         columns: dict[Column, Column] = {}
-        # The order of the backward pass, as far as it is known before there was one.
+        # The order of the backward pass, as far as it is known before the first one.
         for chunk in reversed(model):
             index, buffer = chunk.megatron_fsdp_dist_index, chunk.param_and_grad_buffer
             pipeline = chunk.module.grad_reduce_pipeline
@@ -98,15 +98,15 @@ class FsdpBuckets:
         self.committed = False
 
     def part(self, number: int) -> tuple[Column, int]:
-        """(column, elements) of a shard."""
+        """Return (column, number of elements) of a shard."""
         column, tensor = self._parts[number]
         return column, tensor.numel()
 
     def begin(self) -> None:
-        """A step begins: Megatron has zeroed the gradients."""
+        """Begin a step: Megatron has zeroed the gradients."""
 
     def new_pass(self, *, again: bool) -> None:
-        """A pass over the model begins.  ``again``: not the step's first one."""
+        """Begin a pass over the model.  ``again``: not the step's first pass."""
         self._before.clear()
         if again:
             for number, buffer in enumerate(self._buffers):
@@ -115,13 +115,13 @@ class FsdpBuckets:
                     buffer.data.zero_()
 
     def settle(self) -> None:
-        """The pass is over: every shard holds what is to be summed."""
+        """Finish the pass: afterwards every shard holds the values to sum."""
         for number, before in self._before.items():
             self._shards[number].add_(before)
         self._before.clear()
 
     def _inside_alone(self, pipeline: Any) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-        """Have Megatron reduce inside the shard group alone, and tell the step of what is complete."""
+        """Make Megatron reduce only inside the shard group, and pass complete shards to the step."""
 
         def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
             def _bucket_group_gradient_reduce(
@@ -145,65 +145,63 @@ class FsdpBuckets:
 
 
 class FsdpBuckets2:
-    """The same of Megatron-FSDP 2 (`version2`).
+    """The gradient shards of Megatron-FSDP 2 (`version2`).
 
-    ``accumulated`` is told of every gradient that is added.
+    ``accumulated`` counts every added gradient.
     """
 
     overlap: Overlap | None = None
     overlaps = False
-    """A forward pass gathers parameters inside the shard group, by Megatron."""
+    """Megatron gathers parameters inside the shard group in a forward pass."""
     instances = 1
     shards = None
-    """Each shard group has all of the optimizer's state."""
+    """None: each shard group has the complete optimizer state."""
 
     def __init__(self, model: Sequence[Any], manager: Manager, accumulated: Accumulated) -> None:
         grid = manager.view.grid
         everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.tail = ring_order(column_of(everyone), grid)
-        """The column of what is summed last: all ranks that run microbatches of their own."""
+        """The column of the last sum: all ranks with separate microbatches."""
         outer = ring_order(column_of(parallel_state.get_inter_distributed_optimizer_instance_group()), grid)
-        # The order of the backward pass, as far as it is known before there was one.
+        # The order of the backward pass, as far as it is known before the first one.
         self._groups = [
             group for chunk in reversed(model) for group in reversed(version2.groups_of(chunk)) if group.requires_grad
         ]
-        self._parts: list[tuple[Column, torch.Tensor]] = [(outer, its.main_grad.local_buffer) for its in self._groups]
-        self._padding = [list(version2.padding(its.main_grad)) for its in self._groups]
+        self._parts: list[tuple[Column, torch.Tensor]] = [(outer, one.main_grad.local_buffer) for one in self._groups]
+        self._padding = [list(version2.padding(one.main_grad)) for one in self._groups]
         self._unsettled: set[int] = set()
-        """Shards of which this pass has not told that they are complete."""
+        """Shards that are not complete in this pass."""
         for number, group in enumerate(self._groups):
             group.reduce_partial_gradients = self._inside_alone(number)(group.reduce_partial_gradients)
         for chunk in model:
             accumulated.watch(
-                chunk, [its.unsharded for group in version2.groups_of(chunk) for its in group.fsdp_parameters]
+                chunk, [one.unsharded for group in version2.groups_of(chunk) for one in group.fsdp_parameters]
             )
-        self._told = bool(model[0].ddp_config.overlap_grad_reduce)
-        """Whether Megatron tells which microbatch is the last one of a pass."""
+        self._marks_last = bool(model[0].ddp_config.overlap_grad_reduce)
+        """True if Megatron marks the last microbatch of a pass."""
         self.gradients = Gradients(self._parts, None)
         self.rings = tuple(dict.fromkeys([*self.gradients.columns, self.tail]))
         """The columns over which a step sums."""
         self.committed = False
 
     def part(self, number: int) -> tuple[Column, int]:
-        """(column, elements) of a shard."""
+        """Return (column, number of elements) of a shard."""
         column, tensor = self._parts[number]
         return column, tensor.numel()
 
     def begin(self) -> None:
-        """A step begins: the shards are zeros, also of who will run no microbatch of it; Megatron zeroes none."""
+        """Begin a step: zero the shards, also on a worker without microbatches; Megatron does not zero them."""
         for group in self._groups:
             group.main_grad.local_buffer.zero_()
-            for index, parameter in enumerate(
-                group.fsdp_parameters
-            ):  # with a gradient in its place Megatron adds to it
+            for index, parameter in enumerate(group.fsdp_parameters):  # Megatron adds to an existing gradient
                 parameter.sharded.grad = group.main_grad.get_dtensor(index)
 
     def new_pass(self, *, again: bool) -> None:
-        """A pass over the model begins; whether ``again``, for the same step, is all one."""
+        """Begin a pass over the model; ``again``, a further pass of the same step, makes no difference."""
         self._unsettled = set(range(len(self._groups)))
 
     def settle(self) -> None:
-        """The pass is over: every shard holds what is to be summed."""
+        """Finish the pass: afterwards every shard holds the values to sum."""
         for number in list(self._unsettled):
             self._settle(number)
 
@@ -214,17 +212,17 @@ class FsdpBuckets2:
             shard[span.start : span.stop] = 0
 
     def _inside_alone(self, number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Have Megatron reduce inside the shard group alone, and tell the step of what is complete."""
+        """Make Megatron reduce only inside the shard group, and pass complete shards to the step."""
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def reduce_partial_gradients(partial_grad: Any, is_last_microbatch: bool = True) -> None:
-                if self._told and number not in self._unsettled:
+                if self._marks_last and number not in self._unsettled:
                     raise Disagreement(
-                        f"a part of the gradients of group {number} came after it was told that all were there: "
-                        "stopping before this step is reported as good"
+                        f"a gradient of parameter group {number} arrived after Megatron had marked the last one: "
+                        "stopping before this step is committed"
                     )
                 original(partial_grad, False)
-                if self._told and is_last_microbatch:
+                if self._marks_last and is_last_microbatch:
                     self._settle(number)
                     self.gradients.ready(number)
 
@@ -234,7 +232,7 @@ class FsdpBuckets2:
 
 
 def padding(buffer: Any) -> Iterator[Span]:
-    """What of the own shard of one of Megatron-FSDP's buffers belongs to no parameter; offsets in the shard."""
+    """Yield the padding ranges of this worker's shard of a Megatron-FSDP buffer; offsets in the shard."""
     index = buffer.shard_bucket_index
     end = 0
     for start, stop in sorted(buffer._get_item_local_shard_index(item) for item in buffer.item_index_map):

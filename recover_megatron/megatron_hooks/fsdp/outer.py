@@ -1,4 +1,4 @@
-"""Megatron-FSDP's --outer-dp-sharding-strategy optim: the optimizer's state is spread over the shard groups, too."""
+"""Megatron-FSDP's --outer-dp-sharding-strategy optim: the optimizer's state is also sharded over the shard groups."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from recover_megatron.workload.grid import Column
 
 @dataclass(eq=False)
 class OuterBucket:
-    """This worker's shard of one of Megatron-FSDP's parameter groups, as `shard_fragments` knows buckets."""
+    """This worker's shard of one of Megatron-FSDP's parameter groups, with the interface of a bucket."""
 
     group: Any
     param_to_index: dict[Any, tuple[int, int]] = field(init=False)
-    """Parameter -> the elements of the shard that are its own; without those that have none here."""
+    """Parameter -> its range in the shard; only parameters with elements here."""
 
     def __post_init__(self) -> None:
-        its = self.group.main_grad_buffer
-        ranges = {p: its._get_item_local_shard_index(item) for item, p in enumerate(self.group.params)}
-        first = its.shard_bucket_index.local_data_index
+        buffer = self.group.main_grad_buffer
+        ranges = {p: buffer._get_item_local_shard_index(item) for item, p in enumerate(self.group.params)}
+        first = buffer.shard_bucket_index.local_data_index
         self.param_to_index = {p: (a - first, b - first) for p, (a, b) in ranges.items() if a < b}
 
     @property
@@ -50,32 +50,32 @@ class OuterBucket:
         return shard
 
     def release(self) -> None:
-        """Give up the memory of ``main``, until ``regain``."""
+        """Free the memory of ``main``, until ``regain``."""
         self.group.main_weight_buffer.data.untyped_storage().resize_(0)
 
     def regain(self) -> None:
-        """Have memory for ``main`` again, zeroed."""
+        """Allocate the memory of ``main`` again, zeroed."""
         whole = self.group.main_weight_buffer.data
         whole.untyped_storage().resize_(whole.numel() * whole.element_size())
         whole.zero_()
 
 
 LAUNCH = -1
-"""The unit under which all that Megatron has is held, until it is cut."""
+"""The unit that holds Megatron's complete state until it is cut into pieces."""
 MAIN, MOMENTS = "main", ("exp_avg", "exp_avg_sq")
 
 
 class InShardGroups(Keeping):
-    """--outer-dp-sharding-strategy optim: the optimizer's state is spread over the shard groups, too, and has shadows.
+    """--outer-dp-sharding-strategy optim: the optimizer's state is also sharded over the shard groups, with shadows.
 
         worker's shard of a buffer   |--------------- inner shard ---------------|    equal in its column of K workers
         main parameters, moments     |== unit 0 ==|== unit 1 ==| .. |= unit K-1 =|    each at its owner and its shadows
 
-    Megatron is built as for ``no_shard`` (`state`): a shard group has all gradients and the model's parameters, as with
-    ``optim``, too.  What it keeps of the state, main parameters and moments, is given up once the pieces
-    (`optimizer.shard_fragments`) have memory of their own; for a checkpoint each worker has all that its column shares
-    again, as long as it is written.  So what is saved is what Megatron saves with ``no_shard``.  (Megatron 0.19.2
-    itself trains something else with this flag: `hostdevice.flags.outer_sharding`.)
+    Megatron is built as for ``no_shard`` (`state`): a shard group has all gradients and the model's parameters, as also
+    with ``optim``.  Megatron's state, main parameters and moments, is freed once the pieces
+    (`optimizer.shard_fragments`) have separate memory; while a checkpoint is written each worker has its column's
+    complete state again.  So checkpoints equal those of Megatron with ``no_shard``.  (With this flag Megatron 0.19.2
+    itself computes different results: `hostdevice.flags.outer_sharding`.)
 
     ``parts``: (model chunk, column, bucket) of each bucket, by its number.
     """
@@ -87,7 +87,7 @@ class InShardGroups(Keeping):
         self._chunks = list({id(chunk): chunk for chunk, _, _ in parts}.values())
         self._optimizers: list[Any] = []
         self._params: dict[int, list[list[Any]]] = {}
-        """Optimizer -> the parameters of each of its groups, as Megatron made them."""
+        """Optimizer -> the parameters of each of its groups, as created by Megatron."""
         self._lent: dict[int, list[dict[str, torch.Tensor]]] = {}
 
     @property
@@ -109,13 +109,13 @@ class InShardGroups(Keeping):
         self._borrow(fragments)
 
     def _borrow(self, fragments: ShardFragments) -> None:
-        """Hold all that Megatron has of the state, in its memory."""
+        """Hold Megatron's complete state, in its memory."""
         state = fragments.inner.state
         for number, bucket in fragments.buckets.items():
-            for its in self._whole(fragments, bucket):
-                a, b = bucket.param_to_index[its.orig_param]
-                values = {name: _flat(value) for name, value in state.get(its, {}).items()}
-                fragments.borrow(LAUNCH, number, its.orig_param, bucket.main[a:b], values)
+            for one in self._whole(fragments, bucket):
+                a, b = bucket.param_to_index[one.orig_param]
+                values = {name: _flat(value) for name, value in state.get(one, {}).items()}
+                fragments.borrow(LAUNCH, number, one.orig_param, bucket.main[a:b], values)
 
     def adopted(self) -> None:
         for _, _, bucket in self._parts:
@@ -123,7 +123,7 @@ class InShardGroups(Keeping):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Without the gathering of parameters in the shard group, with which Megatron ends its step."""
+        """Context without Megatron's gathering of parameters in the shard group at the end of its step."""
         with ExitStack() as replaced:
             for chunk in self._chunks:
                 replaced.enter_context(monkeypatch.replaced(chunk, start_param_sync=lambda *_, **__: None))
@@ -137,7 +137,7 @@ class InShardGroups(Keeping):
 
     @contextmanager
     def loading(self, one: Any, fragments: ShardFragments, held: dict[int, list[ShardFragment]]) -> Iterator[None]:
-        """As at launch: Megatron has memory for all that the column shares, and reads it; then it is cut."""
+        """Context in which, as at launch, Megatron reads the column's complete state; then it is cut into pieces."""
         inner = fragments.inner
         try:
             for bucket in fragments.buckets.values():
@@ -147,7 +147,7 @@ class InShardGroups(Keeping):
             inner.state.clear()
             yield
             self._borrow(fragments)
-            for fragment in (fragment for its in held.values() for fragment in its):
+            for fragment in (fragment for unit in held.values() for fragment in unit):
                 a, b = fragment.start, fragment.stop
                 (whole,) = fragments.overlapping(fragment.bucket, a, b)
                 main = whole.tensor[a - whole.start : b - whole.start]
@@ -162,16 +162,16 @@ class InShardGroups(Keeping):
         found: list[tuple[Column, torch.Tensor]] = []
         names = MOMENTS if moments else ()
         for number, bucket in fragments.buckets.items():
-            # New memory each time: where a checkpoint is interrupted, others may still write to what it had.
-            its = {name: torch.zeros_like(bucket.param_data, dtype=torch.float32) for name in (MAIN, *names)}
+            # New memory each time: after an interrupted checkpoint, other workers may still write to the old memory.
+            tensors = {name: torch.zeros_like(bucket.param_data, dtype=torch.float32) for name in (MAIN, *names)}
             for fragment in fragments.overlapping(number, 0, bucket.param_data.numel()):
                 place = slice(fragment.start, fragment.stop)
-                its[MAIN][place].copy_(fragment.tensor)
+                tensors[MAIN][place].copy_(fragment.tensor)
                 for name in names:
                     if name in fragment.state:
-                        its[name][place].copy_(fragment.state[name])
-            lent.append(its)
-            found += [(self._parts[number][1], tensor) for tensor in its.values()]
+                        tensors[name][place].copy_(fragment.state[name])
+            lent.append(tensors)
+            found += [(self._parts[number][1], tensor) for tensor in tensors.values()]
         self._lent[id(fragments)] = lent
         return found
 
@@ -187,17 +187,17 @@ class InShardGroups(Keeping):
                 group["params"] = params
             inner.state.clear()
             for bucket, lent in zip(fragments.buckets.values(), self._lent[id(fragments)], strict=True):
-                for its in self._whole(fragments, bucket):
-                    a, b = bucket.param_to_index[its.orig_param]
-                    main.append((its, its._local_tensor))
-                    its._local_tensor = lent[MAIN][a:b].view(its._local_tensor.shape)
+                for one in self._whole(fragments, bucket):
+                    a, b = bucket.param_to_index[one.orig_param]
+                    main.append((one, one._local_tensor))
+                    one._local_tensor = lent[MAIN][a:b].view(one._local_tensor.shape)
                     if other is not None:
-                        whole = {name: _like(its, lent[name][a:b]) for name in MOMENTS if name in lent}
-                        inner.state[its] = whole | other
+                        whole = {name: _like(one, lent[name][a:b]) for name in MOMENTS if name in lent}
+                        inner.state[one] = whole | other
             yield
         finally:
-            for its, without_memory in main:
-                its._local_tensor = without_memory
+            for one, without_memory in main:
+                one._local_tensor = without_memory
             inner.state.clear()
             inner.state.update(before)
             for group, params in zip(inner.param_groups, groups, strict=True):
@@ -205,9 +205,9 @@ class InShardGroups(Keeping):
             self._lent.pop(id(fragments), None)
 
     def _whole(self, fragments: ShardFragments, bucket: OuterBucket) -> Iterator[Any]:
-        """Megatron's own parameters of the optimizer that have elements in a bucket."""
-        every = (its for group in self._params[id(fragments.inner)] for its in group)
-        return (its for its in every if its.orig_param in bucket.param_to_index)
+        """Yield Megatron's own parameters of the optimizer that have elements in a bucket."""
+        every = (one for group in self._params[id(fragments.inner)] for one in group)
+        return (one for one in every if one.orig_param in bucket.param_to_index)
 
 
 def _flat(value: Any) -> Any:
@@ -216,12 +216,12 @@ def _flat(value: Any) -> Any:
 
 
 def _like(parameter: Any, flat: torch.Tensor) -> torch.Tensor:
-    """A distributed tensor as ``parameter`` is one, whose part here is ``flat``."""
+    """Return a distributed tensor like ``parameter`` whose local part is ``flat``."""
     whole = torch.zeros_like(parameter.data)
     whole._local_tensor = flat.view(whole._local_tensor.shape)
     return whole
 
 
 def _without_moments(state: dict[str, Any]) -> dict[str, Any]:
-    """How many updates there were, where the optimizer counts them by parameter."""
+    """Return the state without moments: the number of updates, if the optimizer counts them by parameter."""
     return {name: value for name, value in state.items() if name not in MOMENTS}

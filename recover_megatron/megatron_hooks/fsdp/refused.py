@@ -15,58 +15,57 @@ _STRATEGY = "data_parallel_sharding_strategy"
 
 _yet = partial(yet, among=_WITH)
 FSDP_RULES = [
-    _yet("--check-weight-hash-across-dp-replicas-interval", "it compares parameters that are not whole"),
-    _yet("--ddp-average-in-collective", "the step sums over shard groups, and does not average"),
-    _yet("--fp16", "Megatron 0.19.2 ends in its first step with an AttributeError, without --recover, too: to divide "
-         "gradients by the loss scale it asks each parameter for its own, and where a worker's shard has nothing of a "
-         "parameter there is none"),
-    Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: a replica is a shard group, and of one alone "
-         "nothing is left when one of its workers dies", unless(is_above_one("num_distributed_optimizer_instances"))),
-    Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: with no_shard it is plain data parallelism, "
-         "which --recover has without --use-megatron-fsdp",
+    _yet("--check-weight-hash-across-dp-replicas-interval", "it compares complete parameters, and workers hold shards"),
+    _yet("--ddp-average-in-collective", "the step sums over shard groups and does not average"),
+    _yet("--fp16", "Megatron 0.19.2 itself fails in its first step with an AttributeError: to unscale gradients it "
+         "reads the gradient of each parameter, and parameters without elements in a worker's shard have none"),
+    Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: a replica is a shard group, and with one "
+         "the death of a worker would lose its shard", unless(is_above_one("num_distributed_optimizer_instances"))),
+    Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: no_shard is plain data parallelism; for that "
+         "remove --use-megatron-fsdp",
          lambda args: getattr(args, _STRATEGY, "no_shard") == "no_shard"),
-    _yet("--data-parallel-sharding-strategy {args.data_parallel_sharding_strategy}", f"take {' or '.join(_TAKEN)}",
+    _yet("--data-parallel-sharding-strategy {args.data_parallel_sharding_strategy}", f"use {' or '.join(_TAKEN)}",
          lambda args: getattr(args, _STRATEGY, "no_shard") not in ("no_shard", *_TAKEN)),
     Rule(f"{_WITH} needs --megatron-fsdp-grad-comm-dtype auto or that of --megatron-fsdp-main-grads-dtype: over shard "
-         "groups gradients are summed in the type in which they are kept",
+         "groups gradients are summed in the dtype in which they are stored",
          lambda args: (getattr(args, "megatron_fsdp_grad_comm_dtype", None)
                        not in (None, "auto", getattr(args, "megatron_fsdp_main_grads_dtype", None)))),
-    _yet("--pipeline-model-parallel-size", "Megatron 0.19.2 makes its mesh of several shard groups as if there were no "
-         "stages, and ends with an error of einops, without --recover, too",
+    _yet("--pipeline-model-parallel-size", "Megatron 0.19.2 itself ignores the pipeline stages in its mesh of several "
+         "shard groups, and fails with an error of einops",
          is_above_one("pipeline_model_parallel_size")),
 ]  # fmt: skip
 
 _SECOND = f"{_WITH} and --megatron-fsdp-version 2"
 SECOND_RULES = [
-    Rule(f"{_SECOND} needs --no-save-optim with --save: Megatron writes no optimizer's state of it",
+    Rule(f"{_SECOND} needs --no-save-optim with --save: Megatron does not save its optimizer state",
          all_of(is_set("save"), unless(is_set("no_save_optim")))),
-    Rule(f"{_SECOND} needs --clip-grad 0 with --expert-model-parallel-size: Megatron's norm is that of parameters of "
-         "one group, and ends with an assertion",
+    Rule(f"{_SECOND} needs --clip-grad 0 with --expert-model-parallel-size: Megatron computes the norm of one "
+         "parameter group only, and fails with an assertion",
          all_of(is_above_one("expert_model_parallel_size"), lambda args: getattr(args, "clip_grad", 1.0) > 0)),
     Rule(f"{_SECOND} cannot be combined with --log-num-zeros-in-grad and --expert-model-parallel-size: Megatron counts "
-         "in parameters of one group, and ends with an assertion",
+         "in one parameter group only, and fails with an assertion",
          all_of(is_above_one("expert_model_parallel_size"), is_set("log_num_zeros_in_grad"))),
-    yet("bf16 types of --use-precision-aware-optimizer", "Megatron looks for gradients where there are none, and clips "
-        "by a norm of 0", keeps(*BF16), among=_SECOND),
+    yet("bf16 types of --use-precision-aware-optimizer", "Megatron does not find the gradients, and clips by a norm "
+        "of 0", keeps(*BF16), among=_SECOND),
 ]  # fmt: skip
-"""The same with --megatron-fsdp-version 2; what Megatron itself refuses of it is left to Megatron."""
+"""Additional refusals with --megatron-fsdp-version 2, except those of Megatron itself."""
 
 _OPTIM = f"{_WITH} and --outer-dp-sharding-strategy optim"
 OUTER_RULES = [
     Rule(f"{_OPTIM} needs --data-parallel-sharding-strategy optim_grads_params, as in Megatron",
          unless(is_one_of(_STRATEGY, "optim_grads_params"))),
-    Rule(f"{_OPTIM} needs --megatron-fsdp-main-params-dtype fp32: shadows are kept in 32 bits",
+    Rule(f"{_OPTIM} needs --megatron-fsdp-main-params-dtype fp32: shadows are stored in 32 bits",
          lambda args: str(getattr(args, "megatron_fsdp_main_params_dtype", "fp32")) not in ("fp32", "torch.float32")),
-    yet("bf16 types of --use-precision-aware-optimizer", "what a checkpoint is written of are moments in 32 bits",
+    yet("bf16 types of --use-precision-aware-optimizer", "a checkpoint is written from moments in 32 bits",
         keeps(*BF16), among=_OPTIM),
-    yet("--async-save", "the state that is written is there only until the save has begun", among=_OPTIM),
+    yet("--async-save", "the gathered state exists only until the save has begun", among=_OPTIM),
 ]  # fmt: skip
-"""The same with --outer-dp-sharding-strategy optim, as far as Megatron has it: where shard groups share all they have,
+"""Additional refusals with --outer-dp-sharding-strategy optim, limited as in Megatron: with optim_grads_params, and
 main parameters in 32 bits."""
 
 
 def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: int) -> list[str]:
-    """What is refused with --recover and --use-megatron-fsdp in a run of ``world`` workers; empty without the latter.
+    """Return what --recover refuses with --use-megatron-fsdp in a run of ``world`` workers; empty without the latter.
 
     ``args``: as parsed, not yet validated.
     """
@@ -79,16 +78,16 @@ def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: i
     if outer == "optim":
         found += reasons(OUTER_RULES, args)
     elif outer != "no_shard":
-        found.append(f"{_WITH} and --outer-dp-sharding-strategy {outer}: take no_shard or optim")
+        found.append(f"{_WITH} and --outer-dp-sharding-strategy {outer}: use no_shard or optim")
     if config.verify_interval:
-        found.append(f"{_WITH} cannot be combined with --recover-verify-interval yet: a shard that is replaced may "
-                     "have been gathered by its mates before")  # fmt: skip
+        found.append(f"{_WITH} cannot be combined with --recover-verify-interval yet: before a shard is "
+                     "replaced, its peers may already have gathered it")  # fmt: skip
     return found
 
 
 def _too_small(args: argparse.Namespace, world: int) -> list[str]:
-    """A shard group of one worker (one of experts is the smaller) keeps whole gradients; Megatron-FSDP 0.19.2
-    (``GradReducePipeline``) scales those once a microbatch, all that is in."""
+    """Refuse shard groups of one worker (those of experts are smaller): they keep complete gradients, and Megatron-FSDP
+    0.19.2 (``GradReducePipeline``) scales the accumulated sum once per microbatch."""
     tensor, experts = args.tensor_model_parallel_size, getattr(args, "expert_model_parallel_size", None) or 1
     workers = world // (getattr(args, "num_distributed_optimizer_instances", None) or 1)
     sizes = [("--num-distributed-optimizer-instances", workers // tensor)]
@@ -98,10 +97,10 @@ def _too_small(args: argparse.Namespace, world: int) -> list[str]:
     if world // tensor % (getattr(args, "num_distributed_optimizer_instances", None) or 1):
         return [
             f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances} does not divide the "
-            f"{world // tensor} data-parallel ranks of {world} workers: all shard groups are of one size"
+            f"{world // tensor} data-parallel ranks of {world} workers: all shard groups must have the same size"
         ]
     return [
-        f"{_WITH} needs shard groups of two workers or more: lower {flag}, or start more workers"
+        f"{_WITH} needs shard groups of at least two workers: lower {flag}, or start more workers"
         for flag, size in sizes
         if size < 2
     ]

@@ -1,18 +1,18 @@
-"""Megatron-FSDP's part of a worker's state: its shards of the parameters, and what an iteration leaves half done.
+"""Megatron-FSDP's part of a worker's state: its shards of the parameters, and leftovers of an interrupted iteration.
 
-Between two iterations a worker's own shards are all that counts: whatever else of a parameter is in its memory was
-gathered from its mates, and is gathered again.
+Between two iterations only a worker's own shards matter: the rest of a parameter in its memory was gathered from its
+peers, and will be gathered again.
 
-What is wrapped where a model is built (``install_meshes``):
+Functions that are wrapped when a model is built (``install_meshes``):
 
-device_mesh._get_pg_from_name           our groups, as they were given to the mesh: torch looks them up by their names,
-                                        under which it knows what is inside of them at the launch, or nothing
-update_uneven_dtensor_chunk_metadata,   which part of a parameter each worker has is asked of its mates: not where the
-validate_uneven_dtensor                 model is built alone.  It is for checkpoints, which ask once more.
-sync_rng_states_across_tp_group         not there either: each microbatch brings its random numbers
+device_mesh._get_pg_from_name           returns our groups as passed to the mesh: torch would look up their names, and
+                                        find the inner group of the launch, or nothing
+update_uneven_dtensor_chunk_metadata,   exchange with peers which part of a parameter each has: skipped if the model is
+validate_uneven_dtensor                 built alone.  Only checkpoints need it, and they exchange it again.
+sync_rng_states_across_tp_group         skipped as well: the random numbers are set for each microbatch
 FullyShardedDataParallel.__init__       as for no_shard, also with --outer-dp-sharding-strategy optim (`buckets`)
-_init_optimizer_states_with_dummy_values   has moments made, into which a checkpoint is loaded, by a precision-aware
-                                        optimizer, too: Megatron gives zeros to ``grad``, which that does not read
+_init_optimizer_states_with_dummy_values   also creates the moments, into which a checkpoint is loaded, of a
+                                        precision-aware optimizer: it does not read ``grad``, which Megatron zeroes
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ from recover_megatron.megatron_hooks.layout import spreads_optimizer
 
 
 def is_fsdp(chunk: Any) -> bool:
-    """Whether a model chunk is wrapped in Megatron-FSDP, of whichever version."""
+    """Return whether a model chunk is wrapped in Megatron-FSDP, of any version."""
     return hasattr(chunk, "megatron_fsdp_dist_index") or version2.is_version2(chunk)
 
 
 def local(value: Any) -> Any:
-    """This worker's part of a distributed tensor; anything else as it is."""
+    """Return this worker's part of a distributed tensor; any other value unchanged."""
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def weights(chunk: Any) -> list[torch.Tensor]:
-    """What all workers of a column have equal of a chunk's parameters, in one order.
+    """Return the tensors of a chunk's parameters that are equal on all workers of a column, in a fixed order.
 
-    With Megatron-FSDP: the own shard of each parameter as the model computes with it, and as the optimizer updates it,
-    unless that is spread over the shard groups.  What lies between the parameters in the buffers, for the sake of equal
-    sizes, is left out.
+    With Megatron-FSDP: this worker's shard of each model parameter, and of each main parameter unless those are sharded
+    over the shard groups.  The padding between parameters in the buffers is left out.
     """
     if not is_fsdp(chunk):
         return [parameter.data for parameter in chunk.parameters()]
@@ -65,18 +64,18 @@ def weights(chunk: Any) -> list[torch.Tensor]:
 
 
 def tidy(chunk: Any) -> None:
-    """Forget what an exception in the middle of an iteration left: nothing is gathered, reduced or under way.
+    """Reset a chunk after an exception in the middle of an iteration: nothing is gathered, reduced or pending.
 
-    Operations of the broken shard group are not waited for: their groups have been ended.
+    Does not wait for operations of the broken shard group: its groups have been aborted.
     """
     if version2.is_version2(chunk):
         version2.tidy(chunk)
         return
     fsdp = chunk.module
-    for its in (fsdp.grad_reduce_pipeline.rs_stream, fsdp.all_gather_pipeline.ag_stream):
-        if its is not None:
-            # Else a gradient of the interrupted pass may be added after the shards were zeroed for the next one.
-            torch.cuda.current_stream().wait_stream(its)
+    for stream in (fsdp.grad_reduce_pipeline.rs_stream, fsdp.all_gather_pipeline.ag_stream):
+        if stream is not None:
+            # Otherwise a gradient of the interrupted pass may be added after the shards were zeroed for the next one.
+            torch.cuda.current_stream().wait_stream(stream)
     groups = fsdp.param_and_grad_buffer.parameter_groups
     _tidy_reductions(fsdp.grad_reduce_pipeline, groups)
     _tidy_gathering(fsdp.all_gather_pipeline, groups)
@@ -96,7 +95,7 @@ def _tidy_reductions(pipeline: Any, groups: Any) -> None:
     pipeline.grad_reduce_queue.clear()
     for number, status in list(pipeline.bucket_status.items()):
         buffer = pipeline.get_fsdp_buffer(number)
-        # Torch keeps the operations of a batch that an exception has ended, and would refuse the next batch.
+        # Torch keeps the coalesced operations of a batch ended by an exception, and would refuse the next batch.
         dist.distributed_c10d._world.pg_coalesce_state.pop(buffer.data_parallel_group, None)
         abandon(buffer)
         buffer.reset_param_main_grad()
@@ -105,24 +104,24 @@ def _tidy_reductions(pipeline: Any, groups: Any) -> None:
 
 
 def _tidy_gathering(pipeline: Any, groups: Any) -> None:
-    """As ``AllGatherPipeline.reset``, which would wait for what is under way."""
+    """Reset like ``AllGatherPipeline.reset``, which would wait for pending operations."""
     pipeline.param_gather_event_map.clear()
     for key, status in list(pipeline.bucket_status.items()):
         group = groups[key[0]]
         pipeline.bucket_can_be_released[key] = False
         if group.model_weight_buffer is not None:
             abandon(group.model_weight_buffer)
-        # Megatron keeps the memory of what is in no unit, and fills it again: ``PRESERVED``.
+        # Megatron keeps the memory of parameters outside any unit, and fills it again: ``PRESERVED``.
         kept = group.fsdp_unit_id is None
         pipeline.bucket_status[key] = type(status).PRESERVED if kept else type(status).EMPTY
 
 
 def abandon(buffer: Any) -> None:
-    """Have the bucket of ``buffer`` get new memory when it is used next, and leave alone what it has.
+    """Give the bucket of ``buffer`` new memory at its next use, and leave its present memory alone.
 
-    An operation that was left may still read and write there until gloo has seen that its connections are shut. It
-    holds its tensors; but Megatron frees a bucket by shrinking its storage to nothing, whoever holds it, and gives a
-    double buffer (--fsdp-double-buffer) to the next bucket.
+    An abandoned operation may still read and write there until gloo notices that its connections are closed. It holds
+    references to its tensors; but Megatron frees a bucket by resizing its storage to 0, despite references, and gives
+    a double buffer (--fsdp-double-buffer) to the next bucket.
     """
     allocator, bucket = buffer.temporary_bucket_allocator, buffer.bucket_index.bucket_id
     if hasattr(allocator, "backup_allocator"):
@@ -132,9 +131,10 @@ def abandon(buffer: Any) -> None:
 
 
 def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
-    """The same where buckets take turns in memory that is known by names: its place is free, with new memory.
+    """Do the same for buckets that share named double buffers: free the bucket's buffer, with new memory.
 
-    Also of a bucket that fits in none and has named memory of its own (--fsdp-db-use-persist-buf-on-alloc-fail).
+    Also handles a bucket that fits in no buffer and has separate named memory
+    (--fsdp-db-use-persist-buf-on-alloc-fail).
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 
@@ -149,20 +149,20 @@ def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
 
 
 def forget_meshes() -> None:
-    """Drop what torch keeps of operations on distributed tensors: their results would be on the meshes of a model that
-    is gone, which equal the new one's and have other groups."""
+    """Clear torch's cache of sharding propagation: cached results refer to the meshes of a deleted model, which compare
+    equal to the new ones but have other groups."""
     debug._clear_sharding_prop_cache()
 
 
 def install_meshes(alone: Callable[[], bool], ours: tuple[type, ...]) -> None:
-    """Wrap the seams, once a process; raises UserError for a torch or Megatron that has not the ones we know.
+    """Wrap the seams, once per process; raises UserError for a torch or Megatron with unknown signatures.
 
-    ``alone``: whether the model is built alone.  ``ours``: the types of the process groups that this package makes.
+    ``alone``: whether the model is built alone.  ``ours``: the types of this package's process groups.
     """
     if not hasattr(device_mesh, "_get_pg_from_name"):
         raise UserError(
-            f"--use-megatron-fsdp with --recover needs torch 2.11 or later, whose device meshes find a group that is "
-            f"given to them; this is torch {torch.__version__}"
+            f"--use-megatron-fsdp with --recover needs torch 2.11 or later, whose device meshes accept existing "
+            f"process groups; this is torch {torch.__version__}"
         )
     if hasattr(device_mesh._get_pg_from_name, "__wrapped__"):
         return
@@ -202,7 +202,7 @@ def _unsharded(original: Callable[..., None]) -> Callable[..., None]:
 
 def _gradient_where_it_is_read(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def _init_optimizer_states_with_dummy_values(self: Any) -> None:
-        every = [its for group in self.optimizer.param_groups for its in group["params"] if local(its).numel()]
+        every = [one for group in self.optimizer.param_groups for one in group["params"] if local(one).numel()]
         decoupled = every if getattr(self.optimizer, "use_decoupled_grad", False) else []
         for parameter in decoupled:
             parameter.decoupled_grad = torch.zeros_like(parameter)

@@ -1,16 +1,16 @@
 """Megatron-FSDP 2 (``--megatron-fsdp-version 2`` of Megatron main): its shard groups, their gradients, their state.
 
-What it does is that of `buckets`: it spreads parameters and gradients over a shard group, whose workers reduce-scatter
-the gradients of each microbatch, and each adds its shard up.  What differs:
+It works like version 1 (see `buckets`): it shards parameters and gradients over a shard group, whose workers
+reduce-scatter the gradients of each microbatch and accumulate their shards.  Differences:
 
     Megatron d98e8a6 builds one shard group of all data-parallel ranks     here: as many as there are replicas
     ("DP-outer" axes are in its library, not yet in its training)
     an average over the mesh of the shard group                            here: divided by the number of shard groups
     main_grad gets the first gradient of a step itself                     here: added, in memory that no operation of
                                                                            a broken shard group may still write to
-    the norm is summed over the data-parallel ranks twice                  here: once, that of plain data parallelism
+    the norm is summed over the data-parallel ranks twice                  here: once, as in plain data parallelism
 
-The last reduction of a pass is the seam: where its library would reduce over outer axes ("is_last_microbatch"), the
+The seam is the last reduction of a pass: where its library would reduce over outer axes ("is_last_microbatch"), the
 shard is handed to the step.
 """
 
@@ -29,18 +29,18 @@ from recover_megatron.megatron_hooks import monkeypatch
 
 
 def install() -> None:
-    """Wrap its seams, in a Megatron that has it."""
+    """Wrap its seams, if this Megatron has it."""
     monkeypatch.wrap("FullyShardedDataParallelV2.__init__", _in_shard_groups)
     monkeypatch.wrap("FullyShardedOptimizer.get_grad_stats_parallel_group", _inside_the_model)
 
 
 def is_version2(chunk: Any) -> bool:
-    """Whether a model chunk is wrapped in Megatron-FSDP 2."""
+    """Return whether a model chunk is wrapped in Megatron-FSDP 2."""
     return hasattr(type(getattr(chunk, "module", None)), "parameter_groups")
 
 
 def units(chunk: Any) -> list[Any]:
-    """The modules of which each has its parameters gathered at once."""
+    """Return the modules that gather all their parameters at once."""
     return [module for module in chunk.module.modules() if hasattr(type(module), "parameter_groups")]
 
 
@@ -67,7 +67,7 @@ def _in_shard_groups(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _not_the_last(context: Any) -> Iterator[None]:
-    """Microbatches after which more of the same pass come."""
+    """Context of microbatches that are not the last of the pass."""
     context.is_last_microbatch = False
     try:
         yield
@@ -76,7 +76,7 @@ def _not_the_last(context: Any) -> Iterator[None]:
 
 
 def _inside_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron sums the squares over the mesh of each parameter before it sums over this group."""
+    """Return the model-parallel group: Megatron has already summed the squares over the mesh of each parameter."""
 
     def get_grad_stats_parallel_group(self: Any) -> Any:
         return parallel_state.get_model_parallel_group()
@@ -85,20 +85,20 @@ def _inside_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def padding(buffer: Any) -> Iterator[Span]:
-    """What of the own shard of a buffer belongs to no parameter; offsets in the shard."""
+    """Yield the padding ranges of this worker's shard of a buffer; offsets in the shard."""
     end = 0
     shapes = range(len(buffer.layout.tensor_shapes))
-    owned = [its for its in map(buffer._get_owned_range, shapes) if its is not None]
-    for its in sorted(owned, key=lambda one: one.buffer_relative_offset):
-        if its.buffer_relative_offset > end:
-            yield Span(end, its.buffer_relative_offset)
-        end = its.buffer_relative_offset + its.numel
+    owned = [part for part in map(buffer._get_owned_range, shapes) if part is not None]
+    for part in sorted(owned, key=lambda one: one.buffer_relative_offset):
+        if part.buffer_relative_offset > end:
+            yield Span(end, part.buffer_relative_offset)
+        end = part.buffer_relative_offset + part.numel
     if end < buffer.local_buffer.numel():
         yield Span(end, buffer.local_buffer.numel())
 
 
 def weights(chunk: Any) -> list[torch.Tensor]:
-    """This worker's shards of the parameters, as the optimizer updates them, and as the model computes with them."""
+    """Return this worker's shards of the main parameters and of the model's parameters."""
     return [
         buffer.get_local_tensor(index)
         for group in groups_of(chunk)
@@ -108,15 +108,15 @@ def weights(chunk: Any) -> list[torch.Tensor]:
 
 
 def tidy(chunk: Any) -> None:
-    """Forget what an exception in the middle of an iteration left: nothing is gathered, reduced or under way.
+    """Reset a chunk after an exception in the middle of an iteration: nothing is gathered, reduced or pending.
 
-    An operation of the broken shard group that is not over may still write where parameters were gathered: that memory
-    is left to it.  What comes after this on the current stream comes after all that was begun on Megatron's two.
+    A pending operation of the broken shard group may still write to the memory of gathered parameters: that memory is
+    abandoned.  Later work on the current stream is ordered after all work on Megatron's two streams.
     """
     context = chunk.module.context
-    for its in (context.allgather_stream, context.reduce_scatter_stream):
-        # Else a gradient of the interrupted pass may be added after the shards were zeroed for the next one.
-        torch.cuda.current_stream().wait_stream(its)
+    for stream in (context.allgather_stream, context.reduce_scatter_stream):
+        # Otherwise a gradient of the interrupted pass may be added after the shards were zeroed for the next one.
+        torch.cuda.current_stream().wait_stream(stream)
     context.is_last_microbatch = True
     for unit in units(chunk):
         unit._phase = type(unit).Phase.RESTING
@@ -131,6 +131,6 @@ def tidy(chunk: Any) -> None:
             group.release_unsharded_storage()
             for parameter in group.fsdp_parameters:
                 parameter.sharded.grad = parameter.unsharded.grad = None
-                if group.requires_grad:  # the optimizer may have cast it, and not have cast it back
+                if group.requires_grad:  # the optimizer may have cast it without casting it back
                     parameter.sharded.grad_dtype = group.main_grad.dtype
                 parameter.unsharded.data = torch.empty(0, dtype=gathered.dtype, device=gathered.device)

@@ -1,1 +1,1 @@
-"""Gradients, from the pass that makes them to the bucket that is summed; and the values that scale 8-bit numbers."""
+"""Gradients, from the backward pass to the bucket that is summed; and the maxima that scale 8-bit numbers."""

@@ -1,16 +1,15 @@
-"""Gradient buckets: where Megatron would sum a bucket over the data-parallel ranks, it is handed to the step instead.
+"""Gradient buckets: instead of a sum over the data-parallel ranks, Megatron hands a bucket to the step.
 
 register_grad_ready (the last parameter's gradient is in)  --start_grad_sync-->  scaled, Gradients.ready: may be summed
 the schedule's end                                          (finalize is held back: see trainer)
-another pass of the step: what is LOCAL is scaled back, lost microbatches run into it, and it is scaled again
-the step is committed --finish_grad_sync-->  Megatron is told that the sum is there
+another pass of the step: LOCAL segments are unscaled, lost microbatches are added to them, and they are scaled again
+the step is committed --finish_grad_sync-->  Megatron sees that the sum is done
 
-As in stock Megatron gradients are scaled before the sum: in their own type the sum is rounded, and may overflow.  An
-average (--ddp-average-in-collective) is such a sum, too, by the number of ranks at launch.
+As in stock Megatron, gradients are scaled before the sum: in their own dtype the sum is rounded, and may overflow.  An
+average (--ddp-average-in-collective) is also such a sum, scaled by the number of ranks at launch.
 
-With the distributed optimizer a bucket's parameters have the same number; they are gathered with the update
-(`sharded_optimizer`), so what Megatron calls for that does nothing, or (--overlap-param-gather) waits for what is under
-way.
+With the distributed optimizer a bucket's parameters have the same number; the update gathers them
+(`sharded_optimizer`), so Megatron's calls for that do nothing, or (--overlap-param-gather) wait for the pending gather.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from recover_megatron.workload.grid import Column, ring_order
 
 
 class Buckets:
-    """The bucket groups of this worker's model chunks, by the numbers that ``gradients`` knows them by.
+    """The bucket groups of this worker's model chunks, by their numbers in ``gradients``.
 
-    ``shadows``: how many other workers have a copy of each part of a distributed optimizer's state.
+    ``shadows``: the number of other workers with a copy of each part of a distributed optimizer's state.
     """
 
     def __init__(self, model: Sequence[Any], manager: Manager, shadows: int) -> None:
         grid = manager.view.grid
         sharded = bool(model[0].ddp_config.use_distributed_optimizer)
         self.instances = int(getattr(model[0].ddp_config, "num_distributed_optimizer_instances", 1)) if sharded else 1
-        # The order of the backward pass: the last chunk first, and in a chunk as Megatron made them.
+        # The order of the backward pass: the last chunk first, and inside a chunk Megatron's order.
         pairs = [
             (group, whole)
             for chunk in reversed(model)
@@ -53,14 +52,14 @@ class Buckets:
         self._number: dict[int, list[int]] = {}
         self._number_of_bucket: dict[int, int] = {}
         self.tail = ring_order(column_of(model[0].dp_cp_group), grid, self.instances)
-        """The column of what is summed last: that of the dense parameters."""
+        """The column of the last sum: that of the dense parameters."""
         columns: dict[Column, Column] = {}
         parts: list[tuple[Column, torch.Tensor]] = []
         self.parameters: list[tuple[Column, torch.Tensor]] = []
-        """With the distributed optimizer: (column, flat tensor), as ``gradients`` has them of the gradients."""
+        """(column, flat tensor) of each bucket, as in ``gradients``; empty without the distributed optimizer."""
         self._whole: list[Any] = []
         self._factors: list[float] = []
-        """By which the gradients of each are multiplied before they are summed."""
+        """Factor of each bucket's gradients before the sum."""
         for group, whole in pairs:
             summed_over = whole if sharded else group.data_parallel_group
             members = launched_of(summed_over)
@@ -77,11 +76,11 @@ class Buckets:
                     self.parameters.append((column, bucket.param_data.view(-1)))
         self._experts = model[0].expt_dp_group
         if sharded and get_model_config(model[0]).expert_model_parallel_size > 1:
-            # Whose experts are all in other stages is told their norm, too, and has Megatron's optimizer of them.
+            # A stage without experts also receives their norm, and has Megatron's optimizer of them.
             members = launched_of(self._experts)
             columns.setdefault(ring_order(column_of(self._experts), grid, self.instances), members)
         self.overlaps = sharded and bool(model[0].ddp_config.overlap_param_gather)
-        """Whether a forward pass asks for each bucket's parameters before it needs them."""
+        """True if a forward pass waits for each bucket's parameters before it uses them."""
         self.overlap: Overlap | None = None
         self.shards: Shards | None = None
         if sharded:
@@ -94,39 +93,39 @@ class Buckets:
         self._settled: set[int] = set()
 
     def knows(self, group: Any) -> bool:
-        """Whether this is one of the model's bucket groups."""
+        """Return whether this is one of the model's bucket groups."""
         return id(group) in self._number
 
     def number(self, bucket: Any) -> int:
         return self._number_of_bucket[id(bucket)]
 
     def part(self, number: int) -> tuple[Column, int]:
-        """(column, elements) of a bucket."""
+        """Return (column, number of elements) of a bucket."""
         column, tensor = self._parts[number]
         return column, tensor.numel()
 
     def whole(self, optimizer: Any) -> Any:
-        """Megatron's group of the whole column, all instances, of one of its distributed optimizers."""
+        """Return Megatron's group of the complete column, over all instances, of one of its distributed optimizers."""
         buffers = optimizer.buffers
         return self._whole[self.number(buffers[0].buckets[0])] if buffers else self._experts
 
     def ready(self, group: Any) -> None:
-        """All gradients of this pass are in the group's buckets."""
+        """Mark the group's buckets complete: they hold all gradients of this pass."""
         self._settle(group)
         for number in self._number[id(group)]:
             self.gradients.ready(number)
 
     def need(self, group: Any) -> None:
-        """Return when the group's parameters are those of the last update; see ``Overlap.complete``."""
+        """Wait until the group's parameters are those of the last update; see ``Overlap.complete``."""
         if self.overlap is not None and self.overlap.pending:
             for number in self._number[id(group)]:
                 self.overlap.complete(number)
 
     def begin(self) -> None:
-        """A step begins: Megatron has zeroed the gradients."""
+        """Begin a step: Megatron has zeroed the gradients."""
 
     def new_pass(self, *, again: bool) -> None:
-        """A pass over the model begins: every parameter will be counted.  ``again``: not the step's first one."""
+        """Begin a pass over the model: every parameter will be counted.  ``again``: not the step's first pass."""
         for group in self._groups:
             group.per_param_grad_ready_counts = {}
             if again and id(group) in self._settled:
@@ -137,13 +136,13 @@ class Buckets:
         self._settled.clear()
 
     def settle(self) -> None:
-        """The pass is over: every bucket holds what is to be summed."""
+        """Finish the pass: afterwards every bucket holds the values to sum."""
         for group in self._groups:
             if id(group) not in self._settled:
                 self._settle(group)
 
     def _settle(self, group: Any) -> None:
-        """Copy in gradients that are kept outside the buffer, check all of them where asked for, and scale them."""
+        """Copy in gradients from outside the buffer, check all of them if requested, and scale them."""
         self._settled.add(id(group))
         for bucket in group.buckets:
             for param in getattr(bucket, "params_with_extra_main_grads", ()):
@@ -153,22 +152,22 @@ class Buckets:
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
         with torch.no_grad():
-            for bucket in group.buckets:  # what is REDUCED in it has been set aside
+            for bucket in group.buckets:  # its REDUCED segments have been saved
                 factor = self._factors[self.number(bucket)]
                 if factor != 1.0:
                     bucket.grad_data *= factor
 
     def finish(self, group: Any) -> None:
-        """The sum of this group is final: tell Megatron that it is there."""
+        """Mark the final sum of this group as complete for Megatron."""
         if hasattr(group, "_copy_back_extra_main_grads"):
             group._copy_back_extra_main_grads()
         group.grad_reduce_finished = True
 
 
 def install(known: Callable[[], Buckets | None]) -> None:
-    """Wrap what Megatron calls on its bucket groups; raises UserError if this Megatron's are not the ones we know.
+    """Wrap Megatron's methods of bucket groups; raises UserError if their signatures are unknown.
 
-    ``known``: the model's buckets, whose groups are ours; None: none are yet.
+    ``known``: returns the model's buckets, whose groups are ours; None before they exist.
     """
 
     def start_grad_sync(buckets: Buckets, group: Any, *unused: Any, **unused_too: Any) -> None:
@@ -187,7 +186,7 @@ def install(known: Callable[[], Buckets | None]) -> None:
         buckets.need(group)
 
     def of_ours(act: Callable[..., None], *, gathers: bool = False) -> Wrapper:
-        """``act`` for a group of ours; with ``gathers`` of a distributed optimizer's alone."""
+        """Return a wrapper that calls ``act`` for our groups, with ``gathers`` only for a distributed optimizer's."""
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def method(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,13 +1,13 @@
-"""The largest values that layers meet in the microbatches of a step: they travel in its tail (`instep.trainer.Tail`).
+"""Maxima of layers over the microbatches of a step: they travel in the step's tail (`instep.trainer.Tail`).
 
     ``AttentionLogits``   --qk-clip, --log-max-attention-logit: the largest logit per head
-    ``Scales``            --fp8-recipe delayed: of each tensor that Transformer Engine rounds to 8 bits, by whose
-                          largest values before it is scaled
+    ``Scales``            --fp8-recipe delayed: the largest value of each tensor that Transformer Engine rounds to 8
+                          bits, from which it computes the scale
 
-The tail is a sum, of which parts may be final before others are summed again, by other workers; so each microbatch has
-numbers of its own: each is added by the worker that ran it, and is the same on all.  When the step is committed each
-worker has the maximum over all of the batch.  What else passes through the layers counts for nothing: an evaluation,
-a layer that is computed again in the backward pass, an attempt that was given up.
+The tail is a sum; some parts of it may be final while other workers sum the others again.  So each microbatch has
+separate numbers, added by the worker that ran it and then equal on all workers.  After the commit each worker has the
+maximum over the complete batch.  Other passes through the layers do not count: an evaluation, a recomputation in the
+backward pass, an abandoned attempt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recover_megatron.megatron_hooks.entry.refused import Settled, say, scales_b
 
 
 class _Maxima:
-    """Numbers of the microbatches of a step, ``width`` each, in the rows of those that this worker has run."""
+    """Values of the microbatches of a step, ``width`` each, in rows for those that this worker has run."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -40,11 +40,11 @@ class _Maxima:
 
     @property
     def size(self) -> int:
-        """How many numbers ``read`` gives in this step: the same for all of a column."""
+        """Length of the result of ``read`` in this step: the same for all workers of a column."""
         return self._total * self._width
 
     def begin(self, total: int) -> None:
-        """A step of ``total`` microbatches, over all replicas, begins: what was left of another one is dropped."""
+        """Begin a step of ``total`` microbatches over all replicas: drop the rest of an unfinished one."""
         self._total = total
         self._rows = {}
 
@@ -54,15 +54,15 @@ class _Maxima:
         return self._rows[j]
 
     def _over(self, groups: Sequence[Any], ids: Sequence[int]) -> None:
-        """Have the maxima of the n-th microbatches, ``ids`` here, over these groups inside the replica.
+        """Reduce the rows of the microbatches ``ids`` to their maxima over these groups inside the replica.
 
-        All members call it together.  Context-parallel ranks have run the same ones: the first of them tells.
+        All members call it together.  Context-parallel ranks run the same microbatches: only the first keeps the rows.
         """
         groups = [group for group in groups if group.size() > 1]
         if not self._rows or not groups:
             return
         whole = torch.stack([self._rows.pop(j) for j in ids])
-        # The maximum of NCCL or gloo loses a NaN: whether there is one is a number beside each.
+        # The maximum of NCCL and gloo drops a NaN: a second number for each value flags it.
         both = torch.stack([whole, whole.isnan().to(whole.dtype)])
         for group in groups:
             torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
@@ -71,7 +71,7 @@ class _Maxima:
             self._rows.update(zip(ids, whole, strict=True))
 
     def read(self) -> torch.Tensor:
-        """The numbers by microbatch, zero for microbatches of which this worker does not tell.
+        """Return the values by microbatch, zero for microbatches without a row here.
 
         float64, flat (microbatch * width + number), on the host.
         """
@@ -81,20 +81,20 @@ class _Maxima:
         return flat.flatten()
 
     def _largest(self, whole: torch.Tensor) -> torch.Tensor:
-        """Of each number over the batch, float32; ``whole``: the sum of what a column has read."""
+        """Return the maximum of each value over the batch, float32; ``whole``: the sum of ``read`` over a column."""
         return whole.view(self._total, self._width).amax(dim=0).float()
 
 
 LOGIT_FLAGS = ("qk_clip", "log_max_attention_logit")
-"""Attributes of Megatron's arguments: each has it keep these maxima."""
+"""Attributes of Megatron's arguments that enable these maxima."""
 
 
 class AttentionLogits(_Maxima):
-    """The largest logits of one worker's layers.  ``args``: Megatron's; without one of ``LOGIT_FLAGS`` there are none.
+    """The largest logits of one worker's layers.  ``args``: Megatron's; empty without one of ``LOGIT_FLAGS``.
 
-    Megatron keeps a maximum per head over the microbatches that a worker has run, and takes that over all workers when
-    the update is made (``clip_qk``).  Then it is too late here: of what a lost replica ran, and a committed step has
-    counted, nobody would know it.  An evaluation counts for nothing (in Megatron it counts for the next step).
+    Megatron keeps a maximum per head over a worker's microbatches, and reduces it over all workers in the update
+    (``clip_qk``).  That would be too late here: the maxima of a lost replica, whose microbatches a committed step has
+    counted, would be missing.  An evaluation does not count (in Megatron it counts for the next step).
     """
 
     def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
@@ -115,10 +115,10 @@ class AttentionLogits(_Maxima):
         self._pass = None
 
     def begin_pass(self, chunk: int, j: int) -> None:
-        """Chunk ``chunk`` of the model runs its forward pass of microbatch ``j`` from here on.
+        """Begin the forward pass of microbatch ``j`` on chunk ``chunk`` of the model.
 
-        Beside it may run the backward pass of another microbatch, whose layers may be computed again: what these tell
-        counts for ``j`` then, which is in the same batch.
+        The backward pass of another microbatch may run concurrently and recompute layers: their maxima then count
+        for ``j``, which is in the same batch.
         """
         self.end_pass()
         for attention, _ in self._chunks[chunk]:
@@ -126,7 +126,7 @@ class AttentionLogits(_Maxima):
         self._pass = chunk, j
 
     def end_pass(self) -> None:
-        """The forward pass under way is over, if there is one."""
+        """End the current forward pass, if any."""
         if self._pass is None:
             return
         (chunk, j), self._pass = self._pass, None
@@ -136,42 +136,42 @@ class AttentionLogits(_Maxima):
                 self._row(j, -torch.inf, largest)[heads] = largest.detach().float()
 
     def ran(self, ids: Sequence[int]) -> None:
-        """The microbatches ``ids`` were run.  All context-parallel ranks, which have seen parts, call it together."""
+        """Reduce the maxima of ``ids``, which were run.  All context-parallel ranks call it together."""
         self.end_pass()
         self._over([parallel_state.get_context_parallel_group()], ids)
 
     def write(self, whole: torch.Tensor) -> None:
-        """``whole``: the sum of what a column has read."""
+        """Store the maxima of the complete batch; ``whole``: the sum of ``read`` over a column."""
         if not self._width:
             return
         largest = self._largest(whole)
-        for attention, heads in (its for chunk in self._chunks for its in chunk):
-            its = largest[heads]
-            # A layer that has told of none is passed over by Megatron, too.
-            attention.current_max_attn_logits = None if bool((its == -torch.inf).all()) else its.to("cuda")
+        for attention, heads in (layer for chunk in self._chunks for layer in chunk):
+            logits = largest[heads]
+            # Megatron also skips a layer without logits.
+            attention.current_max_attn_logits = None if bool((logits == -torch.inf).all()) else logits.to("cuda")
 
 
 FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
-"""Transformer Engine's names of a module's scales, and of the largest values by which it has made them."""
+"""Transformer Engine's keys of a module's scales, and of the maxima from which they were computed."""
 FORGOTTEN = "global_fp8_buffer_pos_fwd_recompute"
-"""Where a module finds the scales that it is to take when it computes again; unknown after ``reset``."""
+"""Key of a module's saved scales for a recomputation; invalid after ``reset``."""
 
 ONCE_A_STEP = Settled(
     "--fp8-recipe delayed",
     scales_by_history,
     {},
-    "scales change once a step, not after each microbatch, by the largest values of the whole batch: a history is of "
-    "--fp8-amax-history-len steps, and in the first one all scales are 1",
+    "scales change once a step, not after each microbatch, by the maxima of the complete batch: a history covers "
+    "--fp8-amax-history-len steps, and in the first step all scales are 1",
     off=False,
 )
 
 
 @functools.cache
 def _engine() -> tuple[Any, Any, Callable[..., None]]:
-    """Transformer Engine, its manager of scales, and the function by which that changes them.
+    """Return Transformer Engine, its manager of scales, and the manager's function that updates them.
 
-    From now on scales are changed by that call alone, and no other worker is asked for its largest values: Transformer
-    Engine does both after each pass of a microbatch.  Raises UserError where it is another one than we know.
+    From now on scales are updated only by that call, without a reduction over workers: Transformer Engine would do both
+    after each pass of a microbatch.  Raises UserError if this Transformer Engine has unknown signatures.
     """
     try:
         names = (
@@ -182,7 +182,7 @@ def _engine() -> tuple[Any, Any, Callable[..., None]]:
         engine, scaling, base = map(importlib.import_module, names)
         manager, module = scaling.FP8GlobalStateManager, base.TransformerEngineBaseModule
     except (ImportError, AttributeError) as error:
-        raise UserError(f"--fp8-recipe delayed with --recover: Transformer Engine is another one: {error}") from None
+        raise UserError(f"--fp8-recipe delayed with --recover: unknown Transformer Engine: {error}") from None
     known = [
         (manager, "reduce_and_update_fp8_tensors", ("forward",)),
         (manager, "reduce_tensor_across_group_op_max", ("tensor", "group")),
@@ -192,8 +192,8 @@ def _engine() -> tuple[Any, Any, Callable[..., None]]:
         (module, "init_fp8_metadata", ("self", "num_gemms")),
         (module, "reset_fp8_meta_tensors", ("self",)),
     ]
-    supported = "Transformer Engine 2.5 to 2.9 and its main branch of 2026 were read"
-    if reasons := [reason for its in known if (reason := misfit(*its))]:
+    supported = "known: Transformer Engine 2.5 to 2.9 and its main branch of 2026"
+    if reasons := [reason for one in known if (reason := misfit(*one))]:
         raise UserError(*(f"--fp8-recipe delayed with --recover: {reason} ({supported})" for reason in reasons))
     wrap(manager, *known[1][1:], lambda original: lambda tensor, group: None, supported)
     change = wrap(manager, *known[0][1:], lambda original: lambda forward=True: None, supported)
@@ -202,7 +202,7 @@ def _engine() -> tuple[Any, Any, Callable[..., None]]:
 
 @dataclass(frozen=True)
 class _Side:
-    """What a chunk of the model rounds to 8 bits in one direction.  ``at``: its place among a microbatch's numbers."""
+    """Tensors that a model chunk rounds to 8 bits in one direction.  ``at``: their slice of a microbatch's values."""
 
     key: str
     modules: tuple[Any, ...]
@@ -214,7 +214,7 @@ class _Side:
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """Where the kernels put the largest values that they meet: views, one per module."""
+        """Views, one per module, of the memory to which the kernels write their maxima."""
         return [state.amax_history[0] for state in self.states]
 
     def clear(self) -> None:
@@ -223,26 +223,26 @@ class _Side:
 
 
 class Scales(_Maxima):
-    """The scales of one worker's layers.  ``args``: Megatron's; without delayed scaling there are none.
+    """The scales of one worker's layers.  ``args``: Megatron's; empty without delayed scaling.
 
-    A scale is made from the largest values of the last steps.  In a step no scale changes, so a microbatch has the same
-    numbers wherever and however often it is run; when the update is made, each changes once, by the largest value of
-    the batch (``move``).  (Transformer Engine alone changes it after each microbatch.)  So the scales are a function of
-    the steps, equal in a column, and on all of a stage: a part of the training's state (``tensors``).
+    A scale is computed from the maxima of the last steps.  It does not change within a step, so a microbatch has the
+    same numbers wherever and however often it runs; each scale changes once, with the update, by the maximum of the
+    batch (``move``).  (Transformer Engine itself changes it after each microbatch.)  So the scales are a function of
+    the steps, equal in a column and on all workers of a stage, and part of the training's state (``tensors``).
 
-    A chunk's forward pass is told by ``microbatch``, its backward pass begins with the gradient of its output
-    (``watch``) and ends at the latest when the pass has ended (``ran``).
+    ``microbatch`` is the context of a chunk's forward pass; its backward pass begins with the gradient of its output
+    (``watch``) and ends at the latest with the pass (``ran``).
     """
 
     def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
         super().__init__()
         self._sides: list[tuple[_Side, _Side]] = []
         self._under_way: dict[int, int] = {}
-        """Chunk -> the microbatch whose backward pass it runs, or has run last."""
+        """Chunk -> microbatch of its current or last backward pass."""
         self._awaited: set[tuple[int, int]] = set()
-        """(chunk, microbatch) whose backward pass has not begun."""
+        """(chunk, microbatch) of backward passes that have not begun."""
         self._found: torch.Tensor | None = None
-        """The largest values of the batch, from the commit to the update."""
+        """Maxima of the batch, from the commit to the update."""
         if not scales_by_history(args):
             return
         say(ONCE_A_STEP)
@@ -251,16 +251,16 @@ class Scales(_Maxima):
         self._sides = [self._prepare(engine, manager, chunk) for chunk in model]
 
     def _prepare(self, engine: Any, manager: Any, chunk: torch.nn.Module) -> tuple[_Side, _Side]:
-        """Have the scales of a chunk now, before its first forward pass: a state may arrive for them."""
+        """Create the scales of a chunk now, before its first forward pass: a received state may contain them."""
         gemms, config = {}, get_model_config(chunk)
         if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
-            raise UserError("--fp8-recipe delayed with --recover needs an attention in 16 bits")
-        for module in (its for its in chunk.modules() if hasattr(its, "fp8_meta")):
+            raise UserError("--fp8-recipe delayed with --recover needs attention in 16 bits (no FP8 attention)")
+        for module in (one for one in chunk.modules() if hasattr(one, "fp8_meta")):
             if isinstance(module, (engine.Linear, engine.LayerNormLinear, engine.LayerNormMLP, engine.GroupedLinear)):
                 gemms[module] = getattr(module, "num_gemms", 2 if isinstance(module, engine.LayerNormMLP) else 1)
             elif not isinstance(module, engine.DotProductAttention):
                 kind = f"{type(module).__module__}.{type(module).__name__}"
-                raise UserError(f"--fp8-recipe delayed with --recover does not know what {kind} rounds to 8 bits")
+                raise UserError(f"--fp8-recipe delayed with --recover does not support the FP8 module {kind}")
         with fp8_utils.get_fp8_context(config):
             for module, number in gemms.items():
                 for key in (manager.get_buffer_info(), FORGOTTEN):
@@ -278,13 +278,13 @@ class Scales(_Maxima):
         self._under_way, self._awaited, self._found = {}, set(), None
         if self._sides:
             _, manager, _ = _engine()
-            # Layers find in there, first in first out, what to compute again with: an aborted pass has left some.
+            # A FIFO from which layers take the scales for a recomputation: an aborted pass has left entries.
             for kept in getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer:
                 kept.clear()
 
     @contextmanager
     def microbatch(self, chunk: int, j: int) -> Iterator[None]:
-        """Chunk ``chunk`` of the model runs its forward pass of microbatch ``j`` meanwhile."""
+        """Context of the forward pass of microbatch ``j`` on chunk ``chunk`` of the model."""
         if self._sides:
             self._sides[chunk][0].clear()
         yield
@@ -292,7 +292,7 @@ class Scales(_Maxima):
             self._take(self._sides[chunk][0], j)
 
     def watch(self, chunk: int, j: int, output: Any) -> None:
-        """``output``: what chunk ``chunk`` has given for microbatch ``j``; its gradient begins the backward pass."""
+        """Note the ``output`` of chunk ``chunk`` for microbatch ``j``: its gradient begins the backward pass."""
         first = output[0] if isinstance(output, list) else output
         if self._sides and self._sides[chunk][1].modules and getattr(first, "requires_grad", False):
             self._awaited.add((chunk, j))
@@ -314,25 +314,25 @@ class Scales(_Maxima):
             self._row(j, 0.0, largest)[side.at] = largest
 
     def ran(self, ids: Sequence[int]) -> None:
-        """The microbatches ``ids`` were run, forward and backward.  All workers of a stage of the replica call it.
+        """Reduce the maxima of ``ids``, which were run forward and backward.  All workers of the stage call it.
 
-        Tensor and context ranks have parts of a tensor; an expert has met what all ranks of its group have sent.
+        Tensor and context ranks have parts of a tensor; an expert has seen the tokens of all ranks of its group.
         """
         for chunk in list(self._under_way):
             self._end_backward(chunk)
         if self._awaited:
-            raise WrongGradients(f"of {sorted(self._awaited)} (chunk, microbatch) no backward pass was seen")
+            raise WrongGradients(f"no backward pass ran for (chunk, microbatch) {sorted(self._awaited)}")
         groups = [parallel_state.get_tensor_and_context_parallel_group()] if self._width else []
         if groups and parallel_state.get_expert_model_parallel_world_size() > 1:
             groups.append(parallel_state.get_expert_tensor_and_model_parallel_group())
         self._over(groups, ids)
 
     def write(self, whole: torch.Tensor) -> None:
-        """``whole``: the sum of what a column has read."""
+        """Keep the maxima of the complete batch for ``move``; ``whole``: the sum of ``read`` over a column."""
         self._found = self._largest(whole) if self._width else None
 
     def move(self) -> None:
-        """The update is made: change each scale by what was found in the batch.  Asks nobody."""
+        """Change each scale by the maxima of the batch, with the update.  Communicates with no worker."""
         if self._found is None:
             return
         for side in (side for sides in self._sides for side in sides if side.modules):
@@ -343,12 +343,12 @@ class Scales(_Maxima):
             self._change(forward=forward)
         self._found = None
 
-    # ---- as a part of the state
+    # ---- the scales in the state
 
     def tensors(self, *, whole: bool = False) -> Iterator[torch.Tensor]:
-        """The living scales and histories, in one order: equal in a column between two iterations.
+        """Yield the live scales and histories, in a fixed order: equal in a column between two iterations.
 
-        Not ``whole``: without the first rows, in which an evaluation leaves what it meets.
+        Without ``whole`` the first rows are left out: an evaluation writes to them.
         """
         for state in (state for sides in self._sides for side in sides for state in side.states):
             yield state.scale
@@ -356,6 +356,6 @@ class Scales(_Maxima):
             yield from [history] if history.numel() else []
 
     def reset(self) -> None:
-        """Have those of a model that has seen no step."""
+        """Reset them to those of a model before its first step."""
         for module in (module for forward, _ in self._sides for module in forward.modules):
             module.reset_fp8_meta_tensors()

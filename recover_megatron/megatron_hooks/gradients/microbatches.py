@@ -1,19 +1,19 @@
-"""Each microbatch on its own, by its number: its samples, its random numbers, and that it is counted once.
+"""Microbatches identified by their number: samples, random numbers, and the check that each is counted once.
 
 Microbatch j of the iteration that starts at ``consumed`` samples begins at consumed + j * size, and its samples are:
 
     InOrder    --dataloader-type single: the samples from there on
     Shuffled   --dataloader-type cyclic: those that Megatron's shuffling sampler gives the data-parallel rank j % ranks,
                epoch after epoch
-    ByNumber   --dataloader-type external: what the user's loader gives for (consumed + j * size) / size
+    ByNumber   --dataloader-type external: what the user's loader returns for (consumed + j * size) / size
     InTurn     --full-validation: one sample for each rank in turn, each rank's again and again
 
-The samples of iterations that are left out (--iterations-to-skip) count as consumed, and nobody reads them.  A state's
-version counts such iterations with the one before them, of which they change nothing: a worker that begins anew begins
-after them.  steps.jsonl has no line of them, and the line that follows says how many they are.
+The samples of skipped iterations (--iterations-to-skip) count as consumed, but are not read.  A state's version counts
+skipped iterations with the one before them, since they do not change the state: a worker that joins begins after them.
+steps.jsonl has no line for them; the next line has their number.
 
-Random numbers are a function of (seed, iteration, microbatch, position), never of who runs the microbatch
-(``MicrobatchSeeds``); the gradients are counted where they are added to the buffer (``Accumulated``).
+Random numbers are a function of (seed, iteration, microbatch, position), never of the worker that runs the microbatch
+(``MicrobatchSeeds``); gradients are counted when they are added to the buffer (``Accumulated``).
 """
 
 from __future__ import annotations
@@ -39,23 +39,22 @@ from recover_megatron.workload.assign import group_size
 
 
 class Accumulated:
-    """How many microbatches entered the gradient of each model chunk, since the start of the run.
+    """Number of microbatches in the gradient of each model chunk, since the start of the run.
 
-    Counted where it happens: by the hooks that add gradients to the buffer.  Some dense parameter gets gradients from
-    every microbatch, though not each does: a vision transformer's may have none from a sample without an image.  And
-    one may get several from a microbatch, in one call of Megatron's backward pass: what parts of the model share that
-    have a backward pass of their own (--overlap-moe-expert-parallel-comm), a layer that is used twice and computed
-    again.  They count once.
+    Counted by the hooks that add gradients to the buffer.  At least one dense parameter gets a gradient from every
+    microbatch, but not each does: a vision transformer's may get none from a sample without an image.  And a parameter
+    may get several in one call of Megatron's backward pass, which count once: if it is shared by modules with separate
+    backward passes (--overlap-moe-expert-parallel-comm), or its layer is used twice and recomputed.
     """
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-        """Of each chunk, by dense parameter."""
+        """Chunk -> count of each dense parameter."""
         self._call = 0
-        """The number of the call under way."""
+        """Number of the current call of the backward pass."""
 
     def install(self) -> None:
-        """Wrap the seams; must come before the model is built."""
+        """Wrap the seams; call it before the model is built."""
         monkeypatch.wrap("DistributedDataParallel._make_backward_post_hook", self._counting)
         monkeypatch.wrap("backward_step", self._calling)
         monkeypatch.wrap("TransformerModelChunkSchedulePlan.run", self._calling)
@@ -74,14 +73,14 @@ class Accumulated:
         return _make_backward_post_hook
 
     def watch(self, fsdp: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Count for a chunk in Megatron-FSDP, whose own hooks of ``parameters`` have been registered before."""
+        """Count for a chunk in Megatron-FSDP, after its own hooks of ``parameters`` have been registered."""
         for param in parameters:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._counted(fsdp, param, lambda _: None))
 
     def _counted(self, chunk: Any, param: torch.nn.Parameter, add: Callable[..., None]) -> Callable[..., None]:
-        """``add``, which adds a gradient of ``param``: a dense one's are counted, of an expert some microbatch may have
-        none."""
+        """Wrap ``add``, which adds a gradient of ``param``, to count; experts are not counted: some microbatches give
+        them no gradient."""
         if not getattr(param, "allreduce", True):
             return add
         counts = self._counts.setdefault(chunk, [])
@@ -98,37 +97,36 @@ class Accumulated:
         return count
 
     def counts(self, model: Sequence[Any]) -> list[list[int]]:
-        """By chunk, by parameter; of one without a trainable dense parameter nothing can be counted."""
+        """Return counts per chunk and parameter; a chunk without trainable dense parameters has none."""
         return [list(self._counts.get(chunk, ())) for chunk in model]
 
     def check(self, model: Sequence[Any], before: Sequence[list[int]], microbatches: Sequence[int]) -> None:
-        """Raise WrongGradients unless each chunk has added as many ``microbatches`` as it should since ``before``.
+        """Raise WrongGradients unless each chunk has added exactly ``microbatches`` since ``before``.
 
-        Both are by chunk; microbatches of which Megatron runs no backward pass do not count (``has_gradient``).
+        Both are by chunk; microbatches without a backward pass in Megatron do not count (``has_gradient``).
         """
         counts = zip(before, self.counts(model), microbatches, strict=True)
-        for number, (old, new, its) in enumerate(counts):
-            added = max((now - then for now, then in zip(new, old, strict=True)), default=its)
-            if added != its:
-                raise WrongGradients(f"chunk {number} added the gradients of {added} microbatches, not of its {its}")
+        for number, (old, new, wanted) in enumerate(counts):
+            added = max((now - then for now, then in zip(new, old, strict=True)), default=wanted)
+            if added != wanted:
+                raise WrongGradients(f"chunk {number} added the gradients of {added} microbatches instead of {wanted}")
 
 
 def has_gradient(output: Any) -> bool:
-    """Whether Megatron runs a backward pass from this output of a forward step (``schedules.backward_step``).
+    """Return whether Megatron runs a backward pass from this output of a forward step (``schedules.backward_step``).
 
-    It does not where nothing that is trained took part: a sample of text alone, in a model whose language model is
-    frozen.
+    It does not if no trained parameter took part: for example text only, in a model with a frozen language model.
     """
     first = output[0] if isinstance(output, list) else output
     return bool(getattr(first, "requires_grad", True))
 
 
 def grouped(model: Any, count: int) -> AbstractContextManager[None]:
-    """Let Megatron's schedule run ``count`` microbatches through ``model`` (chunks, or one model) while it is entered.
+    """Return a context in which Megatron's schedule can run ``count`` microbatches through ``model`` (or its chunks).
 
-    The groups of an interleaved pipeline get a size that allows it: the schedules alone read it, when a pass begins.
-    Microbatches go through a chunk of layers in the same order whatever the size, so the gradients are the same to the
-    last bit.  Raises ValueError for fewer than an interleaved pipeline of so many stages can run.
+    It sets a fitting group size for an interleaved pipeline: only the schedules read it, when a pass begins.
+    Microbatches pass a chunk of layers in the same order for any size, so the gradients are the same to the bit.
+    Raises ValueError if ``count`` is too small for an interleaved pipeline with this number of stages.
     """
     if not isinstance(model, list) or len(model) < 2:
         return nullcontext()
@@ -140,24 +138,23 @@ def grouped(model: Any, count: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def whole_pass(model: Sequence[Any]) -> Iterator[None]:
-    """A pass over these chunks runs meanwhile; where an exception ends it, what it has begun is dropped.
+    """Context of a pass over these chunks; if an exception ends it, its leftovers are dropped.
 
-    With --delay-wgrad-compute Transformer Engine keeps what the gradient of a weight is computed from in a queue, and
-    takes the oldest.  With --overlap-moe-expert-parallel-comm there is a second stream: whoever waits for this one
-    afterwards waits for both.
+    With --delay-wgrad-compute Transformer Engine queues the inputs of a weight's gradient: the queues are emptied.
+    With --overlap-moe-expert-parallel-comm there is a second stream: the current stream waits for it.
     """
     try:
         yield
     except BaseException:
         for module in (module for chunk in model for module in chunk.modules()):
-            # Fused operations are kept in tuples, so that they are no modules of the model.
+            # Fused operations are stored in tuples, so they are not submodules of the model.
             fused = getattr(module, "_fused_ops", None) or getattr(module, "_fused_grouped_swiglu_ops", None) or ()
-            for its in (module, *(inner for whole in fused for inner in whole.modules())):
-                queue = getattr(getattr(its, "wgrad_store", None), "context", None)
+            for one in (module, *(inner for whole in fused for inner in whole.modules())):
+                queue = getattr(getattr(one, "wgrad_store", None), "context", None)
                 while queue is not None and not queue.empty():
                     queue.get()
-        if (beside := get_comm_stream()) is not None:
-            torch.cuda.current_stream().wait_stream(beside)
+        if (second := get_comm_stream()) is not None:
+            torch.cuda.current_stream().wait_stream(second)
         raise
 
 
@@ -166,7 +163,7 @@ SAME_ON_TENSOR_RANKS = ("data-parallel-rng", "mtp-hsm-rng")
 
 
 def mix(*numbers: int) -> int:
-    """63 well-mixed bits of a sequence of integers (the finaliser of SplitMix64, chained)."""
+    """Hash a sequence of integers to 63 bits (the finaliser of SplitMix64, chained)."""
     state = 0x9E3779B97F4A7C15
     for number in numbers:
         state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
@@ -176,11 +173,11 @@ def mix(*numbers: int) -> int:
 
 
 def install(loop: Loop) -> None:
-    """Wrap the seams where Megatron reads the batch of an iteration that it leaves out, for which nobody asks here, by
-    which the states of random numbers come into a checkpoint, and where a random number is drawn once and kept.
+    """Wrap the seams for skipped batches (not read here), for the random states in a checkpoint, and for a random
+    number that is drawn once and kept.
 
-    It does not matter which it has, see ``MicrobatchSeeds``; but with ``--data-parallel-random-init`` a start reads one
-    of each replica of the launch, and those of the lost are made up.
+    The saved states do not matter, see ``MicrobatchSeeds``; but with ``--data-parallel-random-init`` a start reads one
+    for each replica of the launch, so those of lost replicas are filled in.
     """
     loop.wrap("skipped_step", _unread)
     loop.wrap("random_states", _as_many_as_launched)
@@ -189,10 +186,10 @@ def install(loop: Loop) -> None:
 
 def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_rng_state(*args: Any, **kwargs: Any) -> Any:
-        # Megatron's list is to have room for those that are asked, also where they are more or fewer than launched.
+        # Megatron's list must have room for the gathered states, also if they are more or fewer than at launch.
         with monkeypatch.replaced(parallel_state, _MPU_DATA_PARALLEL_WORLD_SIZE=None):
             found = original(*args, **kwargs)
-        states = getattr(found, "data", found)  # in formats that say where they belong it is in an object
+        states = getattr(found, "data", found)  # wrapped in an object by formats that record its position
         if isinstance(states, dict):
             (states,) = states.values()  # of this position
         if get_args().data_parallel_random_init:
@@ -203,9 +200,9 @@ def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drawn_by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Draw the bias that a router keeps for the run (--moe-router-force-biased below 0) by the seed and the layer.
+    """Draw the bias that a router keeps for the run (--moe-router-force-biased below 0) from the seed and the layer.
 
-    Megatron draws it in the first forward pass of a process: of whichever microbatch that is.
+    Megatron draws it in the first forward pass of a process, which depends on the microbatch.
     """
 
     def apply_biased_logits(logits: torch.Tensor, std: float, layer_number: int | None = None) -> Any:
@@ -220,11 +217,11 @@ def _drawn_by_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MicrobatchSeeds:
-    """Sets the states of random numbers before a forward pass.  ``device``: that of the model's.
+    """Sets the random states before a forward pass.  ``device``: that of the model.
 
-    The default stream is the same on all tensor-parallel ranks of a stage, as in Megatron, and so is every tracked one
-    but those whose purpose it is to differ (they hold the tensor and expert ranks in their seed).  Activation
-    recomputation saves and restores states by itself.
+    The default generator is the same on all tensor-parallel ranks of a stage, as in Megatron, and so is every tracked
+    generator, except those that must differ (their seed contains the tensor and expert ranks).  Activation
+    recomputation saves and restores states itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -232,7 +229,7 @@ class MicrobatchSeeds:
         self._device = device
 
     def seed(self, iteration: int, microbatch: int, chunk: int) -> None:
-        """Start microbatch ``microbatch`` of ``iteration`` (from 1) on model chunk ``chunk``."""
+        """Set the states for microbatch ``microbatch`` of ``iteration`` (from 1) on model chunk ``chunk``."""
         args = get_args()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         base = mix(args.seed, iteration, microbatch, stage, chunk)
@@ -249,7 +246,7 @@ class MicrobatchSeeds:
         for number, name in enumerate(sorted(states)):
             own = (0,) if name in SAME_ON_TENSOR_RANKS else ranks
             seed = mix(base, number + 1, *own)
-            if isinstance(states[name], torch.Generator):  # Transformer Engine's, for CUDA graphs: they keep it
+            if isinstance(states[name], torch.Generator):  # Transformer Engine's; CUDA graphs keep a reference
                 states[name].manual_seed(seed)
                 continue
             self._scratch.manual_seed(seed)
@@ -257,67 +254,67 @@ class MicrobatchSeeds:
         tracker.set_states(states)
 
     def _seed_default(self, base: int) -> None:
-        # Not torch.manual_seed: it takes a traceback of this deep stack for every kind of accelerator that is unused
-        # (to seed it if it ever is), which took longer than all else that a microbatch costs here.
+        # Not torch.manual_seed: for every unused kind of accelerator it records a traceback of this deep stack (to seed
+        # it on first use), which took longer than all other work per microbatch here.
         torch.default_generator.manual_seed(base)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(base)
 
 
 class InOrder:
-    """The samples of a data set of ``total`` as they lie; ``size``: of a microbatch."""
+    """The samples of a data set of ``total`` in order; ``size``: samples per microbatch."""
 
     def __init__(self, total: int, size: int) -> None:
         self._total = total
         self._size = size
 
     def samples(self, first: int) -> list[int] | None:
-        """Of the microbatch that begins at ``first``; None: the data set has no more."""
+        """Return those of the microbatch that begins at ``first``; None at the end of the data set."""
         return list(range(first, first + self._size)) if first + self._size <= self._total else None
 
 
 class ByNumber:
-    """Microbatches that a loader of the user's own gives by their number in the run; ``size``: in samples."""
+    """Microbatches that a user's loader returns by their number in the run; ``size``: samples of each."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def samples(self, first: int) -> list[int]:
-        """The number alone of the microbatch that begins at sample ``first``."""
+        """Return, as the only entry, the number of the microbatch that begins at sample ``first``."""
         return [first // self._size]
 
 
 class InTurn:
-    """The samples of a data set of ``total``, one for each of the ``ranks`` of the launch in turn: microbatches of one.
+    """The samples of a data set of ``total``, dealt one by one to the ``ranks`` of the launch: microbatches of one.
 
-    A rank that is through with its own begins with them again, at once.
+    A rank that has used all its samples starts again with its first.
     """
 
     def __init__(self, total: int, ranks: int) -> None:
         if total < ranks:
-            raise ValueError(f"{total} samples are not one for each of {ranks} ranks")
+            raise ValueError(f"{total} samples are fewer than the {ranks} ranks")
         self._total = total
         self._ranks = ranks
 
     @property
     def rounds(self) -> int:
-        """After how many microbatches all ranks are through with theirs."""
+        """Number of microbatches after which all ranks have used all their samples."""
         return -(-self._total // self._ranks)
 
     def samples(self, first: int) -> list[int]:
-        """Of the microbatch that begins at ``first``."""
+        """Return those of the microbatch that begins at ``first``."""
         turn, rank = divmod(first, self._ranks)
-        its = -(-(self._total - rank) // self._ranks)
-        return [turn % its * self._ranks + rank]
+        own = -(-(self._total - rank) // self._ranks)
+        return [turn % own * self._ranks + rank]
 
 
 class Shuffled:
-    """The ``total`` samples of a data set, shuffled anew in each epoch, for the ``ranks`` of the launch.
+    """The ``total`` samples of a data set, reshuffled in each epoch, for the ``ranks`` of the launch.
 
-    An epoch has as many microbatches, of ``size`` samples, for each rank, and some samples may be left over.
-    ``sharded``: whether each rank shuffles a part of its own (Megatron's default).  Where all shuffle the whole,
-    Megatron's sampler gives what is left over to its first ranks, if that is enough, in place of what would be theirs
-    at the beginning of the next epoch.
+    An epoch has the same number of microbatches, of ``size`` samples, for each rank; some samples may be left over.
+    ``sharded``: whether each rank shuffles a separate part (Megatron's default).  If all ranks shuffle the complete
+    data set, Megatron's sampler gives the leftover samples, if they are enough, to its first ranks, in place of their
+    first microbatch of the next epoch.
     """
 
     def __init__(self, total: int, size: int, ranks: int, *, sharded: bool) -> None:
@@ -325,7 +322,7 @@ class Shuffled:
         self._ranks = ranks
         self._sharded = sharded
         self.round = size * ranks
-        """Samples that all ranks together have with one microbatch each."""
+        """Samples of one microbatch on each rank."""
         self.epoch = total // self.round * self.round
         """Samples of an epoch."""
         if not self.epoch:
@@ -334,7 +331,7 @@ class Shuffled:
         self._shuffled = lru_cache(maxsize=2)(self._shuffle)
 
     def samples(self, first: int) -> list[int]:
-        """Of the microbatch that begins at ``first``."""
+        """Return those of the microbatch that begins at ``first``."""
         epoch, at = divmod(first, self.epoch)
         begins, rank = at // self.round * self.round, at % self.round // self._size
         shuffled = self._shuffled(epoch)
@@ -355,13 +352,13 @@ class Shuffled:
 
 
 def to_skip() -> frozenset[int]:
-    """The iterations, from 1, that this run leaves out."""
+    """Return the iterations, from 1, that this run skips."""
     args = get_args()
     return frozenset(iteration for iteration in args.iterations_to_skip or () if iteration <= args.train_iters)
 
 
 def with_skipped(iteration: int, skipped: Iterable[int]) -> int:
-    """How many iterations are over once ``iteration`` of them are: with those that are left out right after them."""
+    """Return ``iteration`` plus the number of skipped iterations directly after it."""
     left_out = frozenset(skipped)
     while iteration + 1 in left_out:
         iteration += 1
@@ -369,7 +366,7 @@ def with_skipped(iteration: int, skipped: Iterable[int]) -> int:
 
 
 def skipped_before(iteration: int, begun: int, skipped: Iterable[int]) -> int:
-    """How many iterations are left out right before ``iteration``, of a run that began after iteration ``begun``."""
+    """Return the number of skipped iterations directly before ``iteration``, in a run that began after ``begun``."""
     left_out = frozenset(skipped)
     found = 0
     while iteration - found - 1 > begun and iteration - found - 1 in left_out:
@@ -382,6 +379,6 @@ Order = ByNumber | InOrder | InTurn | Shuffled
 
 def _unread(original: Callable[..., Any]) -> Callable[..., Any]:
     def dummy_train_step(data_iterator: Any) -> None:
-        get_rerun_state_machine().current_iteration += 1  # by which Megatron names an iteration in its messages
+        get_rerun_state_machine().current_iteration += 1  # Megatron's messages use this number
 
     return dummy_train_step

@@ -1,1 +1,1 @@
-"""What a run leaves for people: the run's records, Megatron's own log and its writers, and dumps of layers."""
+"""Output of a run: its record files, Megatron's own log and its writers, and dumps of layers."""

@@ -1,13 +1,13 @@
-"""Lines in the log of the training that tell people of losses, returns, rollbacks and degraded times.
+"""Lines in the training log about losses, returns, rollbacks and degraded operation.
 
-``Console`` decides which worker says them and when.  The lines are pure functions:
+``Console`` decides which worker logs them and when.  The lines are pure functions:
 
 iteration 103: worker 5 (node b-1, GPU 5) lost in forward/backward; 2 microbatches run again by replicas 0, 3;
     0.11 s; 7 of 8 replicas
 iteration 140: replica 5 is back with worker 12 (node b-1, GPU 5), 37 iterations after its loss; 8 of 8 replicas
 iteration 160: replica 8 is new, with worker 14 (node b-2, GPU 6); 9 replicas (8 at the launch)
-rolled back to iteration 100 (from disk, /save), since nobody held all of the state any more; 40 iterations are run
-    again; 3.20 s; 8 of 8 replicas
+rolled back to iteration 100 (from disk, /save): the live workers did not hold the complete state; 40 iterations are
+    run again; 3.20 s; 8 of 8 replicas
 iteration 150: spare worker 9 (node c-2, GPU 1) lost; 1 spare is left
 iteration 200: degraded for 10 min: 7 of 8 replicas since iteration 103; no spare is left
 """
@@ -28,26 +28,26 @@ from recover_megatron.membership.records import ranges
 log = get_logger(__name__)
 
 REMIND_SECONDS = 600.0
-"""Between two lines that say that replicas are missing."""
+"""Interval between two reminders that replicas are missing."""
 
 
 class Console:
-    """Tells people of losses, returns and degraded times, on the worker that prints Megatron's lines of the training.
+    """Logs losses, returns and degraded operation, on the worker that prints Megatron's training log.
 
         planned: a loss in a step --> kept --the step is over: step--> one line, with what it cost
                  any other loss, a return --> a line at once
-        step:    fewer replicas than at the launch, for ten minutes --> a reminder, and so on
+        step:    fewer replicas than at the launch --> a reminder every ten minutes
 
-    Every worker with a place keeps account, since any may be the next to print.  Its main thread calls it.
+    Every worker with a place keeps this record, since any may be the next to print.  Called by its main thread.
     """
 
     def __init__(self) -> None:
         self._kept: list[Failure] = []
-        """Losses in the step under way."""
+        """Losses in the current step."""
         self._gone: dict[int, int] = {}
         """Replica that is missing -> the iteration of its loss."""
         self._degraded: tuple[int, float] | None = None
-        """Since which iteration and when there are fewer replicas than at the launch."""
+        """Iteration and time since which there are fewer replicas than at the launch; None: there are not."""
         self._reminded = 0.0
         self._epoch = 0
 
@@ -76,20 +76,20 @@ class Console:
             self._degraded, self._reminded = (iteration, time.monotonic()), time.monotonic()
 
     def rolled_back(self, manager: Manager, target: Rollback, folder: str, seconds: float) -> None:
-        """The run has gone back to a checkpoint in ``folder``, or to a state in memory, and goes on from there."""
+        """Log a rollback to a checkpoint in ``folder`` or, if that is empty, to a state in memory."""
         replicas = of_all(manager.view.decision, manager.view.grid.launched)
         source = f"from disk, {folder}" if folder else "from memory"
         if target.source == HELD:
-            source = "which workers that were set aside hold"
+            source = "from workers that were set aside"
         _say(rollback_line(target, source, seconds, replicas))
 
     def step(self, manager: Manager, outcome: Outcome, iteration: int) -> None:
         decision, of = manager.view.decision, manager.view.grid.launched
         if self._kept:
             seconds = sum(outcome.seconds.values())
-            told = recovery_line(iteration, self._kept, outcome.reran, seconds, of_all(decision, of))
+            line = recovery_line(iteration, self._kept, outcome.reran, seconds, of_all(decision, of))
             self._kept.clear()
-            _say(told)
+            _say(line)
         if self._degraded is not None and (now := time.monotonic()) - self._reminded >= REMIND_SECONDS:
             self._reminded = now
             since, begun = self._degraded
@@ -102,17 +102,17 @@ def _say(text: str) -> None:
 
 
 NAMED = 3
-"""So many lost workers are told of one by one."""
+"""Up to this number lost workers are listed one by one."""
 PHASES = {"forward": "forward/backward", "reduce-scatter": "the gradient sums", "agree": "the agreement"}
-"""What phases are called here; others by their own names. One mark covers both passes of a microbatch."""
+"""Phase -> its name in the log, if different. One mark covers both passes of a microbatch."""
 
 
 def recovery_line(
     iteration: int, failures: Sequence[Failure], reran: Mapping[int, Sequence[int]], seconds: float, replicas: str
 ) -> str:
-    """A step that was finished after losses, or a loss that cost nothing; ``replicas``: as ``of_all`` says it."""
+    """Return the line for a step that finished after losses, or for a loss without cost; ``replicas``: ``of_all``."""
     lost = [lost for failure in failures for lost in failure.lost]
-    parts = [f"{_who(lost)} lost{_where(lost)}" if lost else "met again after an interruption, nobody was lost"]
+    parts = [f"{_who(lost)} lost{_where(lost)}" if lost else "new rendezvous after an interruption, no worker was lost"]
     if count := sum(map(len, reran.values())):
         by = "replica" if len(reran) == 1 else "replicas"
         parts.append(f"{count} microbatch{'es' * (count > 1)} run again by {by} {', '.join(map(str, sorted(reran)))}")
@@ -123,14 +123,14 @@ def recovery_line(
 
 
 def spares_line(iteration: int, failure: Failure, spares: int) -> str:
-    """The loss of workers that had no place in the training."""
+    """Return the line for the loss of workers without a place."""
     return f"iteration {iteration}: {_who(failure.lost, 'spare worker')} lost; {_left(spares)}"
 
 
 def return_line(
     iteration: int, decision: Decision, places: Mapping[int, LostWorker], gone: Mapping[int, int], of: int
 ) -> str:
-    """Replicas that ``decision`` has put together; ``gone``: in which iteration each was lost, where that is known."""
+    """Return the line for the replicas that ``decision`` has formed; ``gone``: the iteration of each known loss."""
     parts = []
     for replica in decision.fresh:
         workers = [places.get(worker, LostWorker(worker)) for worker in decision.grid[replica]]
@@ -143,16 +143,16 @@ def return_line(
 
 
 def rollback_line(target: Rollback, source: str, seconds: float, replicas: str) -> str:
-    """The state was lost: all have gone back to a state that was kept; ``source``: where."""
+    """Return the line for a rollback; ``source`` names the storage of the state."""
     lost = f"{target.lost} iterations are" if target.lost != 1 else "1 iteration is"
     return (
-        f"rolled back to iteration {target.iteration} ({source}), since nobody held all of the state any more; "
+        f"rolled back to iteration {target.iteration} ({source}): the live workers did not hold the complete state; "
         f"{lost} run again; {seconds:.2f} s; {replicas}"
     )
 
 
 def degraded_line(iteration: int, seconds: float, since: int, decision: Decision, of: int) -> str:
-    """A reminder."""
+    """Return the reminder that replicas are missing."""
     return (
         f"iteration {iteration}: degraded for {seconds / 60:.0f} min: {of_all(decision, of)} since iteration {since}; "
         f"{_left(len(decision.spares))}"
@@ -160,7 +160,7 @@ def degraded_line(iteration: int, seconds: float, since: int, decision: Decision
 
 
 def of_all(decision: Decision, of: int) -> str:
-    """ "7 of 8 replicas": of those of the launch; "9 replicas (8 at the launch)" where the run has grown."""
+    """Return "7 of 8 replicas", of those at launch, or "9 replicas (8 at the launch)" if the run has grown."""
     count = len(decision.replicas)
     return f"{count} of {of} replicas" if count <= of else f"{count} replicas ({of} at the launch)"
 
@@ -170,15 +170,15 @@ def _left(spares: int) -> str:
 
 
 def _who(workers: Sequence[LostWorker], noun: str = "worker") -> str:
-    """Workers with their places; many of them by node."""
+    """Return the workers with their places; more than ``NAMED`` are grouped by node."""
     if len(workers) <= NAMED:
         return ", ".join(str(worker).replace("worker", noun, 1) for worker in workers)
     nodes: dict[str, list[int]] = {}
     for worker in workers:
         nodes.setdefault(worker.node, []).append(worker.worker)
-    told = [f"{ranges(ids)}" + (f" (node {node})" if node else "") for node, ids in sorted(nodes.items())]
-    more = [f"and those of {len(told) - NAMED} more nodes"] * (len(told) > NAMED)
-    return f"{len(workers)} workers, " + ", ".join([*told[:NAMED], *more]) + ","
+    groups = [f"{ranges(ids)}" + (f" (node {node})" if node else "") for node, ids in sorted(nodes.items())]
+    more = [f"and those of {len(groups) - NAMED} more nodes"] * (len(groups) > NAMED)
+    return f"{len(workers)} workers, " + ", ".join([*groups[:NAMED], *more]) + ","
 
 
 def _where(lost: Sequence[LostWorker]) -> str:

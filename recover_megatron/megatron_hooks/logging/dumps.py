@@ -1,9 +1,9 @@
-"""Dumps of layers, which Megatron writes for people: traces of routers, gradients, activations, parameters.
+"""Megatron's dumps of layers: traces of routers, gradients, activations, parameters.
 
-install        --moe-routing-trace-path: Megatron empties the files of a rank when train() is entered.  A worker that
-               comes into a run that goes on continues the files of the place that it takes
+install        --moe-routing-trace-path: Megatron truncates the files of a rank at the start of train().  A worker that
+               joins a running training continues the files of the place that it takes
 leave          --save-dgrads-interval, --save-activations-interval, --save-tokens-per-expert-interval: Megatron removes
-               its hooks on layers at the end of a step, but not those of a step that was left
+               its hooks on layers at the end of a step, but not those of an interrupted step
 of_parameters  --save-params-interval: Megatron writes parameters right after the update, gathered or not
 """
 
@@ -27,9 +27,9 @@ _REMOVERS = ("remove_hooks", "remove_activation_hooks", "remove_tpe_hooks")
 
 
 def install(known: Callable[[], tuple[int, int]]) -> None:
-    """Wrap what opens the trace of the routers; raises UserError where it is not the one that is known.
+    """Wrap the constructor of the routers' trace; raises UserError if its signature is unknown.
 
-    ``known()``: the slot of this worker, which no other live worker has, and how many iterations the run has made.
+    ``known()``: the slot of this worker, which no other live worker has, and the number of completed iterations.
     """
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
@@ -38,8 +38,8 @@ def install(known: Callable[[], tuple[int, int]]) -> None:
             if made <= 0:
                 return original(self, output_dir, max_steps, rank, *args, **kwargs)
             os.makedirs(output_dir, exist_ok=True)
-            with TemporaryDirectory() as aside:  # the files that are emptied
-                original(self, aside, max_steps, slot, *args, **kwargs)
+            with TemporaryDirectory() as scratch:  # for the truncated files
+                original(self, scratch, max_steps, slot, *args, **kwargs)
             self.output_dir, self._captured_steps, self._stopped = output_dir, made, made >= max_steps
             for name, offset in (("output_path", ""), ("hs_path", "_hs_offset"), ("logits_path", "_logits_offset")):
                 path = os.path.join(output_dir, os.path.basename(getattr(self, name)))
@@ -54,7 +54,7 @@ def install(known: Callable[[], tuple[int, int]]) -> None:
 
 
 def _end_line(path: str) -> None:
-    """End the last line of ``path``, which a worker that was killed may have left unfinished."""
+    """Terminate the last line of ``path``, which a killed worker may have left unfinished."""
     with open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -72,7 +72,7 @@ def leave() -> None:
             vars(module)["_LOGGER"] = None
     traces = sys.modules.get(_TRACES)
     if (tracer := getattr(traces, "_MOE_ROUTER_TRACER", None)) is not None:
-        # train() makes another one: the worker may take the place, and so the files, of somebody else.
+        # train() creates another one: the worker may take the place, and so the files, of another worker.
         atexit.unregister(tracer.flush)
         tracer.remove_hooks()
         tracer.records.clear()
@@ -83,7 +83,7 @@ def leave() -> None:
 
 
 def of_parameters() -> bool:
-    """Tell if Megatron writes the model's parameters at the end of the iteration under way."""
+    """Return whether Megatron writes the model's parameters at the end of the current iteration."""
     args = get_args()
     every = getattr(args, "save_params_interval", None)
     return every is not None and (args.curr_iteration + 1) % every == 0

@@ -1,12 +1,12 @@
-"""The records that a run leaves for people: steps.jsonl and events.jsonl.
+"""Record files of a run: steps.jsonl and events.jsonl.
 
 Every replica has a candidate (last stage, first tensor and context rank, first inner rank), which keeps the lines of
-the last steps in memory; the candidate of the first replica writes the files.  When that replica is lost the next
-candidate takes them over: it adds what the old writer had committed and not written yet, so no committed step is
+the last steps in memory; the candidate of the first replica writes the files.  If that replica is lost, the next
+candidate takes over and adds the lines that the old writer had committed but not written, so no committed step is
 missing.
 
-The training waits for the disk for a moment at most (``log_writer``): the writer may be behind by what fits into its
-queue, so its successor keeps as much.
+The training waits only a bounded time for the disk (``log_writer``): the writer's backlog may be as large as its
+queue, so the candidates keep as many lines.
 """
 
 from __future__ import annotations
@@ -37,43 +37,43 @@ from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
 log = get_logger(__name__)
 
 KEPT_BYTES = 2 << 20
-"""Lines of steps that a candidate remembers, in bytes: less than its queue takes at once."""
+"""Size of the step lines that a candidate keeps: less than its queue accepts at once."""
 
 
 class Records:
-    """The records of one worker, and on one of them the files.  ``folder`` None: nothing is written."""
+    """The records of one worker, and the files if it is the writer.  ``folder`` None: nothing is written."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._lines: deque[tuple[int, bytes]] = deque()
-        """Of the last steps: the iteration and its line."""
+        """(iteration, line) of the last steps."""
         self._kept = 0
         self._file: StepsFile | None = None
         self._events: EventsFile | None = None
         self._checkpoint = ""
         self._timeline: Timeline = (0, 0)
-        """That of the steps in ``_lines``."""
+        """Timeline of the steps in ``_lines``."""
         self._first = True
-        """Whether no step of this run can have been written yet, for all that this worker knows."""
+        """True if, to this worker's knowledge, no step of this run can have been written yet."""
         self._epoch = 0
         self._recoveries = 0
-        """Losses of replicas since the last step that was over."""
+        """Losses of replicas since the last completed step."""
         self._left_out = (-1, 0)
-        """An iteration that this worker has made, and how many samples had been left out until then."""
+        """An iteration that this worker has completed, and the number of samples skipped until then."""
 
     def joined_late(self) -> None:
-        """The run has begun without this worker."""
+        """Note that the run began without this worker."""
         self._first = False
 
     def step(self, manager: Manager, outcome: Outcome, result: tuple[Any, ...], seconds: float) -> None:
-        """A step is over: ``result`` is what train_step returned."""
+        """Record a completed step; ``result`` is the return value of train_step."""
         _to_megatrons_writers(manager, outcome, seconds, self._recoveries)
         self._recoveries = 0
         args = get_args()
         iteration = args.curr_iteration + 1
         skipped = skipped_before(iteration, args.iteration, to_skip())
         (before, left_out), left_out_now = self._left_out, args.skipped_train_samples
-        # Megatron adds to them what the batch of this iteration was decreased by, when train_step has returned.
+        # After train_step returns, Megatron adds the samples by which it decreased the batch of this iteration.
         decreased = get_current_global_batch_size() - get_current_running_global_batch_size()
         self._left_out = iteration, left_out_now + decreased
         if not self._candidate(manager):
@@ -105,7 +105,9 @@ class Records:
         self._first = False
 
     def planned(self, manager: Manager) -> None:
-        """A new epoch: a worker that has become the writer adds what the lost one left out: no other step may come."""
+        """Handle a new epoch: a worker that has become the writer adds the lost one's unwritten lines at once, since no
+        further step may follow.
+        """
         view = manager.view
         decision, failure = view.decision, view.lost
         self._recoveries += decision.epoch != self._epoch and failure is not None and bool(failure.replicas)
@@ -114,12 +116,12 @@ class Records:
         if not self._writes(manager):
             if self._file is not None:
                 self._file.give_up()
-            self._file = None  # somebody else writes on; should it be this worker's turn again, it looks how far
+            self._file = None  # another worker continues the file; a later turn finds its end by reading it
         elif self._lines:
             self._write(manager)
 
     def _follow(self, timeline: Timeline) -> None:
-        """If the run has gone back: forget the steps that are run again."""
+        """Forget, after a rollback, the steps that are run again."""
         if timeline == self._timeline:
             return
         self._timeline = timeline
@@ -130,7 +132,7 @@ class Records:
             self._file = None
 
     def log(self, manager: Manager, event: str, **fields: Any) -> None:
-        """Add an event, if this worker is the writer."""
+        """Append an event, if this worker is the writer."""
         if self._folder is None or not manager.view.started or not self._writes(manager):
             return
         if self._events is None:
@@ -138,15 +140,15 @@ class Records:
         self._events.append(event, worker=manager.view.worker, iteration=get_args().curr_iteration + 1, **fields)
 
     def saved(self, manager: Manager, iteration: int) -> None:
-        """A checkpoint of ``iteration`` is complete."""
+        """Record that the checkpoint of ``iteration`` is complete."""
         args = get_args()
         self.log(manager, "checkpoint", saved=iteration, folder=str(args.save), asynchronous=bool(args.async_save))
         self._checkpoint = f"iteration {iteration} in {args.save}"
 
     def last_checkpoint(self) -> str:
-        """In words, for messages."""
+        """Return a description of the last checkpoint, for messages."""
         if global_vars._GLOBAL_ARGS is None:
-            return ""  # a newcomer knows of none
+            return ""  # a newcomer does not know
         args = get_args()
         if self._checkpoint:
             return self._checkpoint
@@ -163,13 +165,13 @@ class Records:
         )
 
     def _writes(self, manager: Manager) -> bool:
-        # Not a fresh replica, if there is another: it does not know what was committed before.
+        # A fresh replica only if there is no other: it does not know what was committed before.
         decision = manager.view.decision
         first = next((r for r in decision.replicas if r not in decision.fresh), decision.replicas[0])
         return manager.view.replica == first and self._candidate(manager)
 
     def close(self) -> None:
-        """This worker ends: write what is left, as long as the disk takes it."""
+        """Write the remaining lines, if the disk accepts them, before this worker exits."""
         for file in (self._file, self._events):
             if file is not None:
                 file.close()
@@ -202,24 +204,23 @@ class Records:
 
 
 def _still_in(manager: Manager) -> bool:
-    """Whether this worker was not put out: a process that was stopped may have been, and not know yet.
+    """Return whether this worker was not evicted: a process that was stopped may not know yet.
 
-    Then somebody else has written its lines.  Waits until the coordinator is heard, or the run is known to be over.
+    If it was, another worker has written its lines.  Waits until the coordinator answers, or the run is over.
     """
     try:
         manager.be_in_touch(in_epoch=False)
     except Fenced:
         return False
-    except MembershipError:  # the end of the run, for one, or of this worker's training
+    except MembershipError:  # for example, the run or this worker's training has ended
         pass
     return True
 
 
 def _to_megatrons_writers(manager: Manager, outcome: Outcome, seconds: float, recoveries: int) -> None:
-    """Scalars for TensorBoard and W&B, on the rank that has Megatron's writers: the names are those of docs/metrics.md.
+    """Write scalars to TensorBoard and W&B, on the rank that has Megatron's writers; names as in docs/metrics.md.
 
-    What is a counter there is here how much this iteration has added to it: a worker that writes from now on knows no
-    sums.
+    A metric that is a counter there is the increment of this iteration here: a new writer does not know the sums.
     """
     decision, launched = manager.view.decision, manager.view.grid.launched
     recovering = sum(outcome.seconds.values())

@@ -1,19 +1,19 @@
-"""What layers and Megatron's log add up over the microbatches of a step, beside the losses that a forward step returns.
+"""Sums of layers and of Megatron's log over the microbatches of a step, in addition to the returned losses.
 
     ``Trackers``          MoE: load balancing losses, z-loss; per layer
                           MTP: loss, correct and all predictions; per depth of multi-token prediction
                           DSA: loss of the sparse attention's indexer; per layer
-                          THD: tokens of packed sequences, squares of their lengths, by which operations are counted
+                          THD: tokens of packed sequences, squares of their lengths, for the count of operations
     ``RouterSums``        --moe-router-enable-expert-bias: tokens per expert
-                          --moe-router-load-balancing-type quantile_balancing: quantiles, and of how many microbatches
+                          --moe-router-load-balancing-type quantile_balancing: quantiles, and their microbatch counts
 
 Each worker has sums over the microbatches that it ran, and Megatron adds or averages these over the workers.  After a
-death that is wrong: sums of the dead are missing, and who is left ran more than its share.  So they travel in the
-step's tail, where every microbatch is counted once (``read``); when the step is committed each worker is given what it
-would have of the whole batch (``write``).  Nothing is left to be asked of other replicas: no such operation is made, or
-it is known to be done already (``groups.KNOWN``).  What is a maximum over the microbatches, and no sum: `maxima`.
+death that is wrong: the sums of the dead are missing, and survivors ran more than their share.  So the sums travel in
+the step's tail, where every microbatch is counted once (``read``); after the commit each worker gets its value for the
+complete batch (``write``).  No further operation over replicas is needed: Megatron does none, or it is known to be done
+already (``groups.KNOWN``).  For maxima over the microbatches see `maxima`.
 
-Since the log's last row: ``LogTotals``, which go with the state of a worker.
+``LogTotals`` are the sums since the log's last row; they are part of a worker's state.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ BALANCING = {
 
 @dataclass(frozen=True)
 class _Sums:
-    """Some numbers of one kind.  ``find``: the tensor that they are added up in; None as long as there is none."""
+    """Sums of one kind.  ``find``: returns the tensor that accumulates them; None before it exists."""
 
     size: int
     find: Callable[[], torch.Tensor | None]
     added: bool = False
-    """Whether Megatron adds them over the workers, and does not take their average."""
+    """True if Megatron sums them over the workers instead of averaging them."""
 
 
 class Trackers:
-    """Numbers of the log.  ``args``: Megatron's; ``tail``: the slots that the tail sums over, those with them that the
-    run may grow to."""
+    """Sums for the log.  ``args``: Megatron's; ``tail``: the slots that the tail sums over, including those that the
+    run may grow into."""
 
     def __init__(self, args: Any, tail: Sequence[int], grid: LaunchGrid) -> None:
         self._ranks = sum(slot < grid.world for slot in tail)
@@ -65,17 +65,17 @@ class Trackers:
 
     @property
     def size(self) -> int:
-        """How many numbers ``read`` gives; the same on all workers, from the start."""
+        """Length of the result of ``read``; the same on all workers, from the start."""
         return sum(sums.size for sums in self._every)
 
     def begin(self) -> None:
-        """A step begins: what was left of one that this worker did not finish is dropped."""
+        """Begin a step: drop the sums of a step that this worker did not finish."""
         for sums in self._every:
             if (tensor := sums.find()) is not None:
                 tensor.zero_()
 
     def read(self) -> torch.Tensor:
-        """What this worker's microbatches of the step have added up; float64, flat, on the host."""
+        """Return the sums over this worker's microbatches of the step; float64, flat, on the host."""
         parts = []
         for sums in self._every:
             tensor = sums.find()
@@ -83,12 +83,12 @@ class Trackers:
         return torch.cat([part.double().cpu() for part in parts]) if parts else torch.zeros(0, dtype=torch.float64)
 
     def write(self, whole: torch.Tensor) -> None:
-        """``whole``: the sum of what all have read, of the whole batch."""
+        """Store the values of the complete batch; ``whole``: the sum of ``read`` over all workers."""
         at = 0
         for sums in self._every:
-            its, at = whole[at : at + sums.size], at + sums.size
+            part, at = whole[at : at + sums.size], at + sums.size
             if (tensor := sums.find()) is not None:
-                tensor.copy_((its if sums.added else its / self._ranks).view_as(tensor))
+                tensor.copy_((part if sums.added else part / self._ranks).view_as(tensor))
         prediction = MTPLossLoggingHelper.tracker
         if "avg_group" in prediction:
             prediction["avg_group"] = None
@@ -96,10 +96,10 @@ class Trackers:
             self._stay_in_the_replica()
 
     def _stay_in_the_replica(self) -> None:
-        """Let the numbers of the experts be averaged over this replica's tensor ranks alone, which differ."""
+        """Make Megatron average the experts' values only over this replica's tensor ranks, which differ."""
         tracker = get_moe_metrics_tracker()
         for name in self._experts:
-            tracker.ensure_initialized(name, self._layers)  # as Megatron does later in a stage that has no experts
+            tracker.ensure_initialized(name, self._layers)  # as Megatron does later in a stage without experts
             entry = tracker.metrics[name]
             entry.needs_dp_avg = False
             if entry.avg_group is not None:
@@ -133,14 +133,14 @@ def _of_indexer(args: Any) -> list[_Sums]:
 
 
 def install(loop: Loop, active: Callable[[], bool]) -> None:
-    """Wrap the seam where Megatron adds up what ``Trackers`` has added up.  ``active``: whether steps are ours yet."""
+    """Wrap the seam that sums what ``Trackers`` has already summed.  ``active``: whether our steps have begun."""
 
     def not_added(original: Callable[..., Any]) -> Callable[..., Any]:
         def consume_seqlen_stats_in_iteration() -> Any:
             if not active() or not training._seqlen_stats_active:
                 return original()
             whole = training._seqlen_stats_in_iteration
-            # The tail sums over context-parallel ranks, too, which have counted the same.
+            # The tail also sums over context-parallel ranks, which have counted the same.
             tokens, squares = (whole / parallel_state.get_context_parallel_world_size()).tolist()
             whole.zero_()
             training._seqlen_stats_active = False
@@ -154,25 +154,25 @@ def install(loop: Loop, active: Callable[[], bool]) -> None:
 INTERVAL = "interval-time"
 """Megatron's timer of the time since the last row."""
 CUMULATIVE = ("cumulative_correct_values", "cumulative_total_values")
-"""What Megatron's log of multi-token prediction counts from the start of the run."""
+"""Values that Megatron's log of multi-token prediction counts from the start of the run."""
 
 
 class LogTotals:
-    """What one worker's log has added up since its last row, and over which seconds: a part of its state.
+    """Sums of one worker's log since its last row, and the seconds that they cover: a part of its state.
 
-    train() keeps it in a variable of its own, which is empty when train() is entered: a worker that comes in the middle
-    of an interval gets what its column has added up, so its row is that of the whole interval.
+    train() keeps them in a local variable, which is empty at its start: a worker that joins in the middle of an
+    interval receives the sums of its column, so its row covers the complete interval.
     """
 
     def __init__(self) -> None:
         self._totals: dict[str, Any] = {}
         self.names: list[str] = []
-        """Of the losses that a step logs, in their order in its tail."""
+        """Names of the losses that a step logs, in their order in its tail."""
         self._seconds = 0.0
-        """Of the interval, those that its timer does not know of."""
+        """Seconds of the interval that its timer has not measured."""
 
     def take_up(self, totals: dict[str, Any]) -> None:
-        """``totals``: train()'s variable, before an iteration is added to it."""
+        """Add the saved sums to ``totals``, train()'s variable, before an iteration is added to it."""
         if totals is not self._totals:
             totals.update(self._totals)
             self._totals = totals
@@ -180,11 +180,11 @@ class LogTotals:
             self._seconds = 0.0
 
     def pause(self) -> None:
-        """The timers are about to be reset: train() was left."""
+        """Save the measured time: train() was left, and the timers will be reset."""
         self._seconds += _seconds()
 
     def tree(self) -> dict[str, Any]:
-        """To be sent; see ``collectives.state.holder``.  Copies: they are added to while they are sent."""
+        """Return the tree to send; see ``collectives.state.holder``.  Copies: the sums change while they are sent."""
         return {
             "totals": _copies(self._totals),
             "names": list(self.names),
@@ -193,10 +193,10 @@ class LogTotals:
         }
 
     def load(self, tree: dict[str, Any]) -> None:
-        """Become what ``tree`` says, from the next iteration of train() on."""
+        """Adopt the received ``tree``, from the next iteration of train() on."""
         self.names = list(tree["names"])
         self._totals, self._seconds = _on_device(tree["totals"]), tree["seconds"] - _seconds()
-        for name in CUMULATIVE:  # those of a state before the first count are none
+        for name in CUMULATIVE:  # absent from a state before the first count
             MTPLossLoggingHelper.tracker.pop(name, None)
         MTPLossLoggingHelper.tracker.update(_on_device(tree["cumulative"]))
 
@@ -211,7 +211,7 @@ def _copies(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_device(values: dict[str, Any]) -> dict[str, Any]:
-    # Clones: what has arrived is a part of the memory of the whole state.
+    # Clones: the received tensors are views of the memory of the complete state.
     return {key: value.clone().cuda() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
@@ -220,15 +220,15 @@ BIASES = ("expert_bias", "qb_beta")
 
 
 def biases(model: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """The living biases of all routers, in one order."""
+    """Return the live bias tensors of all routers, in a fixed order."""
     return [tensor.data for tensor in _buffers(model, BIASES)]
 
 
 class RouterSums:
-    """The sums of the routers of one worker's layers, by which Megatron moves their biases once a step.
+    """The sums of the routers of one worker's layers, from which Megatron updates their biases once a step.
 
-    Megatron sums these over all workers in finalize_model_grads: before it runs each router is given the sum.  The
-    biases go with the parameters: an orphan that has made no step takes back what they were (`state`).
+    Megatron sums these over all workers in finalize_model_grads: before it runs, each router gets the sum.  The biases
+    are treated like parameters: an orphan that has not completed the step restores them (`state`).
     """
 
     def __init__(self, model: Iterable[torch.nn.Module]) -> None:
@@ -240,23 +240,23 @@ class RouterSums:
 
     @property
     def size(self) -> int:
-        """How many numbers ``read`` gives: the same for all of a column."""
+        """Length of the result of ``read``: the same for all workers of a column."""
         return sum(tensor.numel() for tensor in self._every)
 
     def begin(self) -> None:
-        """A step begins: what was left of one that this worker did not finish is dropped."""
+        """Begin a step: drop the sums of a step that this worker did not finish."""
         for tensor in self._every:
-            # Float16Module makes them 16-bit, in which a count is rounded by how many one replica has added up.
+            # Float16Module converts them to 16 bits, where the rounding of a count depends on its size per replica.
             tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
             tensor.zero_()
 
     def read(self) -> torch.Tensor:
-        """What this worker's microbatches of the step have added up; float64, flat, on the host."""
+        """Return the sums over this worker's microbatches of the step; float64, flat, on the host."""
         parts = [tensor.detach().double().flatten() for tensor in self._every]
         return torch.cat(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
 
     def write(self, whole: torch.Tensor) -> None:
-        """``whole``: the sum of what a column has read.  Tensor ranks may have other tokens: theirs are added here."""
+        """Store ``whole``, the sum of ``read`` over a column, plus the sums of tensor ranks with other tokens."""
         if not self._every:
             return
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
@@ -264,7 +264,7 @@ class RouterSums:
             torch.distributed.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
         at = 0
         for tensor, dtype in zip(self._every, self._types, strict=True):
-            # By a 16-bit sum Megatron moves a bias by a step that is rounded to 16 bits, too.
+            # From a 16-bit sum Megatron computes a bias update that is also rounded to 16 bits.
             tensor.data = whole[at : at + tensor.numel()].view_as(tensor).to(device=tensor.device, dtype=dtype)
             at += tensor.numel()
 

@@ -1,12 +1,12 @@
-"""TensorBoard and W&B, whoever is left to tell them: the last rank writes, and some others remember; progress.txt.
+"""TensorBoard, W&B and progress.txt of a run that loses workers: the last rank writes, some others remember.
 
-Megatron gives its writers to the last rank.  Every worker that may become it has stand-ins in their place:
+Megatron gives its writers to the last rank.  Every worker that may become the last rank has stand-ins for them:
 
-    Remembering --begin()--> Writing     opens a writer of its own and tells it what the lost one may not have written
+    Remembering --begin()--> Writing     opens another writer and repeats what the lost one may not have written
          '------- rest() ------'
 
-A writer that was killed takes with it what waited in its queues: what a new one tells may be there twice, at the same
-step with the same value.  A thread tells the writers, so that no disk and no server holds up the training.
+A killed writer loses the contents of its queues; repeated values may appear twice, at the same step with the same
+value.  A thread calls the writers, so that no disk and no server delays the training.
 
 ``ProgressLog`` does the same for what --log-progress adds to progress.txt in --save.
 """
@@ -36,57 +36,57 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 KEPT_SECONDS, KEPT_ITERATIONS = 180.0, 4
-"""What may not have been written: as young as that, or of so few iterations."""
+"""Age, and number of iterations, within which a logged value may not have been written yet."""
 KEPT_CALLS = 100_000
 CALL_BYTES = 256
-"""What a call that waits takes, about."""
+"""Approximate size of a queued call."""
 
 WRITERS = {
     "_GLOBAL_TENSORBOARD_WRITER": ("TensorBoard", "_set_tensorboard_writer", "tensorboard_dir"),
     "_GLOBAL_WANDB_WRITER": ("W&B", "_set_wandb_writer", "wandb_project"),
 }
-"""Megatron's writers -> their names, what opens them, the argument that asks for them."""
+"""Megatron's variable of a writer -> its name, the function that opens it, the argument that enables it."""
 NOT_OF_WANDB = ("flush", "close")
-"""Methods that TensorBoard's writer has, and W&B's has not."""
+"""Methods of TensorBoard's writer that W&B's lacks."""
 
 
 class Stub:
-    """One of Megatron's writers, or none yet: its methods that log are kept, and forwarded where this worker writes.
+    """Stand-in for one of Megatron's writers: keeps its logging calls, or forwards them if this worker writes.
 
-    ``open`` opens a writer; ``iteration``: that under way.
+    ``writer`` may be None; ``open_`` opens one; ``iteration()`` returns the current iteration.
     """
 
     def __init__(self, name: str, writer: Any, open_: Callable[[], Any], iteration: Callable[[], int]) -> None:
         self._name, self._writer, self._open, self._iteration = name, writer, open_, iteration
         self._writing = writer is not None
         self._kept: deque[tuple[int, float, str, tuple[Any, ...], dict[str, Any]]] = deque(maxlen=KEPT_CALLS)
-        self._aside = Aside(name, most_bytes=2 * KEPT_CALLS * CALL_BYTES)  # begin() tells all that is kept at once
+        self._aside = Aside(name, most_bytes=2 * KEPT_CALLS * CALL_BYTES)  # begin() submits all kept calls at once
 
     def add_scalar(self, *args: Any, **kwargs: Any) -> None:
-        self._tell("add_scalar", args, kwargs)
+        self._record("add_scalar", args, kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        self._tell("log", args, kwargs)
+        self._record("log", args, kwargs)
 
     def flush(self) -> None:
-        """TensorBoard's: what was told is on the disk, if that takes it within a bounded time."""
+        """Flush to the disk, waiting only a bounded time for it."""
         if self._writing:
             self._call("flush", (), {})
             self._aside.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Anything else is done where this worker writes."""
+        """Forward any other attribute to the writer, if this worker writes."""
         if name.startswith("_"):
             raise AttributeError(name)
         if not self._writing or self._writer is None:
-            return _Nobody()
+            return _NullWriter()
         self._aside.flush()
         return getattr(self._writer, name)
 
     def begin(self) -> None:
-        """This worker is the last rank now."""
+        """Start to write: this worker is the last rank now."""
         if self._writing:
-            self._call("flush", (), {})  # a worker that has just lost its place will not remember these steps
+            self._call("flush", (), {})  # now: a worker that remembered these steps may have lost its place
             return
         self._writing = True
         if self._writer is None:
@@ -98,25 +98,25 @@ class Stub:
         self._aside.settle()
 
     def rest(self) -> None:
-        """Another worker writes on.
+        """Stop writing: another worker continues.
 
-        TensorBoard's server reads the files of a folder in the order of their names, and a step takes back what it has
-        read of later ones.  So the next turn needs a younger file, which SummaryWriter opens after close().
+        TensorBoard's server reads the files of a folder in the order of their names, and discards values of later
+        steps when it reads an earlier one.  So the next turn needs a newer file; SummaryWriter opens it after close().
         """
         if self._writing:
             self._call("close", (), {})
         self._writing = False
 
     def missed(self) -> None:
-        """Others have finished steps without this worker: what it remembers has a gap.
+        """Forget the kept calls: others have finished steps without this worker.
 
-        Told again, the steps before the gap would have TensorBoard's server take back those in it.
+        If it repeated the steps before the gap, TensorBoard's server would discard the steps in the gap.
         """
         self.rest()
         self._kept.clear()
 
-    def _tell(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Copies: Megatron adds to the tensors of what it has logged.
+    def _record(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Copies: Megatron later changes the tensors that it has logged.
         args, kwargs = tuple(map(_copy, args)), {name: _copy(value) for name, value in kwargs.items()}
         if self._writing:
             self._call(method, args, kwargs)
@@ -129,13 +129,13 @@ class Stub:
         kept.append((iteration, now, method, args, kwargs))
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have the writer told, by the thread: it waits for a disk that does not answer."""
+        """Submit the call to the thread, which may wait for a disk that does not respond."""
         self._aside.submit(partial(self._carry_out, method, args, kwargs), CALL_BYTES)
 
     def _open_one(self) -> None:
         try:
             self._writer = self._open()
-        except Exception as error:  # noqa: BLE001  what is written for people ends no run
+        except Exception as error:  # noqa: BLE001  a failed log writer must not end the run
             self._give_up(error)
 
     def _carry_out(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -143,21 +143,21 @@ class Stub:
             return
         try:
             getattr(self._writer, method)(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  what is written for people ends no run
+        except Exception as error:  # noqa: BLE001  a failed log writer must not end the run
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self._writer = None
-        log.warning(f"{self._name} is not written any more: {error}")
+        log.warning(f"{self._name} is disabled on this worker: {error}")
 
 
-class _Nobody:
-    """Takes any call and any question."""
+class _NullWriter:
+    """Accepts any call and any attribute access, and does nothing."""
 
-    def __call__(self, *unused: Any, **unused_too: Any) -> _Nobody:
+    def __call__(self, *unused: Any, **unused_too: Any) -> _NullWriter:
         return self
 
-    def __getattr__(self, name: str) -> _Nobody:
+    def __getattr__(self, name: str) -> _NullWriter:
         return self
 
 
@@ -168,7 +168,7 @@ def _copy(value: Any) -> Any:
 
 
 def stand_in() -> None:
-    """Put stand-ins in the place of Megatron's writers, where this worker may become the last rank."""
+    """Replace Megatron's writers with stand-ins, if this worker may become the last rank."""
     args = get_args()
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return
@@ -185,8 +185,8 @@ def _iteration() -> int:
 def _opener(variable: str, setter: str) -> Callable[[], Any]:
     def open_() -> Any:
         args = get_args()
-        last = argparse.Namespace(**{**vars(args), "rank": args.world_size - 1})  # whom Megatron lets open it
-        # Not among Megatron's own variables, where the stand-in is in use meanwhile.
+        last = argparse.Namespace(**{**vars(args), "rank": args.world_size - 1})  # the rank on which Megatron opens it
+        # In a copy of Megatron's variables: the stand-in is in use in the originals meanwhile.
         variables = {**vars(global_vars), variable: None}
         FunctionType(getattr(global_vars, setter).__code__, variables)(last)
         return variables[variable]
@@ -195,42 +195,42 @@ def _opener(variable: str, setter: str) -> Callable[[], Any]:
 
 
 def _stubs() -> list[Stub]:
-    return [its for variable in WRITERS if isinstance(its := getattr(global_vars, variable, None), Stub)]
+    return [stub for variable in WRITERS if isinstance(stub := getattr(global_vars, variable, None), Stub)]
 
 
 def take_turns(last: bool) -> None:
-    """A new plan: whether this worker is the last rank now."""
+    """Start or stop writing after a new plan; ``last``: whether this worker is the last rank now."""
     for writer in _stubs():
         writer.begin() if last else writer.rest()
 
 
 def missed_steps() -> None:
-    """This worker takes a place again, and others have finished steps meanwhile."""
+    """Forget kept calls: this worker takes a place again, and others have finished steps meanwhile."""
     for writer in _stubs():
         writer.missed()
 
 
 class ProgressLog:
-    """progress.txt of --log-progress, which rank 0 writes, by a thread: no disk ends or stops a worker.
+    """progress.txt of --log-progress: rank 0 writes it, in a thread, so no disk ends or blocks a worker.
 
-    No worker waits for another here, and rank 0 alone reads the file: who is lost, or has another host's view of the
-    folder, has no part in it.  Megatron ends by a line that was cut: such a last line is dropped.
+    No worker waits for another here, and only rank 0 reads the file: lost workers, and other hosts' views of the
+    folder, do not matter.  Megatron fails on a truncated line: a truncated last line is dropped.
     """
 
     def __init__(self, alone: Callable[[], bool]) -> None:
-        """``alone``: whether this worker builds a model while the others train; for it no job begins."""
+        """``alone``: whether this worker builds a model while the others train; then no job start is logged."""
         self._alone = alone
         self._process = os.getpid()
         self._files: dict[str, LogWriter] = {}
-        self._told = False
+        self._warned = False
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if the loop's are not the ones we know."""
+        """Wrap the seams; raises UserError if those of the loop have unknown signatures."""
         loop.wrap("progress_log", self._appending)
-        loop.wrap("throughputs", self._telling)
+        loop.wrap("throughputs", self._throughputs)
 
     def finish(self) -> None:
-        """This worker's process ends: what was told is on the disk, within a bounded time."""
+        """Flush before the process exits, waiting only a bounded time for the disk."""
         flush_all(self._files.values())
 
     def _opened(self, folder: str) -> LogWriter:
@@ -243,7 +243,7 @@ class ProgressLog:
 
     def _appending(self, original: Callable[..., None]) -> Callable[..., None]:
         def append_to_progress_log(save_dir: str | None, string: str, barrier: bool = True) -> None:
-            if os.getpid() != self._process:  # deletes a checkpoint, and bears any error
+            if os.getpid() != self._process:  # in a child that deletes a checkpoint, where any error is tolerated
                 return original(save_dir, string, barrier)
             if save_dir is None or self._alone() or dist.get_rank() != 0:
                 return None
@@ -256,22 +256,22 @@ class ProgressLog:
 
         return append_to_progress_log
 
-    def _telling(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _throughputs(self, original: Callable[..., None]) -> Callable[..., None]:
         def compute_throughputs_and_append_to_progress_log(*args: Any, **kwargs: Any) -> None:
             if (save := get_args().save) is None or dist.get_rank() != 0:
                 return
             try:
                 self._opened(save).settle()
                 original(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  what is written for people ends no run
-                if not self._told:
-                    self._told = True
-                    log.warning(f"progress.txt gets no line for a checkpoint, since it cannot be read: {error!r}")
+            except Exception as error:  # noqa: BLE001  a failed log writer must not end the run
+                if not self._warned:
+                    self._warned = True
+                    log.warning(f"cannot read progress.txt; checkpoints are not logged there: {error!r}")
 
         return compute_throughputs_and_append_to_progress_log
 
 
 def finish() -> None:
-    """The training is over and this worker's process ends: what was told is on the disk, within a bounded time."""
+    """Flush all writers after the training, before the process exits, waiting only a bounded time for the disk."""
     for writer in _stubs():
         writer.flush()

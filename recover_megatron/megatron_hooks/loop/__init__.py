@@ -1,1 +1,1 @@
-"""Megatron's training loops, and what a worker does in them: steps, evaluations, turning points, its way back."""
+"""Megatron's training loops, and a worker's part in them: steps, evaluations, turning points, rejoining."""

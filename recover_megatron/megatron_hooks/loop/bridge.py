@@ -1,10 +1,10 @@
 """Megatron-Bridge's training loop, ``megatron.bridge.training`` (docs/integrate.md).
 
-What Bridge's functions take otherwise than Megatron-LM's is translated here (the ``adapt`` of a seam); its
-configuration and counters are seen through ``BridgeArguments``, which stands where ``megatron.training.get_args()``
-looks.  What is refused: ``bridge_arguments.problems``.
+Different signatures of Bridge's and Megatron-LM's functions are translated here (the ``adapt`` of a seam).
+``BridgeArguments`` maps Bridge's configuration and counters to ``megatron.training.get_args()``.  Refusals:
+``bridge_arguments.problems``.
 
-The seams are those of the releases that ``SUPPORTED`` names; ``scripts/check_megatron.py`` compares them with sources.
+The seams match the releases in ``SUPPORTED``; ``scripts/check_megatron.py`` compares them with sources.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ INITIALIZE = "megatron.bridge.training.initialize"
 
 
 def pretrain(config: Any, forward_step_func: Any, callbacks: Any = None, recover: RecoverConfig | None = None) -> None:
-    """Bridge's ``pretrain`` with the same arguments; with ``--recover`` deaths are survived.
+    """Call Bridge's ``pretrain`` with the same arguments; with ``--recover`` the run survives deaths.
 
-    ``recover``: by default what the ``--recover-*`` flags of the command line say.  Ends the process with exit code 2
-    and all reasons where the run cannot start, and with the codes of docs/launcher.md where the run ends otherwise than
-    by its last iteration.
+    ``recover``: by default from the ``--recover-*`` flags of the command line.  If the run cannot start, exits with
+    code 2 and all reasons; if it ends before its last iteration, with the codes of docs/launcher.md.
     """
     try:
         recover = config_from_argv(sys.argv[1:]) if recover is None else recover
@@ -60,7 +59,7 @@ def pretrain(config: Any, forward_step_func: Any, callbacks: Any = None, recover
 
 
 class BridgeRun:
-    """One worker's call of Bridge's ``pretrain``."""
+    """Call of Bridge's ``pretrain`` by one worker."""
 
     def __init__(self, config: Any, forward_step_func: Any, callbacks: Any, recover: RecoverConfig) -> None:
         self._call: tuple[Any, ...] = (config, forward_step_func, callbacks)
@@ -68,9 +67,9 @@ class BridgeRun:
         self.arguments: Any = BridgeArguments(config)
         self._begun = False
         self._kept: Any = None
-        """The configuration as it was given."""
+        """The original configuration."""
         self._groups: Any = None
-        """Bridge's collection of process groups, as it made it."""
+        """Bridge's original collection of process groups."""
         self._state: Any = None
         """Bridge's ``GlobalState``."""
         self._consumed: int | None = None
@@ -78,7 +77,7 @@ class BridgeRun:
         self.loop = Loop("Megatron-Bridge", SUPPORTED, self._seams(), self)
 
     def survive(self) -> None:
-        """Train to the end.  Raises UserError, with all reasons, before any process group is made."""
+        """Train to the end.  Raises UserError, with all reasons, before any process group is created."""
         self._kept = copy.deepcopy(self._call[0])
         self.loop.check()
         if reasons := [reason for seam in OWN_SEAMS if (reason := seam.misfit())]:
@@ -98,11 +97,11 @@ class BridgeRun:
     def _pretrain(self) -> None:
         self._begun = False
         config, *others = self._call
-        # Bridge completes the configuration that it is given: one for each model that is built.
+        # Bridge changes the configuration that it gets: a new copy for each model that is built.
         self._call = (copy.deepcopy(self._kept), *others)
         _function(PRETRAIN, "pretrain")(config, *others)
 
-    # ---- what the recovery asks of the loop
+    # ---- services for the recovery
 
     def operations(self, samples: int) -> float:
         return float(_function(FLOPS, "num_floating_point_operations")(self.arguments.config, batch_size=samples))
@@ -113,12 +112,12 @@ class BridgeRun:
         return float(now - self._state.start_time)
 
     def finish_saves(self) -> None:
-        """See ``recover_megatron.integrate.Services``: asynchronous ones are refused."""
+        """Do nothing: asynchronous saves are refused (see ``recover_megatron.integrate.Services``)."""
 
     def forget(self) -> None:
         _function(INITIALIZE, "destroy_global_state")()
 
-    # ---- where Bridge's functions take other arguments than the roles
+    # ---- functions of Bridge whose arguments differ from those of the roles
 
     def _seams(self) -> Mapping[str, Sequence[Seam]]:
         data = ("train_data_iterator", "valid_data_iterator", "global_state", "checkpoint_manager", "pg_collection")
@@ -142,8 +141,8 @@ class BridgeRun:
                 Seam(CHECKPOINTING, "save_tokenizer_assets", TOKENIZER_PARAMETERS, adapt=_third_first),
             ],
             "saved": [
-                Seam(f"megatron.bridge.training.utils.{told}_utils", "on_save_checkpoint_success", SAVED_PARAMETERS)
-                for told in ("wandb", "mlflow", "comet")
+                Seam(f"megatron.bridge.training.utils.{tracker}_utils", "on_save_checkpoint_success", SAVED_PARAMETERS)
+                for tracker in ("wandb", "mlflow", "comet")
             ],
             "load": [Seam(CHECKPOINTING, "load_checkpoint", ("state", "model", "optimizer"))],
             "loaders": [Seam(LOADERS, "build_train_valid_test_data_loaders", ("cfg", "train_state"))],
@@ -153,15 +152,15 @@ class BridgeRun:
         }
 
     def _setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Before anything is made: the run's configuration and counters are those of its ``GlobalState``."""
+        """Wrap ``setup``: first take the run's configuration and counters from its ``GlobalState``."""
 
         def setup(state: Any, *args: Any, **kwargs: Any) -> Any:
             self._state = state
             self.arguments.attach(state.cfg, state.train_state)
             global_vars._GLOBAL_ARGS, global_vars._GLOBAL_TIMERS = self.arguments, state.timers
-            made = original(state, *args, **kwargs)
-            self.arguments.attach(state.cfg, state.train_state)  # a checkpoint has brought its own
-            return made
+            result = original(state, *args, **kwargs)
+            self.arguments.attach(state.cfg, state.train_state)  # a loaded checkpoint has replaced them
+            return result
 
         return setup
 
@@ -171,7 +170,7 @@ class BridgeRun:
             self._consumed = None
             call = inspect.signature(original).bind(*args, **kwargs)
             self._groups = call.arguments["pg_collection"]
-            # Bridge counts samples by the replicas that there are when its loop is entered, perhaps once more.
+            # Bridge counts samples by the number of replicas at the start of its loop, which may be a re-entry.
             if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
                 call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
                 as_launched.dp = _AsLaunched(self._groups.dp, launched)
@@ -189,19 +188,19 @@ class BridgeRun:
         result = wrapper(original)(*call.args, **call.kwargs)
         state = call.arguments["global_state"]
         if not getattr(state, "_flops_requires_global_reduce", False):
-            # Counted over the microbatches that ran here, however many; without them Bridge takes the batch's.
+            # Sums over the microbatches that ran here, whose number varies; if 0, Bridge uses those of the batch.
             state._flops_seqlen_sum = state._flops_seqlen_sq_sum = 0
         return result
 
     def _count(self) -> None:
-        """An iteration begins.  Raises Disagreement where Bridge has counted other samples than those of a batch.
+        """Begin an iteration.  Raises Disagreement if Bridge's sample count did not advance by one batch.
 
-        Then this worker would read other data than the others, unseen.
+        Otherwise this worker would silently read other data than the other workers.
         """
         self.arguments.curr_iteration = self.arguments.step
         consumed = self.arguments.consumed_train_samples
         if self._consumed not in (None, consumed):
-            raise Disagreement(f"Bridge counts {consumed} samples before this iteration, they are {self._consumed}")
+            raise Disagreement(f"Bridge reports {consumed} consumed samples; expected {self._consumed}")
         self._consumed = consumed + get_current_running_global_batch_size()
 
     def _log(
@@ -216,7 +215,7 @@ class BridgeRun:
         return wrapper(as_role)(losses, totals, rate, self.arguments.step, *args, **kwargs)
 
     def _schedule_of_evaluation(self, wrapper: Wrapper) -> Wrapper:
-        """Bridge divides the batch of an evaluation by the replicas that are left; the launch's share is asked for."""
+        """Wrap the evaluation's schedule to run the launch's share: Bridge divides its batch by the live replicas."""
 
         def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
             inner = _with_new_ranks(wrapper)(original)
@@ -254,17 +253,17 @@ OWN_SEAMS = (
     Seam(PRETRAIN, "_maybe_destroy_process_group", ("should_destroy",)),
     Seam(TRAIN, "destroy_global_state"),
 )
-"""What is wrapped besides the roles: the beginning, and what ends or aborts process groups and global state."""
+"""Functions wrapped in addition to the roles: the setup, and those that end process groups and global state."""
 
 
 def seams() -> list[Seam]:
-    """All that is wrapped in Bridge."""
+    """Return all functions that are wrapped in Bridge."""
     roles = BridgeRun(None, None, None, RecoverConfig()).loop.seams
-    return [*OWN_SEAMS, *(seam for its in roles.values() for seam in its)]
+    return [*OWN_SEAMS, *(seam for role in roles.values() for seam in role)]
 
 
 class _AsLaunched:
-    """A process group whose size is told as that of the launch."""
+    """A process group that reports the size of the launch."""
 
     def __init__(self, group: Any, size: int) -> None:
         self._group, self._size = group, size
@@ -277,7 +276,7 @@ class _AsLaunched:
 
 
 def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave it out: what an end means is decided here (`fault_tolerance`), for which groups and state must be there."""
+    """Replace the function by a no-op: `fault_tolerance` decides what an end means, and needs the groups and state."""
 
     def left_out(*unused: Any, **unused_too: Any) -> None:
         return None
@@ -286,7 +285,7 @@ def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_new_ranks(wrapper: Wrapper) -> Wrapper:
-    """Bridge makes what sends messages in a pipeline once, and that keeps global ranks: here, for each pass."""
+    """Create the pipeline's communicator for each pass: Bridge creates it once, and it stores global ranks."""
 
     def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_schedule(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -305,7 +304,7 @@ def _with_new_ranks(wrapper: Wrapper) -> Wrapper:
 
 
 def _adapting(call: Callable[..., Any]) -> Callable[[Wrapper], Wrapper]:
-    """What translates by ``call(wrapper, original, ...)`` in place of each call of ``original(...)``."""
+    """Return an ``adapt`` that replaces each call of ``original(...)`` by ``call(wrapper, original, ...)``."""
 
     def adapt(wrapper: Wrapper) -> Wrapper:
         return lambda original: partial(call, wrapper, original)
@@ -315,13 +314,13 @@ def _adapting(call: Callable[..., Any]) -> Callable[[Wrapper], Wrapper]:
 
 @_adapting
 def _without_state(wrapper: Wrapper, original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
-    """A wrapper of ``f(state, ...)`` from one of ``f(...)``."""
+    """Adapt a wrapper of ``f(...)`` to ``f(state, ...)``."""
     return wrapper(partial(original, state))(*args, **kwargs)
 
 
 @_adapting
 def _with_iteration(wrapper: Wrapper, original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
-    """A wrapper of ``f(state, ...)`` from one of ``f(iteration, ...)``."""
+    """Adapt a wrapper of ``f(iteration, ...)`` to ``f(state, ...)``."""
 
     def as_role(iteration: int, *given: Any, **named: Any) -> Any:
         return original(state, *given, **named)
@@ -331,7 +330,7 @@ def _with_iteration(wrapper: Wrapper, original: Callable[..., Any], state: Any, 
 
 @_adapting
 def _without_parts(wrapper: Wrapper, original: Callable[..., str], *args: Any, **kwargs: Any) -> Any:
-    """A wrapper of a function whose folders have no parts, so that it takes no ``return_base_dir``."""
+    """Adapt a wrapper to a function whose folders have no parts, so it takes no ``return_base_dir``."""
 
     def as_role(*given: Any, return_base_dir: bool = True, **named: Any) -> str:
         return original(*given, **named)
@@ -343,7 +342,7 @@ def _without_parts(wrapper: Wrapper, original: Callable[..., str], *args: Any, *
 def _third_first(
     wrapper: Wrapper, original: Callable[..., Any], first: Any, second: Any, path: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """A wrapper of ``f(a, b, path)`` from one of ``f(path)``."""
+    """Adapt a wrapper of ``f(path)`` to ``f(a, b, path)``."""
     return wrapper(lambda final: original(first, second, final, *args, **kwargs))(path)
 
 

@@ -1,10 +1,10 @@
-"""Megatron-Bridge's configuration and counters under the names of Megatron's flags, and what of them is refused.
+"""Megatron-Bridge's configuration and counters under the names of Megatron's flags, and refusals of some of them.
 
-Bridge's configuration has a section per matter, whose fields have the names of Megatron's flags with few exceptions
-(``_OTHERWISE``); its counters are in the ``TrainState``.  Nothing is copied: what the hooks set is Bridge's own, save
-what is in ``OWN``: Megatron's loop reads three counters when it is entered, and Bridge's goes on counting.
+Bridge's configuration has sections, whose fields have the names of Megatron's flags with few exceptions
+(``_OTHERWISE``); its counters are in the ``TrainState``.  Nothing is copied: the hooks set Bridge's own fields, except
+those in ``OWN``: Megatron's loop reads three counters at its start, while Bridge's loop continues to count.
 
-What is refused with --recover was not tried, or could not be kept exact (``problems``).
+A setting is refused with --recover if it is untested, or recovery would not be exact (``problems``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECTIONS = (
     "model", "train", "validation", "optimizer", "ddp", "dist", "rng", "rerun_state_machine", "checkpoint", "dataset",
     "scheduler", "logger", "tokenizer", "profiling",
 )  # fmt: skip
-"""Of the configuration, in the order in which a name is looked for."""
+"""Sections of the configuration, in the order in which a name is searched."""
 
 COUNTERS = (
     "consumed_train_samples",
@@ -32,7 +32,7 @@ COUNTERS = (
     "do_valid",
     "do_test",
 )
-"""What the ``TrainState`` has."""
+"""Fields of the ``TrainState``."""
 
 OWN = (
     "iteration", "curr_iteration", "num_floating_point_operations_so_far", "rank", "world_size", SHUFFLED_FOR,
@@ -48,18 +48,18 @@ _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "inprocess_restart": lambda config: config.inprocess_restart is not None and config.inprocess_restart.enabled,
     "enable_ft_package": lambda config: config.ft is not None and config.ft.enable_ft_package,
     "no_load_optim": lambda config: not config.checkpoint.load_optim,
-    "no_way_back": lambda config: "Megatron-Bridge's own load of a checkpoint was not tried in the middle of a run",
+    "no_way_back": lambda config: "Megatron-Bridge's load of a checkpoint in the middle of a run is untested",
     "no_save_rng": lambda config: not config.checkpoint.save_rng,
     "full_validation": lambda config: False,
     "multiple_validation_sets": lambda config: False,
-    # Bridge opens its writers when the last rank asks for them, whoever that is: no stand-in is needed.
+    # Bridge opens its writers when the present last rank first uses them: no stand-in is needed.
     "tensorboard_dir": lambda config: None,
     "wandb_project": lambda config: None,
 }
 
 
 class BridgeArguments:
-    """What ``megatron.training.get_args()`` returns under Bridge.  ``config``: its ``ConfigContainer``, up to date."""
+    """Return value of ``megatron.training.get_args()`` under Bridge.  ``config``: its updated ``ConfigContainer``."""
 
     def __init__(self, config: Any) -> None:
         own = dict.fromkeys(OWN, 0) | {"config": config, "train_state": None}
@@ -67,17 +67,17 @@ class BridgeArguments:
         object.__setattr__(self, "_own", own)
 
     def attach(self, config: Any, train_state: Any) -> None:
-        """A run begins to be set up: this is its configuration, and these are its counters."""
+        """Set the configuration and the counters of the run that is being set up."""
         self._own.update(config=config, train_state=train_state)
 
     def loaded(self) -> None:
-        """The training is about to begin, from a checkpoint perhaps: take over where."""
+        """Copy the start counters, perhaps from a checkpoint, before the training begins."""
         state = self._own["train_state"]
         self.iteration = self.curr_iteration = state.step
         self.num_floating_point_operations_so_far = state.floating_point_operations_so_far
 
     def entered(self) -> None:
-        """Bridge's loop is about to be entered: it begins where Megatron's would, which reads that here."""
+        """Make Bridge's loop, before it is entered, begin where Megatron's loop would, by these arguments."""
         state = self._own["train_state"]
         state.step = self.curr_iteration = self.iteration
         state.floating_point_operations_so_far = self.num_floating_point_operations_so_far
@@ -89,11 +89,11 @@ class BridgeArguments:
 
     @property
     def step(self) -> int:
-        """How many iterations Bridge has counted."""
+        """Number of iterations that Bridge has counted."""
         return int(self._own["train_state"].step)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_own":  # a copy is being made
+        if name.startswith("__") or name == "_own":  # during a copy
             raise AttributeError(name)
         own = self._own
         if name in OWN:
@@ -114,39 +114,39 @@ class BridgeArguments:
             setattr(self._section(name), name, value)
 
     def _section(self, name: str) -> Any:
-        """That which has such a field.  Raises AttributeError where none has."""
+        """Return the section with such a field.  Raises AttributeError if there is none."""
         config = self._own["config"]
         for section in (getattr(config, each, None) for each in SECTIONS):
             for holder in (section, getattr(section, "transformer", None)):
                 if holder is not None and hasattr(holder, name):
                     return holder
-        raise AttributeError(f"Megatron-Bridge's configuration has nothing by the name of {name}")
+        raise AttributeError(f"Megatron-Bridge's configuration has no field {name}")
 
 
 NOT_TRIED = {
-    "dist.use_decentralized_pg": "the hooks know the process groups of Megatron-Core's parallel state alone",
-    "dist.use_torch_fsdp2": "its groups can't be changed",
-    "dist.use_megatron_fsdp": "it was not tried with this loop",
-    "ddp.use_megatron_fsdp": "it was not tried with this loop",
-    "checkpoint.async_save": "it was not tried with this loop",
-    "checkpoint.non_persistent_save_interval": "local checkpoints are of workers that may be gone",
-    "checkpoint.also_save_hf_checkpoint": "it gathers the weights over replicas in a place that was not tried",
-    "train.num_epochs": "its batches are not known by the numbers of their samples",
-    "train.iterations_to_skip": "Bridge counts skipped samples by the replicas that are left",
-    "optimizer.optimizer_cuda_graph": "a replayed graph passes none of the places where microbatches are counted",
-    "model.moe_expert_rank_capacity_factor": "it runs a whole iteration again",
-    "peft": "it was not tried",
-    "nvrx_straggler": "it gathers times over all replicas; recover-report shows each replica's seconds",
-    "tensor_inspect": "it sums over replicas in the step",
+    "dist.use_decentralized_pg": "the hooks only know the process groups of Megatron-Core's parallel state",
+    "dist.use_torch_fsdp2": "its process groups cannot be changed",
+    "dist.use_megatron_fsdp": "it is untested with this loop",
+    "ddp.use_megatron_fsdp": "it is untested with this loop",
+    "checkpoint.async_save": "it is untested with this loop",
+    "checkpoint.non_persistent_save_interval": "local checkpoints belong to workers that may be lost",
+    "checkpoint.also_save_hf_checkpoint": "it gathers the weights over replicas, which is untested",
+    "train.num_epochs": "its batches are not identified by sample numbers",
+    "train.iterations_to_skip": "Bridge counts skipped samples by the number of live replicas",
+    "optimizer.optimizer_cuda_graph": "a replayed graph bypasses the code that counts microbatches",
+    "model.moe_expert_rank_capacity_factor": "it repeats complete iterations",
+    "peft": "it is untested",
+    "nvrx_straggler": "it gathers times over all replicas; use recover-report, which shows each replica's seconds",
+    "tensor_inspect": "it sums over replicas within the step",
     "logger.log_progress": "it compares the number of workers with that of the launch",
-    "validation.eval_context_parallel_size": "it makes process groups of its own for an evaluation",
-    "dist.eval_context_parallel_size": "it makes process groups of its own for an evaluation",
+    "validation.eval_context_parallel_size": "it creates separate process groups for an evaluation",
+    "dist.eval_context_parallel_size": "it creates separate process groups for an evaluation",
 }
-"""Where it is set -> why it is refused."""
+"""Path of a setting -> why it is refused."""
 
 
 SIZES = ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size")
-"""Of the model: what was not tried."""
+"""Sizes of the model that are untested above 1."""
 
 
 def _value(config: Any, path: str) -> Any:
@@ -156,16 +156,14 @@ def _value(config: Any, path: str) -> Any:
 
 
 def problems(config: Any, recover: RecoverConfig) -> list[str]:
-    """Every reason why this run cannot start, one line each.  ``config``: up to date (``runtime_config_update``)."""
+    """Return every reason why this run cannot start, in one line each.  ``config``: after ``runtime_config_update``."""
     arguments: Any = BridgeArguments(config)
     found = [f"{path} = {value!r}: {why}" for path, why in NOT_TRIED.items() if (value := _value(config, path))]
     if hasattr(config.dataset, "collate_fn") or not hasattr(config.dataset, "random_seed"):
-        found.append(f"dataset: {type(config.dataset).__name__}: pre-training with GPTDatasetConfig alone was tried")
-    found += [f"{its.flag}: {its.words}" for its in SETTLED if its.given(arguments)]
-    found += [
-        f"model.{name}: it was not tried with this loop" for name in LOGIT_FLAGS if getattr(arguments, name, False)
-    ]
+        found.append(f"dataset: {type(config.dataset).__name__}: only pre-training with GPTDatasetConfig is tested")
+    found += [f"{one.flag}: {one.words}" for one in SETTLED if one.given(arguments)]
+    found += [f"model.{name}: it is untested with this loop" for name in LOGIT_FLAGS if getattr(arguments, name, False)]
     sizes = {name: _value(config.model, name) or 1 for name in SIZES}
-    found += [f"model.{name} = {size}: it was not tried with this loop" for name, size in sizes.items() if size > 1]
-    found = [f"--recover with Megatron-Bridge cannot take {reason}" for reason in found]
+    found += [f"model.{name} = {size}: it is untested with this loop" for name, size in sizes.items() if size > 1]
+    found = [f"--recover with Megatron-Bridge does not support {reason}" for reason in found]
     return found + cannot_recover(arguments, recover) + cannot_shard(arguments, recover) + cannot_use_nccl(recover)

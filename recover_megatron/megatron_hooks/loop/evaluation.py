@@ -1,15 +1,15 @@
-"""What Megatron computes over replicas between two steps, while workers come and go: sections.
+"""Megatron's computations over replicas between two steps, as sections.
 
-evaluate_and_print_results()  with --full-validation: how many steps is asked inside the replica
-  evaluate()                  a section, whose microbatches are those of a full launch, shared out
+evaluate_and_print_results()  with --full-validation: the replica's first worker sends the number of steps
+  evaluate()                  a section; the microbatches of the launch are distributed over the live replicas
     forward_backward_func()   with ``forward_only``: this replica's microbatches of one evaluation step
 
-check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas-interval: among those who have a place
-calc_params_l2_norm()                     --log-params-norm: with the distributed optimizer each worker adds up the
-                                          main parameters for which it speaks, owned or as a shadow of somebody lost;
-                                          the model's own ones when all of them have come (--overlap-param-gather)
+check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas-interval: among workers with a place
+calc_params_l2_norm()                     --log-params-norm: with the distributed optimizer each worker sums the main
+                                          parameters for which it speaks, owned or as the shadow of a lost worker;
+                                          model parameters when all are gathered (--overlap-param-gather)
 
-A section is run again from the start by those who are left when a worker is lost.
+If a worker is lost, the survivors repeat the section from the start.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedO
 
 
 class Evaluation:
-    """The evaluations of one worker, and its part in what is computed from all parameters.
+    """The evaluations of one worker, and its part in computations over all parameters.
 
-    ``sharded``: the distributed optimizer, where there is one.
+    ``sharded``: returns the distributed optimizer, or None.
     """
 
     def __init__(
         self, groups: Groups, sharded: Callable[[], ShardedOptimizer | None], manager: Callable[[], Manager | None]
     ) -> None:
-        """``manager``: None as long as the training has not begun; an evaluation is then Megatron's own."""
+        """``manager``: returns None until the training begins; an evaluation is then Megatron's own."""
         self._groups, self._sharded, self._manager = groups, sharded, manager
 
     def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if the loop's are not the ones we know."""
+        """Wrap the seams; raises UserError if those of the loop have unknown signatures."""
         loop.wrap("evaluate", self._evaluate)
         loop.wrap("evaluations", self._with_results)
         loop.wrap("weight_hashes", self._hashes)
@@ -56,7 +56,7 @@ class Evaluation:
             if self._manager() is None or not getattr(megatron_args, "full_validation", False):
                 return original(*args, **kwargs)
             megatron_args.eval_iters = _steps(megatron_args)
-            # Megatron would have it from rank 0 of the world, who may be lost before all have it.
+            # Megatron would broadcast it from rank 0 of the world, which may die before all receive it.
             with monkeypatch.replaced(megatron_args, full_validation=False):
                 return original(*args, **kwargs)
 
@@ -85,7 +85,7 @@ class Evaluation:
 
     @staticmethod
     def forward_only(manager: Manager, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """One evaluation step.  ``call``: the keyword arguments with which Megatron called the schedule."""
+        """Run one evaluation step.  ``call``: the keyword arguments with which Megatron called the schedule."""
         args, view = get_args(), manager.view
         total = call["num_microbatches"] * args.data_parallel_size
         share = view.share(total)[view.inner_rank]
@@ -101,18 +101,18 @@ class Evaluation:
             return forward_step_func(*args, **kwargs)
 
         given = of_ids(call["data_iterator"], ids, lambda: manager.waiting("eval-data", storage=True))
-        mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(ids)}
+        own_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(ids)}
         with grouped(call["model"], len(ids)):
-            found = schedule(**{**call, **mine_only})
+            found = schedule(**{**call, **own_only})
         if call.get("collect_non_loss_data"):
             return found
-        found = [{key: _with_count(value) for key, value in its.items()} for its in found]
+        found = [{key: _with_count(value) for key, value in losses.items()} for losses in found]
         return found if share else _counting_nothing(found, args)
 
     def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
             if self._groups.apart:
-                return True  # on its way to a place, with a state whose digest was checked; the others are in a step
+                return True  # this worker is taking a place, with a checked digest; the others are in a step
             return bool(self._section("weight hashes", lambda: original(model, cross_check)))
 
         return check_param_hashes_across_dp_replicas
@@ -146,35 +146,36 @@ class Evaluation:
 
 
 def _borrowed(view: View, total: int) -> list[int]:
-    """What a replica evaluates that has no share of so few microbatches (the run has grown): some of the others'.
+    """Return other replicas' microbatches for a replica whose share is empty (the run has grown) to evaluate.
 
-    All sum up the same losses, and only a pass tells which those are.
+    All replicas sum the same losses, and only a pass determines which losses exist.
     """
     return list(range(total))[view.inner_rank : view.quotas.least : view.quotas.granularity]
 
 
 def _with_count(loss: torch.Tensor) -> torch.Tensor:
-    """A microbatch's loss as a sum and its count, which Megatron adds up over all replicas; one number is a mean.
+    """Return a microbatch's loss as (sum, count), which Megatron sums over all replicas; a single number is a mean.
 
-    Of means Megatron adds up a worker's own, which need not be as many as another's.
+    Megatron would sum means per worker, and the numbers of microbatches per worker differ.
     """
     return loss if loss.numel() != 1 else torch.stack([loss.view([]), torch.ones_like(loss).view([])])
 
 
 def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:
-    """The losses of microbatches that others count, such that sums over all replicas are without them.
+    """Return zero losses for microbatches that other replicas count, so they do not enter sums over all replicas.
 
-    With --sft Megatron takes the mean of all replicas' means, whatever each has run: there they are one more sample.
+    With --sft Megatron averages the replicas' means, whatever each has run: there they count as one more sample.
     """
     if getattr(args, "sft", False):
         return losses
-    return [{key: torch.zeros_like(value) for key, value in its.items()} for its in losses]
+    return [{key: torch.zeros_like(value) for key, value in one.items()} for one in losses]
 
 
 def _steps(args: Any) -> Any:
-    """Steps of an evaluation with --full-validation, of one validation set or of each: from the replica's first worker.
+    """Return the steps of an evaluation with --full-validation, for one or each validation set.
 
-    All workers that have data know it from the data's size; other tensor ranks and the stages between have none.
+    The replica's first worker broadcasts them.  Workers with data compute them from the data's size; other tensor
+    ranks and the middle stages have no data.
     """
     several = bool(getattr(args, "multiple_validation_sets", False))
     given = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
@@ -185,20 +186,20 @@ def _steps(args: Any) -> Any:
 
 
 def _reads_model(model: Any) -> bool:
-    """Tell if Megatron's norm reads parameters of the model itself; in bf16 it reads the main parameters instead.
+    """Return whether Megatron's norm reads the model's own parameters; in bf16 it reads the main parameters.
 
-    Those of the model may still be on their way: only the modules of the next forward pass wait for them.
+    The model's parameters may still be in transit: only the modules of the next forward pass wait for them.
     """
     chunks = model if isinstance(model, list) else [model]
-    return not get_args().bf16 or any(its.dtype == torch.float32 for chunk in chunks for its in chunk.parameters())
+    return not get_args().bf16 or any(one.dtype == torch.float32 for chunk in chunks for one in chunk.parameters())
 
 
 def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch.Tensor]]:
-    """Of every 16-bit parameter, the parts of its copy in 32 bits for which this worker speaks, ascending."""
+    """Return, for each 16-bit parameter, the parts of its 32-bit copy for which this worker speaks, ascending."""
     found: dict[torch.nn.Parameter, list[torch.Tensor]] = {}
     for held, primary in sharded.primaries():
         found.update({parameter: [] for parameter in held.parameters if parameter.dtype != torch.float32})
-        for fragment in sorted(primary, key=lambda its: (its.bucket, its.start)):
+        for fragment in sorted(primary, key=lambda one: (one.bucket, one.start)):
             if (parts := found.get(held.parameter_of(fragment))) is not None:
                 parts.append(fragment.tensor.detach())
     return found
@@ -206,19 +207,19 @@ def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch
 
 @contextmanager
 def main_parameters(parts: Mapping[torch.nn.Parameter, list[torch.Tensor]]) -> Iterator[None]:
-    """Let each parameter's ``main_param``, this worker's shard to Megatron, be these parts of it, none for no part.
+    """Set each parameter's ``main_param``, this worker's shard for Megatron, to these parts, or None without a part.
 
-    Megatron sets it when the optimizer is made; who holds what changes with every loss.
+    Megatron sets it when it creates the optimizer; the holders change with every loss.
     """
     names = ("main_param", "main_param_sharded")
-    before = {its: [(name, getattr(its, name)) for name in names if hasattr(its, name)] for its in parts}
+    before = {one: [(name, getattr(one, name)) for name in names if hasattr(one, name)] for one in parts}
     try:
-        for its, held in parts.items():
-            its.main_param = torch.cat([part.to(its.device).view(-1) for part in held]) if held else None
-            its.main_param_sharded = True
+        for one, held in parts.items():
+            one.main_param = torch.cat([part.to(one.device).view(-1) for part in held]) if held else None
+            one.main_param_sharded = True
         yield
     finally:
-        for its, attributes in before.items():
+        for one, attributes in before.items():
             for name in names:
-                vars(its).pop(name, None)
-            vars(its).update(attributes)
+                vars(one).pop(name, None)
+            vars(one).update(attributes)

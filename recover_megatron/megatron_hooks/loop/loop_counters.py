@@ -1,7 +1,7 @@
-"""Megatron's counters: where in the run its loop is.
+"""Megatron's counters: the position of its loop in the run.
 
-They lie in its arguments, its scheduler, and the positions of what an evaluation reads.  The loop begins from those of
-the launch, also where this worker has entered it later, and counts by itself from there on.
+They are in its arguments, its scheduler, and the positions of the evaluation's data.  The loop starts from those of the
+launch, also on a worker that enters it later, and then counts itself.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ CONSUMED = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",
     SHUFFLED_FOR,
 )  # fmt: skip
-"""Megatron's arguments that say what the run has consumed, what it will do at its end, and what it began from."""
+"""Megatron's arguments for the samples consumed, the work at the end of the run, and its start."""
 LAUNCH = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "num_floating_point_operations_so_far",
 )  # fmt: skip
-"""Megatron's arguments that say where the run began, which is what its loop begins from."""
+"""Megatron's arguments for the start of the run, from which its loop starts."""
 
 
 class LoopCounters:
-    """The counters of one worker.  ``validation``: Megatron's iterators, as train() gets them.
+    """The counters of one worker.  ``validation``: Megatron's iterators, as passed to train().
 
-    ``operations(samples)``: in floating point, of so many.  ``running(seconds)``: see ``integrate.Services``.
+    ``operations(samples)``: floating-point operations for a number of samples.  ``running(seconds)``: see
+    ``integrate.Services``.
     """
 
     def __init__(
@@ -52,24 +53,24 @@ class LoopCounters:
         self._scheduler = scheduler
         self._operations = operations
         self._running = running
-        if first_start := os.environ.get(FIRST_START_VARIABLE):  # by the clock of this host
+        if first_start := os.environ.get(FIRST_START_VARIABLE):  # measured by the clock of this host
             running(time.time() - float(first_start))
         self._validation = sources_of(validation)
         self._launch = self._of_launch()
-        """Those of the whole run, also where this worker joined it later."""
+        """Counters at the start of the run, also if this worker joined it later."""
 
     @property
     def first(self) -> int:
-        """The iteration with which the run began, whenever this worker came into it."""
+        """First iteration of the run, also if this worker joined it later."""
         return with_skipped(int(self._launch["iteration"]), to_skip()) + 1
 
     @property
     def gone_back(self) -> bool:
-        """Whether that is since the run went back to a checkpoint; the same for all, whenever they came."""
+        """True if the run started from ``first`` by a rollback; the same on all workers, whenever they joined."""
         return bool(self._launch.get("gone back"))
 
     def read(self, version: int | None) -> dict[str, Any]:
-        """The counters as they are, beside parameters that have seen ``version`` iterations."""
+        """Return the present counters, for parameters that have seen ``version`` iterations."""
         args = get_args()
         return {
             "version": version,
@@ -83,16 +84,16 @@ class LoopCounters:
         }
 
     def show_launch(self) -> None:
-        """train() was entered with other ones, if it was not at launch; checkpoints hold those of the launch."""
+        """Set Megatron's start counters to those of the launch, which checkpoints contain; train() may have others."""
         args = get_args()
         args.iteration = self._launch["iteration"]
         args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
 
     def restore(self, counters: dict[str, Any], *, iterations: int, skipped: bool) -> int:
-        """Set them to ``counters``, ``iterations`` later (0 or 1): the loop begins there.
+        """Set Megatron's counters to ``counters`` plus ``iterations`` (0 or 1): the loop begins there.
 
-        ``skipped``: that iteration has made no step, for the sake of its loss scale.  Returns the iterations that the
-        parameters have seen then.
+        ``skipped``: that iteration skipped its update because of its loss scale.  Returns the number of iterations that
+        the parameters have seen then.
         """
         args = get_args()
         for name, value in counters["args"].items():
@@ -105,13 +106,13 @@ class LoopCounters:
         args.skipped_train_samples += counters["dropped"] * iterations
         done = counters["version"] + iterations
         version = args.iteration = args.curr_iteration = with_skipped(done, to_skip())
-        for _ in range(version - done):  # left out: as many samples each as a step would have had there
+        for _ in range(version - done):  # skipped iterations: they consume the samples of a batch
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
             batch = get_current_running_global_batch_size()
             args.consumed_train_samples += batch
             args.skipped_train_samples += batch
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        # What train() counts by itself from here on; exact unless a batch that grows is decreased, too.
+        # train() continues to count these; exact unless a growing batch is also decreased.
         launch = self._launch = counters["launch"]
         left_out = sum(launch["iteration"] < iteration <= version for iteration in to_skip())
         samples = args.consumed_train_samples - launch["consumed_train_samples"]
@@ -123,38 +124,38 @@ class LoopCounters:
         return int(version)
 
     def schedule(self, counters: dict[str, Any], steps: int) -> None:
-        """Have the scheduler of ``counters``, all that a checkpoint has of it, ``steps`` steps (0 or 1) later."""
-        vars(self._scheduler).update(counters["scheduler"])  # not what the flags say: the run may have loaded another
+        """Set the scheduler to that of ``counters``, all that a checkpoint contains, plus ``steps`` (0 or 1) steps."""
+        vars(self._scheduler).update(counters["scheduler"])  # not from the flags: the run may have loaded another one
         self._scheduler.step(increment=counters["batch"] * steps)
 
     def schedule_state(self) -> dict[str, Any]:
-        """What steers the learning rate and the weight decay, as a checkpoint has it."""
+        """Return the state of the learning rate and weight decay schedule, as in a checkpoint."""
         return dict(self._scheduler.state_dict())
 
     def agree_on_start(self, device: torch.device) -> None:
-        """Count the time of the run from the earliest start that any worker knows; all call it, in a section."""
+        """Measure the run time from the earliest start known to any worker; all workers call it, in a section."""
         seconds = torch.tensor(self._running(0.0), dtype=torch.float64, device=device)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         self._running(seconds.item())
 
-    # ---- back to a checkpoint
+    # ---- rollback to a checkpoint
 
     def go_back(self, iteration: int) -> None:
-        """They are those of a worker that has not begun, as Megatron's load functions want them."""
+        """Reset the counters to those of a worker that has not begun, as Megatron's load functions expect."""
         args = get_args()
         args.iteration = args.curr_iteration = iteration
         args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
         self._scheduler.num_steps = 0
 
     def loaded(self, iteration: int, operations: int) -> None:
-        """Megatron has loaded a checkpoint of ``iteration``: as at a start from it.
+        """Set the counters after Megatron has loaded a checkpoint of ``iteration``, as at a start from it.
 
-        ``operations``: in floating point, as the checkpoint has counted them.
+        ``operations``: the checkpoint's count of floating-point operations.
         """
         args = get_args()
         args.iteration = args.curr_iteration = iteration
         args.num_floating_point_operations_so_far = operations
-        # Megatron sets the weight decay before it loads the schedule: who knew it already has another than a newcomer.
+        # Megatron sets the weight decay before it loads the schedule: old workers and newcomers would differ.
         self._scheduler.step(increment=0)
         self._launch = {**self._of_launch(), "gone back": True}
         for source in self._validation:

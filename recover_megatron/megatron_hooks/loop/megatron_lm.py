@@ -12,7 +12,7 @@ CHECKPOINTING = "megatron.training.checkpointing"
 
 
 class Services:
-    """See ``recover_megatron.integrate``.  Megatron is imported when the training asks: a script reads ``SEAMS``."""
+    """Services of ``recover_megatron.integrate``.  They import Megatron lazily: a script reads only ``SEAMS``."""
 
     def operations(self, samples: int) -> float:
         from megatron.training import get_args, training

@@ -1,18 +1,18 @@
 """An orphan's way back into the training, from top to bottom.
 
-    leave            out of the training: the others need not wait, and what it was in the middle of is forgotten
-    come_back        until it has a place:
-      wait             as a spare, with the state that it has to offer
-      take_place       in the replica that a plan has put together: groups, state, ranks
-    build_elsewhere  where a model for another position is wanted: Megatron is forgotten, pretrain() is called once
-                     more, alone, and comes to ``come_back``
+    leave            leave the training: the others need not wait, and interrupted work is dropped
+    come_back        repeat until it has a place:
+      wait             as a spare, offering its state
+      take_place       in the replica that a plan has formed: groups, state, ranks
+    build_elsewhere  if another position needs a model: Megatron's state is dropped, and pretrain() is called again,
+                     alone, up to ``come_back``
 
-Meanwhile the others train. They meet this worker at the boundary before a step (`training_parts`), give it its state
-while they compute that step (`state_exchange`), and need it from there on.  What has no Megatron in it is
-`instep.meeting.orphan`.  Where a worker builds alone, its groups hold nobody else (see `groups`): nothing is sent and
-nothing is waited for, and what it would learn from others comes with the state later.
+Meanwhile the others train. They meet this worker at the boundary before a step (`training_parts`), send it the state
+while they compute that step (`state_exchange`), and depend on it from there on.  The part without Megatron is
+`instep.meeting.orphan`.  If a worker builds alone, it is the only member of its groups (see `groups`): it sends nothing
+and waits for no other worker; information from others arrives with the state later.
 
-Where the state is lost all go back to one checkpoint, in place (``Rollback``).
+If the state is lost, all workers roll back to one checkpoint, in place (``Rollback``).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ log = get_logger(__name__)
 
 @dataclass(eq=False)
 class Rejoin:
-    """Takes one worker out of the training and back, with the model that it has.  Called by its main thread."""
+    """Takes one worker out of the training and back, with its present model.  Called by its main thread."""
 
     _manager: Manager
     _groups: Groups
@@ -75,17 +75,17 @@ class Rejoin:
     _untaken: UntakenPlaces = field(default_factory=UntakenPlaces, init=False)
 
     def leave(self, error: BaseException) -> None:
-        """Leave the training, which ``error`` has ended: have all others told, and forget what was begun."""
+        """Leave the training, which ``error`` has ended: notify all others, and drop interrupted work."""
         self._manager.leave(error)
         if not isinstance(error, Orphaned) and not is_communication(error):
             traceback.print_exception(error)
         self._groups.stand_apart()
         view = self._manager.view
         log.info(
-            f"worker {view.worker} has no place any more ({in_short(error)}); it waits as a spare, "
-            f"out of the training {view.spare_seconds:.3f} s after its replica broke"
+            f"worker {view.worker} has lost its place ({in_short(error)}); it waits as a spare "
+            f"and left the training {view.spare_seconds:.3f} s after its replica broke"
         )
-        # The frames of the training hold its tensors, and connections that others wait to see closed.
+        # The traceback's frames hold tensors of the training, and connections whose closing other workers wait for.
         error.__traceback__ = error.__context__ = error.__cause__ = None
         self._checkpoints.forget()
 
@@ -94,7 +94,7 @@ class Rejoin:
 
         Raises ``OtherPosition`` and ``RunOver``, and ``Disagreement`` for a state that cannot be right.
         """
-        self._groups.stand_apart()  # nothing is sent before the first boundary: the others are elsewhere
+        self._groups.stand_apart()  # nothing may be sent before the first boundary: the others are not there yet
         while True:
             decision = self._wait()
             try:
@@ -106,29 +106,29 @@ class Rejoin:
                 why = self._untaken.failed(error, decision)
                 self._manager.leave(why, note=why if self._untaken.aside else "")
             if self._untaken.aside:
-                self._stay_aside(why)
+                self._stay_retired(why)
             time.sleep(self._untaken.pause)
 
-    def _stay_aside(self, why: str) -> NoReturn:
+    def _stay_retired(self, why: str) -> NoReturn:
         """Wait for the end of the run.  Raises ``RunOver``."""
         me = self._manager.view.worker
         log.warning(
-            f"worker {me}: {why}; it gets no other, and the run goes on without it. Look at what connects its host to "
-            "the others, end it, and bring another with recover-run --join"
+            f"worker {me}: {why}; the run continues without it. Check the network between its host and the others, "
+            "stop this worker, and add another one with recover-run --join"
         )
         self._groups.left(self._manager)
         self._manager.wait_for_place(position=None, ready=False)
-        raise AssertionError("a worker that is put aside was given a place")
+        raise AssertionError("a retired worker was given a place")
 
     def _wait(self) -> Decision:
-        """Wait for the plan that has a place for this worker.  Raises a CUDA error where its device is broken."""
+        """Wait for a plan with a place for this worker.  Raises a CUDA error if its device is broken."""
         state, sharded = self._parts.state, self._parts.sharded
         device = self._manager.view.communication.device
         check_device(device)
         self._groups.left(self._manager)
         stop_profiler(device)
         state.tidy()
-        if sharded is not None:  # what others have updated meanwhile is of no use
+        if sharded is not None:  # its shards will be outdated by the others' updates
             sharded.forget()
             state.version = None
         if not self._step_guard.believed:
@@ -148,37 +148,37 @@ class Rejoin:
         )
 
     def _stay_unprofiled(self) -> None:
-        """Have train() make no profiler of torch's, which counts its iterations from the entry of train()."""
+        """Disable torch's profiler in train(), which counts iterations from the entry of train()."""
         args = get_args()
         ranks = getattr(args, "profile_ranks", None)
         if getattr(args, "use_pytorch_profiler", False) and (not ranks or args.rank in ranks):
             setattr(args, "profile" if hasattr(args, "profile") else "use_pytorch_profiler", False)
             log.info(
-                f"worker {self._manager.view.worker} is not profiled: it has come into the training late, and "
-                "torch's profiler would record other iterations than --profile-step-start says, into the same file"
+                f"worker {self._manager.view.worker} is not profiled: it joined the training late, and torch's "
+                "profiler would record other iterations than --profile-step-start, into the same file"
             )
 
     def _take_place(self, decision: Decision) -> None:
         """Take the place that ``decision`` has for this spare.
 
-        Raises what is in ``INTERRUPTED`` if this epoch ends first: this worker is then a spare with the state it had.
+        Raises one of ``INTERRUPTED`` if this epoch ends first: this worker is then a spare with its old state.
         """
         manager, started, back_to = self._manager, time.perf_counter(), decision.rollback
         state = self._parts.state
         if back_to is not None and back_to.source == HELD:
-            state.timeline = decision.timeline[0]  # also if this plan is over before it has its place
+            state.timeline = decision.timeline[0]  # also if this plan ends before the worker has its place
         first = first_iteration(decision)
-        if first > manager.view.iteration:  # the one in which this worker left; with the state it is the first
+        if first > manager.view.iteration:  # the iteration in which this worker left
             writers.missed_steps()
         with manager.take_place(decision, self._groups.traffic):
-            # Now, beside the groups and the state: the others open theirs before they compute, and need this worker.
+            # Now, concurrently with groups and state: the others open theirs before they compute, and need this worker.
             self._parts.open_rings()
             self._groups.regroup(manager.view)
             manager.inject("regroup", first)
             grouped = time.perf_counter()
             size = 0
             if back_to is not None and back_to.source != HELD:
-                state.go_back(back_to.iteration)  # loaded with the others, when all are here
+                state.go_back(back_to.iteration)  # loaded together with the others, once all have their places
             else:
                 size = self._parts.places.fetch_state(decision)
             manager.inject("regroup", first)
@@ -191,13 +191,13 @@ class Rejoin:
 
 
 PROFILING = ("profile", "use_pytorch_profiler", "use_nsys_profiler")
-"""Flags of Megatron-LM's and Bridge's loops, with which they profile."""
+"""Flags that enable profiling in Megatron-LM's and Bridge's loops."""
 
 
 def stop_profiler(device: torch.device) -> None:
-    """Stop the profiler that train() has begun: left by an exception, train() does not, and the memory would fill.
+    """Stop train()'s profiler: after an exception train() does not stop it, and the memory would fill.
 
-    What was recorded is dropped.  A profiler of the script's own stays on.
+    The records are dropped.  A profiler of the script itself stays on.
     """
     if not any(getattr(get_args(), name, False) for name in PROFILING):
         return
@@ -208,25 +208,25 @@ def stop_profiler(device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.cudart().cudaProfilerStop()
     except (RuntimeError, AttributeError) as error:
-        log.warning(f"the profiler cannot be stopped: {in_short(error)}")
+        log.warning(f"cannot stop the profiler, which may fill the memory: {in_short(error)}")
 
 
 def build_elsewhere(manager: Manager, groups: Groups, loop: Loop, position: int, *, built: bool) -> None:
-    """Prepare this process for another pretrain(), which builds the model of ``position`` without talking to anybody.
+    """Prepare this process for another pretrain(), which builds the model of ``position`` without communication.
 
-    ``built``: whether Megatron still holds a model from before, which is dropped.
+    ``built``: whether Megatron still holds an earlier model, which is dropped.
     """
     view = manager.view
     slot = view.grid.replicas[0][position]
     log.info(f"worker {view.worker} builds the model of position {position}")
-    groups.again(slot)  # first: the groups know the model that is dropped
+    groups.again(slot)  # first: the groups refer to the model that is dropped
     if built:
         _forget_megatron(loop)
     os.environ["RANK"] = str(slot)
 
 
 def _forget_megatron(loop: Loop) -> None:
-    """Drop Megatron's globals and torch's groups; the model goes with what held it."""
+    """Drop Megatron's globals and torch's groups, and so the last references to the model."""
     loop.services.forget()
     tensor_parallel.random.initialize_rng_tracker(force_reset=True)
     world = c10d._world
@@ -240,10 +240,10 @@ def _forget_megatron(loop: Loop) -> None:
 
 
 def install_building_alone(groups: Groups, loop: Loop) -> None:
-    """Wrap the seams of a pretrain() that one worker runs alone; ``groups`` know whether this one does.
+    """Wrap the seams of a pretrain() that one worker runs alone; ``groups.alone``: this worker does.
 
-    load_checkpoint                      nothing is read: the state comes from a peer
-    build_train_valid_test_data_loaders  whether there is data is what rank 0 says at launch: there is, they train
+    load_checkpoint                      nothing is loaded: the state comes from a peer
+    build_train_valid_test_data_loaders  at launch rank 0 broadcasts that there is data: here it is known, they train
     """
 
     def no_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,26 +270,26 @@ AS_SAVED = {
     "pretrained_checkpoint": None,
     "override_ckpt_iteration": None,
     "strict_fsdp_dtensor_load": True,
-    "ckpt_assume_constant_structure": False,  # who reads what was planned for other workers
+    "ckpt_assume_constant_structure": False,  # the load plan of the launch was for other workers
     "ckpt_convert_update_legacy_dist_opt_format": False,
 }
-"""Megatron's arguments by which the launch may have begun with a part of a checkpoint: a rollback takes all of it."""
+"""Megatron's arguments that may have limited the load at launch to a part of a checkpoint: a rollback loads all."""
 
 
 @dataclass(eq=False)
 class Rollback:
-    """The state is lost: everybody who has a place loads one checkpoint, in place, and the training goes on from there.
+    """Rollback after a loss of state: all workers with a place load one checkpoint, in place, and train on from there.
 
         plan: rollback --> every worker is out of the training, and takes its place without a state
            |
         section    Megatron's own load_checkpoint(), over the groups of the epoch, or a snapshot of the memory tier;
-           |         again, with whoever is left, if one dies
-           |         who cannot read it says so and leaves: the next plan goes back to the one before
+           |         if a worker dies, the survivors repeat it
+           |         a worker that cannot read it reports that and leaves: the next plan uses the checkpoint before it
            v
         all have loaded it: train() is entered, at the iteration after the checkpoint's
 
-    The plan says which checkpoint it is (`instep.meeting.timelines`), so that all take the same.  Where it is the state
-    of workers that were set aside there is nothing to load.  The main thread calls it, with the model of this worker.
+    The plan names the checkpoint (`instep.meeting.timelines`), so all load the same.  If the source is the state of
+    workers that were set aside, nothing is loaded.  Called by the main thread.
     """
 
     _manager: Manager
@@ -298,12 +298,12 @@ class Rollback:
     _checkpoints: Checkpoints
     _console: Console
     _done: int = field(default=0, init=False)
-    """The epoch of the last one that was carried out."""
+    """Epoch of the last completed rollback."""
 
     def carry_out(self, model: Any, optimizer: Any, scheduler: Any) -> None:
-        """Load what the plan that gave this worker its place says, if it says so.  Before ``train`` is entered.
+        """Do the rollback of the plan that gave this worker its place, if any.  Call it before ``train`` is entered.
 
-        Raises ``Orphaned`` when this worker has no place any more: also where it could not read the checkpoint.
+        Raises ``Orphaned`` if this worker has lost its place, for example because it could not read the checkpoint.
         """
         manager, decision = self._manager, self._manager.view.decision
         target, state, sharded = decision.rollback, self._parts.state, self._parts.sharded
@@ -326,12 +326,12 @@ class Rollback:
                     take_up.append(then)
                 with self._groups.in_section():
                     state.agree_on_start(manager.view.communication.device)
-            except BaseException as error:  # torch's CheckpointException is none of Exception
+            except BaseException as error:  # torch's CheckpointException is no Exception
                 self._explain(error, target)
                 raise
             manager.inject("rollback")
 
-        if target.source != HELD:  # else all have begun from that state when they took their places
+        if target.source != HELD:  # otherwise all took that state with their places
             manager.section("rollback", run, moved=moved)
             take_up[0]()
         self._done = decision.epoch
@@ -339,7 +339,7 @@ class Rollback:
         tier = "memory" if target.source in (HELD, MEMORY) else "disk"
         folder = "" if tier == "memory" else _folder(target)
         seconds = time.monotonic() - began
-        one = manager.view.worker == min(decision.workers)  # for recover-status, which asks no worker
+        one = manager.view.worker == min(decision.workers)  # for recover-status, which does not query workers
         manager.log(
             "rolled back",
             note=f"rolled back to iteration {target.iteration} from {tier}, {target.lost} lost" if one else "",
@@ -353,42 +353,42 @@ class Rollback:
         self._console.rolled_back(manager, target, folder, seconds)
 
     def _load(self, target: Target, model: Any, optimizer: Any, scheduler: Any) -> int:
-        """Floating-point operations until then.  Raises whatever Megatron raises, and ValueError."""
+        """Load a checkpoint; returns its floating-point operations.  Raises what Megatron raises, and ValueError."""
         args = get_args()
-        # Of the random states there is one for each replica, where they are many; the run may have grown since.
+        # With random states per replica a checkpoint may have too few: the run may have grown since.
         no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
         at = target.iteration
-        # Megatron reads what a checkpoint of Megatron-FSDP has from --load, whichever folder it is to load.
+        # Megatron reads the contents of a Megatron-FSDP checkpoint from --load, whatever folder it loads.
         as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": at, "load": _folder(target)}
         known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
-        # Of the legacy format Megatron reads the optimizer's part of whatever the tracker file names; and what it keeps
-        # the last one of if that is newer, or as old, as one of the default format: here each is one like all others.
+        # In the legacy format Megatron reads the optimizer's part of the checkpoint that the tracker file names; and it
+        # prefers a non-persistent checkpoint that is not older: here all checkpoints are treated alike.
         wanted = monkeypatch.replaced(
             checkpointing,
             read_metadata=lambda tracker: (at, False),
             _get_non_persistent_iteration=lambda *unused: -1,
         )
         with self._groups.in_section(), monkeypatch.replaced(args, **known), wanted:
-            # Not training.load_checkpoint: a worker that was built alone has one that reads nothing.
+            # Not training.load_checkpoint: on a worker that was built alone it loads nothing.
             iteration, operations = checkpointing.load_checkpoint(
                 model, optimizer, scheduler, load_arg="load", strict=True
             )
-            # One that was built alone, in a position without data, knows of no data, and no peer has told it.
-            there = torch.tensor(
+            # A worker that was built alone, in a position without data, does not know whether there is data.
+            has_data = torch.tensor(
                 [int(args.do_valid), int(args.do_test)], device=self._manager.view.communication.device
             )
-            dist.all_reduce(there, op=dist.ReduceOp.MAX)
-            args.do_valid, args.do_test = there.tolist()
+            dist.all_reduce(has_data, op=dist.ReduceOp.MAX)
+            args.do_valid, args.do_test = has_data.tolist()
         if iteration != target.iteration:
-            raise ValueError(f"it is of iteration {iteration}")
+            raise ValueError(f"it belongs to iteration {iteration}")
         return int(operations)
 
     def _explain(self, error: BaseException, target: Target) -> None:
-        """Return where ``error`` is to be raised as it is; else raise what it means."""
+        """Return if ``error`` must be raised unchanged; otherwise raise the exception that it means."""
         if isinstance(error, (EpochRevoked, MembershipError, InStepError, KeyboardInterrupt)):
             return
         epoch_groups = self._manager.view.groups
-        if epoch_groups.over:  # whatever it is, the epoch's end may have led to it
+        if epoch_groups.over:  # the epoch's end may have caused it
             raise EpochRevoked(epoch_groups.number, signature(error)) from error
         if is_communication(error) or is_own(error) or is_of_device(error):
             return
@@ -398,13 +398,13 @@ class Rollback:
             what = f"the checkpoint of iteration {target.iteration} in {_folder(target)}"
             self._checkpoints.unreadable.add(target.iteration)
         why = f"worker {self._manager.view.worker} cannot load {what}: {signature(error)}"
-        log.warning(f"{why}; the run goes back to one before it, if there is one")
+        log.warning(f"{why}; the run rolls back to an earlier one, if it exists")
         self._manager.leave(why[:500])
         raise Orphaned(why) from error
 
 
 def _folder(target: Target) -> str:
-    """Where the checkpoints are of which ``target`` is one."""
+    """Return the folder with the checkpoint of ``target``."""
     args = get_args()
     if target.source != NON_PERSISTENT:
         return str(getattr(args, target.source))

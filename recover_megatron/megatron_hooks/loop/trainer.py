@@ -1,13 +1,13 @@
-"""One training step on Megatron's own schedule: what ``instep.step`` asks of a training framework.
+"""Training step on Megatron's own schedule: the trainer interface of ``instep.step``.
 
-    compute(ids)   the schedule that Megatron chose, with our microbatches, their number, and their random numbers; its
-                   last act, finalize_model_grads, is held back (what it was called with is kept)
+    compute(ids)   run Megatron's schedule with our microbatches, their count, and their random numbers; its last call,
+                   finalize_model_grads, is held back (its arguments are saved)
     extras()       [tokens | routers | trackers | attention's logits | scales | per logged loss: sum, count], of all
                    passes of this step
-    finish(...)    the step is committed: finalize_model_grads, once, with the token count of the whole batch
+    finish(...)    after the commit: finalize_model_grads, once, with the token count of the complete batch
 
-Losses are divided by the launch's number of microbatches however many this replica runs: the schedules ask
-``forward_step_calc_loss`` by name, and it is told the nominal number (``NominalCount``).
+Losses are divided by the launch's number of microbatches, whatever number this replica runs: the schedules call
+``forward_step_calc_loss``, which is wrapped to get the nominal number (``NominalCount``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from recover_megatron.megatron_hooks.loop.training_parts import TrainingParts
 
 @dataclass(eq=False)
 class NominalCount:
-    """While ``count`` is set, every loss is divided by it instead of by the number of microbatches of the pass."""
+    """Divisor of every loss while ``count`` is set, instead of the number of microbatches of the pass."""
 
     count: int | None = None
 
@@ -100,18 +100,18 @@ class MegatronTrainer:
         self._parts.logits.ran(ids)
         self._parts.scales.ran(ids)
         self._losses += losses or []
-        # The step needs the losses next, so it would wait for the device there.  Waited for here, that counts as
-        # computing: to whoever looks for a hang, and in the seconds of a microbatch, by which shares are balanced.
+        # The step needs the losses next, and would wait for the device there.  A wait here counts as compute time: for
+        # the hang detection, and in the seconds per microbatch, by which shares are balanced.
         self._parts.wait_for_device()
 
     def settle(self) -> None:
         buckets = self._parts.buckets
         if buckets.overlap is not None:
-            buckets.overlap.complete_all()  # whoever makes the next update may rely on it, also if we ran nothing
+            buckets.overlap.complete_all()  # required before the next update, also if this worker ran no microbatch
         buckets.settle()
 
     def extras(self) -> torch.Tensor:
-        """See the module's docstring: float64, flat, on the host.  The last stage alone has losses."""
+        """Return the extras (see the module's docstring): float64, flat, on the host.  Losses: last stage only."""
         losses: list[float] = []
         for key in self._losses[0] if self._losses else ():
             values = torch.stack([loss[key].detach().double().view(-1) for loss in self._losses])
@@ -119,20 +119,20 @@ class MegatronTrainer:
             # One number is a mean over a microbatch, two are a sum over tokens and their count.
             losses += sums if len(sums) == 2 else [sums[0], float(len(values))]
         tokens, double = float(self._tokens), torch.float64
-        counted = [its.read() for its in self._parts.beside]
+        counted = [one.read() for one in self._parts.beside]
         return torch.cat([torch.tensor([tokens], dtype=double), *counted, torch.tensor(losses, dtype=double)])
 
     def finish(self, extras: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """Let Megatron finish the gradients; returns the losses of the whole batch as one microbatch's.
+        """Let Megatron finish the gradients; returns the losses of the complete batch as those of one microbatch.
 
-        ``extras``: those of the whole batch.
+        ``extras``: those of the complete batch.
         """
         parts = self._parts
-        sizes = [1, *(its.size for its in parts.beside)]
+        sizes = [1, *(one.size for one in parts.beside)]
         tokens, routers, trackers, logits, scales, losses = extras.split([*sizes, len(extras) - sum(sizes)])
         config = get_model_config(self._model[0])
         call = dict(self._finalize_call)
-        if not call:  # Megatron has not called, since this worker ran no microbatch
+        if not call:  # no call was saved: this worker ran no microbatch
             none = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
             call = {"model": self._model, "num_tokens": none if config.calculate_per_token_loss else None}
         if call.get("num_tokens") is not None:
@@ -152,7 +152,7 @@ class MegatronTrainer:
         whole = {}
         # A layout may leave a chunk without layers.
         device = next((weight.device for chunk in self._model for weight in chunk.parameters()), None)
-        for number, key in enumerate(names):  # also of a worker that ran no microbatch, if it knows their names
+        for number, key in enumerate(names):  # also on a worker that ran no microbatch, if it knows their names
             total, count = losses[2 * number], losses[2 * number + 1]
             pair = bool(self._losses) and self._losses[0][key].numel() == 2
             value = torch.stack([total, count]) if pair else (total / count).view(1)
@@ -162,13 +162,13 @@ class MegatronTrainer:
     # ---- inside
 
     def _forward_step(self, ids: Sequence[int], backward: list[int]) -> Callable[..., Any]:
-        """The user's forward step; the k-th call on a chunk is microbatch ``ids[k]``.
+        """Return the wrapped forward step of the user; the k-th call on a chunk is microbatch ``ids[k]``.
 
-        In ``backward`` it counts, by chunk, those of which there is to be a backward pass.
+        It counts in ``backward``, by chunk, the microbatches that will have a backward pass.
         """
         original = self._call["forward_step_func"]
-        # For a plan, of which the forward pass is made later, Megatron gives what is inside of its wrappers.
-        chunks = {id(its): number for number, chunk in enumerate(self._model) for its in _wrapped(chunk)}
+        # For a schedule plan, whose forward pass runs later, Megatron passes the module without its wrappers.
+        chunks = {id(one): number for number, chunk in enumerate(self._model) for one in _wrapped(chunk)}
         calls = [0 for _ in self._model]
 
         def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ class MegatronTrainer:
 
 
 def _wrapped(chunk: Any) -> Iterator[Any]:
-    """A chunk of the model, and what is inside of its wrappers."""
+    """Yield a chunk of the model, and each module inside its wrappers."""
     while chunk is not None:
         yield chunk
         chunk = getattr(chunk, "module", None)

@@ -1,13 +1,13 @@
-"""Megatron's training loop, hooked: the one place that knows where in the loop what happens.
+"""Hooks of Megatron's training loop: the one module that maps recovery to places in the loop.
 
-train()                         joins the first epoch; from here on deaths are survived.  Left by an exception where
-                                the replica is broken, and entered again when there is a place (`rejoin`)
-  train_step()                  before it, the boundary where new replicas come in
+train()                         joins the first epoch; from here on the run survives deaths.  If its replica breaks, a
+                                worker leaves it by an exception, and enters it again with a new place (`rejoin`)
+  train_step()                  before it, the boundary at which new replicas join
     forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
-    optimizer.step()            inside a replica: needs nobody else; a distributed one: `sharded_optimizer`
-  training_log()                barriers: sections of their own
-  evaluate()                    `evaluation`: a section, whose microbatches are shared out, too
-  save_checkpoint()             a section: written again from the start by whoever is left
+    optimizer.step()            inside a replica, without other replicas; if distributed: `sharded_optimizer`
+  training_log()                its barriers are separate sections
+  evaluate()                    `evaluation`: a section; its microbatches are distributed, too
+  save_checkpoint()             a section: after a loss the survivors write it again from the start
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ FINAL = (
     KeyboardInterrupt,
     UserError,
 )
-"""Exceptions that end a worker as they are, even where its replica is broken: they do not come from that."""
+"""Exceptions that end a worker even if its replica is broken: they have other causes."""
 
 
 class TrainingHooks:
     """The hooks of one worker's training loop, and the parts that they need while it trains.
 
-    ``make_manager`` opens this worker's part in the run.  It is called when ``train`` is entered first, or by ``open``
-    where a worker waits for a place before it has a model.
+    ``make_manager`` creates this worker's interface to the run.  It is called when ``train`` is first entered, or by
+    ``open`` for a worker that waits for a place before it has a model.
     """
 
     def __init__(
@@ -101,50 +101,50 @@ class TrainingHooks:
 
     @property
     def parts(self) -> TrainingParts:
-        """Those of the model that is trained."""
+        """The parts of the trained model."""
         assert self._parts is not None, "train has not been entered"
         return self._parts
 
     @property
     def state(self) -> TrainingState | None:
-        """None before ``train`` has been entered."""
-        parts = self._parts  # once: the main thread may be about to forget it
+        """The training state; None before ``train`` has been entered."""
+        parts = self._parts  # read once: the main thread may drop it
         return None if parts is None else parts.state
 
     @property
     def sharded(self) -> ShardedOptimizer | None:
-        """The optimizer, where its state is spread over the replicas."""
+        """The optimizer, if its state is sharded over the replicas; else None."""
         return None if self._parts is None else self._parts.sharded
 
     @property
     def manager(self) -> Manager:
-        """Of a worker whose training has begun, or that waits for a place."""
+        """The manager of a worker whose training has begun, or that waits for a place."""
         assert self._manager is not None, "training has not begun"
         return self._manager
 
     def open(self, args: Any = None, grid: LaunchGrid | None = None) -> None:
-        """Open this worker's part in the run.  ``args`` and ``grid``: of a newcomer, which has no Megatron yet."""
+        """Create the manager.  ``args`` and ``grid`` are given for a newcomer, which has no Megatron yet."""
         self._manager = self._make_manager(args, grid)
 
     @property
     def iteration(self) -> int:
-        """The iteration under way, from 1; 0 before ``train`` has been entered."""
+        """The current iteration, from 1; 0 before ``train`` has been entered."""
         return 0 if self._parts is None else getattr(get_args(), "curr_iteration", -1) + 1
 
     def forget(self) -> None:
-        """Drop all that belongs to the model: one for another position is to be built."""
+        """Drop all that belongs to the model: one for another position will be built."""
         self._parts = self._outcome = None
 
     def planned(self) -> None:
-        """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
+        """Handle a new epoch.  Raises ``StateLost`` on all workers if a part of the optimizer's state has no holder."""
         if self.sharded is not None and self.sharded.shards.known:
             self.sharded.shards.planned()
             self.sharded.check()
 
     def kept_checkpoints(self) -> tuple[list[Checkpoint], set[int]]:
-        """The complete checkpoints that the run could go back to, and those that this worker has failed to load.
+        """Return the complete checkpoints for a rollback, and the iterations that this worker failed to load.
 
-        From any thread.
+        Any thread may call it.
         """
         state, found = self.state, list[Checkpoint]()
         if state is not None and not self._no_last_resort(state):
@@ -153,16 +153,16 @@ class TrainingHooks:
         return found, self._checkpoints.unreadable
 
     def _no_last_resort(self, state: TrainingState) -> str:
-        """Why the run cannot go back to a checkpoint in place, in words; empty: it can, once there is one."""
+        """Return why the run cannot roll back to a checkpoint in place; empty if it can, once one exists."""
         return "--recover-last-resort off" if self._config.last_resort == "off" else state.no_way_back
 
     @property
     def begun(self) -> bool:
-        """Whether there is a ``manager``; until then evaluations, checkpoints and the like are Megatron's own."""
+        """True if ``manager`` exists; until then evaluations, checkpoints etc. are Megatron's own."""
         return self._manager is not None
 
     def install(self) -> None:
-        """Wrap the seams; raises UserError if this loop's or Megatron-Core's are not the ones we know."""
+        """Wrap the seams; raises UserError if those of this loop or Megatron-Core have unknown signatures."""
         loop = self.loop
         self._nominal.install()
         self._accumulated.install()
@@ -179,7 +179,7 @@ class TrainingHooks:
         self._checkpoints.install(loop)
 
     def _buckets(self) -> Buckets | None:
-        """Those in Megatron's DDP, once there are any."""
+        """Return the buckets in Megatron's DDP; None before they exist."""
         found = None if self._parts is None else self._parts.buckets
         return found if isinstance(found, Buckets) else None
 
@@ -190,7 +190,7 @@ class TrainingHooks:
             forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any, data: Any, validation: Any, *rest: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
-            late = self.begun  # a newcomer, which waited without a model until it was to build one
+            late = self.begun  # a newcomer, which waited without a model until it had to build one
             if not late:
                 _check_batches(get_args())
                 self.open()
@@ -201,7 +201,7 @@ class TrainingHooks:
                 rejoin.come_back()
             else:
                 args = get_args()
-                args.curr_iteration = args.iteration  # the loop sets it, but has no round where the run was complete
+                args.curr_iteration = args.iteration  # the loop sets it, but makes no iteration if the run was complete
                 self._start()
             while True:
                 try:
@@ -218,7 +218,7 @@ class TrainingHooks:
         return train
 
     def _take_up(self, model: Any, optimizer: Any, scheduler: Any, validation: Any, *, late: bool) -> TrainingParts:
-        """Make the parts for the model and optimizer that train() was entered with, and tell the seams of them."""
+        """Create the parts for train()'s model and optimizer, and publish them to the seams."""
         self._groups.model = model
         parts = self._parts = TrainingParts(
             model,
@@ -237,7 +237,7 @@ class TrainingHooks:
         return parts
 
     def _start(self) -> None:
-        """Join the first epoch, with everybody who was launched."""
+        """Join the first epoch, with all launched workers."""
         self.manager.start(self._groups.traffic)
         args, view = get_args(), self.manager.view
         if (
@@ -246,15 +246,15 @@ class TrainingHooks:
             and view.worker == min(view.decision.workers)
         ):
             log.info(
-                f"no last resort: {why}. Where the last holder of a part of the state is lost and no snapshot is in "
-                "memory, the run ends with exit code 12; a new launch goes on from the newest checkpoint"
+                f"no last resort: {why}. If the last holder of a part of the state is lost and there is no snapshot in "
+                "memory, the run ends with exit code 12; a new launch resumes from the newest checkpoint"
             )
         self._groups.open()
         if self.sharded is not None:
             self.sharded.adopt()
 
     def replica_broken(self, error: BaseException) -> bool:
-        """Whether ``error`` comes from a mate's loss: this worker becomes a spare then, instead of ending by it."""
+        """Return whether ``error`` results from the loss of a peer in the replica: then this worker becomes a spare."""
         return self.manager.is_of_mates(error)
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,8 +278,8 @@ class TrainingHooks:
             state = self.parts.state
             state.totals.take_up(total)
             if "is_first_iteration" in kwargs:
-                # Megatron logs the first iteration of train(), with a barrier, and again in its next row; and whoever
-                # came back has entered train() anew: all must have the same decisions in an iteration.
+                # Megatron logs the first iteration of train(), with a barrier, and again in its next row.  A worker
+                # that came back has re-entered train(): all must make the same decisions in an iteration.
                 kwargs["is_first_iteration"] = iteration == state.first and not state.gone_back
             return original(losses, total, rate, iteration, *args, **kwargs)
 
@@ -303,7 +303,7 @@ class TrainingHooks:
         return get_forward_backward_func
 
     def _step(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """One step to its commit (`instep.step`), then what Megatron does once at its end; the losses for the log."""
+        """Run one step to its commit (`instep.step`), then Megatron's end of the step; returns the losses to log."""
         args, manager, parts = get_args(), self.manager, self.parts
         view = manager.view
         nominal = get_num_microbatches()
@@ -320,7 +320,7 @@ class TrainingHooks:
         trainer = MegatronTrainer(
             schedule, call, parts, manager, self._seeds, self._accumulated, args.curr_iteration + 1
         )
-        room = EXTRAS + sum(its.size for its in parts.beside)
+        room = EXTRAS + sum(one.size for one in parts.beside)
         tail = Tail(column, total, len(view.grid.replicas), self._device, room=room)
         self._nominal.count = nominal
         parts.state.last_step = args.curr_iteration + 1, view.number + 1
@@ -337,7 +337,7 @@ class TrainingHooks:
 
 
 def _check_batches(args: Any) -> None:
-    """Raise UserError where an entry of a schedule of batches that is still to come would end the run (`flags`)."""
+    """Raise UserError if a later entry of the batch size schedule would end the run (`flags`)."""
     if getattr(args, "step_batch_size_schedule", None):
         batches = batches_to_come(args, args.consumed_train_samples, args.iteration)
         if reasons := misfits(args, args.data_parallel_size, batches):

@@ -1,9 +1,9 @@
-"""What a worker trains with once Megatron has built its model, and what it does with that between two steps.
+"""Parts of a worker's training for one built model, and their work between two steps.
 
-Made as one when train() is entered, dropped as one.
+Created together when train() is entered, dropped together.
 
-at_boundary         others are met if somebody comes or goes; states are compared, mended, given to fresh replicas; a
-                    snapshot is taken where one is due
+at_boundary         rendezvous if workers join or leave; states are compared, repaired, sent to fresh replicas; a
+                    snapshot is taken if one is due
 before_checkpoint   each worker that writes has its parameters, and its part of the optimizer's state
 rebalance           --recover-balance: a slow replica gets fewer microbatches
 """
@@ -44,11 +44,11 @@ from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedO
 
 
 class StepGuard:
-    """Whether the parameters of an orphan are those of the version that it counts.
+    """Decides whether an orphan's parameters really have the version that it counts.
 
-    On a GPU the host is ahead: an update is in the queue behind the norm of the gradients, an all-reduce inside the
-    replica.  If a mate is dead, that ends when its group is aborted, with garbage, by which the update is scaled; no
-    exception need come.  So the update counts only if the device had carried it out before anything was aborted:
+    On a GPU the host runs ahead: an update is queued behind the norm of the gradients, an all-reduce inside the
+    replica.  If a peer is dead, the abort of its group completes that all-reduce with garbage, which scales the update,
+    possibly without an exception.  So the update counts only if the device had executed it before the abort:
 
         IDLE --begin--> UPDATING --end--> QUEUED --the device is done--> IDLE
           |                |                |
@@ -56,10 +56,10 @@ class StepGuard:
           |                |
         believed       not believed, until ``reset``
 
-    On the CPU an operation that fails raises before anything is computed from it: all is believed.
+    On the CPU a failed operation raises before its result is used: every update counts.
 
-    ``begin``, ``end``, ``reset``: by the main thread; ``seal``: by any.  ``event``: makes one of the device's, with
-    ``record`` and ``query``; None: the device is the CPU.
+    The main thread calls ``begin``, ``end`` and ``reset``; any thread may call ``seal``.  ``event``: creates a device
+    event, with ``record`` and ``query``; None: the device is the CPU.
     """
 
     def __init__(self, event: Callable[[], Any] | None) -> None:
@@ -82,7 +82,7 @@ class StepGuard:
             self.believed = self.believed and not self._sealed
 
     def end(self) -> None:
-        """All of it is in the device's queue."""
+        """Note that the complete update is in the device's queue."""
         if self._make_event is None:
             return
         event = self._make_event()
@@ -91,7 +91,7 @@ class StepGuard:
             self._updating, self._event = False, event
 
     def seal(self) -> None:
-        """The groups inside the replica are about to be aborted: what is not computed by now may become garbage."""
+        """Call before the groups inside the replica are aborted: work that is not done yet may produce garbage."""
         with self._lock:
             if self._sealed:
                 return
@@ -100,15 +100,15 @@ class StepGuard:
             self.believed = self.believed and not self._updating and not queued
 
     def reset(self) -> None:
-        """The state is one that others have told of, or was found to be theirs: the worker has a place."""
+        """Trust the state again: it was received from, or found equal to that of, other workers."""
         with self._lock:
             self._updating, self._event, self._sealed, self.believed = False, None, False, True
 
 
 class TrainingParts:
-    """The parts that belong to one model, made for what train() is entered with; the main thread calls it.
+    """The parts that belong to one model, created from train()'s arguments.  Used by the main thread.
 
-    ``accumulated``: counts the gradients that are added.  ``blank``: see ``TrainingState``.
+    ``accumulated``: counts added gradients.  ``blank``: see ``TrainingState``.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class TrainingParts:
         self.logits = AttentionLogits(args, model)
         self.scales = Scales(args, model)
         self.beside = (self.routers, self.trackers, self.logits, self.scales)
-        """What is added up beside the gradients, in the order in which it travels in a step's tail."""
+        """Values summed in addition to the gradients, in their order in a step's tail."""
         self.sharded = _sharded(optimizer, self.buckets, manager, config)
-        """None: every worker of a column has all of the optimizer's state."""
+        """None if every worker of a column has the complete optimizer state."""
         self.state = TrainingState(
             model,
             optimizer,
@@ -152,13 +152,13 @@ class TrainingParts:
         self.memory = MemoryTier(manager, self.state, self.sharded, wanted=wanted, every=config.memory_interval)
 
     def wait_for_device(self) -> None:
-        """Return when the device has computed what it was given.  Raises ``Orphaned`` when this replica is broken."""
+        """Wait until the device has finished all queued work.  Raises ``Orphaned`` if this replica is broken."""
         device = self._manager.view.communication.device
         if device.type == "cuda":
             drained(device, self._manager.check)
 
     def count_updates(self, optimizer: Any, step_guard: StepGuard) -> None:
-        """Know whether the parameters are those before or after the step under way, whatever interrupts it."""
+        """Wrap the optimizer's step to track whether the parameters are those before or after it, if interrupted."""
         step = optimizer.step
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -181,9 +181,9 @@ class TrainingParts:
     # ---- between two steps
 
     def at_boundary(self) -> None:
-        """New replicas come in, states are compared and given.
+        """Let new replicas join; compare and send states.
 
-        Raises ``Orphaned`` if this worker must not compute with the state that it has.
+        Raises ``Orphaned`` if this worker must not compute with its state.
         """
         manager = self._manager
         self._groups.open()
@@ -191,7 +191,7 @@ class TrainingParts:
         manager.at_boundary(self._before_meeting)
         if manager.view.decision.holders:
             self.complete()
-            self.open_rings()  # beside the states that come, of others and perhaps of this worker
+            self.open_rings()  # concurrently with the transfer of states
         self.places.at_boundary()
         self._settle()
         if self.sharded is not None and manager.view.verifying and not manager.view.joining_next:
@@ -200,32 +200,32 @@ class TrainingParts:
         self.memory.at_boundary()
 
     def open_rings(self) -> None:
-        """Begin to open the rings of the present epoch, in the order in which a step asks for them."""
+        """Begin to open the rings of the present epoch, in the order in which a step uses them."""
         view = self._manager.view
         view.groups.open_rings([alive(column, view.live) for column in self.buckets.rings])
 
     def _before_meeting(self) -> None:
-        self._services.finish_saves()  # by those who began it
+        self._services.finish_saves()  # by the workers that began it
         self.complete()
         if self._manager.view.decision.leaving:
-            self._settle()  # while those who leave are there to give what only they have
+            self._settle()  # while the leaving workers can still send what only they hold
 
     def before_checkpoint(self) -> None:
-        """What a checkpoint is written of is all there; called outside of its section."""
+        """Complete the data of a checkpoint; call it before, and outside of, its section."""
         self.complete()
         self._settle()
 
     def saving(self) -> AbstractContextManager[None]:
-        """While a checkpoint is written; entered around its section, so once however often that runs."""
+        """Return the context of a checkpoint write; enter it once around the section, which may be repeated."""
         return nullcontext() if self.sharded is None else self.sharded.saving()
 
     def complete(self) -> None:
-        """Wait for what a distributed optimizer does while the next step computes."""
+        """Wait for the distributed optimizer's work that overlaps with the next step."""
         if self.sharded is not None:
             self.sharded.complete()
 
     def _settle(self) -> None:
-        """Where the optimizer's state is spread: spread it over those who are there now."""
+        """Repartition a sharded optimizer's state over the present workers, if necessary."""
         if self.sharded is not None and self.sharded.due():
             self.sharded.renew()
 
@@ -246,15 +246,15 @@ def _sharded(
     if isinstance(buckets, FsdpBuckets2) or buckets.shards is None:
         return None
     keeping = InBuckets(buckets) if isinstance(buckets, Buckets) else InShardGroups(buckets.outer)
-    aside = torch.device("cpu") if config.shadow_device == "cpu" else None
-    return ShardedOptimizer(optimizer, buckets, keeping, manager, config.shadow_shards, aside)
+    shadow_device = torch.device("cpu") if config.shadow_device == "cpu" else None
+    return ShardedOptimizer(optimizer, buckets, keeping, manager, config.shadow_shards, shadow_device)
 
 
 def from_first_rank(counts: list[int]) -> list[int]:
-    """Give all ranks of the model-parallel group, which stands in one column, the numbers of its first one."""
+    """Broadcast ``counts`` from the first rank of the model-parallel group."""
     group = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return counts
-    told = torch.tensor(counts, device=torch.cuda.current_device())
-    torch.distributed.broadcast(told, group=group, group_src=0)
-    return [int(count) for count in told.tolist()]
+    sent = torch.tensor(counts, device=torch.cuda.current_device())
+    torch.distributed.broadcast(sent, group=group, group_src=0)
+    return [int(count) for count in sent.tolist()]

@@ -1,4 +1,4 @@
-"""What Megatron does at the turning points of recovery (``instep.hooks.Hooks``), and where faults may strike it."""
+"""Megatron's actions at the turning points of recovery (``instep.hooks.Hooks``), and the places of injected faults."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from recover_megatron.megatron_hooks.logging.records import Records
 from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
-"""Boundaries of a collective -> the phase of a fault specification."""
+"""Boundary of a collective -> phase of a fault specification."""
 
 SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint": "checkpoint"}
-"""Kinds of sections -> the phase of a fault specification."""
+"""Kind of a section -> phase of a fault specification."""
 
 
 @dataclass(eq=False)
 class FaultInjection:
-    """The faults of one worker (--recover-inject): the phases of ``chaos.spec``, by their places in Megatron's work."""
+    """The faults of one worker (--recover-inject): maps the phases of ``chaos.spec`` to places in Megatron's work."""
 
     _injector: Injector
     _training: TrainingHooks
-    """Tells where it is."""
+    """The source of the current iteration and phase."""
 
     def install(self) -> None:
-        """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
+        """Wrap the seams; raises UserError if those of this Megatron have unknown signatures."""
         monkeypatch.wrap("backward_step", self._striking_backward)
         monkeypatch.wrap("TransformerModelChunkSchedulePlan.run", self._striking_backward_beside)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
-        """A phase was reached, of ``iteration``; None: of that under way."""
+        """Inject the faults of ``phase``, which was reached in ``iteration``; None: the current one."""
         if phase == "traffic":  # an operation inside a section: a further visit of its phase
             phase = SECTIONS.get(self._training.manager.view.section, "")
         self._injector.at(phase, self._training.iteration if iteration is None else iteration)
 
     def in_collective(self, boundary: str, hop: int) -> None:
-        """At a boundary of a collective: see ``collectives.ring.executor.Hook``, and ``collectives.native``."""
+        """Inject at a boundary of a collective: see ``collectives.ring.executor.Hook``, and ``collectives.native``."""
         phase, sharded = self._training.manager.view.phase, self._training.sharded
-        if boundary == "gather":  # with --overlap-param-gather in the next iteration already
+        if boundary == "gather":  # with --overlap-param-gather this is already in the next iteration
             self.inject("param-gather", 0 if sharded is None else sharded.updated)
             return
         if phase in ("norm", "param-gather") or boundary not in HALVES:
@@ -83,9 +83,9 @@ class TurningPoints(Hooks):
     _training: TrainingHooks
     _records: Records
     _faults: FaultInjection | None
-    """None where none is to be injected."""
+    """None if no fault will be injected."""
     _first_plan: bool
-    """Whether it was launched with the run, and has had no plan yet."""
+    """True if the worker was launched with the run, and has had no plan yet."""
 
     def abort_replica(self, all_heard: Callable[[], None]) -> None:
         self._training.step_guard.seal()

@@ -1,1 +1,1 @@
-"""The distributed optimizer: its shards, their shadows, its checkpoints."""
+"""Distributed optimizer: shards, their shadows, checkpoints."""

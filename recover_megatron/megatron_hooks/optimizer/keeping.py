@@ -1,15 +1,15 @@
-"""Where Megatron keeps a spread optimizer's state, and what it calls to update, to save and to load it.
+"""Storage of a sharded optimizer's state in Megatron, and Megatron's functions to update, save and load it.
 
-``Keeping`` is what `sharded_optimizer` asks; ``InBuckets`` answers for the distributed optimizer, whose buckets lie in
-Megatron's DDP, and `fsdp.outer` for Megatron-FSDP, whose shard groups share their shards' state.
+``Keeping`` is the interface for `sharded_optimizer`; ``InBuckets`` implements it for the distributed optimizer, whose
+buckets lie in Megatron's DDP, and `fsdp.outer` for Megatron-FSDP, whose shard groups share their shards' state.
 
-Shards lie where deaths have left them; checkpoints of them are in Megatron's formats, all of them:
+After deaths the shards are unevenly distributed; their checkpoints use Megatron's formats, all of them:
 
-    fully reshardable, legacy    ``whole``: every part of the state brought together, as Megatron's own gathering does
-    by bucket (its default)      ``by_bucket``: each worker writes the parts that it speaks for, where they belong
+    fully reshardable, legacy    ``whole``: all parts of the state gathered, as Megatron's own gathering does
+    by bucket (its default)      ``by_bucket``: each worker writes the parts that it speaks for, at their offsets
 
-Either loads in stock Megatron at any data-parallel size: no format says who held what.  While the run goes back to a
-checkpoint (`rejoin`) it is loaded into the pieces that workers are to hold, in place of the lost (``loading_into``).
+Each format loads in stock Megatron at any data-parallel size: none records which worker held a part.  In a rollback to
+a checkpoint (`rejoin`) it is loaded into the pieces of the new layout (``loading_into``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]
 
 
 class ShardedCheckpoint:
-    """Writes one of Megatron's distributed optimizers.  ``primaries``, ``parts``: what this worker speaks for."""
+    """Checkpoint writer of one distributed optimizer.  ``primaries``, ``parts``: those this worker speaks for."""
 
     def __init__(self, optimizer: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         self._optimizer = optimizer
@@ -45,13 +45,13 @@ class ShardedCheckpoint:
         self._numbers = {id(bucket): number for number, bucket in fragments.buckets.items()}
         self._padded = False
         self._prefix = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
-        # Before 0.19 there was no other optimizer than Adam.
+        # Before 0.19 Adam was the only optimizer.
         self._keys = ("param", *getattr(optimizer, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
 
     def whole(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
     ) -> dict[Any, Any] | None:
-        """As ``DistributedOptimizer.get_parameter_state_dp_zero``."""
+        """Replace ``DistributedOptimizer.get_parameter_state_dp_zero``."""
         optimizer = self._optimizer
         group = optimizer.data_parallel_group
         wanted = group.rank() == 0 or return_on_all_ranks
@@ -62,13 +62,13 @@ class ShardedCheckpoint:
             if not empty_data:
                 self._fill(buffer, tensors)
                 for tensor in tensors.values():
-                    dist.all_reduce(tensor, group=group)  # all but one have zeros for each element
+                    dist.all_reduce(tensor, group=group)  # each element is nonzero on one rank only
             (dtype,) = ranges
             state[number] = {dtype: {**tensors, "numel_unpadded": size}}
         return state if wanted else None
 
     def _starts(self, buffer: Any) -> dict[int, int]:
-        """Of each bucket, where its elements begin in what is brought together of its buffer."""
+        """Return the offset of each bucket in the gathered tensor of its buffer."""
         offset, starts = 0, {}
         for bucket in buffer.buckets:
             starts[self._numbers[id(bucket)]] = bucket.offset if self._padded else offset
@@ -80,15 +80,15 @@ class ShardedCheckpoint:
         for fragment in self._primaries(self._fragments):
             if fragment.bucket in starts:
                 at = starts[fragment.bucket]
-                for key, its in _tensors(fragment).items():
-                    if key in tensors:  # before the first step there are no moments: zeros, from which it begins
-                        tensors[key][at + fragment.start : at + fragment.stop].copy_(its)
+                for key, value in _tensors(fragment).items():
+                    if key in tensors:  # before the first step there are no moments: zeros, its initial values
+                        tensors[key][at + fragment.start : at + fragment.stop].copy_(value)
 
     def in_model_space(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """As ``DistributedOptimizer.sharded_param_state_fully_reshardable``, which is ``original``.
+        """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``, which is ``original``.
 
-        It looks for a parameter where it lies in the buffer, padding included, in tensors that leave the padding out:
-        here they have it, so that a parameter behind a padded bucket gets its own state.
+        It indexes by a parameter's offset in the buffer, padding included, into tensors without padding: here they have
+        the padding, so a parameter behind a padded bucket gets the right state.
         """
 
         def sharded_param_state_fully_reshardable(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class ShardedCheckpoint:
         return sharded_param_state_fully_reshardable
 
     def by_bucket(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """As ``DistributedOptimizer.sharded_param_state_dp_reshardable``; ``original`` is used for loading."""
+        """Replace ``DistributedOptimizer.sharded_param_state_dp_reshardable``; ``original`` is used for loading."""
 
         def sharded_param_state_dp_reshardable(
             model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
@@ -113,7 +113,7 @@ class ShardedCheckpoint:
         return sharded_param_state_dp_reshardable
 
     def wanted(self, fragments: Sequence[ShardFragment]) -> dict[Any, Any]:
-        """What to load, of a checkpoint by bucket, into these pieces; their state is there, whatever is in it."""
+        """Return the load request of a checkpoint by bucket for these pieces, whose state tensors must exist."""
         instance = self._optimizer.distributed_optimizer_instance_id
         state: dict[Any, Any] = {}
         for fragment in fragments:
@@ -123,23 +123,23 @@ class ShardedCheckpoint:
         return state
 
     def found(self, state: Any, fragments: Sequence[ShardFragment]) -> Iterator[dict[str, Any]]:
-        """What came of it for each of the pieces, in their order."""
-        places = {place: iter(its) for place, its in _lists(state)}
+        """Yield the state loaded by ``wanted`` for each of the pieces, in their order."""
+        places = {place: iter(entries) for place, entries in _lists(state)}
         return (next(places[self._place(fragment.bucket)[0]]) for fragment in fragments)
 
     def found_in_model_space(self, state: Any, fragments: Sequence[ShardFragment]) -> Iterator[dict[str, Any]]:
-        """The same of a fully reshardable checkpoint, whose tensors are those of whole parameters."""
-        parameters = (its for buffer in self._optimizer.buffers for its in buffer.param_index_map)
+        """Yield the same from a fully reshardable checkpoint, whose tensors are those of complete parameters."""
+        parameters = (parameter for buffer in self._optimizer.buffers for parameter in buffer.param_index_map)
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         for fragment in fragments:
-            its = self._fragments.range_of(fragment)
-            part = slice(fragment.start - its.start, fragment.stop - its.start)
-            yield {name: whole.flatten()[part] for name, whole in state[numbers[its.parameter]].items()}
+            of = self._fragments.range_of(fragment)
+            part = slice(fragment.start - of.start, fragment.stop - of.start)
+            yield {name: whole.flatten()[part] for name, whole in state[numbers[of.parameter]].items()}
 
     def found_by_rank_0(
         self, state: Any, fragments: Sequence[ShardFragment]
     ) -> Iterator[tuple[ShardFragment, dict[str, Any]]]:
-        """The same of a legacy checkpoint, which the column's rank 0 has read; in an order of their own."""
+        """Yield each piece with its state from a legacy checkpoint, read by the column's rank 0; in bucket order."""
         optimizer, group = self._optimizer, self._optimizer.data_parallel_group
         for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
             (dtype,) = ranges
@@ -151,16 +151,19 @@ class ShardedCheckpoint:
                 dist.broadcast(tensors[key], group=group, group_src=0)
             for fragment in fragments:
                 if (at := starts.get(fragment.bucket)) is not None:
-                    yield fragment, {key: its[at + fragment.start : at + fragment.stop] for key, its in tensors.items()}
+                    yield (
+                        fragment,
+                        {key: full[at + fragment.start : at + fragment.stop] for key, full in tensors.items()},
+                    )
 
     def _place(self, bucket: int) -> tuple[tuple[int, Any, int], str, int]:
-        """Where Megatron has a bucket: buffer, type, number in it; its key in a checkpoint; its elements there."""
+        """Return a bucket's place in Megatron (buffer, dtype, number in it), its checkpoint key, and its size there."""
         optimizer = self._optimizer
         for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
             (dtype,) = ranges
-            for at, its in enumerate(buffer.buckets):
-                if self._numbers[id(its)] == bucket:
-                    return (number, dtype, at), f"{self._buffer(number, dtype)}{at}", its.numel_unpadded
+            for at, one in enumerate(buffer.buckets):
+                if self._numbers[id(one)] == bucket:
+                    return (number, dtype, at), f"{self._buffer(number, dtype)}{at}", one.numel_unpadded
         raise KeyError(bucket)
 
     def _buffer(self, number: int, dtype: Any) -> str:
@@ -188,7 +191,7 @@ class ShardedCheckpoint:
         return state
 
     def _bucket(self, bucket: Any, key: str, instance: int) -> list[dict[str, Any]]:
-        """All that this worker speaks for of a bucket, the gaps between parameters too: a file must have no holes."""
+        """Return this worker's parts of a bucket, with the gaps between parameters: a file must have no holes."""
         number, size = self._numbers[id(bucket)], bucket.numel_unpadded
         own = sorted((p for p in self._primaries(self._fragments) if p.bucket == number), key=lambda p: p.start)
         found = []
@@ -206,38 +209,40 @@ class ShardedCheckpoint:
         return found
 
     def _written(self, fragment: ShardFragment) -> dict[str, torch.Tensor]:
-        """As stock Megatron writes them: moments at least in float32, and the remainder where it keeps that."""
-        found = {name: its.float() if its.element_size() < 4 else its for name, its in _tensors(fragment).items()}
-        for name in set(self._keys) - set(found):  # of an optimizer that has not made a step: what it begins from
+        """Return the tensors as stock Megatron writes them: moments at least float32; the remainder if it keeps one."""
+        found = {
+            name: value.float() if value.element_size() < 4 else value for name, value in _tensors(fragment).items()
+        }
+        for name in set(self._keys) - set(found):  # an optimizer without a step: its initial values
             found[name] = torch.zeros_like(fragment.tensor, dtype=torch.float32)
         if self._fragments.has_remainder(fragment):
             found["param"] = precision.remainder(fragment.tensor)
         return found
 
     def _empty(self, bucket: int, own: Sequence[ShardFragment], numel: int) -> dict[str, torch.Tensor]:
-        """Elements that are no parameter's, in the types of ``own``, the pieces of this bucket, if there are any."""
+        """Return padding elements with the dtypes of ``own``, the pieces of this bucket, if there are any."""
         model = self._fragments.buckets[bucket].param_data.dtype
         main = torch.int16 if precision.has_remainders(self._optimizer, model) else torch.float32
         types = {**dict.fromkeys(self._keys, torch.float32), "param": main}
-        types |= {name: its.dtype for fragment in own[:1] for name, its in self._written(fragment).items()}
+        types |= {name: value.dtype for fragment in own[:1] for name, value in self._written(fragment).items()}
         return {key: torch.zeros(numel, dtype=types[key]) for key in self._keys}
 
     @contextmanager
     def loading_into(self, held: dict[int, list[ShardFragment]]) -> Iterator[None]:
-        """Have the optimizer load a checkpoint into the pieces of ``held``, which it then updates.
+        """Make the optimizer load a checkpoint into the pieces of ``held``, which it then updates.
 
-        Megatron's own loading knows one layout, that of the launch: a shard for each rank, and no shadow.  Here it asks
-        for the pieces of another one, and gets them; what else it loads (groups, steps, the scaler) it loads as ever.
-        The state of the pieces is made here, and of no use before the checkpoint is loaded.  Raises ValueError for a
-        checkpoint of another format.
+        Megatron's own loading knows only the layout of the launch: a shard for each rank, and no shadow.  Here it
+        requests the pieces of another layout; it loads all else (groups, steps, the scaler) as usual.  The state of the
+        pieces is created here, and undefined before the checkpoint is loaded.  Raises ValueError for a checkpoint of
+        another format.
         """
         optimizer, fragments = self._optimizer, self._fragments
-        every = [fragment for its in held.values() for fragment in its]
+        every = [fragment for unit in held.values() for fragment in unit]
         fragments.install(held)
-        optimizer._init_optimizer_states_with_dummy_values()  # an update by zeros: all is read from the checkpoint
+        optimizer._init_optimizer_states_with_dummy_values()  # an update by zeros: the checkpoint overwrites it
 
         def wanted(model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
-            # Not before: Megatron has loaded the groups, and torch has made new dicts of the state.
+            # Only now: Megatron has loaded the groups, and torch has created new state dicts.
             for fragment in every:
                 fragment.state = fragments.new_state(fragment)
             return self.wanted(every)
@@ -300,7 +305,7 @@ def _entry(
 
 
 OTHER_FORMATS = ("sharded_param_state_dp_zero", "sharded_param_state_fs_model_space")
-"""Methods by which a distributed optimizer asks for a checkpoint of a format that Megatron writes no more."""
+"""Methods by which a distributed optimizer loads formats that Megatron no longer writes."""
 
 
 def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
@@ -311,80 +316,80 @@ def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
             elif isinstance(value, torch.Tensor) and value.dim():
                 fragment.state[name].copy_(value)
     if isinstance(step := fragment.state.get("step"), torch.Tensor):
-        fragment.state["step"] = step.clone()  # Megatron gives all parameters one and the same
+        fragment.state["step"] = step.clone()  # Megatron uses one tensor for all parameters
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Sequence[Any]:
-    raise ValueError("it is in a format that Megatron does not write any more: no run goes back to one in place")
+    raise ValueError("its format is no longer written by Megatron, so a rollback cannot load it")
 
 
 class Keeping(ABC):
-    """Where the state of a spread optimizer lies, and how Megatron updates, saves and loads it.
+    """Storage of a sharded optimizer's state, and how Megatron updates, saves and loads it.
 
-    In all methods ``one`` is one of Megatron's optimizers, and ``fragments`` what this worker holds of its state.
+    In all methods ``one`` is one of Megatron's optimizers, and ``fragments`` are the pieces of its state held here.
     """
 
     has_all = False
-    """Whether at launch, and for a checkpoint, each worker has the state of all that its column shares."""
+    """True if at launch, and for a checkpoint, each worker has the complete state of its column."""
 
     @property
     @abstractmethod
     def tells_norms(self) -> Column:
-        """The column whose members tell each other the norms of their units: each unit is held by some of them."""
+        """The column whose members exchange the norms of their units: each unit is held by some of them."""
 
     @abstractmethod
     def norm_group(self) -> Any:
-        """Megatron's group over which a unit's norm is added up: all of one replica that hold a part of it."""
+        """Return Megatron's group for the sum of a unit's norm: the workers of one replica that hold a part of it."""
 
     @abstractmethod
     def fragments(self, one: Any, groups: dict[Any, int], shadow_device: torch.device | None) -> ShardFragments:
-        """What is held of ``one``: nothing yet.  ``groups``: its parameters -> number of their group."""
+        """Return the still empty set of pieces of ``one``.  ``groups``: its parameters -> number of their group."""
 
     def connect(self, one: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
-        """Have Megatron update the pieces, and save them.  ``primaries``, ``parts``: what this worker speaks for."""
+        """Make Megatron update and save the pieces.  ``primaries``, ``parts``: those this worker speaks for."""
         one._copy_model_grads_to_main_grads = fragments.begin_update
         one._copy_main_params_to_model_params = fragments.end_update
 
     @abstractmethod
     def adopt(self, fragments: ShardFragments, unit: int, parts: dict[int, Sequence[tuple[int, int]]]) -> None:
-        """At launch: take over what Megatron has made, or read."""
+        """Adopt, at launch, the state that Megatron has created or loaded."""
 
-    def adopted(self) -> None:  # noqa: B027  nothing is to be given up
-        """The pieces have memory of their own, or are of no use: what Megatron has made is not needed any more."""
+    def adopted(self) -> None:  # noqa: B027  nothing to release
+        """Release Megatron's own state: the pieces have separate memory, or are not needed."""
 
     def updating(self) -> AbstractContextManager[None]:
-        """While Megatron's step makes the update, before the parameters are gathered."""
+        """Return the context in which Megatron's step does the update, before the parameters are gathered."""
         return nullcontext()
 
     def gathered(self) -> None:  # noqa: B027  Megatron gathers none
-        """The model's parameters are those of the update."""
+        """Called when the model's parameters are those of the update."""
 
     @abstractmethod
     def loading(
         self, one: Any, fragments: ShardFragments, held: dict[int, list[ShardFragment]]
     ) -> AbstractContextManager[None]:
-        """While Megatron loads a checkpoint in place: into the pieces of ``held``.  Raises ValueError if it cannot."""
+        """Return the context in which Megatron loads a checkpoint into the pieces of ``held``, or raises ValueError."""
 
     def lend(self, fragments: ShardFragments, *, moments: bool) -> list[tuple[Column, torch.Tensor]]:
-        """Room for all the state that the column shares, with what is held here in its place: (column, flat tensor).
+        """Return buffers for the column's complete state, filled with the parts held here: (column, flat tensor).
 
-        Not ``moments``: for the main parameters alone.  In one order at all members.  Empty where Megatron saves the
-        pieces as they are.
+        Without ``moments`` only for the main parameters.  The order is the same at all members.  Empty if Megatron
+        saves the pieces directly.
         """
         return []
 
     def show(self, fragments: ShardFragments) -> AbstractContextManager[None]:
-        """While a checkpoint is written: Megatron finds what was lent, which is complete, where it looks for it."""
+        """Return the context of a checkpoint write, in which the filled buffers of ``lend`` are Megatron's state."""
         return nullcontext()
 
 
 class InBuckets(Keeping):
-    """Of the distributed optimizer."""
+    """Storage of the distributed optimizer's state, in the buckets of Megatron's DDP."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
         self._saved: dict[int, ShardedCheckpoint] = {}
-        """Of each of Megatron's optimizers, by its ``id``."""
+        """``id`` of each of Megatron's optimizers -> its checkpoint writer."""
 
     @property
     def tells_norms(self) -> Column:
@@ -399,7 +404,7 @@ class InBuckets(Keeping):
 
     def connect(self, one: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         super().connect(one, fragments, primaries, parts)
-        # Those who are left write; which instance a worker was in does not matter.
+        # All survivors write, regardless of their instance.
         one.data_parallel_group, one.distributed_optimizer_instance_id = self._buckets.whole(one), 0
         saved = self._saved[id(one)] = ShardedCheckpoint(one, fragments, primaries, parts)
         one.get_parameter_state_dp_zero = saved.whole

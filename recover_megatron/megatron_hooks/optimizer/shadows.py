@@ -1,20 +1,20 @@
-"""The copies of the optimizer's state: how it changes hands, and how shadows are compared and, on the host, updated.
+"""Copies of the optimizer's state: their repartition, and how shadows are compared and, on the host, updated.
 
-Before a step whose members are not those of the layout that the state is held by (``change_hands``)::
+Before a step whose members differ from those of the present layout of the state (``change_hands``)::
 
-    section    the layout for who is there now; pieces for what this worker is to hold by it (``make``); what
-       |       these lack is fetched from the workers that hold it (``instep.state.shards``).  A worker is lost: again,
-       v       with those who are left
-    the new pieces are those of the optimizer, and the layout is what is held
+    section    the layout for the present workers; new pieces for this worker's part of it (``make``); missing
+       |       elements are fetched from the workers that hold them (``instep.state.shards``).  If a worker is lost,
+       v       the survivors repeat it
+    the optimizer updates the new pieces, and the layout is the present one
 
 With --recover-shadow-device cpu, while the next step computes (``HostShadows``)::
 
-    begin    the finished sums are copied to the host, and the settings of the update that is about to be made
-    run      a thread clips them by the same norm and makes the same update, with the inner optimizer's own step()
-    join     before anybody reads a shadow, or updates it again
+    begin    the finished sums and the settings of the coming update are copied to the host
+    run      a thread clips them by the same norm and does the same update, with the inner optimizer's own step()
+    join     before a shadow is read, or updated again
 
-A shadow is needed when its owner has died, when state changes hands, and when states are compared; not before.  So the
-training waits for the host only if the host takes longer for its shadows than the device for a step.
+A shadow is needed only when its owner has died, in a repartition, and when states are compared.  So the training waits
+for the host only if the host needs longer for its shadows than the device for a step.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ from recover_megatron.workload.shards import ElementRange
 log = get_logger(__name__)
 
 Layouts = Mapping[Column, Any]
-"""By column: which worker holds which units (``Shards.wanted``)."""
+"""Column -> which worker holds which units (``Shards.wanted``)."""
 
 Held = dict[int, list[ShardFragment]]
-"""The pieces of one of Megatron's optimizers, by unit."""
+"""Unit -> pieces of one of Megatron's optimizers."""
 
 REPARTITION_SECONDS = 600.0
-"""How long the state may take to change hands, beyond the hang timeout, before a worker counts as hung."""
+"""Time that a repartition may take, beyond the hang timeout, before a worker counts as hung."""
 
 
 @dataclass(eq=False)
 class LayoutPieces:
-    """The pieces of the optimizer's state that one worker holds, and is to hold by a layout."""
+    """The pieces of the optimizer's state that one worker holds now, or will hold in a new layout."""
 
     fragments: Sequence[ShardFragments]
-    """Those of each of Megatron's optimizers."""
+    """The pieces of each of Megatron's optimizers."""
     buckets: Buckets | FsdpBuckets
     shards: Shards
     manager: Manager
 
     def wanted(self) -> dict[Column, Any]:
-        """The layouts for who is there now."""
+        """Return the layouts for the present workers."""
         return {column: self.shards.wanted(column) for column in self.shards.columns}
 
     def column(self, fragments: ShardFragments) -> Column:
-        """In a stage without experts that of theirs has no buckets; their column is the last one."""
+        """Return the column of ``fragments``; the last one without buckets (experts, in a stage that has none)."""
         first = next(iter(fragments.buckets), None)
         return self.shards.columns[-1] if first is None else self.buckets.part(first)[0]
 
     def make(self, fragments: ShardFragments, layouts: Layouts) -> Held:
-        """New pieces of all that this worker is to hold, without a state."""
+        """Create pieces, without a state, of all units that this worker will hold."""
         held = layouts[self.column(fragments)].held(self.manager.view.worker)
         return {
             unit: fragments.make(self.parts(fragments, unit, layouts), shadow=place > 0)
@@ -79,7 +79,7 @@ class LayoutPieces:
         }
 
     def parts(self, fragments: ShardFragments, unit: int, layouts: Layouts) -> dict[int, Sequence[tuple[int, int]]]:
-        """What a unit owns of each bucket that these pieces are of; where ``layouts`` has none, by what is held now."""
+        """Return a unit's parts of each bucket of ``fragments``, by ``layouts``, or else by the present layout."""
         found = {}
         for number in fragments.buckets:
             column, numel = self.buckets.part(number)
@@ -88,7 +88,7 @@ class LayoutPieces:
         return found
 
     def change_hands(self) -> None:
-        """Have the state change hands, for who is there now; a section: all or nobody."""
+        """Repartition the state over the present workers; a section: all do it, or none."""
         manager = self.manager
         layouts: dict[Column, Any] = {}
         held: list[Held] = []
@@ -114,14 +114,14 @@ class LayoutPieces:
             manager.inject("repartition")
 
         manager.section("repartition", run)
-        for fragments, its in zip(self.fragments, held, strict=True):
-            fragments.install(its)
+        for fragments, units in zip(self.fragments, held, strict=True):
+            fragments.install(units)
         self.shards.take_up(layouts)
         seconds, epoch = round(time.monotonic() - began, 6), manager.view.epoch
         manager.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
 
     def _element_ranges(self, layouts: Layouts) -> dict[tuple[int, int], list[ElementRange]]:
-        """(who gives, who gets) -> what."""
+        """Return (sender, receiver) -> the elements to send."""
         element_ranges: dict[tuple[int, int], list[ElementRange]] = {}
         for fragments in self.fragments:
             for number in fragments.buckets:
@@ -137,12 +137,12 @@ class LayoutPieces:
     def _receive(
         self, element_ranges: Sequence[ElementRange], held: Sequence[Held]
     ) -> tuple[Place, Callable[[list[Any]], None]]:
-        """The pieces of ``held`` take what ``_give`` of another worker gave for the same elements.
+        """Return the functions that store the result of another worker's ``_give`` in the pieces of ``held``.
 
-        It is received into their own memory: a copy of it would double what a newcomer needs, and the C library would
+        It is received directly into their memory: a copy would double what a newcomer needs, and the C library would
         keep that memory.
         """
-        pieces = in_order(fragment for units in held for its in units.values() for fragment in its)
+        pieces = in_order(fragment for units in held for unit in units.values() for fragment in unit)
         parts = [self._fragments_of(element_range).parts(element_range, pieces) for element_range in element_ranges]
 
         def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -152,8 +152,8 @@ class LayoutPieces:
             return in_place(own, path, shape, dtype)
 
         def take(tree: list[Any]) -> None:
-            for its, given in zip(parts, tree, strict=True):
-                for (fragment, start, stop), state in zip(its, given, strict=True):
+            for places, given in zip(parts, tree, strict=True):
+                for (fragment, start, stop), state in zip(places, given, strict=True):
                     fragment.take(start, stop, state)
 
         return place, take
@@ -162,9 +162,9 @@ class LayoutPieces:
         return next(fragments for fragments in self.fragments if element_range.bucket in fragments.buckets)
 
     def compare(self) -> None:
-        """Compare the shadows with what they are shadows of, by the digests of all holders; in a section.
+        """Compare the shadows with their originals, by the digests of all holders; in a section.
 
-        Where one differs, all are made anew with the next repartition, by all workers.
+        If one differs, all workers rebuild all shadows in the next repartition.
         """
         manager = self.manager
         held = self._digests()
@@ -179,12 +179,12 @@ class LayoutPieces:
         different, anywhere = manager.section("verify shadows", run)
         if different:
             manager.log("shadows differ", units=different)
-            log.info(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
+            log.info(f"the shadows of workers {different} differ from their originals: all shadows are rebuilt")
         if anywhere:
             self.shards.distrust_shadows()
 
     def _digests(self) -> list[int]:
-        """What this worker holds: a row for ``differing_units``."""
+        """Return the digests of this worker's units: a row for ``differing_units``."""
         row = []
         for optimizer, fragments in enumerate(self.fragments):
             column = self.column(fragments)
@@ -198,16 +198,16 @@ class HostShadows:
     """Updates the shadows in host memory."""
 
     _fragments: Sequence[ShardFragments]
-    """Of each distributed optimizer of Megatron's."""
+    """The pieces of each of Megatron's distributed optimizers."""
     _clip: float
-    """Its --clip-grad."""
+    """Megatron's --clip-grad."""
     _thread: threading.Thread | None = field(default=None, init=False)
     _failed: list[BaseException] = field(default_factory=list, init=False)
 
     def begin(self, norm: float, scales: Sequence[float]) -> None:
-        """An update with the gradients as they are now; before the device's own one.
+        """Start an update with the present gradients; call it before the device's own update.
 
-        ``scales``: how many times too large they are, of each of ``fragments``.  ``norm``: as if they were not.
+        ``scales``: the loss scale of the gradients of each of ``fragments``.  ``norm``: that of the unscaled gradients.
         """
         self.join()
         work = [
@@ -219,23 +219,23 @@ class HostShadows:
             return
         for _, shadows, _, _ in work:
             for fragment in shadows:
-                # A copy in any case: the buffer is cleared when the next iteration begins.
+                # Always a copy: the buffer is cleared when the next iteration begins.
                 fragment.tensor.grad = fragment.gradient.to(fragment.tensor.device, torch.float32, copy=True)
-        # As Megatron clips: by float32 numbers, and only what is too long.
+        # As Megatron clips: in float32, and only norms above the limit.
         factor = self._clip / (norm + 1.0e-6) if self._clip > 0 else 1.0
 
         def run() -> None:
             try:
                 for fragments, shadows, settings, by_scale in work:
                     _update(fragments.inner, shadows, settings, by_scale, factor)
-            except BaseException as error:  # noqa: BLE001  the thread's boundary: this worker's own fault, raised by join
+            except BaseException as error:  # noqa: BLE001  the thread's boundary: join raises it in the main thread
                 self._failed.append(error)
 
         self._thread = threading.Thread(target=run, name="recover-host-shadows", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Return when the shadows are those of the last update.  Raises what went wrong with it."""
+        """Wait until the last update of the shadows is done.  Raises the exception that it raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -244,7 +244,7 @@ class HostShadows:
 
 
 def _settings(fragments: ShardFragments) -> list[dict[str, Any]]:
-    """Of each group, as they are before this update: learning rate, decay, steps made so far where a group has them."""
+    """Return each group's settings before this update: learning rate, decay, the step count if a group has one."""
     return [{key: value for key, value in group.items() if key != "params"} for group in fragments.inner.param_groups]
 
 
@@ -255,11 +255,11 @@ def _update(
     by_scale: float,
     factor: float,
 ) -> None:
-    """What the device's ``inner`` optimizer does to its own pieces, by another one of its kind, with these alone."""
-    for its in (by_scale, min(factor, 1.0)):  # in the device's order, which rounds
-        for fragment in shadows if its != 1.0 else ():
+    """Update ``shadows`` as the device's ``inner`` optimizer updates its pieces, with a twin that has only these."""
+    for by in (by_scale, min(factor, 1.0)):  # in the device's order, for the same rounding
+        for fragment in shadows if by != 1.0 else ():
             assert fragment.tensor.grad is not None
-            fragment.tensor.grad.mul_(its)
+            fragment.tensor.grad.mul_(by)
     twin = object.__new__(type(inner))
     twin.__dict__.update(inner.__dict__)
     twin.param_groups = [
@@ -267,20 +267,20 @@ def _update(
         for number, group in enumerate(settings)
     ]
     twin.state = defaultdict(dict, {fragment.tensor: fragment.state for fragment in shadows})
-    type(inner).step(twin)  # not what somebody may have put in its place on ``inner`` alone
+    type(inner).step(twin)  # the class's method: the instance's may be replaced
     for fragment in shadows:
         fragment.tensor.grad = None
         fragment.state = twin.state[fragment.tensor]
 
 
 def differing_units(rows: Sequence[Sequence[int]]) -> list[int]:
-    """The units of which two holders tell different digests.
+    """Return the units of which two holders report different digests.
 
-    A row is what one worker holds, four numbers each: the optimizer, its column's first slot, the unit, the digest.  (A
-    worker need not be in the column of another one's experts.)
+    A row has four numbers for each unit of one worker: the optimizer, its column's first slot, the unit, the digest.
+    (The columns of two workers' experts may differ.)
     """
-    told: dict[tuple[int, int, int], set[int]] = {}
+    reported: dict[tuple[int, int, int], set[int]] = {}
     for row in rows:
         for optimizer, column, unit, digest in zip(*(row[at::4] for at in range(4)), strict=True):
-            told.setdefault((optimizer, column, unit), set()).add(digest)
-    return sorted({unit for (_, _, unit), digests in told.items() if len(digests) > 1})
+            reported.setdefault((optimizer, column, unit), set()).add(digest)
+    return sorted({unit for (_, _, unit), digests in reported.items() if len(digests) > 1})

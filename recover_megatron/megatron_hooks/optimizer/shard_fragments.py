@@ -1,13 +1,13 @@
-"""What one worker holds of a distributed optimizer's state, cut so that each piece lies in one parameter.
+"""Pieces of a distributed optimizer's state on one worker, cut so that each piece lies in one parameter.
 
     bucket   |--- parameter a ---|-- parameter b --|---- parameter c ----|pad|
-    unit           |================================|                            what a worker owns (workload.shards)
+    unit           |================================|                            owned by one worker (workload.shards)
     pieces         |=============|==================|                            each updated by the inner optimizer
 
-A unit's owner and its shadows cut it in the same places and update it by the same calls on tensors of the same shapes,
-so that they get the same bits, on processors of one kind.  A piece of a 32-bit parameter is the model's own memory;
-of a 16-bit one it is a copy in 32 bits, as Megatron has it (`precision`).  Shadows may be kept on the host
-(``shadow_device``): then they are copies, too, and updated *aside*, see `shadows`.
+A unit's owner and its shadows cut it at the same offsets and update it by the same calls on tensors of the same shapes,
+so on processors of one kind the bits are the same.  A piece of a 32-bit parameter is the model's own memory; of a
+16-bit parameter it is a 32-bit copy, as in Megatron (`precision`).  Shadows may be kept on the host
+(``shadow_device``): then they are copies, too, and are updated on the shadow device, see `shadows`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from recover_megatron.workload.shards import ElementRange
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """Where a parameter lies in a bucket."""
+    """The range of a parameter in a bucket."""
 
     start: int
     stop: int
     parameter: torch.nn.Parameter
     group: int
-    """Number of its group in the inner optimizer."""
+    """Number of the parameter's group in the inner optimizer."""
 
 
 @dataclass(eq=False)
@@ -49,38 +49,38 @@ class ShardFragment:
     stop: int
     group: int
     tensor: torch.Tensor
-    """What the inner optimizer updates."""
+    """The tensor that the inner optimizer updates."""
     model: torch.Tensor
     """The model's parameter, a view of Megatron's buffer."""
     gradient: torch.Tensor
-    """Its gradient, as well."""
+    """The parameter's gradient, also a view."""
     counts: bool
-    """Whether its gradient is part of the norm: not if another worker of the replica has the same one."""
+    """True if its gradient is part of the norm: no other worker of the replica has the same gradient."""
     state: dict[str, Any] = field(default_factory=dict)
-    """The inner optimizer's; empty before the first update."""
+    """State of the inner optimizer; empty before the first update."""
     aside: bool = False
-    """Whether it is a shadow that the device's own update leaves out."""
+    """True for a shadow that is updated on the shadow device, not by the device's own update."""
     borrowed: bool = False
-    """Whether its memory is Megatron's, which goes to others as soon as there are pieces of our own."""
+    """True if its memory is Megatron's, which is released as soon as there are separate pieces."""
 
     @property
     def is_copy(self) -> bool:
-        """Whether ``tensor`` is other memory than the model's."""
+        """True if ``tensor`` has other memory than the model's parameter."""
         return self.tensor.data_ptr() != self.model.data_ptr()
 
     def give(self, start: int, stop: int) -> dict[str, Any]:
-        """The state of some of its elements, as a tree; ``start`` and ``stop`` as elements of the bucket."""
+        """Return the state of some of its elements, as a tree; ``start`` and ``stop`` are offsets in the bucket."""
         part = slice(start - self.start, stop - self.start)
         return {
             "master": self.tensor[part] if self.tensor.dtype != self.model.dtype else None,
             "state": part_of_state(self.state, part),
         }
 
-    def take(self, start: int, stop: int, its: dict[str, Any]) -> None:
-        """Become what another one's ``give`` gave for these elements."""
-        if its["master"] is not None:
-            _fill(self.room(start, stop), its["master"])
-        for name, value in its["state"].items():
+    def take(self, start: int, stop: int, given: dict[str, Any]) -> None:
+        """Set these elements to the result of another piece's ``give``."""
+        if given["master"] is not None:
+            _fill(self.room(start, stop), given["master"])
+        for name, value in given["state"].items():
             if not isinstance(value, torch.Tensor):
                 self.state[name] = value
             elif not value.dim():
@@ -89,9 +89,9 @@ class ShardFragment:
                 _fill(self.room(start, stop, value.dtype, name), value)
 
     def room(self, start: int, stop: int, dtype: torch.dtype | None = None, name: str = "") -> torch.Tensor:
-        """The memory of some of its elements, of the optimizer's state ``name``; without a name of ``tensor``.
+        """Return a view of some of its elements, in the optimizer's state ``name`` or, without a name, in ``tensor``.
 
-        A state that is not there yet is made, of type ``dtype``.
+        A missing state is created with type ``dtype``.
         """
         if name and name not in self.state:
             self.state[name] = torch.zeros(self.tensor.shape, dtype=dtype, device=self.tensor.device)
@@ -100,16 +100,16 @@ class ShardFragment:
 
 
 def _fill(own: torch.Tensor, given: torch.Tensor) -> None:
-    if own.data_ptr() != given.data_ptr():  # else it was received where it belongs
+    if own.data_ptr() != given.data_ptr():  # otherwise it was received in place
         own.copy_(given)
 
 
 InOrder = Mapping[int, Sequence[ShardFragment]]
-"""By bucket pieces that have no element in common, ascending."""
+"""Bucket -> disjoint pieces, ascending."""
 
 
 def in_order(pieces: Iterable[ShardFragment]) -> InOrder:
-    """Sort ``pieces`` by their buckets and elements."""
+    """Sort ``pieces`` by bucket and element."""
     found: dict[int, list[ShardFragment]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.start):
         found.setdefault(piece.bucket, []).append(piece)
@@ -117,14 +117,14 @@ def in_order(pieces: Iterable[ShardFragment]) -> InOrder:
 
 
 def overlapping(pieces: InOrder, bucket: int, start: int, stop: int) -> list[ShardFragment]:
-    """Return the ``pieces`` that have some of these elements, in time that grows with how many these are."""
-    its = pieces.get(bucket, ())
-    first = bisect_right(its, start, key=lambda piece: piece.stop)
-    return list(its[first : bisect_left(its, stop, key=lambda piece: piece.start)])
+    """Return the ``pieces`` that have some of these elements, in time proportional to their number."""
+    found = pieces.get(bucket, ())
+    first = bisect_right(found, start, key=lambda piece: piece.stop)
+    return list(found[first : bisect_left(found, stop, key=lambda piece: piece.start)])
 
 
 def part_of_state(state: dict[str, Any], part: slice) -> dict[str, Any]:
-    """Of some elements, the state of an optimizer by its names; what is one for all elements stays."""
+    """Return an optimizer's state by name for some elements; values that are common to all elements stay."""
     return {
         name: value[part] if isinstance(value, torch.Tensor) and value.dim() else value for name, value in state.items()
     }
@@ -133,8 +133,8 @@ def part_of_state(state: dict[str, Any], part: slice) -> dict[str, Any]:
 class ShardFragments:
     """The pieces of one of Megatron's distributed optimizers: unit -> pieces, ascending by bucket and element.
 
-    ``buckets``: number (of all the model's buckets) -> Megatron's bucket, of those that it updates.  ``groups``: model
-    parameter -> number of its group, of all of them.
+    ``buckets``: number (among all the model's buckets) -> Megatron's bucket, for those that the optimizer updates.
+    ``groups``: each model parameter -> number of its group.
     """
 
     def __init__(
@@ -146,31 +146,31 @@ class ShardFragments:
         self.table = {number: _parameter_ranges(bucket, groups) for number, bucket in buckets.items()}
         self.held: dict[int, list[ShardFragment]] = {}
 
-    # ---- making them
+    # ---- creating them
 
     def adopt(self, unit: int, parts: dict[int, Sequence[tuple[int, int]]]) -> None:
-        """At launch: take over what Megatron has made for this worker's shard, ``parts`` of its buckets."""
-        inner, made = self.inner, dict[Any, torch.Tensor]()
+        """Adopt, at launch, Megatron's state of this worker's shard, ``parts`` of its buckets."""
+        inner, main = self.inner, dict[Any, torch.Tensor]()
         for models, masters in (
             (self._optimizer.model_float16_groups, self._optimizer.shard_fp32_from_float16_groups),
             (self._optimizer.model_fp32_groups, self._optimizer.shard_fp32_groups),
         ):
             for model_group, master_group in zip(models, masters, strict=True):
-                made.update(zip(model_group, master_group, strict=True))
+                main.update(zip(model_group, master_group, strict=True))
         found = []
         for number, start, stop, parameter_range in self._cut(parts):
-            master = made[parameter_range.parameter]
+            master = main[parameter_range.parameter]
             fragment = self._fragment(number, start, stop, parameter_range, shadow=False, tensor=master.detach())
-            if fragment.model.dtype == torch.bfloat16:  # with that optimizer or not: the checkpoint's may have been
+            if fragment.model.dtype == torch.bfloat16:  # with any optimizer: the checkpoint may have remainders
                 fragment.tensor.copy_(precision.whole(fragment.model, fragment.tensor))
             fragment.state = dict(inner.state.get(master, {}))
             found.append(fragment)
         self.install({unit: found})
 
     def make(self, parts: dict[int, Sequence[tuple[int, int]]], *, shadow: bool) -> list[ShardFragment]:
-        """Pieces for ``parts`` of a unit, by bucket; their state is still to come, but where it is held already.
+        """Create pieces for ``parts`` of a unit, by bucket; only state that is already held here is filled in.
 
-        A piece that this worker has, of the same elements on the same device, is that very piece.
+        An existing piece with the same elements on the same device is reused.
         """
         here = in_order(self)
         known = {(p.bucket, p.start, p.stop): p for p in self if not p.borrowed}
@@ -187,14 +187,14 @@ class ShardFragments:
         return found
 
     def borrow(self, unit: int, number: int, parameter: Any, master: torch.Tensor, state: dict[str, Any]) -> None:
-        """At launch: what Megatron has of all of a parameter's elements in bucket ``number``; held under ``unit``."""
-        found = next(its for its in self.table[number] if its.parameter is parameter)
+        """Hold, at launch, Megatron's state of a parameter's elements in bucket ``number``, under ``unit``."""
+        found = next(one for one in self.table[number] if one.parameter is parameter)
         fragment = self._fragment(number, found.start, found.stop, found, shadow=False, tensor=master)
         fragment.state, fragment.borrowed = state, True
         self.held.setdefault(unit, []).append(fragment)
 
     def install(self, held: dict[int, list[ShardFragment]]) -> None:
-        """From now on the inner optimizer updates the pieces of ``held``, those of each unit together."""
+        """Make the inner optimizer update the pieces of ``held`` from now on, in the order of units."""
         self.held = held
         optimizer, inner = self._optimizer, self.inner
         for number, group in enumerate(inner.param_groups):
@@ -204,7 +204,7 @@ class ShardFragments:
             if fragment.state:
                 inner.state[fragment.tensor] = fragment.state
         precision.set_scales(inner, ((fragment.tensor, fragment.state) for fragment in self))
-        # Megatron's own lists, of one part of each parameter: nothing is to be done for them any more.
+        # Empty Megatron's own lists, of one part of each parameter: it must not process them any more.
         for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
                      "shard_fp32_from_float16_groups"):  # fmt: skip
             if hasattr(optimizer, name):  # not with Megatron-FSDP
@@ -212,40 +212,40 @@ class ShardFragments:
 
     @property
     def inner(self) -> Any:
-        """The optimizer that makes the update."""
+        """The optimizer that does the update."""
         return self._optimizer.optimizer
 
     @property
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The model's parameters that it updates, here or elsewhere."""
-        return (its.parameter for ranges in self.table.values() for its in ranges)
+        """The model's parameters that the optimizer updates, on this or another worker."""
+        return (one.parameter for ranges in self.table.values() for one in ranges)
 
     def range_of(self, fragment: ShardFragment) -> ParameterRange:
-        """Where the model's parameter lies of which it is a part."""
+        """Return the range of the model's parameter that contains ``fragment``."""
         ranges = self.table[fragment.bucket]
-        return ranges[bisect_right(ranges, fragment.start, key=lambda its: its.start) - 1]
+        return ranges[bisect_right(ranges, fragment.start, key=lambda one: one.start) - 1]
 
     def parameter_of(self, fragment: ShardFragment) -> torch.nn.Parameter:
-        """The model's parameter of which it is a part."""
+        """Return the model's parameter that contains ``fragment``."""
         return self.range_of(fragment).parameter
 
     def new_state(self, fragment: ShardFragment) -> dict[str, Any]:
-        """What the inner optimizer has for it; for one that it leaves out the like, with zeros for each element."""
+        """Return the inner optimizer's state of ``fragment``; if the shadow device updates it, similar zeros."""
         inner = self.inner.state
         if not fragment.aside:
             return dict(inner[fragment.tensor])
         return {
-            name: torch.zeros_like(fragment.tensor, dtype=its.dtype) if its.dim() else its.clone()
-            for name, its in next(iter(inner.values())).items()
+            name: torch.zeros_like(fragment.tensor, dtype=value.dtype) if value.dim() else value.clone()
+            for name, value in next(iter(inner.values())).items()
         }
 
     def has_remainder(self, fragment: ShardFragment) -> bool:
-        """Whether stock Megatron would keep what the model lacks of it, and not the whole (`precision`)."""
+        """Return whether stock Megatron would keep only the remainder of ``fragment`` (`precision`)."""
         return precision.has_remainders(self._optimizer, fragment.model.dtype)
 
     @property
     def aside(self) -> Iterator[ShardFragment]:
-        """The pieces that it leaves out."""
+        """The pieces that are updated on the shadow device."""
         return (fragment for fragment in self if fragment.aside)
 
     @property
@@ -256,12 +256,12 @@ class ShardFragments:
         return (fragment for fragments in self.held.values() for fragment in fragments)
 
     def overlapping(self, bucket: int, start: int, stop: int) -> list[ShardFragment]:
-        """The pieces that this worker holds of some elements."""
+        """Return the pieces that this worker holds of some elements."""
         return overlapping(in_order(self), bucket, start, stop)
 
     def _cut(self, parts: Mapping[int, Sequence[tuple[int, int]]]) -> Iterator[tuple[int, int, int, ParameterRange]]:
-        for number, its in sorted(parts.items()):
-            for start, stop in its:
+        for number, ranges in sorted(parts.items()):
+            for start, stop in ranges:
                 for parameter_range in self.table[number]:
                     a, b = max(start, parameter_range.start), min(stop, parameter_range.stop)
                     if a < b:
@@ -305,18 +305,18 @@ class ShardFragments:
     # ---- using them
 
     def begin_update(self) -> None:
-        """As Megatron's copy of the model's gradients to those of the main parameters."""
+        """Copy the model's gradients to those of the main parameters, as Megatron does."""
         for fragment in self._updated:
             fragment.tensor.grad = fragment.gradient.to(fragment.tensor.device, torch.float32)
 
     def divide(self, by_scale: torch.Tensor) -> None:
-        """Multiply what is updated with by ``by_scale``, the reciprocal of a loss scale; after ``begin_update``."""
+        """Multiply the gradients by ``by_scale``, the reciprocal of a loss scale; after ``begin_update``."""
         for fragment in self._updated:
             assert fragment.tensor.grad is not None
             fragment.tensor.grad.mul_(by_scale)
 
     def end_update(self) -> None:
-        """As Megatron's copy of the main parameters to the model's; and what the inner optimizer made is noted."""
+        """Copy the main parameters to the model's, as Megatron does; and keep the state of the inner optimizer."""
         state = self.inner.state
         for fragment in self._updated:
             fragment.tensor.grad = None
@@ -326,7 +326,7 @@ class ShardFragments:
                 fragment.state = state[fragment.tensor]
 
     def show_aside(self, unit: int) -> None:
-        """Copy what was updated aside of a unit to the model."""
+        """Copy the pieces of a unit that were updated on the shadow device to the model."""
         for fragment in self.held[unit]:
             if fragment.aside:
                 self._show(fragment)
@@ -335,7 +335,7 @@ class ShardFragments:
         fragment.model.copy_(precision.nearest(fragment.tensor) if self.has_remainder(fragment) else fragment.tensor)
 
     def sums(self, unit: int, *, zeros: bool) -> torch.Tensor:
-        """[sum of the squares, number of zeros] of the gradients of a unit that count, float64, on their device."""
+        """Return [sum of squares, number of zeros] of a unit's gradients that count, float64, on their device."""
         gradients = [fragment.gradient for fragment in self.held[unit] if fragment.counts]
         device = next(iter(self.buckets.values())).grad_data.device
         found = torch.zeros(2, dtype=torch.float64, device=device)
@@ -346,7 +346,7 @@ class ShardFragments:
         return found
 
     def digest(self, unit: int) -> Digest:
-        """Of all that is held of a unit: the same at its owner and its shadows."""
+        """Return the digest of a unit's pieces: the same at its owner and its shadows."""
         found = Digest()
         for fragment in self.held[unit]:
             found.add(fragment.tensor.detach())
@@ -355,20 +355,20 @@ class ShardFragments:
                     found.add(fragment.state[name])
         return found
 
-    # ---- changing hands
+    # ---- repartition
 
     def give(self, element_range: ElementRange) -> list[Any]:
-        """The tree of some elements that this worker holds: of each of their ``parts`` what the piece gives."""
+        """Return the tree of some elements that this worker holds: for each of their ``parts`` the piece's ``give``."""
         return [fragment.give(a, b) for fragment, a, b in self.parts(element_range, in_order(self))]
 
     def parts(self, element_range: ElementRange, pieces: InOrder) -> list[tuple[ShardFragment, int, int]]:
-        """Cut some elements where parameters are: of each cut the one of ``pieces`` that has it, first and end."""
+        """Cut some elements at parameter boundaries; returns (piece, start, stop) for each part."""
         found = []
         whole = {element_range.bucket: [(element_range.start, element_range.stop)]}
         for bucket, start, stop, _ in self._cut(whole):
             fragment = next(iter(overlapping(pieces, bucket, start, stop)), None)
             if fragment is None or start < fragment.start or fragment.stop < stop:
-                raise Disagreement(f"elements {start} to {stop} of bucket {bucket} change hands, and are not one piece")
+                raise Disagreement(f"no single piece of the state holds elements {start}:{stop} of bucket {bucket}")
             found.append((fragment, start, stop))
         return found
 

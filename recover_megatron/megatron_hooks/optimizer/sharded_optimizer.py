@@ -1,21 +1,21 @@
-"""--use-distributed-optimizer: Megatron's optimizer, whose shards have shadows and whose update survives a death.
+"""--use-distributed-optimizer: Megatron's optimizer, with shadows of its shards and an update that survives a death.
 
-    the step is committed (instep.step): every holder has the sums of its units, and nothing else is needed of the dead
-       |
+    the step is committed (instep.step): every holder has the sums of its units; the dead hold nothing else that is
+       |                                 needed
     measure   the norm of each unit's gradients, over the replica's tensor and pipeline ranks; needs no other replica
        |
     section   exchange the units' norms over the column; then, once: Megatron's own step() clips and updates the pieces
-       |        (owners and shadows alike) and copies them to the model; then the parameters are gathered (with
+       |        (of owners and shadows) and copies them to the model; then the parameters are gathered (with
        |        --overlap-param-gather after it, while the next forward pass runs: ``instep.state.overlap``)
-       |      revoked: again with whoever is left; who has updated does not do so twice, and the norm comes out bit for
-       |        bit the same, since units, not workers, are summed up, and a shadow's sum is its owner's
+       |      revoked: the survivors repeat it; no worker updates twice, and the norm is the same to the bit, since
+       |        it sums over units, not workers, and a shadow's sum equals its owner's
        v
     all agree, and the next iteration begins
 
-At the boundary before a step whose members are not those of the layout the state changes hands (``renew``).
+At the boundary before a step, if the members differ from those of the layout, the state is repartitioned (``renew``).
 
-Megatron's optimizer keeps its groups, its schedule, its clipping and its inner optimizer; what is replaced is which
-tensors these work on (`fragments`), where the norm comes from, and the gathering of parameters.
+Megatron's optimizer keeps its groups, its schedule, its clipping and its inner optimizer; replaced are the tensors that
+these work on (`fragments`), the source of the norm, and the gathering of parameters.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragm
 from recover_megatron.workload.grid import Column
 
 _groups_of: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-"""Optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all."""
+"""Optimizer -> model parameter -> number of its group: Megatron knows all only while it creates the optimizer."""
 
 
 def install() -> None:
-    """Wrap the seams; raises UserError if this Megatron's are not the ones we know.  Must come before the model's."""
+    """Wrap the seams, before those of the model; raises UserError if their signatures are unknown."""
 
     def noting(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,16 +67,16 @@ def install() -> None:
 
 
 def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
-    """The inner optimizer's groups that have parameters of this model position, whoever updates them."""
+    """Return the inner optimizer's groups with parameters of this model position, whichever worker updates them."""
     used = set(_groups_of[one].values())
     return [group for number, group in enumerate(one.optimizer.param_groups) if number in used]
 
 
 class ShardedOptimizer:
-    """The optimizer of one worker, all of Megatron's.  ``buckets``: with their shards.
+    """The distributed optimizer of one worker, made of all of Megatron's.  ``buckets``: with their shards.
 
-    ``keeping``: how Megatron keeps their state.  ``shadows``: how many copies of each part there are beside the
-    owner's; ``shadow_device``: where, None: as its own.
+    ``keeping``: the storage of their state.  ``shadows``: the number of copies of each part in addition to the
+    owner's; ``shadow_device``: their device, None: the worker's own.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class ShardedOptimizer:
         for one, fragments in zip(real, self._fragments, strict=True):
             keeping.connect(one, fragments, self._primary_fragments, self._primary_parts)
 
-    # ---- who holds what
+    # ---- placement of the state
 
     def adopt(self) -> None:
-        """At launch: the shards are as Megatron made them, or read them from a checkpoint.
+        """Adopt, at launch, the shards that Megatron created, or loaded from a checkpoint.
 
-        Where nothing has been updated yet all state follows from the parameters, which all have: then the shadows are
-        there at once.  What came from a checkpoint changes hands before the first step, unless all have all of it.
+        Before the first update all state follows from the parameters, which all workers have: then the shadows are
+        created at once.  State from a checkpoint is repartitioned before the first step, unless all have all of it.
         """
         self.shards.adopt()
         for fragments in self._fragments:
             (own,) = self.shards.held(self._pieces.column(fragments))
             self._keeping.adopt(fragments, own, self._pieces.parts(fragments, own, {}))
-        if get_args().iteration > 0 and not self._keeping.has_all:  # the same on all, however little one may have
+        if get_args().iteration > 0 and not self._keeping.has_all:  # the same decision on all workers
             return
         layouts = self._pieces.wanted()
         for fragments in self._fragments:
@@ -136,7 +136,7 @@ class ShardedOptimizer:
         self.shards.take_up(layouts)
 
     def forget(self) -> None:
-        """This worker has lost its place, or never had one: what it holds is of no use."""
+        """Drop the state held here: this worker has lost its place, or never had one."""
         self.shards.forget()
         self._aside.join()
         for fragments in self._fragments:
@@ -147,9 +147,9 @@ class ShardedOptimizer:
 
     @contextmanager
     def loading(self) -> Iterator[Callable[[], None]]:
-        """While a checkpoint is loaded for who is there now: each gets its own shard and its shadows.
+        """Context of a checkpoint load for the present workers: each gets its shard and its shadows.
 
-        The function is to be called when all have loaded it: from then on they are what is held.
+        Call the yielded function when all workers have loaded it: it makes this the present layout.
         """
         self.forget()
         layouts = self._pieces.wanted()
@@ -159,63 +159,63 @@ class ShardedOptimizer:
             yield lambda: self.shards.take_up(layouts)
 
     def made_anew(self, fill: Callable[[list[list[ShardFragment]]], None]) -> Callable[[], None]:
-        """Hold what those who are there now are to hold: pieces without a state, which ``fill`` gives them.
+        """Rebuild the pieces for the layout of the present workers; ``fill`` loads their state.
 
-        The function is to be called when all have done so: see ``loading``.
+        Call the returned function when all workers have done so: see ``loading``.
         """
         self.forget()
         layouts = self._pieces.wanted()
         held = [self._pieces.make(fragments, layouts) for fragments in self._fragments]
-        fill([[fragment for its in units.values() for fragment in its] for units in held])
+        fill([[fragment for unit in units.values() for fragment in unit] for units in held])
         for fragments, units in zip(self._fragments, held, strict=True):
             fragments.install(units)
         return lambda: self.shards.take_up(layouts)
 
     def bucket(self, number: int) -> tuple[Column, int]:
-        """The column of a bucket, and its elements."""
+        """Return the column of a bucket, and its number of elements."""
         return self._buckets.part(number)
 
     def check(self) -> None:
-        """Raise ``StateLost``, for all, where nobody has a part of the optimizer's state any more.
+        """Raise ``StateLost`` on all workers if a part of the optimizer's state has no holder left.
 
-        ``Orphaned`` instead, on all, where there is a checkpoint to go back to.
+        Raises ``Orphaned`` instead, on all, if a checkpoint exists to roll back to.
         """
         if units := self.shards.lost():
             self._lose(*units)
 
     def _lose(self, *units: int) -> None:
         names = ", ".join(map(str, units))
-        whose = "workers" if self._buckets.instances == 1 else "shards"
-        self._manager.lose_state(f"the optimizer state of {whose} {names} had no other copy")
+        noun = "workers" if self._buckets.instances == 1 else "shards"
+        self._manager.lose_state(f"the optimizer state of {noun} {names} had no other copy")
 
     def complete(self) -> None:
-        """See to it that the model and the shadows are those of the last update: who reads them next does not ask."""
+        """Wait until the model and the shadows are those of the last update; call it before reading them."""
         self._aside.join()
         if self._overlap is not None:
             self._overlap.complete_all()
 
     def due(self) -> bool:
-        """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
+        """Return whether to repartition before the next step: not yet if a worker takes a place with that step."""
         return self.shards.stale() and not self._manager.view.joining_next
 
     def renew(self) -> None:
-        """Have the state change hands, for who is there now; a section: all or nobody."""
+        """Repartition the state over the present workers; a section: all do it, or none."""
         self.complete()
         self._pieces.change_hands()
         self.check()
 
     def verify(self) -> None:
-        """Compare the shadows with what they are shadows of; where one differs, all are made anew, by all workers."""
+        """Compare the shadows with their originals; if one differs, all workers rebuild all shadows."""
         self._aside.join()
-        if not self._shadows_elsewhere:  # another kind of processor rounds otherwise: they differ from the start
+        if not self._shadows_elsewhere:  # another kind of processor rounds differently: the bits differ from the start
             self._pieces.compare()
 
     def _primary_fragments(self, fragments: ShardFragments) -> Iterator[ShardFragment]:
         column = self._pieces.column(fragments)
-        return (p for unit, its in fragments.held.items() if self.shards.speaks_for(column, unit) for p in its)
+        return (p for unit, pieces in fragments.held.items() if self.shards.speaks_for(column, unit) for p in pieces)
 
     def primaries(self) -> Iterator[tuple[ShardFragments, Iterator[ShardFragment]]]:
-        """Of each of Megatron's optimizers what is held here, and the pieces of it for which this worker speaks."""
+        """Return, for each of Megatron's optimizers, its pieces here and those for which this worker speaks."""
         self._aside.join()
         return ((fragments, self._primary_fragments(fragments)) for fragments in self._fragments)
 
@@ -227,12 +227,12 @@ class ShardedOptimizer:
 
     @contextmanager
     def saving(self, *, moments: bool = True) -> Iterator[None]:
-        """While a checkpoint is written: where Megatron saves no pieces, it finds all that a column shares.
+        """Context of a checkpoint write: if Megatron does not save pieces, it finds the column's complete state.
 
-        Not ``moments``: the main parameters alone, for the norm of all.
+        Without ``moments`` only the main parameters, for the norm of all.
 
-        A section before that of the checkpoint: who is left when a worker is lost in the latter has everything already,
-        and nobody waits inside a replica for one who is told of a loss by its column.
+        It is gathered in a section before that of the checkpoint: after a loss in the latter the survivors already have
+        everything, and none waits inside a replica for a peer that learns of the loss from its column.
         """
         manager = self._manager
 
@@ -254,11 +254,11 @@ class ShardedOptimizer:
     # ---- the update
 
     def step(self, original: Callable[[], Any]) -> Any:
-        """Megatron's ``optimizer.step()``, ``original``, within the section that makes it survive; what it returns."""
+        """Run Megatron's ``optimizer.step()``, ``original``, in a section that survives deaths; returns its result."""
         manager, parameters, overlap = self._manager, self._parameters, self._overlap
         sums = self._norms.measure()
-        # Megatron asks the replica once which norms there are: not in the section, of whose end one column may hear
-        # while another one has passed it.
+        # Megatron asks the replica once which norms exist: not in the section, because one column may learn of its end
+        # while another column has already passed it.
         for group in getattr(optimizer_module, "SEPARATE_GRAD_NORM_GROUPS", ()):
             self._optimizer.has_grad_norm_group(group)
         parameters.begin()
@@ -272,10 +272,10 @@ class ShardedOptimizer:
             nonlocal begun
             manager.inject("norm")
             manager.mark("norm", waiting=True)
-            told, again = self._norms.exchange(sums, begun)
+            units, again = self._norms.exchange(sums, begun)
             if not done:
                 manager.inject("update")
-                done.append(self._update(original, told))
+                done.append(self._update(original, units))
                 manager.inject("update")
             if overlap is not None:
                 overlap.publish(manager.view.number)
@@ -293,14 +293,14 @@ class ShardedOptimizer:
         self._keeping.gathered()
         return done[0]
 
-    def _update(self, original: Callable[[], Any], told: Sequence[UnitSums]) -> Any:
-        top, norm = self._optimizer, self._scales.norm(told)
-        zeros = math.fsum(its.zeros for its in told)
-        # Megatron leaves out an update of a larger norm, which all know alike.
-        if not self._scales.skips(told) and not norm > getattr(top.config, "grad_norm_skip_threshold", math.inf):
+    def _update(self, original: Callable[[], Any], units: Sequence[UnitSums]) -> Any:
+        top, norm = self._optimizer, self._scales.norm(units)
+        zeros = math.fsum(unit.zeros for unit in units)
+        # Megatron skips an update with a larger norm, which all workers know.
+        if not self._scales.skips(units) and not norm > getattr(top.config, "grad_norm_skip_threshold", math.inf):
             self._aside.begin(norm, self._scales.now())
         with (
-            self._scales.dividing(told),
+            self._scales.dividing(units),
             monkeypatch.replaced(optimizer_module, get_grad_norm_fp32=lambda *_, **__: norm),
             monkeypatch.replaced(top, get_grad_norm=lambda: norm, count_zeros=lambda: zeros),
             self._keeping.updating(),
@@ -308,7 +308,7 @@ class ShardedOptimizer:
             return original()
 
     def _speak_for_the_lost(self) -> None:
-        """Where a shadow is the first live holder of a unit, its parameters are those that all will get."""
+        """Copy shadows on the shadow device to the model, if this worker is the unit's first live holder."""
         for fragments in self._fragments:
             column = self._pieces.column(fragments)
             for unit in self.shards.held(column):
@@ -319,7 +319,7 @@ class ShardedOptimizer:
 
 @dataclass(frozen=True)
 class UnitSums:
-    """The sums of one unit's gradients.  ``column``: the place of its column among those of ``Shards``."""
+    """The sums of one unit's gradients.  ``column``: the index of its column among those of ``Shards``."""
 
     column: int
     squares: float
@@ -328,17 +328,17 @@ class UnitSums:
 
 @dataclass(eq=False)
 class UnitNorms:
-    """The norm of gradients whose sums lie at the holders of the units that they update."""
+    """The norm of gradients whose sums are distributed over the holders of their units."""
 
     _pieces: LayoutPieces
     _keeping: Keeping
     _width: int
-    """Units that it holds of a column, at most."""
+    """Maximum number of units of a column on one worker."""
     _zeros: bool
-    """Whether zeros are counted, too."""
+    """True if zeros are counted, too."""
 
     def measure(self) -> torch.Tensor:
-        """[column, place in what I hold of it, (sum of squares, zeros)] over the replica's model-parallel ranks."""
+        """Return [column, index of held unit, (sum of squares, zeros)], summed over the model-parallel ranks."""
         shards, device = self._pieces.shards, self._pieces.buckets.parameters[0][1].device
         sums = torch.zeros(len(shards.columns), self._width, 2, dtype=torch.float64, device=device)
         for at, column in enumerate(shards.columns):
@@ -352,7 +352,7 @@ class UnitNorms:
         return sums.cpu()
 
     def exchange(self, sums: torch.Tensor, begun: bool) -> tuple[list[UnitSums], bool]:
-        """(the sums of all units, whether anybody may hold gathered parameters), the same on all of this position.
+        """Return (the sums of all units, whether any worker may hold gathered parameters), the same in the column.
 
         A row has for each held unit: the unit, whether this worker speaks for it, and its sums.
         """
@@ -367,44 +367,44 @@ class UnitNorms:
         column = alive(self._keeping.tells_norms, view.live)
         rows = view.groups.ring(column).exchange_doubles(row)
         found = [
-            UnitSums(at // (4 * self._width), *its[at + 3 : at + 5])
-            for its in rows
-            for at in range(0, len(its) - 1, 4)
-            if its[at + 2]
+            UnitSums(at // (4 * self._width), *one[at + 3 : at + 5])
+            for one in rows
+            for at in range(0, len(one) - 1, 4)
+            if one[at + 2]
         ]
-        return found, any(its[0] for its in rows)
+        return found, any(one[0] for one in rows)
 
 
 class LossScales:
-    """The loss scales (--fp16) of ``optimizers``, that of experts, too, whose gradients are spread over workers.
+    """The loss scales (--fp16) of ``optimizers``, including that of experts, whose gradients are sharded.
 
-    Stock Megatron asks all workers inside the step whether gradients have overflowed, so that it is skipped.  Here that
-    follows from the sums of squares that all tell each other for the norm: all skip a step, or none.  ``fragments``:
-    what is held of each optimizer; ``columns``: the place of its column among all.
+    Stock Megatron reduces an overflow flag over all workers inside the step, to skip it.  Here the overflow follows
+    from the exchanged sums of squares: all workers skip a step, or none.  ``fragments``: the pieces of each optimizer;
+    ``columns``: the index of its column.
     """
 
     def __init__(self, optimizers: Sequence[Any], fragments: Sequence[ShardFragments], columns: Sequence[int]) -> None:
         self._every = list(zip(optimizers, fragments, columns, strict=True))
 
     def now(self) -> list[float]:
-        """By which factor the gradients of each are too large: 1 without a loss scale."""
+        """Return the loss scale of each optimizer; 1 without one."""
         return [float(one.grad_scaler.scale) if _scaled(one) else 1.0 for one, _, _ in self._every]
 
-    def norm(self, told: Sequence[UnitSums]) -> float:
-        """Of the gradients divided by their scales.  An exactly rounded sum: it does not depend on who told what."""
+    def norm(self, units: Sequence[UnitSums]) -> float:
+        """Return the norm of the unscaled gradients.  The sum is exactly rounded, so independent of the order."""
         scales = {column: scale for (_, _, column), scale in zip(self._every, self.now(), strict=True)}
-        return math.sqrt(math.fsum(its.squares / scales.get(its.column, 1.0) ** 2 for its in told))
+        return math.sqrt(math.fsum(unit.squares / scales.get(unit.column, 1.0) ** 2 for unit in units))
 
-    def skips(self, told: Sequence[UnitSums]) -> bool:
-        return any(_scaled(one) and _overflowed(told, column) for one, _, column in self._every)
+    def skips(self, units: Sequence[UnitSums]) -> bool:
+        return any(_scaled(one) and _overflowed(units, column) for one, _, column in self._every)
 
     @contextmanager
-    def dividing(self, told: Sequence[UnitSums]) -> Iterator[None]:
-        """While Megatron's step divides the gradients by their scales, and asks whether they overflowed."""
+    def dividing(self, units: Sequence[UnitSums]) -> Iterator[None]:
+        """Context in which Megatron's step unscales the gradients, and gets the overflow from ``units``."""
         with ExitStack() as replaced:
             for one, fragments, column in self._every:
                 if _scaled(one):
-                    divide = functools.partial(_divide, one, fragments, found=_overflowed(told, column))
+                    divide = functools.partial(_divide, one, fragments, found=_overflowed(units, column))
                     replaced.enter_context(monkeypatch.replaced(one, _unscale_main_grads_and_check_for_nan=divide))
             yield
 
@@ -413,8 +413,8 @@ def _scaled(one: Any) -> bool:
     return getattr(one, "grad_scaler", None) is not None
 
 
-def _overflowed(told: Sequence[UnitSums], column: int) -> bool:
-    return not all(math.isfinite(its.squares) for its in told if its.column == column)
+def _overflowed(units: Sequence[UnitSums], column: int) -> bool:
+    return not all(math.isfinite(unit.squares) for unit in units if unit.column == column)
 
 
 def _divide(one: Any, fragments: ShardFragments, *, found: bool) -> bool:
