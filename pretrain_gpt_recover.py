@@ -2,9 +2,9 @@
 
     recover-run --nproc-per-node 8 pretrain_gpt_recover.py <Megatron's flags> --recover
 
-Takes every flag of Megatron's pretrain_gpt.py.  Without --recover it is that script: no hook is installed.  Runs from
+Accepts every flag of Megatron's pretrain_gpt.py.  Without --recover it is that script: no hook is installed.  Runs from
 the Megatron-Core wheel (0.19), or with a Megatron-LM checkout (0.18 to 0.19) first on PYTHONPATH.  `--help` lists all
-flags, ours in the group "recover"; `--version` alone says ours.
+flags, ours in the group "recover"; `--version` alone prints our version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROGRAM = "pretrain_gpt_recover.py"
 
 
 def main() -> None:
-    """Train; refuse with EXIT_USAGE, all reasons at once, what cannot run."""
+    """Train; if the run cannot start, print all reasons at once and exit with EXIT_USAGE."""
     if sys.argv[1:] == ["--version"]:
         print(f"{PROGRAM} {__version__}")
         return

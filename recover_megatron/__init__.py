@@ -1,11 +1,11 @@
 """recover_megatron: resilient pre-training for Megatron-LM, and a library for other training loops.
 
-GPUs die in the middle of a step; the step finishes anyway, on the survivors, with exactly the microbatches it would
-have had.  docs/architecture.md shows the layers and the six files to read first, docs/instep.md the way of one gradient
-through them.
+If GPUs die in the middle of a step, the survivors finish the step, with exactly the same microbatches.
+docs/architecture.md shows the layers and the six files to read first, docs/instep.md the way of one gradient through
+them.
 
 ``ElasticDataParallel``, ``StepResult`` and ``run`` are the library (docs/library.md).  Importing this package imports
-neither torch nor Megatron: each layer imports what it needs, when it is used; so do these three names.
+neither torch nor Megatron: each layer, and each of these three names, imports what it needs on first use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the library, imported when it is asked for."""
+    """Import a name of the library on first access and return it."""
     if name in ("ElasticDataParallel", "StepResult", "run"):
         from recover_megatron import elastic
 

@@ -1,8 +1,8 @@
-"""The ``--recover-*`` flags: a dataclass whose fields are the flags, with their texts, defaults and checks.
+"""The ``--recover-*`` flags: fields of one dataclass, with help texts, defaults and checks.
 
-The flags join Megatron's own parser (``add_recover_arguments`` is an ``extra_args_provider``), so a user adds them to
-the command line that trains today.  Nothing here imports torch or Megatron: the launcher and the device layer read the
-same definitions before either is loaded.  ``scripts/flag_tables.py`` writes the table in docs/operations.md from them.
+The flags extend Megatron's parser (``add_recover_arguments`` is an ``extra_args_provider``), so a user adds them to an
+existing command line.  Nothing here imports torch or Megatron: the launcher and the device layer read the definitions
+before either is loaded.  ``scripts/flag_tables.py`` writes the table in docs/operations.md from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE, LOG_
 
 
 def parse_addresses(text: str) -> list[tuple[str, int]]:
-    """The addresses of ``HOST:PORT[,HOST:PORT...]`` (``[HOST]:PORT`` for IPv6); ValueError for anything else."""
+    """Parse ``HOST:PORT[,HOST:PORT...]`` (``[HOST]:PORT`` for IPv6); raise ValueError for anything else."""
     addresses = []
     for item in map(str.strip, text.split(",")):
         host, _, port = item.rpartition(":")
@@ -37,7 +37,7 @@ def parse_addresses(text: str) -> list[tuple[str, int]]:
 
 
 def metrics_address(text: str) -> tuple[str, int]:
-    """The address of ``PORT`` (on loopback) or ``HOST:PORT``; ValueError for anything else."""
+    """Parse ``PORT`` (on loopback) or ``HOST:PORT``; raise ValueError for anything else."""
     try:
         [(host, port)] = parse_addresses(text if ":" in text else f"127.0.0.1:{text}")
     except ValueError:
@@ -46,14 +46,16 @@ def metrics_address(text: str) -> tuple[str, int]:
 
 
 def listed_domains(text: str) -> dict[str, str]:
-    """Host -> the names of its domains, in the order of the file, of ``@FILE``, lines of HOST NAME[,NAME...]; empty for
-    other text.  ValueError: all that is wrong with the file."""
+    """Read ``@FILE`` (lines HOST NAME[,NAME...]) and return host -> names of its domains, in the order of the file.
+
+    Return an empty dict for other text.  Raises ValueError with all mistakes in the file.
+    """
     if not text.startswith("@"):
         return {}
     try:
-        lines = Path(text[1:]).read_text(encoding="utf-8-sig").splitlines()  # an editor's mark may be first
+        lines = Path(text[1:]).read_text(encoding="utf-8-sig").splitlines()  # the file may begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"it cannot be read ({getattr(error, 'strerror', '') or 'it is no text'})") from None
+        raise ValueError(f"the file cannot be read ({getattr(error, 'strerror', '') or 'not a text file'})") from None
     found: dict[str, str] = {}
     wrong = []
     for number, line in enumerate(lines, start=1):
@@ -61,17 +63,17 @@ def listed_domains(text: str) -> dict[str, str]:
         if not host:
             continue
         if host in found:
-            wrong.append(f"line {number}: host {host} is there twice")
+            wrong.append(f"line {number}: host {host} is listed twice")
         if not names or not names[0].strip(" ,"):
             wrong.append(f"line {number}: host {host} has no domain: write HOST NAME[,NAME...]")
         found[host] = names[0] if names else ""
     if wrong or not found:
-        raise ValueError("; ".join(wrong) or "it names no host: write a line HOST NAME[,NAME...] for each node")
+        raise ValueError("; ".join(wrong) or "the file names no host: write a line HOST NAME[,NAME...] for each node")
     return found
 
 
 def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """What ``--recover-domain`` says of this host, where it names a file by its line; UserError: there is none."""
+    """Return the domains of this host by ``--recover-domain``; UserError if the named file has no line for it."""
     if not text.startswith("@"):
         return text
     name = socket.gethostname()
@@ -82,17 +84,17 @@ def own_domains(text: str, environ: Mapping[str, str] = os.environ) -> str:
         raise UserError(f"--recover-domain {text}: {error}") from None
     if found := [listed[name] for name in names if name in listed]:
         return found[0]
-    raise UserError(f"--recover-domain {text}: it has no line of this host: add one, {names[0]} NAME[,NAME...]")
+    raise UserError(f"--recover-domain {text}: the file has no line for this host: add {names[0]} NAME[,NAME...]")
 
 
 def some_path(text: str) -> None:
-    """Raises ValueError for none."""
+    """Raise ValueError for an empty path."""
     if not text:
         raise ValueError("give the path of a file")
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a command; ValueError where there are none."""
+    """Split a command into words; raise ValueError for an empty command."""
     if not (words := shlex.split(text)):
         raise ValueError("give a command")
     return words
@@ -100,74 +102,74 @@ def words_of(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RecoverConfig:
-    """The values of the ``--recover-*`` flags of one worker; ``problems`` checks them."""
+    """Values of the ``--recover-*`` flags of one worker; ``problems`` checks them."""
 
     enabled: bool = option(
         False,
         "finish the step on the survivors when a worker dies (docs/operations.md); needs recover-run",
         name="--recover",
-        docs="without it nothing of this is installed",
+        docs="without it no hook is installed",
     )
     log_dir: Path | None = option(
         None,
-        "with --recover: folder for steps.jsonl, one line per iteration",
+        "with --recover: write steps.jsonl, one line per iteration, to this folder",
         metavar="DIR",
         environment=LOG_DIR_VARIABLE,
-        default_text=f"the --log-dir of recover-run, by the environment variable {LOG_DIR_VARIABLE}",
-        docs="where `steps.jsonl` and `events.jsonl` go",
+        default_text=f"the --log-dir of recover-run, from the environment variable {LOG_DIR_VARIABLE}",
+        docs="the folder of `steps.jsonl` and `events.jsonl`",
     )
     device: str = option(
         "auto",
-        "cuda: a GPU, or an error where there is none; cpu: run on the host device, without a GPU; "
-        "auto (default): cuda where there is a CUDA device, else cpu",
+        "cuda: a GPU, or an error if there is none; cpu: run on the host device, without a GPU; "
+        "auto (default): cuda if there is a CUDA device, else cpu",
         choices=("auto", "cuda", "cpu"),
         default_text="",
         docs="[hostdevice.md](hostdevice.md)",
     )
     coordinator: str | None = option(
         None,
-        "the candidate coordinators, in the same order for all workers",
+        "addresses of the candidate coordinators, in the same order for all workers",
         metavar="HOST:PORT[,HOST:PORT...]",
         check=parse_addresses,
         environment=COORDINATOR_VARIABLE,
-        default_text=f"those of recover-run, by the environment variable {COORDINATOR_VARIABLE}",
-        docs="only with coordinators started by hand",
+        default_text=f"the candidates of recover-run, from the environment variable {COORDINATOR_VARIABLE}",
+        docs="only if you start the coordinators by hand",
     )
     heartbeat_interval: float = option(
         1.0,
-        "seconds between a worker's signs of life",
+        "seconds between two heartbeats of a worker",
         metavar="S",
         check=seconds_above_0,
-        docs="hardly ever",
+        docs="rarely",
     )
     heartbeat_timeout: float = option(
         5.0,
-        "a host that is silent for so many seconds is out; at least twice the interval",
+        "evict a host that has sent no heartbeat for S seconds; at least twice the interval",
         metavar="S",
         check=seconds_above_0,
-        docs="up on networks or hosts that stall for seconds. At least twice the interval",
+        docs="raise it if the network or hosts stall for seconds. At least twice the interval",
     )
     hang_timeout: float = option(
         60.0,
-        "a worker that makes no progress for so many seconds while others wait for it is out; at least the "
-        "heartbeat timeout",
+        "evict a worker that has made no progress for S seconds while others wait for it; at least the heartbeat "
+        "timeout",
         metavar="S",
         check=seconds_above_0,
         docs="[below](#timeouts)",
     )
     stall_timeout: float = option(
         600.0,
-        "where more than half of the replicas hang or are silent at once, wait for them for so many seconds; so "
-        "long may a worker wait for its data, too; 0: never wait",
+        "if more than half of the replicas hang or are silent at once, wait up to S seconds for them; a worker may "
+        "also wait so long for its data; 0: never wait",
         metavar="S",
         check=seconds_from_0,
-        docs="[below](#a-stall-that-many-share): longer where storage or hosts stall for longer than ten minutes, 0 "
-        "never to wait",
+        docs="[below](#a-stall-that-many-share): raise it if storage or hosts stall for more than ten minutes; 0 to "
+        "never wait",
     )
     grace: float = option(
         0.0,
-        "where all other replicas have waited so long in an iteration for one that lives, they take its microbatches "
-        "over, and it comes back for the next iteration; below the hang timeout, at least twice the heartbeat "
+        "if all other replicas have waited S seconds for a live replica in an iteration, set it aside: they take over "
+        "its microbatches, and it returns for the next iteration; below the hang timeout, at least twice the heartbeat "
         "interval. 0: never",
         metavar="S",
         check=seconds_from_0,
@@ -175,12 +177,12 @@ class RecoverConfig:
     )
     domain: str = option(
         "",
-        "what this worker may be lost with besides its node: a rack, a power line, a switch; it may differ from node "
-        "to node. @FILE: a line HOST NAME[,NAME...] for each node, in their order. Copies of the optimizer's state are "
-        "kept on workers of other nodes and domains",
+        "failure domains of this worker in addition to its node: a rack, a power line, a switch; each node may have "
+        "other domains. @FILE: a line HOST NAME[,NAME...] for each node, in their order. Copies of the optimizer's "
+        "state are kept on workers of other nodes and domains",
         metavar="NAME[,NAME...]|@FILE",
         check=listed_domains,
-        default_text="the switches of SLURM's topology, if it tells them (SLURM_TOPOLOGY_ADDR)",
+        default_text="the switches of SLURM's topology, if SLURM reports them (SLURM_TOPOLOGY_ADDR)",
         docs="[sharded.md](sharded.md#failure-domains)",
     )
     collective: str = option(
@@ -188,132 +190,132 @@ class RecoverConfig:
         "how gradients are summed over the replicas: ring, the fault-tolerant ring; native, NCCL's own "
         "collectives; auto, native on GPUs, ring on the CPU",
         choices=("auto", "ring", "native"),
-        docs="`native`: NCCL's own reduce-scatter and all-gather, on GPUs alone; a bucket is then finished as "
-        "a whole or not at all. `ring`: in segments, each of which is finished by itself",
+        docs="`native`: NCCL's reduce-scatter and all-gather, on GPUs only; a bucket is then finished completely or "
+        "not at all. `ring`: each segment of a bucket is finished separately",
     )
     min_replicas: int = option(
         1,
-        "end the run when fewer complete replicas are left",
+        "end the run if fewer than N complete replicas are left",
         metavar="N",
         check=at_least(1),
-        docs="when fewer replicas are not worth their cost: the run then ends with 10. Replicas that the live workers "
-        "can still make count. More than the launch has is refused",
+        docs="if fewer replicas are not worth their cost: the run then ends with 10. Replicas that the live workers "
+        "can still form count. A number above the replicas of the launch is refused",
     )
     inject: str | None = option(
         None,
         "for tests: faults to inject, WORKER@ITERATION:PHASE[:KIND][,...]",
         metavar="SPEC",
-        docs="trying it out: [chaos.md](chaos.md). Without `--recover` it is refused",
+        docs="to try recovery: [chaos.md](chaos.md). Refused without `--recover`",
     )
     balance: bool = option(
         False,
         "give slow replicas fewer microbatches, by measured speed",
-        docs="when replicas differ in speed for long (event `quotas`). Needs more microbatches than replicas; two runs "
-        "are no longer equal to the last bit",
+        docs="if replicas differ in speed for a long time (event `quotas`). Needs more microbatches than replicas; two "
+        "runs are then no longer bitwise equal",
     )
     spares: int = option(
         0,
-        "start N workers more than the launch has, on its last node, which wait to take the place of one that "
-        "dies; that node needs N devices more",
+        "start N additional workers on the last node, which wait to take the place of a worker that dies; that node "
+        "needs N additional devices",
         metavar="N",
         check=at_least(0),
         docs="[getting workers back](#getting-workers-back)",
     )
     max_replicas: int = option(
         0,
-        "let workers that join a run that is whole make further replicas, up to N in all; the microbatches of an "
-        "iteration stay the same and are shared by more. 0: no more than at the launch, who comes then is a spare",
+        "let workers that join a complete run form further replicas, up to N in total; the microbatches of an "
+        "iteration stay the same and are shared by more replicas. 0: no more than at the launch, further workers "
+        "become spares",
         metavar="N",
         check=at_least(0),
-        docs="to let a run grow by `recover-run --join` ([growing](regroup.md#growing)). At most the microbatches of "
-        "an iteration. Give it to every launcher",
+        docs="to let a run grow by `recover-run --join` ([growing](regroup.md#growing)). At most the number of "
+        "microbatches of an iteration. Give it to every launcher",
     )
     allow_cross_node_tp: bool = option(
         False,
-        "put new replicas together from workers of different nodes, too, where there is no other way: their "
-        "tensor parallelism is then as slow as the network",
-        docs="when a run at the network's speed is better than idle GPUs. Replicas within nodes are made first",
+        "if there is no other way, form new replicas from workers of different nodes, too: their tensor parallelism "
+        "is then as slow as the network",
+        docs="if a run at the network's speed is better than idle GPUs. Replicas within nodes are formed first",
     )
     verify_interval: int = option(
         0,
-        "every N iterations compare the replicas' parameters and optimizer states, which must be equal; one that "
-        "differs from most takes over theirs; 0: never (default)",
+        "every N iterations compare the replicas' parameters and optimizer states, which must be equal; a replica that "
+        "differs from the majority takes over the majority's state; 0: never (default)",
         metavar="N",
         check=at_least(0),
         default_text="",
-        docs="[comparing replicas](regroup.md#comparing-replicas). Each time costs a digest of the state, a rendezvous "
+        docs="[comparing replicas](regroup.md#comparing-replicas). Each comparison costs a digest, a rendezvous "
         "and new rings",
     )
     shadow_shards: int = option(
         1,
-        "with --use-distributed-optimizer: how many other workers keep an up-to-date copy of each worker's part "
-        "of the optimizer's state, 0, 1 or 2; with 0 any death takes the run back to a snapshot or a checkpoint, or "
-        "ends it with exit code 12 where there is neither",
+        "with --use-distributed-optimizer: how many other workers keep an up-to-date copy of each worker's shard of "
+        "the optimizer's state, 0, 1 or 2; with 0 any death rolls the run back to a snapshot or a checkpoint, or ends "
+        "it with exit code 12 if there is neither",
         metavar="N",
         check=at_least(0, 2),
-        docs="with `--use-distributed-optimizer`: 2 where neighbours fail together; 0 to pay nothing, and have any "
-        "death take the run back or end it: [sharded.md](sharded.md)",
+        docs="with `--use-distributed-optimizer`: 2 if neighbours fail together; 0 to save the cost, but then any "
+        "death rolls the run back or ends it: [sharded.md](sharded.md)",
     )
     shadow_device: str = option(
         "device",
-        "where these copies are kept and updated: device, with the parameters (default); cpu, in host memory",
+        "keep and update these copies here: device, with the parameters (default); cpu, in host memory",
         choices=("device", "cpu"),
         default_text="",
-        docs="where device memory is short: in host memory, updated there while the next step computes",
+        docs="`cpu` if device memory is short: the copies are updated in host memory while the next step computes",
     )
     memory_tier: str = option(
         "auto",
-        "keep snapshots of the training's state in the host memory of workers of other nodes or domains: auto, where "
-        "the loss of one would take all that hold a part of the state (default); always; off",
+        "keep snapshots of the training's state in the host memory of workers of other nodes or domains: auto, if the "
+        "loss of one node or domain would lose all copies of a part of the state (default); always; off",
         choices=("auto", "always", "off"),
         default_text="",
-        docs="`off` where hosts do not have the memory, `always` to have snapshots for losses of several workers, too: "
+        docs="`off` if hosts do not have the memory, `always` to keep snapshots for losses of several workers, too: "
         "[regroup.md](regroup.md#the-memory-tier)",
     )
     memory_interval: int = option(
         0,
-        "iterations between two snapshots; 0: by what they cost (default)",
+        "iterations between two snapshots; 0: chosen by their cost (default)",
         metavar="K",
         check=at_least(0),
         default_text="",
-        docs="to have no more than K iterations run again after the loss of a node, whatever that costs",
+        docs="to repeat no more than K iterations after the loss of a node, whatever that costs",
     )
     last_resort: str = option(
         "auto",
-        "when nobody who lives has all of the state: auto, those who live go back to the newest checkpoint in place, "
-        "where there is one (default); off, the run ends with exit code 12",
+        "if the surviving workers do not hold the complete state: auto, roll back to the newest checkpoint in place, "
+        "if there is one (default); off, end the run with exit code 12",
         choices=("auto", "off"),
         default_text="",
-        docs="`off` to have a loss of the state end the run, which somebody is to look at, or a job script starts "
-        "again; snapshots in memory have a flag of their own: "
-        "[regroup.md](regroup.md#back-to-a-checkpoint-in-place)",
+        docs="`off` to end the run after a loss of the state, so that an operator can inspect it or a job script "
+        "restarts it; snapshots in memory have their own flag: [regroup.md](regroup.md#back-to-a-checkpoint-in-place)",
     )
     untested: bool = option(
         False,
-        "take flags whose path is built, but of which a part needs a GPU or Transformer Engine and was never run; "
+        "accept flags that are implemented, but partly untested because they need a GPU or Transformer Engine; "
         "without it they are refused by name",
-        docs="when a flag is refused that names it. Compare a run with deaths to one without before you trust it",
+        docs="if a refusal names it. Compare a run with deaths to a run without before you trust it",
     )
 
     may_differ: str = option(
         "",
-        "flags, ours or the training's, that need not be the same for all workers; the others are compared, and a "
+        "flags, ours or of the training script, that may differ between workers; all other flags are compared, and a "
         "worker with another value is refused",
         metavar="FLAG[,FLAG...]",
-        docs="where a flag is given another value on some nodes for a good reason (names without dashes); `code`: the "
-        "program ([footguns.md](footguns.md#do-not-edit-the-code-of-a-run)). Give it to every launcher",
+        docs="if a flag must have another value on some nodes (names without dashes); `code`: the program "
+        "([footguns.md](footguns.md#do-not-edit-the-code-of-a-run)). Give it to every launcher",
     )
     metrics: str | None = option(
         None,
-        "serve metrics for Prometheus at this port of loopback, or of HOST (0.0.0.0: all interfaces), on the node "
-        "whose coordinator leads at first; needs recover-run --log-dir",
+        "serve metrics for Prometheus on this port of loopback, or of HOST (0.0.0.0: all interfaces), on the node of "
+        "the first candidate coordinator; needs recover-run --log-dir",
         metavar="[HOST:]PORT",
         check=metrics_address,
         docs="[metrics.md](metrics.md)",
     )
     metrics_file: str | None = option(
         None,
-        "write the same to a file every two seconds, for node-exporter's textfile collector (name it *.prom)",
+        "write the same metrics to a file every two seconds, for node-exporter's textfile collector (name it *.prom)",
         metavar="PATH",
         check=some_path,
         docs="[metrics.md](metrics.md)",
@@ -321,7 +323,7 @@ class RecoverConfig:
     on_event: str | None = option(
         None,
         "run this command for every loss, recovery, return, checkpoint and change of state, with a JSON object on its "
-        "stdin; nothing waits for it",
+        "stdin; the run does not wait for it",
         metavar="COMMAND",
         check=words_of,
         docs="[metrics.md](metrics.md#a-command-for-events)",
@@ -341,11 +343,11 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 
 def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
-    """Read our flags alone out of a whole command line (without the program's name).
+    """Read only our flags from a complete command line (without the program's name).
 
-    The device must be chosen before Megatron is imported, and Megatron's parser is part of Megatron; ``--yaml-cfg``
-    replaces Megatron's namespace by one that has none of our flags.  Raises UserError for a bad value of ours; flags
-    that are nobody's are refused later, by the whole parser.
+    The device must be chosen before Megatron, and so its parser, is imported; ``--yaml-cfg`` replaces Megatron's
+    namespace by one without our flags.  Raises UserError for a bad value of our flags; Megatron's parser refuses
+    unknown flags later.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     try:
@@ -361,7 +363,7 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
 
 
 def problems(config: RecoverConfig) -> list[str]:
-    """Every value that cannot be used, one line each, with what to change; empty: none."""
+    """Return one line for each value that cannot be used, with what to change; empty if all are valid."""
     found = checked(config, FLAGS)
     interval, timeout, hang = config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout
     if timeout < 2 * interval:
@@ -379,7 +381,7 @@ def problems(config: RecoverConfig) -> list[str]:
 
 
 def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
-    """As ``config_from_argv``, for a launcher: the defaults where a value is bad, which the script refuses."""
+    """Read our flags for a launcher: the defaults if a value is bad, which the script refuses."""
     try:
         return config_from_argv(argv)
     except UserError:
@@ -387,12 +389,12 @@ def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
 
 
 def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
-    """The same for the script's coordinators: the defaults, too, where values do not go together."""
+    """Read our flags for coordinators: the defaults if a value is bad or values contradict each other."""
     config = config_or_defaults(argv)
     return RecoverConfig() if problems(replace(config, coordinator=None)) else config
 
 
 def spares_from_argv(argv: Sequence[str]) -> int:
-    """``--recover-spares`` of a run with ``--recover``; 0 where it is bad, which the script refuses."""
+    """Return ``--recover-spares`` of a run with ``--recover``; 0 if the value is bad, which the script refuses."""
     config = config_or_defaults(argv)
     return max(0, config.spares) if config.enabled else 0

@@ -1,6 +1,6 @@
-"""Errors that several layers raise; those for people tell in plain words, without a traceback, what they can mend.
+"""Errors that several layers raise; a ``UserError`` says what the user can fix, and is shown without a traceback.
 
-``UserError`` carries one or more reasons.  The entry script prints them all at once and ends with ``EXIT_USAGE``; any
+``UserError`` carries one or more reasons.  The entry script prints all of them and exits with ``EXIT_USAGE``.  Any
 other exception is a fault of the program or the machine and keeps its traceback.
 """
 
@@ -16,13 +16,13 @@ from typing import NoReturn
 from recover_megatron.variables import JOIN_VARIABLE, SPARE_VARIABLE
 
 EXIT_USAGE = 2
-"""Exit code of every refusal at start (argparse's own)."""
+"""Exit code of every refusal at start (argparse uses the same)."""
 EXIT_OWN_FAULT = 1
-"""Exit code of any fault of a worker's own: its launcher may start another one in its place."""
+"""Exit code of a worker that failed for a local reason: its launcher may start another worker in its place."""
 
 
 class UserError(Exception):
-    """The run cannot start; ``reasons`` say why and what to do, one per line."""
+    """Error for a run that cannot start; each of ``reasons`` says in one line why, and what to do."""
 
     def __init__(self, *reasons: str) -> None:
         super().__init__("\n".join(reasons))
@@ -30,23 +30,23 @@ class UserError(Exception):
 
 
 class InStepError(Exception):
-    """Base of what the recovery raises for a state of the run."""
+    """Base class of the errors that recovery raises for a state of the run."""
 
 
 class Disagreement(InStepError):
-    """Workers tell of what no order of events explains, or a sum is not what was agreed: nothing is committed."""
+    """Contradictory reports of workers, or a sum that differs from the agreed one: nothing is committed."""
 
 
 def traceback_wanted() -> bool:
-    """Whether a refusal is to be shown with its traceback, as raised."""
+    """Return whether the user wants the traceback of a refusal (RECOVER_TRACEBACK=1)."""
     return os.environ.get("RECOVER_TRACEBACK") == "1"
 
 
 def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
     """Print the reasons and exit with ``EXIT_USAGE``.
 
-    The workers of a node refuse for the same reasons, so only the first one of each node prints, and whoever comes into
-    a running job by itself; the others exit silently.
+    All workers of a node refuse for the same reasons, so only the first worker of each node prints them, and a worker
+    that joins a running job; the others exit silently.
     """
     first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
     if first or (os.environ.get(JOIN_VARIABLE) == "1" and os.environ.get(SPARE_VARIABLE) != "1"):
@@ -59,14 +59,14 @@ def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
 
 
 def end_process() -> NoReturn:
-    """End this process with 0 as Python would, in its order, but for the interpreter's own finalization.
+    """Exit with code 0, in Python's order, but without the interpreter's finalization.
 
-    A thread of gloo's may hold a tensor for a moment after the collective is over.  If it gives up the last reference
-    while the main thread is finalizing, CPython 3.12 ends it (``pthread_exit``), which unwinds through destructors that
-    may not throw: SIGABRT, after a training that had ended well.  Seen with torch 2.13 on a loaded machine.
+    A gloo thread may keep a reference to a tensor for a moment after the collective.  If it drops the last reference
+    while the main thread is finalizing, CPython 3.12 terminates the thread (``pthread_exit``), which unwinds through
+    destructors that may not throw: SIGABRT after a successful training.  Seen with torch 2.13 on a loaded machine.
 
-    Waits for threads that are not daemons, calls what ``atexit`` holds (Megatron stops its checkpoint writer there),
-    and writes out stdout and stderr.  Call it in the main thread, where nothing is left to do.
+    Waits for non-daemon threads, calls the ``atexit`` functions (Megatron stops its checkpoint writer there), and
+    flushes stdout and stderr.  Call it in the main thread, as its last statement.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # also ends idle threads of concurrent.futures
     atexit._run_exitfuncs()

@@ -1,15 +1,15 @@
-"""Files that are written for people: by a thread of their own, so that no disk ends, stops or slows a run.
+"""Log files, each written by a background thread, so that no disk can stop or slow a run.
 
     put --> queue (bounded) --> thread: open, write
-                                  | OSError: said once; tried again every ``RETRY_SECONDS``, the others wait
-                                  | a write that does not return (a frozen file system): said after ``STALL_SECONDS``
+                                  | OSError: logged once; retried every ``RETRY_SECONDS``, later jobs wait
+                                  | a write that does not return (a frozen file system): logged after ``STALL_SECONDS``
 
-``put`` takes microseconds and raises nothing; what does not fit into the queue is dropped and counted.  When the disk
-takes data again the file goes on where it stopped, whole line after whole line.  The last lines of a process that is
-killed may be lost: a caller that must not lose them waits with ``settle`` or ``flush``, both for a bounded time.
+``put`` takes microseconds and raises nothing; lines that do not fit into the queue are dropped and counted.  When the
+disk accepts data again, the file continues where it stopped, in complete lines.  If a process is killed, its last lines
+may be lost: a caller that must not lose them waits with ``settle`` or ``flush``, both for a bounded time.
 
-A kernel does not end a process while one of its threads is inside a write to a file system that was frozen
-(``fsfreeze``): such a process ends when it thaws, and whoever waits for it sees that end then.
+The kernel does not terminate a process while one of its threads is inside a write to a frozen file system
+(``fsfreeze``): the process exits when the file system thaws, and its parent sees the exit only then.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ log = get_logger(__name__)
 
 RETRY_SECONDS = 2.0
 STALL_SECONDS = 10.0
-"""A job that takes so long is told of: nothing else would, while the queue has room."""
+"""A job that takes so long is logged: otherwise it would stay unnoticed while the queue has room."""
 LOOK_SECONDS = 10.0
-"""A file with a ``head`` that gets no lines is looked after so often."""
+"""Interval between two checks of an idle file with a ``head``."""
 QUIET_SECONDS = 60.0
-"""A disk that fails and recovers in turn is told of once in this time."""
+"""Minimum time between two warnings about a disk that fails and recovers repeatedly."""
 PATIENCE_SECONDS = 0.1
-"""``settle`` waits no longer; and not at all while the thread is behind."""
+"""Longest wait of ``settle``, which does not wait at all while the thread is behind."""
 FLUSH_SECONDS = 3.0
 MOST_BYTES = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Say = Callable[[str], None]
 Job = Callable[[], object]
-"""May be called several times: again after an OSError."""
+"""Callable that may be called several times: again after an OSError."""
 
 
 class Aside:
-    """Carries out jobs in their order, in a thread that starts with the first one.
+    """Background writer: runs jobs in their order, in a thread that starts with the first job.
 
-    ``what`` names them in messages, ``say`` (called in any thread) tells of trouble; ``most_bytes`` bounds the queue.
+    ``what`` names the file in messages, ``say`` (called in any thread) logs trouble; ``most_bytes`` bounds the queue.
     """
 
     def __init__(self, what: str, say: Say = log.warning, most_bytes: int = MOST_BYTES) -> None:
         self._what = what
         self._say = say
         self._most_bytes = most_bytes
-        self._jobs: deque[tuple[int, Job]] = deque()  # the first one is being carried out
+        self._jobs: deque[tuple[int, Job]] = deque()  # the first job is running
         self.left = 0
-        """Bytes that are not written yet."""
+        """Bytes not yet written."""
         self._done = 0
         self._failures = 0
         self._hurry = False
-        """Somebody waits: try again at once."""
+        """True if a caller waits: retry at once."""
         self._dropped = 0
-        self._told_at = -QUIET_SECONDS
-        self._told = False
+        self._reported_at = -QUIET_SECONDS
+        self._reported = False
         self._since = 0.0
         self._behind = False
         self._closed = False
@@ -74,7 +74,7 @@ class Aside:
         self._changed = threading.Condition()
 
     def submit(self, job: Job, size: int) -> bool:
-        """Have ``job`` carried out; it keeps ``size`` bytes of memory until then.  False: it was dropped."""
+        """Queue ``job``, which keeps ``size`` bytes of memory until it has run.  Return False if it was dropped."""
         with self._changed:
             full = self.left > 0 and self.left + size > self._most_bytes
             taken = not full and not self._closed
@@ -82,7 +82,7 @@ class Aside:
                 self._dropped += 1
             else:
                 if not self._jobs:
-                    self._since = time.monotonic()  # the thread may not have begun with it when the next one comes
+                    self._since = time.monotonic()  # the thread may not have begun this job when the next one is queued
                 self._jobs.append((size, job))
                 self.left += size
                 self._run_thread()
@@ -90,39 +90,39 @@ class Aside:
             waits_for_thread = self._thread is None and bool(self._jobs)
             waits = time.monotonic() - self._since if len(self._jobs) > 1 else 0.0
         if waits_for_thread:
-            self._tell("waits in memory, since no thread can be started (ulimit -u, a limit of pids)")
+            self._report("waits in memory, because no thread can be started (check ulimit -u and the pid limit)")
         elif waits > STALL_SECONDS:
-            self._tell(f"has not been taken by the disk for {waits:.0f} s")
+            self._report(f"could not be written for {waits:.0f} s: the disk does not respond")
         elif full:
-            self._tell("grows faster than the disk takes it")
+            self._report("grows faster than the disk can write it")
         return taken
 
     def settle(self) -> None:
-        """Wait until all is done, for a moment at most; not at all while the thread is behind."""
+        """Wait until all jobs are done, at most ``PATIENCE_SECONDS``; do not wait while the thread is behind."""
         if not self._behind:
             self._behind = not self._wait(PATIENCE_SECONDS, in_all=PATIENCE_SECONDS)
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Wait until all is done.
+        """Wait until all jobs are done.
 
-        Give up (False) when the disk refuses, nothing gets done for ``seconds``, or after ten times that.
+        Give up and return False if a write fails, if no job finishes for ``seconds``, or after ten times ``seconds``.
         """
         return self._wait(seconds, in_all=10 * seconds)
 
     def discard(self) -> None:
-        """Forget all jobs but the one that is being carried out."""
+        """Drop all jobs except the running one."""
         with self._changed:
             while len(self._jobs) > 1:
                 self.left -= self._jobs.pop()[0]
 
     def close(self) -> None:
-        """No more jobs; returns at once.  The thread ends when the queue is empty, or at the next error."""
+        """Refuse further jobs; return at once.  The thread ends when the queue is empty, or at the next error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _look(self) -> None:
-        """Called in the thread after ``LOOK_SECONDS`` without a job."""
+        """Check the file; called in the thread after ``LOOK_SECONDS`` without a job."""
 
     @property
     def finished(self) -> bool:
@@ -145,7 +145,7 @@ class Aside:
             return not self._jobs
 
     def _run_thread(self) -> None:
-        """Where none can be started the next job tries again."""
+        """Start the thread if it does not run; if none can be started, the next job tries again."""
         if self._thread is None:
             self._since = time.monotonic()
             thread = threading.Thread(target=self._run, name=f"recover-write-{self._what}", daemon=True)
@@ -173,12 +173,12 @@ class Aside:
                 self._succeeded()
 
     def _failed(self, error: OSError) -> bool:
-        """Wait until it is time for the next attempt; False: there will be none."""
+        """Wait until it is time for the next attempt; return False if there will be none."""
         with self._changed:
             self._failures += 1
             self._hurry = False
             self._changed.notify_all()
-        self._tell(f"cannot be written ({error.strerror or error})")
+        self._report(f"cannot be written ({error.strerror or error})")
         with self._changed:
             if not self._closed:
                 self._changed.wait_for(lambda: self._closed or self._hurry, RETRY_SECONDS)
@@ -193,28 +193,28 @@ class Aside:
             size, _ = self._jobs.popleft()
             self.left -= size
             self._done += 1
-            recovered, self._told = self._told, False
+            works_again, self._reported = self._reported, False
             dropped = self._dropped
-            if recovered:
+            if works_again:
                 self._dropped = 0
             self._changed.notify_all()
-        if recovered:
+        if works_again:
             lost = f"; {dropped} lines were dropped" if dropped else "; nothing was lost"
             self._say(f"{self._what} is written again{lost}")
 
-    def _tell(self, trouble: str) -> None:
+    def _report(self, trouble: str) -> None:
         now = time.monotonic()
         with self._changed:
-            if self._told or now - self._told_at < QUIET_SECONDS:
+            if self._reported or now - self._reported_at < QUIET_SECONDS:
                 return
-            self._told, self._told_at = True, now
-        self._say(f"{self._what} {trouble}; the run goes on without it")
+            self._reported, self._reported_at = True, now
+        self._say(f"{self._what} {trouble}; the run continues without this file")
 
 
 def open_to_append(path: Path, *, drop_cut: bool = False) -> int:
-    """A descriptor for adding lines to ``path``, whose folder is made; a last line that was cut gets its end.
+    """Open ``path`` for appending lines, create its folder, and return the descriptor; end a truncated last line.
 
-    ``drop_cut``: it is removed.  Raises OSError.
+    ``drop_cut``: remove a truncated last line.  Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -232,15 +232,15 @@ def open_to_append(path: Path, *, drop_cut: bool = False) -> int:
 
 
 class LogWriter(Aside):
-    """Adds lines to one file, which is opened with the first one.
+    """Background writer that appends lines to one file, which it opens with the first line.
 
-    ``opening`` gives the descriptor, in the thread, and again when the file has to be opened anew (its folder was
-    removed, a log rotation has moved it, the server has forgotten it).  ``gap(n)`` is written where n lines were
-    dropped.
+    ``opening`` returns the descriptor, in the thread, and is called again when the file must be reopened (its folder
+    was removed, a log rotation has moved it, the server has forgotten it).  ``gap(n)`` is written in place of n dropped
+    lines.
     """
 
     head = b""
-    """Lines that readers need: they are written again, soon, into a file that was emptied or made anew."""
+    """Lines that readers need: written again, soon, into a file that was truncated or created again."""
 
     def __init__(
         self,
@@ -251,29 +251,29 @@ class LogWriter(Aside):
         most_bytes: int = MOST_BYTES,
     ) -> None:
         super().__init__(str(path), say, most_bytes)
-        self._path = Path(os.path.abspath(path))  # the program may go to another folder
+        self._path = Path(os.path.abspath(path))  # the program may change its working directory
         self._opening = opening
         self._gap = gap
         self._missing = 0
         self._descriptor: int | None = None
         self._size = 0
-        """The file had so many bytes after the last write."""
+        """Size of the file in bytes after the last write."""
 
     def make(self) -> None:
-        """Open the file now, so that it is there before the first line."""
+        """Open the file now, so that it exists before the first line."""
         self.submit(lambda: self._add(b"", 0, None), 0)
 
     def put(self, line: bytes, wanted: Callable[[], bool] | None = None) -> None:
-        """Add ``line``, with its end, as soon as the disk takes it: it is there after ``settle`` if the disk is well.
+        """Append ``line``, with its end, as soon as the disk accepts it: before ``settle`` returns if the disk is well.
 
-        ``wanted`` is asked in the thread, when the file is open: whether it is still to be written.
+        ``wanted`` is called in the thread, when the file is open; the line is written only if it returns True.
         """
         if self._missing and self._gap is not None:
             line = self._gap(self._missing) + line
         written = 0
 
         def append() -> None:
-            """Called again after an error it goes on where the disk was full."""
+            """Append the rest of the line; a call after an error continues where the disk was full."""
             nonlocal written
             while written < len(line):
                 written = self._add(line, written, wanted)
@@ -281,7 +281,7 @@ class LogWriter(Aside):
         self._missing = 0 if self.submit(append, len(line)) else self._missing + 1
 
     def close(self) -> None:
-        """No more lines; returns at once, what was put is still written."""
+        """Refuse further lines; return at once.  Lines that were put before are still written."""
         self.submit(self._close, 0)
         super().close()
 
@@ -291,9 +291,9 @@ class LogWriter(Aside):
             os.close(descriptor)
 
     def _add(self, line: bytes, written: int, wanted: Callable[[], bool] | None) -> int:
-        """In the thread: write ``line``, of which ``written`` bytes are in the file.
+        """Write ``line``, of which ``written`` bytes are in the file already; runs in the thread.
 
-        Returns how many are now, fewer than all where the disk is full; raises OSError where not one more was written.
+        Returns the number of bytes in the file now, fewer than all if the disk is full; OSError if none was added.
         """
         try:
             if self._descriptor is not None and self._is_elsewhere(self._descriptor):
@@ -316,14 +316,14 @@ class LogWriter(Aside):
             raise
 
     def _is_elsewhere(self, descriptor: int) -> bool:
-        """Tell if the open file is no longer the one at its path, since it was removed or moved.
+        """Return whether the open file is no longer the one at its path, because it was removed or moved.
 
-        After ``close`` a moved file still gets the lines that are left: the new file may be another writer's.
+        After ``close`` a moved file still gets the remaining lines: the new file may belong to another writer.
         """
         info = os.fstat(descriptor)
         try:
             return info.st_nlink == 0 or not (self._closed or os.path.samestat(info, os.stat(self._path)))
-        except OSError as error:  # the path cannot be looked at: the open file may take lines all the same
+        except OSError as error:  # the path cannot be read: the open file may accept lines nevertheless
             return isinstance(error, FileNotFoundError)
 
     def _look(self) -> None:
@@ -332,14 +332,14 @@ class LogWriter(Aside):
 
 
 def flush_all(files: Iterable[Aside], seconds: float = FLUSH_SECONDS) -> None:
-    """Flush all of them; when one gives up, the others, on the same disk perhaps, have no such time more."""
+    """Flush all files; if one gives up, the others, perhaps on the same disk, get only ``PATIENCE_SECONDS``."""
     for file in files:
         if not file.flush(seconds):
             seconds = PATIENCE_SECONDS
 
 
 def why_not_used(folder: Path) -> str:
-    """Why ``folder`` cannot be made, or no file in it, tried with one that is gone at once; empty: both can."""
+    """Return why ``folder``, or a temporary file in it, cannot be created; empty if both can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,9 +1,9 @@
-"""Flags as fields of a dataclass: each is written once.
+"""Command-line flags as fields of a dataclass: each flag is defined once.
 
-    class Config:                                    add_options      the flags of an argparse parser or group
-        spares: int = option(0, "...", metavar="N")  checked          the values that cannot be used, all of them
+    class Config:                                    add_options      adds the flags to an argparse parser or group
+        spares: int = option(0, "...", metavar="N")  checked          lists all values that cannot be used
 
-The flag of a field is its name with dashes (``--recover-spares``, given the prefix ``recover``), unless it has another.
+The flag of a field is its name with dashes (prefix ``recover``: ``--recover-spares``), unless ``name`` is set.
 ``scripts/flag_tables.py`` makes the tables in the docs.
 """
 
@@ -17,44 +17,44 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 Check = Callable[[Any], Any]
-"""Raises ValueError with what to give instead; of a flag that is added ``as_text`` it returns the value read."""
+"""Function that raises ValueError with what to give instead; it returns the parsed value if the flag is ``as_text``."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of one flag besides its value."""
+    """Description of one flag."""
 
     help: str
-    """For ``--help``, without the default."""
+    """Text for ``--help``, without the default."""
     name: str = ""
-    """With its dashes; empty: made of the field's name."""
+    """Name of the flag with its dashes; empty: derived from the field's name."""
     short: str = ""
     metavar: str | None = None
-    """Of the value, with its unit: S for seconds, N for a number."""
+    """Placeholder of the value, with its unit: S for seconds, N for a number."""
     choices: tuple[str, ...] = ()
     check: Check | None = None
     environment: str = ""
-    """Variable that stands in where the flag is not given."""
+    """Environment variable that is read if the flag is not given."""
     default_text: str | None = None
-    """The default in words; None: the default itself; empty: ``help`` tells it."""
+    """The default in words; None: the default itself; empty: ``help`` names it."""
     docs: str = ""
-    """For the table in the docs, in Markdown: when to touch it, where more is told."""
+    """Text for the table in the docs, in Markdown: when to change the flag, where to read more."""
 
 
 class Dataclass(Protocol):
-    """A class made by ``dataclass``."""
+    """Type of a class decorated by ``dataclass``."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
-    """A field of a dataclass that is a flag; ``about``: further fields of ``Option``."""
+    """Return a dataclass field that is a flag; ``about``: further fields of ``Option``."""
     return dataclasses.field(default=default, metadata={"option": Option(help, **about)})
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A field and its flag."""
+    """Field of a dataclass and its flag."""
 
     field: str
     name: str
@@ -71,20 +71,20 @@ class Flag:
 
     @property
     def default_in_words(self) -> str:
-        """Empty: there is none to tell."""
+        """Return the default as text; empty if there is none to name."""
         if self.option.default_text is not None:
             return self.option.default_text
         return "" if self.switch or self.default is None else str(self.default)
 
     @property
     def help(self) -> str:
-        """The text for argparse, which expands "%"."""
-        told = f" (default: {self.default_in_words})" if self.default_in_words else ""
-        return (self.option.help + told).replace("%", "%%")
+        """Return the text for argparse, which expands "%"."""
+        suffix = f" (default: {self.default_in_words})" if self.default_in_words else ""
+        return (self.option.help + suffix).replace("%", "%%")
 
 
 def flags_of(config: type[Dataclass], prefix: str = "") -> Iterator[Flag]:
-    """The flags of a dataclass, in the order of its fields.  ``prefix``: of their names."""
+    """Yield the flags of a dataclass, in the order of its fields.  ``prefix``: the beginning of their names."""
     for field in dataclasses.fields(config):
         about = field.metadata.get("option")
         if about is not None:
@@ -95,10 +95,10 @@ def flags_of(config: type[Dataclass], prefix: str = "") -> Iterator[Flag]:
 def add_options(
     parser: argparse._ActionsContainer, flags: Sequence[Flag], *, as_text: bool = False, underscores: bool = False
 ) -> None:
-    """Add ``flags`` to a parser or a group of one.
+    """Add ``flags`` to a parser or to a group of a parser.
 
-    ``as_text``: leave values unread, None where a flag is not given, for who collects all mistakes.  ``underscores``:
-    accept ``--a_b`` for ``--a-b``, too.
+    ``as_text``: do not parse values, and use None for a flag that is not given, so that the caller can collect all
+    mistakes.  ``underscores``: accept ``--a_b`` for ``--a-b``, too.
     """
     for flag in flags:
         names = [*([flag.option.short] if flag.option.short else []), flag.name]
@@ -119,7 +119,7 @@ def add_options(
 
 
 def checked(config: Dataclass, flags: Sequence[Flag]) -> list[str]:
-    """Every value that its check refuses, one line each, with what to give instead."""
+    """Return one line for each value that its check refuses, with what to give instead."""
     found = []
     for flag in flags:
         value = getattr(config, flag.field)
@@ -143,7 +143,7 @@ def seconds_from_0(value: float) -> None:
 
 
 def at_least(minimum: int, maximum: int | None = None) -> Check:
-    """A check of whole numbers."""
+    """Return a check of whole numbers between ``minimum`` and ``maximum``."""
 
     def check(value: int) -> None:
         if value < minimum or (maximum is not None and value > maximum):

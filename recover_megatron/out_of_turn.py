@@ -1,15 +1,15 @@
-"""Ends operations over replicas that a worker's program makes where no other worker comes to them: out of turn.
+"""Stops operations over replicas that a worker's program calls out of turn: where no other worker takes part.
 
-in a handler of a signal    the worker ends by that signal, as it does without the handler
-in a thread of its own      the thread gets ``OutOfTurn``; the training goes on
+in a signal handler         the worker ends by that signal, as it does without the handler
+in another thread           the thread gets ``OutOfTurn``; the training continues
 
-A handler runs wherever its signal has met the main thread, so the other workers come to its operations by chance at
-most, in another place of the training. Such an operation costs the worker that makes it, and never the run.
+A handler interrupts the main thread at an arbitrary place, so the other workers reach its operations by chance at most,
+in another place of the training.  Such an operation costs the worker that calls it, and never the run.
 
-Threads that Python has not started are not looked at: PyTorch's autograd calls hooks of the backward pass in some.
+Threads that Python has not started are not checked: PyTorch's autograd calls hooks of the backward pass in some.
 
-The handler of SIGCHLD that a DataLoader sets raises an error, also inside of an optimizer's update: ``tell_readers``
-has it raised where data is read.
+The SIGCHLD handler that a DataLoader sets raises an error, even inside an optimizer's update: ``tell_readers`` delays
+the error until data is read.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 _running: list[int] = []
-"""The signals whose handlers run now in the main thread, the innermost last."""
+"""Signals whose handlers run now in the main thread, the innermost last."""
 _trainer: threading.Thread | None = None
-"""The thread that trains; None: not known, so no thread is refused."""
+"""The training thread; None: not known, so no thread is refused."""
 
 
 class OutOfTurn(InStepError):
-    """An operation over replicas that no other worker comes to: made in a thread that does not train."""
+    """Error for an operation over replicas that was called outside the training thread: no other worker takes part."""
 
 
 @dataclass(frozen=True)
 class Handler:
-    """A handler of a signal, which notes for ``keep_in_turn`` that it runs."""
+    """Signal handler that notes for ``keep_in_turn`` that it runs."""
 
     handler: Callable[[int, Any], Any]
 
@@ -60,17 +60,17 @@ def _watched(handler: Any) -> Any:
 
 
 def _plain(handler: Any) -> Any:
-    """The handler as the program has set it: it may compare it, and set it again later."""
+    """Return the handler as the program has set it: the program may compare it, and set it again later."""
     return handler.handler if isinstance(handler, Handler) else handler
 
 
 _OF_TORCH = "DataLoader worker (pid "
-"""Beginning of the error that torch's handler of SIGCHLD raises."""
+"""Beginning of the error that torch's SIGCHLD handler raises."""
 
 
 @dataclass(frozen=True)
 class _OfLoaders:
-    """Wrapper of the handler of SIGCHLD of torch's DataLoader; ``told`` gets the error that the handler raises."""
+    """Wrapper of the SIGCHLD handler of torch's DataLoader; ``told`` receives the error that the handler raises."""
 
     handler: Callable[[int, Any], Any]
     told: Callable[[RuntimeError], None]
@@ -79,15 +79,15 @@ class _OfLoaders:
         try:
             self.handler(number, frame)
         except RuntimeError as error:
-            if not str(error).startswith(_OF_TORCH):  # of the program's own handler: torch's calls it, or it torch's
+            if not str(error).startswith(_OF_TORCH):  # raised by the program's handler: torch's calls it, or vice versa
                 raise
             self.told(error)
 
 
 def tell_readers(told: Callable[[RuntimeError], None]) -> None:
-    """Give the errors of torch's handler of SIGCHLD to ``told``, which raises them only while data is read.
+    """Pass the errors of torch's SIGCHLD handler to ``told``, which raises them only while data is read.
 
-    An error that ``told`` drops is raised by the loader at its next read.  Torch sets its handler with the first loader
+    If ``told`` drops an error, the loader raises it at its next read.  Torch sets its handler with the first loader
     that has processes: call this again after a read.
     """
     handler = signal.getsignal(signal.SIGCHLD)
@@ -97,7 +97,7 @@ def tell_readers(told: Callable[[RuntimeError], None]) -> None:
 
 
 def begin() -> None:
-    """Take the calling thread for the one that trains, and watch all handlers, those that are set from now on, too."""
+    """Register the calling thread as the training thread, and wrap all signal handlers, present and future."""
     global _trainer
     if _trainer is None:
         set_handler, handler_of = signal.signal, signal.getsignal
@@ -113,28 +113,28 @@ def begin() -> None:
 
 
 def keep_in_turn(told: Callable[[], str], *, threads: bool) -> None:
-    """Return where other workers may come to an operation that is made here; else end what makes it.
+    """Return if other workers can take part in an operation that is called here; else stop its caller.
 
-    ``told`` says which operation that is, and names its caller. ``threads``: whether it is refused in a thread, too.
+    ``told`` returns the name of the operation and of its caller.  ``threads``: refuse it in other threads, too.
     """
-    me = threading.current_thread()
-    if _running and me is threading.main_thread():
+    thread = threading.current_thread()
+    if _running and thread is threading.main_thread():
         _end_by(_running[-1], told())
-    if threads and _trainer is not None and me is not _trainer and not isinstance(me, threading._DummyThread):
-        what = f"{told()} in the thread {me.name!r}, to which no other worker comes"
-        log.error(f"{what}: the thread gets an error, and the training goes on; call it in the thread that trains")
+    if threads and _trainer is not None and thread is not _trainer and not isinstance(thread, threading._DummyThread):
+        what = f"{told()} in the thread {thread.name!r}, where no other worker takes part in it"
+        log.error(f"{what}: the thread gets an error, and the training continues; call it in the training thread")
         raise OutOfTurn(what)
 
 
 def _end_by(number: int, told: str) -> NoReturn:
     name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
     log.error(
-        f"{told} in a handler of {name}, to which no other worker comes: this worker ends by {name}, as it does "
-        "without the handler. For a checkpoint and the end of all workers train with --exit-signal-handler, and send "
-        "the signal to all"
+        f"{told} in a handler of {name}, where no other worker takes part in it: this worker ends by {name}, as it "
+        "does without the handler. For a checkpoint and an exit of all workers, train with --exit-signal-handler and "
+        "send the signal to all workers"
     )
     with suppress(Exception):  # the handler may run inside of a print, and the pipe may be closed
         sys.stdout.flush()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
-    os._exit(128 + number)  # by default this signal ends nothing
+    os._exit(128 + number)  # the default action of this signal does not terminate the process

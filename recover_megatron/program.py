@@ -1,17 +1,17 @@
 """The program that this process runs, described for a comparison of workers: sources by content, packages by version.
 
-A worker that begins late (in place of a lost one, as a spare, by ``--join``) reads the script and its modules anew from
-a disk on which somebody may have edited them.  Workers compare what both have loaded:
+A worker that starts late (in place of a lost worker, as a spare, by ``--join``) reads the script and its modules from a
+disk where they may have been edited since the launch.  Workers compare the modules that both have loaded:
 
     refuses   another content of the script, or of a module outside site-packages; Megatron and this package are
-              compared wherever they lie; another release (the first two numbers) of a package in ``DECISIVE``
-    warns     another patch of these, other versions of NumPy and Python
-    ignored   other packages; what only one of the two has loaded; compiled modules, and modules without a source
+              compared wherever they are installed; another release (the first two numbers) of a ``DECISIVE`` package
+    warns     another patch release of these packages, other versions of NumPy and Python
+    ignored   other packages; modules that only one worker has loaded; compiled modules, and modules without a source
               (``.pyc``, zip files, a notebook, ``-c``); generated modules (the temporary folder, ``_version.py`` and
               the like); ``sitecustomize``; sources above ``LARGEST`` bytes
 
-A module goes by its name, the script by that of its file: the same program may lie elsewhere on another host.  Nobody
-knows the text of a module after its import, so ``describe`` belongs at the start of the process.
+A module is identified by its name, the script by its file name: the same program may be installed elsewhere on another
+host.  The text of a module is unknown after its import, so call ``describe`` at the start of the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 DECISIVE = ("torch", "megatron.core", "transformer_engine")
-"""Packages whose release decides on the numbers of a training."""
+"""Packages whose release affects the numerical results of a training."""
 NOTED = (*DECISIVE, "numpy")
 COMPARED = ("megatron", "recover_megatron")
 """Packages that are compared by content in site-packages, too."""
@@ -35,18 +35,18 @@ GENERATED = ("_version", "__version__", "version", "_build_info", "build_info", 
 INSTALLED = {"site-packages", "dist-packages"}
 LARGEST = 2 << 20
 MOST = 5000
-"""Files that are described: all of them fit into one message of a peer store."""
+"""Most files that are described: so many fit into one message of a peer store."""
 VERSION = str(vars(sys.modules["recover_megatron"])["__version__"])
-"""The version of this package, as it was loaded."""
+"""Version of this package, as it was loaded."""
 PACKAGE = "package "
 FLAG = "code"
-"""The name of the program for ``--recover-may-differ``."""
+"""Name that stands for the program in ``--recover-may-differ``."""
 
 
 def describe(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Name -> digest of the source of each loaded module; ``PACKAGE`` and a name -> version.  Raises nothing."""
+    """Return name -> digest of the source of each loaded module; ``PACKAGE`` and a name -> version.  Raises nothing."""
     loaded = dict(sys.modules if modules is None else modules)
-    # Without what stands for a build: Megatron puts the revision of the working folder's git there.
+    # Without the build suffix: Megatron puts the git revision of the working directory there.
     versions = {}
     for name in NOTED:
         with suppress(Exception):
@@ -55,20 +55,20 @@ def describe(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
     return {**_sources(loaded), **{f"{PACKAGE}{name}": version for name, version in versions.items() if version}}
 
 
-def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """In words, what refuses a worker with ``mine`` in a run with ``theirs``, and what is worth a warning."""
+def differences(own_code: Mapping[str, str], run_code: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return why a worker with ``own_code`` is refused by a run with ``run_code``, and differences that only warn."""
     refuses, warns = [], []
-    for name in sorted(mine.keys() & theirs.keys()):
-        here, there = mine[name], theirs[name]
+    for name in sorted(own_code.keys() & run_code.keys()):
+        own, run = own_code[name], run_code[name]
         package = name.removeprefix(PACKAGE)
-        if here == there:
+        if own == run:
             continue
         if package == name:
-            refuses.append(f"{name} has another content")
-        elif package in DECISIVE and here.split(".")[:2] != there.split(".")[:2]:
-            refuses.append(f"{package} {here} (the run: {there})")
+            refuses.append(f"the content of {name} differs")
+        elif package in DECISIVE and own.split(".")[:2] != run.split(".")[:2]:
+            refuses.append(f"{package} {own} (the run: {run})")
         else:
-            warns.append(f"{package} {here} (the run: {there})")
+            warns.append(f"{package} {own} (the run: {run})")
     return refuses, warns
 
 
@@ -78,7 +78,7 @@ def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in sorted(loaded.items()):
         path, top = "", name.partition(".")[0]
-        with suppress(Exception):  # a module may be an object of its program's
+        with suppress(Exception):  # the program may have put any object into sys.modules
             path = _path(module)
         if not path or name == "__mp_main__" or len(found) == MOST:
             continue
@@ -93,14 +93,14 @@ def _sources(loaded: Mapping[str, Any]) -> dict[str, str]:
         with suppress(OSError, ValueError):
             if os.path.getsize(path) <= LARGEST:
                 text = Path(path).read_bytes()
-                if name == "__main__" and text.startswith(b"#!"):  # with the path of an environment, if pip made it
+                if name == "__main__" and text.startswith(b"#!"):  # has the path of an environment if pip wrote it
                     text = text.partition(b"\n")[2]
                 found[_name(name, path)] = hashlib.blake2b(text, digest_size=8).hexdigest()
     return found
 
 
 def _path(module: Any) -> str:
-    """Path of a module's source.  Its attributes are not asked for: some modules import others at that."""
+    """Return the path of a module's source.  Reads only ``__dict__``: attribute access makes some modules import."""
     path = getattr(module, "__dict__", {}).get("__file__")
     return os.path.abspath(path) if isinstance(path, str) else ""
 

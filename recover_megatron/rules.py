@@ -1,4 +1,4 @@
-"""Rules for Megatron's parsed arguments: conditions that combine, and the reasons of the rules that apply.
+"""Rules that refuse parsed Megatron arguments: composable conditions, and the reasons of the rules that apply.
 
 The lists of rules are ``hostdevice.flags`` and ``megatron_hooks.entry.refused``.  Imports neither torch nor Megatron.
 """
@@ -14,14 +14,14 @@ Condition = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Rule:
-    """What is refused: ``reason`` holds where ``when(args)``, and may name an argument ("{args.seed}")."""
+    """Refusal of arguments: ``reason`` applies if ``when(args)``, and may name an argument ("{args.seed}")."""
 
     reason: str
     when: Condition
 
 
 def is_set(*names: str) -> Condition:
-    """Any of these attributes; one that this version of Megatron lacks counts as not set."""
+    """Return a condition: any of these attributes is set; one that this version of Megatron lacks counts as not set."""
     return lambda args: any(getattr(args, name, None) for name in names)
 
 
@@ -38,7 +38,7 @@ def is_above_one(name: str) -> Condition:
 
 
 def has_layers(kinds: str) -> Condition:
-    """Whether a hybrid model has layers of any of these kinds."""
+    """Return a condition: a hybrid model has layers of any of these kinds."""
 
     def when(args: Any) -> bool:
         pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
@@ -61,11 +61,11 @@ def has_cuda_graphs(args: Any) -> bool:
 
 
 BF16, SCALED = ("bf16", "bfloat16"), ("fp16", "float16", "fp8", "uint8")
-"""Types of the precision-aware optimizer, as they are given and as torch calls them."""
+"""Types of the precision-aware optimizer, by the names of Megatron's flags and of torch."""
 
 
 def keeps(*types: str) -> Condition:
-    """Whether the precision-aware optimizer is given, to keep anything in one of ``types``."""
+    """Return a condition: the precision-aware optimizer is used, and keeps some state in one of ``types``."""
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     aware = is_set("use_precision_aware_optimizer")
     return lambda args: (
@@ -74,5 +74,5 @@ def keeps(*types: str) -> Condition:
 
 
 def reasons(rules: Iterable[Rule], args: Any) -> list[str]:
-    """All that apply to Megatron's arguments, in the rules' order."""
+    """Return the reasons that apply to Megatron's arguments, in the rules' order."""
     return [rule.reason.format(args=args) for rule in rules if rule.when(args)]

@@ -1,11 +1,11 @@
-"""What all workers of a run must be told alike: the flags of the training script.
+"""Flags of the training script, which must be the same for all workers of a run.
 
-A worker that joined with another learning rate or batch would train another model into the run, and nobody would see
-it.  So all compare what they were given: the launchers of several nodes before any of them starts a worker
-(`launch.nodes.guest`), the workers whenever they meet (`instep.meeting.planner`).
+If a worker joined with another learning rate or batch size, it would silently corrupt the training.  So the flags are
+compared: by the launchers of several nodes before any of them starts a worker (`launch.nodes.guest`), and by the
+workers at every rendezvous (`instep.meeting.planner`).
 
-What may differ from worker to worker is left out: see ``OWN``, and ``--recover-may-differ``.  Of a value with a slash
-in it only the part behind the last one counts (data may lie elsewhere on another host), and numbers are compared as
+Flags that may differ from worker to worker are left out: see ``OWN`` and ``--recover-may-differ``.  If a value contains
+a slash, only the part behind the last slash counts (data may lie elsewhere on another host).  Numbers are compared as
 numbers.
 """
 
@@ -25,19 +25,19 @@ OWN = frozenset(
         "recover-may-differ",
     )
 )  # fmt: skip
-"""Flags that are one worker's own, or that only the coordinator goes by."""
+"""Flags that concern one worker only, or that only the coordinator uses."""
 OWN_KINDS = ("--tensorboard-", "--wandb-", "--one-logger-", "--timing-log-")
-"""Beginnings of such: who writes logs, and where."""
+"""Beginnings of further such flags: which worker writes logs, and where."""
 MOST_NAMED = 10
 LONGEST = 60
 """Characters of a value that a message shows."""
 
 
 def flags_of(argv: Sequence[str], may_differ: Collection[str] = ()) -> dict[str, str]:
-    """Flag -> its values, in one text, of all that must be alike; ``argv`` without the program's name.
+    """Return flag -> its values, in one text, of all flags that must be alike; ``argv`` without the program's name.
 
-    ``may_differ``: flags that are left out, with or without their dashes.  What stands before the first flag is that
-    of ``""``.  A flag that is given more than once has all its values.
+    ``may_differ``: flags to leave out, with or without their dashes.  Words before the first flag are the values of
+    ``""``.  A flag that is given more than once has all its values.
     """
     found: dict[str, list[str]] = {}
     flag = ""
@@ -57,34 +57,34 @@ def flags_of(argv: Sequence[str], may_differ: Collection[str] = ()) -> dict[str,
 
 
 def digest(flags: Mapping[str, str]) -> str:
-    """16 hexadecimal digits, the same for the same flags."""
+    """Return 16 hexadecimal digits, the same for the same flags."""
     return _hash(json.dumps(flags, sort_keys=True))
 
 
 def codes(flags: Mapping[str, str]) -> dict[str, str]:
-    """Flag -> a digest of its values: to be told where others may read it."""
+    """Return flag -> digest of its values: safe to send where others may read it."""
     return {flag: _hash(f"{flag} {value}") for flag, value in flags.items()}
 
 
-def differences(mine: Mapping[str, str], theirs: Mapping[str, str], *, shown: bool = True) -> list[str]:
-    """In words, where two differ; ``theirs``: the run's.  ``shown``: with the values."""
+def differences(own_flags: Mapping[str, str], run_flags: Mapping[str, str], *, shown: bool = True) -> list[str]:
+    """Return the differences in words, with the values if ``shown``."""
     found = []
-    for flag in sorted({*mine, *theirs}):
-        here, there = mine.get(flag), theirs.get(flag)
-        name = flag or "the words before the first flag"
-        if here == there:
+    for flag in sorted({*own_flags, *run_flags}):
+        own, run = own_flags.get(flag), run_flags.get(flag)
+        name = flag or "the arguments before the first flag"
+        if own == run:
             continue
-        if here is None:
-            found.append(f"{name} is missing" + (f" (the run: {_cut(there)})" if shown and there else ""))
-        elif there is None:
-            found.append(f"{name}{_given(here) if shown else ''} is not given to the run")
+        if own is None:
+            found.append(f"{name} is missing" + (f" (the run: {_cut(run)})" if shown and run else ""))
+        elif run is None:
+            found.append(f"{name}{_given(own) if shown else ''} is not given to the run")
         else:
-            found.append(f"{name}{_given(here)} (the run: {_cut(there)})" if shown else f"{name} has another value")
+            found.append(f"{name}{_given(own)} (the run: {_cut(run)})" if shown else f"{name} has another value")
     return found
 
 
 def listed(found: Sequence[str]) -> str:
-    """What ``differences`` found, for a message: ``MOST_NAMED`` of it."""
+    """Return the first ``MOST_NAMED`` differences, for a message."""
     more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return ", ".join(found[:MOST_NAMED]) + more
 

@@ -183,8 +183,8 @@ def test_order_spelling_folders_and_what_is_a_workers_own_make_no_difference(sam
         ([], "--lr is missing (the run: 0.001)", "--lr is missing"),
         (["--lr", "1e-3", "--fp16"], "--fp16 is not given to the run", "--fp16 is not given to the run"),
         (["--lr", "1e-3", "1"], "--lr 0.001 1.0 (the run: 0.001)", "--lr has another value"),
-        (["extra", "--lr", "1e-3"], "the words before the first flag extra is not given to the run",
-         "the words before the first flag is not given to the run"),
+        (["extra", "--lr", "1e-3"], "the arguments before the first flag extra is not given to the run",
+         "the arguments before the first flag is not given to the run"),
     ],
 )  # fmt: skip
 def test_a_difference_is_told_by_flag_with_both_values(other: list[str], said: str, hidden: str) -> None:
@@ -216,7 +216,7 @@ def test_a_value_that_recovery_cannot_live_with_is_overruled_and_told(
 ) -> None:
     environ = {name: value, "SOME_OF_MINE": "kept"}
     (said,) = variables.overrule(environ)
-    assert said.startswith(f"{name}={value} of your environment is overruled ({becomes or 'not passed on'}")
+    assert said.startswith(f"{name}={value} in the environment is overruled ({becomes or 'removed'}")
     assert environ == {"SOME_OF_MINE": "kept"} | ({name: becomes} if becomes else {})
     assert variables.overrule(environ) == [], "once"
 
@@ -235,13 +235,13 @@ def test_other_values_stand_without_a_word() -> None:
     ("name", "value", "why"),
     [
         ("GLOO_DEVICE_TRANSPORT", "TCP_TLS", "only gloo's connections over plain TCP can be aborted"),
-        ("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "groups of the start would be torchcomms'"),
+        ("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "the first groups would use torchcomms"),
     ],
 )
 def test_groups_that_cannot_be_aborted_are_refused(name: str, value: str, why: str) -> None:
     (reason,) = variables.refusals({name: value})
     assert reason.startswith(f"{name}={value}: {why}")
-    assert reason.endswith(": unset it, or leave --recover out")
+    assert reason.endswith(": unset it, or train without --recover")
 
 
 def test_each_variable_has_one_row_and_those_that_workers_set_for_nccl_have_theirs() -> None:

@@ -191,6 +191,6 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
 def test_refused_flags_are_told_once_and_nothing_is_left_running(tmp_path: Path) -> None:
     bad = [*MODEL, *SCHEDULE, "--data-path", "/nowhere/corpus", "--tensor-model-parallel-size", "2"]
     said = finished(launch(tmp_path, "--nproc-per-node", "3", OURS, *bad), 2)
-    assert said.count("cannot hold whole replicas of 2") == 1
+    assert said.count("cannot form complete replicas of 2") == 1
     assert said.count("no /nowhere/corpus.bin") == 1
     assert "Traceback" not in said

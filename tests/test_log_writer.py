@@ -79,7 +79,7 @@ def test_a_full_disk_is_told_of_once_and_the_file_goes_on_whole_when_there_is_ro
     for _ in range(4):
         file.put(LINE)  # two have room in the queue
     assert not file.flush()
-    assert said == [f"{tmp_path}/log cannot be written (No space left on device); the run goes on without it"]
+    assert said == [f"{tmp_path}/log cannot be written (No space left on device); the run continues without this file"]
     disk.room = 10**6
     assert file.flush(DEADLINE)
     file.put(LINE)
@@ -235,7 +235,7 @@ def test_a_disk_that_blocks_stops_nobody_and_is_told_of(tmp_path: Path, monkeypa
         file.settle()
     assert not file.flush(0.2)
     assert len(said) == 1
-    assert "has not been taken by the disk" in said[0]
+    assert "could not be written" in said[0]
     reader = os.open(pipe, os.O_RDONLY)
     file.close()
     lines = read_all(reader).splitlines(keepends=True)
@@ -279,7 +279,7 @@ def test_a_closed_aside_gives_up_what_the_disk_refuses() -> None:
     assert not aside.flush()
     aside.close()
     eventually(lambda: aside.left == 0, "the end of the thread")
-    assert said == ["it cannot be written (No space left on device); the run goes on without it"]
+    assert said == ["it cannot be written (No space left on device); the run continues without this file"]
 
 
 def test_a_writer_that_had_nothing_to_do_for_long_is_not_taken_for_a_disk_that_blocks() -> None:

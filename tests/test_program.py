@@ -56,7 +56,7 @@ def test_an_installed_script_differs_by_its_text_and_not_by_the_environment_it_i
         script.write_text(f"#!{script.parent}/python3\n{text}\n")
     one, other, third = (described(module("__main__", script)) for script in scripts)
     assert one == other
-    assert differences(third, one) == (["script pretrain has another content"], [])
+    assert differences(third, one) == (["the content of script pretrain differs"], [])
 
 
 def test_a_module_named_like_the_script_is_another_one(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_an_edited_file_is_named(tmp_path: Path) -> None:
     modules = module("__main__", tmp_path / "train.py"), module("net", tmp_path / "net.py")
     before = described(*modules)
     (tmp_path / "net.py").write_text("width = 3\n")
-    assert differences(described(*modules), before) == (["net.py has another content"], [])
+    assert differences(described(*modules), before) == (["the content of net.py differs"], [])
 
 
 def test_what_only_one_has_loaded_is_no_difference(tmp_path: Path) -> None:

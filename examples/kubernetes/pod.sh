@@ -52,7 +52,7 @@ mkdir -p "$RUN_DIR"
 said=$RUN_DIR/launcher-$JOB_COMPLETION_INDEX.log
 mine=$RUN_DIR/job-$JOB_COMPLETION_INDEX # names the Job of the last pod here; as old as the first pod of that Job here
 if finished; then
-    if grep -qs 'what the script does after it has failed' "$said"; then
+    if grep -qs 'but the script failed afterwards' "$said"; then
         say "the training is finished, but the script has failed after it in this pod: $RUN_DIR/worker-*.log tell why"
         exit 1
     fi

@@ -1,10 +1,10 @@
-"""Fault injection: deaths and hangs on order, to see that a run survives them.  Stdlib only.
+"""Fault injection: deaths and hangs on demand, to check that a run survives them.  Standard library only.
 
-From inside, at an exact place in the step, for tests and for trying one fault::
+From inside the worker, at an exact place in the step, for tests and for trying one fault::
 
     --recover-inject 5@7:backward:kill
 
-From outside, with real signals at random times, for endurance::
+From outside, with signals at random times, for soak tests::
 
     python -m recover_megatron.chaos --log-dir DIR --mtbf 60 --seed 1
 """

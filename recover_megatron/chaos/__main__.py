@@ -1,15 +1,14 @@
 """``python -m recover_megatron.chaos``: kill random workers of a running recover-run job, at random times.
 
-The signals are real and come from outside, as they would in life.  The times between strikes are exponentially
-distributed with the mean time between failures of the whole job; the seed decides the sequence of times, lots and
-kinds, so a run with the same workers alive at the same times is struck alike.  Only workers of this host are struck.
+The times between strikes are exponentially distributed; their mean is the mean time between failures of the complete
+job.  The seed determines the sequence of times, lots and kinds, so two runs with the same live workers at the same
+times are struck alike.  Only workers of this host are struck.
 
-workers.json (docs/launcher.md) gives pids, and a pid may mean another process once the worker has ended.  So a worker
-is taken only if its process is the one that the launcher started: the kernel says it started at the time that
-workers.json says, and it leads a session of its own, as all workers do.  From then on it is held by a pidfd, which
-means this process and none after it; signals go through the pidfd.
+workers.json (docs/launcher.md) lists pids, and the kernel may reuse the pid of a worker that has ended.  So a process
+is struck only if the launcher started it: its start time is the one in workers.json, and it is the leader of its
+session, as all workers are.  From then on a pidfd refers to exactly this process; signals go through the pidfd.
 
-Exit status: 0 when the run has ended; 1 if no worker lived; 2 for a mistake in the command or the folder.
+Exit status: 0 if the run has ended; 1 if there was no live worker; 2 for a mistake in the command or the folder.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from recover_megatron.run_log.events import CHAOS_FILE, EventsFile
 WORKERS_FILE = "workers.json"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _LOOK_AGAIN = 0.5
-"""Seconds between two looks at workers.json; the end of a worker is seen at once."""
+"""Seconds between two reads of workers.json; the end of a worker is noticed at once."""
 _START_TOLERANCE = 2.0
-"""Seconds between the start that the kernel and that the launcher gives; a wall clock may have been adjusted since."""
+"""Allowed difference between the kernel's and the launcher's start time, in seconds; the clock may be adjusted."""
 _LIVE = ("starting", "running")
 
 
 class NoWorkers(Exception):
-    """workers.json is not what recover-run writes, in words for the user."""
+    """Error for a workers.json that recover-run has not written; its text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,13 @@ class Held:
     pidfd: int
 
     def alive(self) -> bool:
-        """Whether the process has not ended; a stopped one has not."""
+        """Return whether the process still exists; a stopped process does."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return not poll.poll(0)
 
     def send(self, number: signal.Signals) -> bool:
-        """Send the signal; False if the process has ended before."""
+        """Send the signal; return False if the process has ended before."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
             return True
@@ -68,16 +67,16 @@ class Held:
 
 @dataclass
 class Victims:
-    """The workers of the run in ``log_dir`` that live on this host."""
+    """Live workers of the run in ``log_dir`` on this host."""
 
     log_dir: Path
     host: str = field(default_factory=socket.gethostname)
     expected: bool = False
-    """Whether a worker was still to be started, as of the last ``live``."""
+    """True if a worker was still to be started at the last ``live``."""
     _held: dict[int, Held] = field(default_factory=dict)
 
     def live(self) -> dict[int, Held]:
-        """Worker id -> worker, of all that live now.  Raises NoWorkers for a file that cannot be read as one."""
+        """Return worker id -> worker for all live workers.  Raises NoWorkers if the file cannot be parsed."""
         entries = self._entries()
         self.expected = any(entry.get("state") == "starting" for entry in entries)
         for worker in [worker for worker, held in self._held.items() if not held.alive()]:
@@ -91,7 +90,7 @@ class Victims:
         return dict(self._held)
 
     def wait(self, seconds: float) -> None:
-        """Sleep, but no longer than until one of the held workers ends."""
+        """Sleep for ``seconds``, or until one of the held workers ends."""
         poll = select.poll()
         for held in self._held.values():
             poll.register(held.pidfd, select.POLLIN)
@@ -110,13 +109,13 @@ class Victims:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise NoWorkers(f"{path} cannot be read as the workers of a run: {error}") from error
+            raise NoWorkers(f"{path} is not a valid list of workers: {error}") from error
 
 
 def hold(pid: int, started: float) -> int | None:
-    """A pidfd of the worker that was ``pid`` at the time ``started`` (unix seconds); None if it is not there any more.
+    """Return a pidfd of the worker that had ``pid`` at the time ``started`` (unix seconds); None if it has ended.
 
-    The pidfd is opened first and the process looked at afterwards: if it is the right one then, the pidfd means it.
+    The pidfd is opened first and the process checked afterwards: if the process is the worker, so is the pidfd.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -132,7 +131,7 @@ def hold(pid: int, started: float) -> int | None:
 
 
 def _session_and_start(pid: int) -> tuple[int, float] | None:
-    """Its session and the time it started (unix seconds); None if it has ended."""
+    """Return the session of a process and its start time (unix seconds); None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # the name, in parentheses, may contain anything
@@ -145,23 +144,23 @@ def _session_and_start(pid: int) -> tuple[int, float] | None:
 
 
 class Draw(NamedTuple):
-    """One strike, before it is known who lives then."""
+    """Strike, drawn before it is known which workers are live."""
 
     after: float
-    """Seconds since the strike before (since the start, for the first)."""
+    """Seconds since the previous strike (for the first, since the start)."""
     lot: float
-    """In [0, 1): which of those who live then."""
+    """Number in [0, 1) that selects one of the live workers."""
     kind: str
 
     def victim(self, candidates: Sequence[int]) -> int:
-        """The one of ``candidates`` (not empty) that the lot falls on; their order does not matter."""
+        """Return the worker of ``candidates`` (not empty) that the lot selects; their order does not matter."""
         return sorted(candidates)[int(self.lot * len(candidates))]
 
 
 def draws(seed: int, mtbf: float, kinds: Sequence[str]) -> Iterator[Draw]:
-    """The endless sequence for a seed; the times between strikes are exponentially distributed with mean ``mtbf``.
+    """Yield the endless sequence for a seed; the times between strikes are exponential with mean ``mtbf``.
 
-    Each draw takes the same random numbers whatever became of those before, so the n-th is always the same.
+    Each draw consumes the same number of random numbers, so the n-th draw is the same whatever happened before.
     """
     source = random.Random(seed)
     while True:
@@ -175,26 +174,26 @@ class Chaos:
         self._file = EventsFile(log_dir / CHAOS_FILE)
         self._max_kills = max_kills
         self._keep = keep
-        self._struck: set[int] = set()  # pids, ended or stopped: nobody is struck twice
+        self._struck: set[int] = set()  # pids, ended or stopped: no worker is struck twice
         self.strikes = 0
 
     def wait_for_workers(self, seconds: float) -> bool:
-        """Wait until a worker of the run lives here; False if none does in time."""
+        """Wait until a worker of the run is live here; return False if none is in time."""
         return not self._wait_while(lambda: not self._victims.live(), time.monotonic() + seconds)
 
     def run(self, kinds: Sequence[str], seed: int, mtbf: float) -> None:
-        """Strike until the run ends: until no worker lives or is about to.  Raises NoWorkers."""
+        """Strike until the run ends: no worker is live or about to start.  Raises NoWorkers."""
         due = time.monotonic()
         for number, draw in enumerate(draws(seed, mtbf, kinds), 1):
             due += draw.after
             if self.strikes >= self._max_kills:
-                due = math.inf  # only see the run's end
+                due = math.inf  # only wait for the end of the run
             if not self._wait_while(lambda: bool(self._victims.live()) or self._victims.expected, due):
                 return
             self._inject(number, draw)
 
     def _wait_while(self, condition: Callable[[], bool], due: float) -> bool:
-        """Wait until it is ``due``; False if ``condition`` ended before."""
+        """Wait until ``due``; return False if ``condition`` became false before."""
         while condition():
             left = due - time.monotonic()
             if left <= 0:
@@ -205,18 +204,18 @@ class Chaos:
     def _inject(self, number: int, draw: Draw) -> None:
         live = {worker: held for worker, held in self._victims.live().items() if held.pid not in self._struck}
         if len(live) <= self._keep:
-            self._say("kept", draw, number=number, live=len(live), keep=self._keep)
+            self._record("kept", draw, number=number, live=len(live), keep=self._keep)
             return
         held = live[draw.victim(list(live))]
-        at = time.time()
+        now = time.time()
         if not held.send(SIGNALS[draw.kind]):
-            self._say("miss", draw, number=number, worker=held.worker, pid=held.pid)
+            self._record("miss", draw, number=number, worker=held.worker, pid=held.pid)
             return
         self._struck.add(held.pid)
         self.strikes += 1
-        self._say("strike", draw, number=number, worker=held.worker, pid=held.pid, time=at, host=self._victims.host)
+        self._record("strike", draw, number=number, worker=held.worker, pid=held.pid, time=now, host=self._victims.host)
 
-    def _say(self, event: str, draw: Draw, **fields: object) -> None:
+    def _record(self, event: str, draw: Draw, **fields: object) -> None:
         fields |= {"kind": draw.kind, "after": round(draw.after, 3), "lot": round(draw.lot, 6)}
         self._file.append(event, **fields)
         print(f"chaos: {event} " + " ".join(f"{name}={value}" for name, value in fields.items()), flush=True)
@@ -234,13 +233,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--log-dir", type=Path, required=True, metavar="DIR", help="the run's --log-dir")
     parser.add_argument(
-        "--mtbf", type=float, required=True, metavar="SECONDS", help="mean time between two strikes, in the whole job"
+        "--mtbf", type=float, required=True, metavar="SECONDS", help="mean time between two strikes, in all of the job"
     )
-    parser.add_argument("--seed", type=int, required=True, metavar="S", help="decides the sequence of strikes")
-    parser.add_argument("--kinds", default="kill", metavar="LIST", help="of kill and stop, comma-separated (kill)")
+    parser.add_argument("--seed", type=int, required=True, metavar="S", help="seed of the sequence of strikes")
+    parser.add_argument("--kinds", default="kill", metavar="LIST", help="kill, stop, or both with a comma (kill)")
     parser.add_argument("--max-kills", type=int, metavar="N", help="strike no more than N times (default: no limit)")
-    parser.add_argument("--keep", type=int, default=1, metavar="N", help="leave N workers here alone, at least (1)")
-    parser.add_argument("--wait", type=float, default=60, metavar="SECONDS", help="for the first worker to live (60)")
+    parser.add_argument("--keep", type=int, default=1, metavar="N", help="spare at least N workers of this host (1)")
+    parser.add_argument("--wait", type=float, default=60, metavar="SECONDS", help="wait for a first live worker (60)")
     args = parser.parse_args(argv)
     args.kinds = args.kinds.split(",")
     if not (args.mtbf > 0 and math.isfinite(args.mtbf)):
@@ -248,13 +247,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
-        parser.error(f"this Python, or the kernel, has no pidfds ({error}): by a pid alone another might be struck")
+        parser.error(f"this Python or kernel has no pidfds ({error}): without them another process might be struck")
     if bad := [kind for kind in args.kinds if kind not in SIGNALS]:
-        parser.error(f"--kinds: there is no {bad[0]!r}, only {' and '.join(SIGNALS)}")
+        parser.error(f"--kinds: unknown kind {bad[0]!r}; give {' or '.join(SIGNALS)}")
     if args.keep < 0 or (args.max_kills or 0) < 0:
         parser.error("--keep and --max-kills cannot be negative")
     if not args.log_dir.is_dir():
-        parser.error(f"--log-dir: there is no folder {args.log_dir}")
+        parser.error(f"--log-dir: {args.log_dir} is not a folder")
     return args
 
 
@@ -263,18 +262,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     chaos = Chaos(args.log_dir, math.inf if args.max_kills is None else args.max_kills, args.keep)
     try:
         if not chaos.wait_for_workers(args.wait):
-            print(f"chaos: error: no worker of a run in {args.log_dir} lives on this host", file=sys.stderr)
+            print(f"chaos: error: this host has no live worker of a run in {args.log_dir}", file=sys.stderr)
             return 1
         chaos.run(args.kinds, args.seed, args.mtbf)
     except NoWorkers as error:
         print(f"chaos: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"chaos: stopped after {chaos.strikes} strikes; the run goes on", flush=True)
+        print(f"chaos: stopped after {chaos.strikes} strikes; the run continues", flush=True)
         return 128 + signal.SIGINT
     finally:
         chaos.close()
-    print(f"chaos: the run has ended, after {chaos.strikes} strikes", flush=True)
+    print(f"chaos: the run has ended after {chaos.strikes} strikes", flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Faults at named places of a step, struck from inside the worker: ``WORKER@ITERATION:PHASE[#VISIT][:KIND]``, ...
+"""Faults at named places of a step, injected from inside the worker: ``WORKER@ITERATION:PHASE[#VISIT][:KIND]``, ...
 
 5@7:backward                 worker 5 is killed in its first backward of iteration 7
 5@7:forward#2:stop,0@9:agree  worker 5 hangs in its second forward; worker 0 dies in iteration 9
@@ -38,46 +38,46 @@ PHASES = (
     "rollback",
     "snapshot",
 )
-"""The places where a fault can strike, in the order of an iteration; the last ones are outside of its order.
+"""Places where a fault can strike, in the order of an iteration; the last ones are outside this order.
 
-recovery   anywhere in finishing a step
-regroup    a worker takes a place: its groups are made (visit 1), it has its state (visit 2)
-transfer   a worker begins to give its state to another one
-rollback   a checkpoint is loaded in place: before (visit 1), after (visit 2); of the iteration that follows it
-snapshot   a snapshot for the memory tier is copied and not given yet (visit 1), this worker has all it is to keep (2)
+recovery   anywhere while a step is being finished after a loss
+regroup    a worker takes a place: its groups are created (visit 1), it has its state (visit 2)
+transfer   a worker begins to send its state to another worker
+rollback   a checkpoint is loaded in place: before (visit 1), after (visit 2); named by the iteration that follows it
+snapshot   a snapshot for the memory tier is copied but not yet sent (visit 1), this worker has all its copies (2)
 
 With the distributed optimizer:
 
-shadow       a finished sum arrived at the next holder (as all-gather, which it is half of)
-norm         before the norms of the gradients are exchanged
+shadow       a finished sum arrived at the next holder (as in all-gather, whose half it is)
+norm         before the gradient norms are exchanged
 update       before the parameters and the optimizer's state are updated (visit 1), and after (visit 2)
 param-gather updated parameters arrived
-repartition  before state changes hands (visit 1), when it has (visit 2)
+repartition  before state moves between workers (visit 1), after it has moved (visit 2)
 
-A place is taken, and a state given, in the iteration that the new replica begins with.
+A worker takes a place, and receives its state, in the first iteration of the new replica.
 """
 
 _SHAPE = re.compile(r"(\d+)@(\d+):([^:#@]+)(?:#(\d+))?(?::([^:#@]+))?", re.ASCII)
 
 
 class Kind(enum.StrEnum):
-    """What happens to the worker."""
+    """Effect of a fault on the worker."""
 
     KILL = "kill"
     """SIGKILL."""
     STOP = "stop"
-    """SIGSTOP: it hangs, its sockets stay open."""
+    """SIGSTOP: the worker hangs, its sockets stay open."""
     RAISE = "raise"
     """An exception in the worker."""
     EXIT = "exit"
     """sys.exit(1)."""
     DEVICE = "device"
-    """An assertion fails in a kernel: nothing works on the worker's CUDA device any more.  An exception without one."""
+    """A failed assertion in a kernel: the worker's CUDA device becomes unusable.  Without a device, an exception."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: ``kind`` strikes ``worker`` at its ``visit``-th visit of ``phase`` in ``iteration``."""
+    """Fault: ``kind`` strikes ``worker`` at its ``visit``-th visit of ``phase`` in ``iteration``."""
 
     worker: int
     iteration: int
@@ -93,11 +93,11 @@ class Fault:
 
 
 class BadSpec(UserError, ValueError):
-    """The specification has errors; ``reasons`` names all of them."""
+    """Error for an invalid specification; ``reasons`` names all mistakes."""
 
 
 def parse_spec(text: str, workers: int | None = None) -> list[Fault]:
-    """The faults, in order; ``workers``: how many, if known.  Raises BadSpec (a ValueError) with all reasons."""
+    """Return the faults, in order; ``workers``: how many, if known.  Raises BadSpec (a ValueError) with all reasons."""
     faults: list[Fault] = []
     reasons: list[str] = []
     for item in text.split(",") if text.strip() else []:
@@ -107,7 +107,7 @@ def parse_spec(text: str, workers: int | None = None) -> list[Fault]:
             continue
         twin = next((old for old in faults if _place(old) == _place(fault)), None)
         if twin is not None:
-            reasons.append(f"{item.strip()!r}: {str(twin)!r} strikes the same worker at the same place already")
+            reasons.append(f"{item.strip()!r}: {str(twin)!r} already strikes the same worker at the same place")
         faults.append(fault)
     if reasons:
         raise BadSpec(*(f"fault {reason}" for reason in reasons))
@@ -119,22 +119,22 @@ def _place(fault: Fault) -> tuple[int, int, str, int]:
 
 
 def _parse_fault(item: str, workers: int | None) -> tuple[Fault | None, list[str]]:
-    """The fault of one item, or None and what is wrong with it."""
+    """Return the fault of one item, or None and its mistakes."""
     match = _SHAPE.fullmatch(item)
     if match is None:
         return None, [f"{item!r}: not of the form WORKER@ITERATION:PHASE[#VISIT][:KIND], like 5@7:backward:kill"]
     worker, iteration, phase, visit, kind = match.groups()
     reasons = []
     if workers is not None and int(worker) >= workers:
-        reasons.append(f"{item!r}: there is no worker {worker}, only 0 to {workers - 1}")
+        reasons.append(f"{item!r}: there is no worker {worker}; the workers are 0 to {workers - 1}")
     if int(iteration) < 1:
         reasons.append(f"{item!r}: iterations count from 1")
     if phase not in PHASES:
-        reasons.append(f"{item!r}: no phase {phase!r}; there are {', '.join(PHASES)}")
+        reasons.append(f"{item!r}: unknown phase {phase!r}; the phases are {', '.join(PHASES)}")
     if visit is not None and int(visit) < 1:
         reasons.append(f"{item!r}: visits count from 1")
     if kind is not None and kind not in list(Kind):
-        reasons.append(f"{item!r}: no kind {kind!r}; there are {', '.join(Kind)}")
+        reasons.append(f"{item!r}: unknown kind {kind!r}; the kinds are {', '.join(Kind)}")
     if reasons:
         return None, reasons
     return Fault(int(worker), int(iteration), phase, Kind(kind or "kill"), int(visit or 1)), []
@@ -144,18 +144,18 @@ log = get_logger(__name__)
 
 
 class InjectedFault(RuntimeError):
-    """The exception of a fault of kind ``raise``."""
+    """Exception of a fault of kind ``raise``."""
 
 
 class InjectedExit(SystemExit):
-    """That of kind ``exit``."""
+    """Exception of a fault of kind ``exit``."""
 
 
 class Injector:
-    """The faults of one worker.  Call ``at`` at every visit of a phase."""
+    """Injects the faults of one worker.  Call ``at`` at every visit of a phase."""
 
     def __init__(self, faults: Iterable[Fault], worker: int, break_device: Callable[[], None] | None = None) -> None:
-        """``break_device``: how the worker's CUDA device is broken; None: it has none."""
+        """Keep the faults of ``worker``.  ``break_device`` breaks its CUDA device; None: it has none."""
         self._waiting: dict[tuple[str, int], dict[int, Fault]] = {}
         for fault in faults:
             if fault.worker == worker:
@@ -164,13 +164,13 @@ class Injector:
         self._break_device = break_device
         self._lock = threading.Lock()  # a phase may be visited by several threads (several buckets in flight)
         self.active = bool(self._waiting)
-        """Whether any fault of this worker is still to come.  False: ``at`` need not be called."""
+        """True if a fault of this worker is still to come; if False, ``at`` need not be called."""
 
     def at(self, phase: str, iteration: int) -> None:
-        """The worker is at ``phase`` of ``iteration`` (counted from 1): strike if this visit is to be struck.
+        """Strike if a fault is planned for this visit of ``phase`` in ``iteration`` (counted from 1).
 
-        Does not return from kind ``kill``; returns from ``stop`` when somebody sends SIGCONT.  Raises InjectedFault for
-        ``raise`` and SystemExit for ``exit``, in the thread that called.  After ``device`` the next CUDA call fails.
+        Does not return from kind ``kill``; returns from ``stop`` after a SIGCONT.  Raises InjectedFault for ``raise``
+        and SystemExit for ``exit``, in the calling thread.  After ``device`` the next CUDA call fails.
         """
         if not self.active or (phase, iteration) not in self._waiting:
             return

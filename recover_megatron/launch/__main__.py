@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from recover_megatron.variables import FIRST_START_VARIABLE
 
     attempt = take_attempt()
-    if not attempt:  # of the run in whose worker this launcher runs
+    if not attempt:  # set by the run in whose worker this launcher runs
         os.environ.pop(FIRST_START_VARIABLE, None)
     code = run_guarded(sys.argv[1:] if argv is None else argv, attempt, take_left_out())
     if code == START_AGAIN:

@@ -1,4 +1,4 @@
-"""From the command line to the exit code: check everything, then supervise."""
+"""Command recover-run: check the command line, then supervise the launch."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ log = get_logger(__name__)
 
 
 def run_guarded(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> int:
-    """As ``run``, with usable standard streams, and a fault of recover-run itself shown as such."""
+    """Call ``run`` with usable standard streams; report an unexpected exception as a bug of recover-run."""
     _open_standard_streams()
     try:
         return run(argv, attempt, without)
-    except Exception:  # noqa: BLE001 - shown in full; the reaper ends the workers when this process has ended
+    except Exception:  # noqa: BLE001 - shown in full; the reaper kills the workers when this process has ended
         traceback.print_exc()
-        log.info("this is a fault of recover-run itself; all workers are killed")
+        log.info("this is a bug in recover-run; all workers are killed")
         return LAUNCH_FAILED
 
 
 def _open_standard_streams() -> None:
-    """Give a closed stdin, stdout or stderr to /dev/null: else the next file opened would be taken for it."""
+    """Open closed standard streams on /dev/null: otherwise the next opened file would be mistaken for one."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -63,19 +63,19 @@ def _open_standard_streams() -> None:
 
 
 def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> int:
-    """Carry out the command line ``argv``.  Returns the exit code, or START_AGAIN; ``--help`` raises SystemExit.
+    """Run the command line ``argv``.  Return the exit code, or START_AGAIN; ``--help`` raises SystemExit.
 
-    ``attempt``: how often this launcher has made the start before; ``without``: see ``LaunchPlan``.
+    ``attempt``: number of earlier attempts of this launcher to start; ``without``: see ``LaunchPlan``.
     """
     options, reserved = None, None
     try:
         options, reserved = _prepare(argv)
         if options.check:
             here = f"{count(options.nproc_per_node)} on this node"
-            everywhere = f", {options.nnodes * options.nproc_per_node} on all" if options.nnodes > 1 else ""
+            everywhere = f", {options.nnodes * options.nproc_per_node} overall" if options.nnodes > 1 else ""
             log.info(f"all checks have passed; without --check this would start {here}{everywhere}")
-            if options.script and (its := _limits(options)):
-                log.info(f"what that takes here, as counted on CPUs: {its.counted}")
+            if options.script and (own_limits := _limits(options)):
+                log.info(f"this needs on this host, as measured on CPUs: {own_limits.counted}")
             if found := _forecast(options):
                 log.info(f"{LOSSES}:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
@@ -86,28 +86,28 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
             log.info(error.reasons[0])
         else:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
-            log.info(f"nothing was started, for these reasons:{lines}")
-        if told := options or error.options:
-            _tell_others(told, reserved or error.reserved, attempt, error.reasons)
+            log.info(f"no worker was started, for these reasons:{lines}")
+        if understood_options := options or error.options:
+            _tell_others(understood_options, reserved or error.reserved, attempt, error.reasons)
         return error.code
     if options.taken:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
     if not options.slurm and options.nnodes == 1 and (hint := slurm.left_alone(os.environ)):
         log.info(hint)
     if plan.fault_tolerant:
-        use_all_descriptors()  # a connection of each worker of the run to the store counts, too
+        use_all_descriptors()  # the store holds a connection to each worker of the run
     if lock and plan.joins:
         plan = replace(plan, run_id=lock.run_id)
     return Supervisor(plan, reserved, os.environ, lock, others).run()
 
 
 def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
-    """Make every check.  Returns the options and, on node 0, the store's listening socket; raises UsageError."""
+    """Run every check.  Return the options and, on node 0, the store's listening socket; raises UsageError."""
     options, reasons = arguments.parse(argv)
     understood = not reasons
     use_lines(options.log_format, f"{socket.gethostname()}-{options.node_rank}")
     if options.script and not options.module and (found := readers.installed_module(options.script)):
-        log.info(f"no {options.script} in this folder: the installed one, {found[1]}")
+        log.info(f"{options.script} is not in this folder: using the installed {found[1]}")
         options.script, options.module = found[0], True
     reasons += arguments.check_files(options)
     lacking, notes = preflight.host()
@@ -121,10 +121,10 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
         reasons += preflight.check(options.script, options.script_args, world)
     if "--recover" in options.script_args:
         reasons += _check_domains(options)
-    if options.script and (its := _limits(options)):
-        notes += its.notes
+    if options.script and (own_limits := _limits(options)):
+        notes += own_limits.notes
         if not _elsewhere(options):
-            reasons += its.reasons
+            reasons += own_limits.reasons
     if options.script:
         reasons += _check_folders(options)
         if not options.check:
@@ -132,7 +132,7 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     reserved: socket.socket | None = None
     reason: str | None = None
     several = options.nnodes > 1 or options.join
-    outside = _elsewhere(options)  # a login node is none of the run's: it has no address or secret of theirs
+    outside = _elsewhere(options)  # a login node is not part of the run: it has none of its addresses and secrets
     if several and not outside:
         reasons += _check_secret(options)
         reason = None if reasons else _await_others(options, options.rendezvous_timeout)
@@ -151,35 +151,35 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
 
 
 def _elsewhere(options: arguments.Options) -> bool:
-    """Whether a launch is only checked that other hosts than this one would make."""
+    """Return whether the command only checks a launch that other hosts would start."""
     return options.check and (options.nnodes > 1 or options.join)
 
 
 def _here(options: arguments.Options) -> int:
-    """Workers of this node, spares included."""
+    """Return the number of workers of this node, including spares."""
     last = options.node_rank == options.nnodes - 1 and not options.join
     return options.nproc_per_node + (spares_from_argv(options.script_args) if last else 0)
 
 
 def _limits(options: arguments.Options) -> preflight.Limits | None:
-    """What this host allows its workers and spares."""
+    """Return the limits of this host for its workers and spares."""
     world = options.world_size if options.join else options.nnodes * options.nproc_per_node
     return preflight.limits(str(options.script), options.script_args, world, _here(options), os.environ)
 
 
 def _await_others(options: arguments.Options, seconds: float) -> str | None:
-    """Wait until the names of the hosts that are needed are known here; the reason if they are not."""
+    """Wait until the names of the needed hosts can be resolved; return the reason if they cannot."""
     if not options.join:
         return store.await_names("--master-addr", [options.master_addr], seconds, log.info)
     if reason := store.await_names("--master-addr", [options.master_addr], 0.0, log.info):
-        log.info(f"{reason.partition(': give')[0]}: what needs the store of node 0 fails here")  # it may be lost
+        log.info(f"{reason.partition(': give')[0]}: the store of node 0 cannot be used here")  # node 0 may be lost
     return store.await_names("--recover-coordinator", [host for host, _ in options.coordinators], seconds, log.info)
 
 
 def _tell_others(
     options: arguments.Options, reserved: socket.socket | None, attempt: int, reasons: Sequence[str]
 ) -> None:
-    """This node is refused, where others may not be."""
+    """Report the refusal of this node to the other launchers, which may not refuse."""
     if options.check or options.join or options.nnodes == 1 or (options.node_rank == 0 and reserved is None):
         return
     with contextlib.suppress(SecretError):
@@ -188,8 +188,10 @@ def _tell_others(
 
 
 def _check_folders(options: arguments.Options) -> list[str]:
-    """The reasons against --save, into which node 0 writes checkpoints, and with --recover any node may have to; and,
-    where nothing is started that would take them, against folders that another run uses."""
+    """Return the reasons against --save, where node 0, and with --recover any node, must be able to write.
+
+    With --check, also return the reasons against folders that another run uses.
+    """
     folders = _named_folders(saves_checkpoints(str(options.script), options.script_args), options.script_args)
     reasons: list[str | None] = []
     known = is_known(str(options.script), options.script_args)
@@ -206,7 +208,7 @@ def _check_folders(options: arguments.Options) -> list[str]:
 
 
 def _named_folders(saves: bool, script_args: Sequence[str]) -> dict[str, Path]:
-    """Those that the script's arguments name, in which one run at a time may write, by flag.
+    """Return the folders that the script's arguments name, in which only one run may write, by flag.
 
     ``saves``: whether its --save is Megatron's.
     """
@@ -219,18 +221,18 @@ def _named_folders(saves: bool, script_args: Sequence[str]) -> dict[str, Path]:
 
 
 def _forecast(options: arguments.Options) -> Forecast | None:
-    """For ``--check``: with the lease and the witness that its options ask for."""
+    """Return the forecast for ``--check``, with the lease and the witness that the options request."""
     plan = _plan(options, None, 0)
     witness = options.witness not in (AUTO, OFF) or (options.witness == AUTO and options.slurm)
     return of_launch(plan, plan.domains, lease_path(plan, plan.run_id) is not None, witness)
 
 
 def _check_domains(options: arguments.Options) -> list[str]:
-    """The reasons against what ``--recover-domain @FILE`` says of this host, and of the number of nodes."""
+    """Return the mistakes of ``--recover-domain @FILE`` about this host and the number of nodes."""
     text, reasons = config_or_defaults(options.script_args).domain, list[str]()
-    with contextlib.suppress(ValueError):  # which the check of all flags says
+    with contextlib.suppress(ValueError):  # the check of all flags reports it
         if 0 < (hosts := len(listed_domains(text))) < options.nnodes:
-            reasons.append(f"--recover-domain {text}: it has {hosts} of {options.nnodes} nodes: add the others")
+            reasons.append(f"--recover-domain {text}: the file has {hosts} of {options.nnodes} nodes: add the others")
         try:
             _ = options.check or own_domains(text)
         except UserError as error:
@@ -239,31 +241,33 @@ def _check_domains(options: arguments.Options) -> list[str]:
 
 
 def _domains(options: arguments.Options) -> Domains:
-    """Of each node, where ``--recover-domain @FILE`` lists them: in its order, or in that of SLURM's nodes."""
+    """Return the domains of each node that ``--recover-domain @FILE`` lists: in its order, or in SLURM's."""
     try:
         listed = listed_domains(config_or_defaults(options.script_args).domain)
     except ValueError:
-        return ()  # it was refused for that
+        return ()  # refused by an earlier check
     hosts = slurm.nodes_of(os.environ) if options.slurm else []
     hosts = hosts if hosts and all(host in listed for host in hosts) else [*listed]
     return tuple(names("", listed[host], {}) for host in hosts)
 
 
 def _lock_folders(plan: LaunchPlan) -> tuple[list[FolderLock], FolderLock | None]:
-    """The locks of folders that the script's arguments name, and of the log folder, held if this node knows which run
-    it is.  Raises UsageError."""
+    """Return the locks of the script's folders and of the log folder, held if this node knows the id of the run.
+
+    Raises UsageError.
+    """
     started, address = time.time(), (plan.master_addr, plan.master_port)
-    mine = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
-    lock = FolderLock(plan.log_dir, mine, log.info) if plan.log_dir else None
+    own_claim = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
+    lock = FolderLock(plan.log_dir, own_claim, log.info) if plan.log_dir else None
     folders = {plan.log_dir.resolve()} if plan.log_dir else set()
     others: list[FolderLock] = []
     for option, folder in _named_folders(plan.saves, plan.script_args).items():
         if folder.resolve() in folders:
             continue
         folders.add(folder.resolve())
-        with contextlib.suppress(OSError):  # which the lock says
+        with contextlib.suppress(OSError):  # the lock reports it
             folder.mkdir(parents=True, exist_ok=True)
-        other = FolderLock(folder.resolve(), mine, log.info, option, needed=False)
+        other = FolderLock(folder.resolve(), own_claim, log.info, option, needed=False)
         if not (reason := _hold(other, plan)):
             others.append(other)
         elif not plan.joins:  # the run that is joined may be known by another address
@@ -280,7 +284,7 @@ def _refuse(held: Sequence[FolderLock], taken: FolderLock, plan: LaunchPlan, rea
 
 
 def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
-    """The reason against it."""
+    """Take, check or join the lock; return the reason if it cannot be had."""
     if plan.joins:
         return lock.join(plan.run_id)
     return lock.check() if plan.node_rank > 0 else lock.take()
@@ -294,9 +298,9 @@ def _in_use(lock: FolderLock, plan: LaunchPlan, reason: str) -> arguments.UsageE
 
 
 def _check_secret(options: arguments.Options) -> list[str]:
-    """Several nodes cannot make up a secret that they share: the reasons against that of the user, or against none."""
+    """Return the mistakes of the user's secret, or that it is missing: several nodes cannot generate a common one."""
     if not has_secret(os.environ):
-        missing = f"a run over several nodes needs a secret that they share: {SHARE_A_SECRET}"
+        missing = f"a run on several nodes needs a shared secret: {SHARE_A_SECRET}"
         if options.join:
             missing = f"--join needs the secret of the run: {SHARE_A_SECRET}"
         return [missing] if options.fault_tolerant else []
@@ -328,7 +332,7 @@ def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: i
         max_restarts=options.max_restarts,
         device_test=device_test if options.max_restarts else (),
         device_test_timeout=options.device_test_timeout,
-        # SLURM's batch script runs on the first node, and the store, too: one loss should not take all three.
+        # SLURM's batch script and the store run on the first node: one loss should not also take the coordinator.
         first_candidate=1 if options.slurm and options.nnodes > 1 else 0,
         lease=options.lease,
         witness=options.witness,

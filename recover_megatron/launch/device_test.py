@@ -1,18 +1,18 @@
-"""Does a CUDA device still compute?  The test that a launcher runs before it starts a worker in place of another.
+"""Test of a CUDA device, which a launcher runs before it starts a replacement worker on it.
 
     begin --exit code 0--> passed
       |----any other end--> failed: the last line that it printed
       '----time is over---> killed, failed
 
-No device, no test: workers on the host device, and launches that restart nobody, never come here.  The program, unless
-the user names another one, is this module (``main``), with torch; the launcher's side is ``DeviceTests``, without::
+Workers on the host device, and launches without restarts, run no test.  The program, unless the user names another one,
+is this module (``main``), with torch; ``DeviceTests`` is the launcher's side, without torch::
 
-    python -m recover_megatron.launch.device_test      the device: that of the worker, LOCAL_RANK
+    python -m recover_megatron.launch.device_test      tests the device of local rank LOCAL_RANK
 
-The counters are asked only where Python's ``pynvml`` (nvidia-ml-py) is installed; NVML counts no Xids, but says which
-of them want the device reset (the recovery action).
+The counters are read only if Python's ``pynvml`` (nvidia-ml-py) is installed; NVML counts no Xids, but reports which of
+them require a reset of the device (the recovery action).
 
-Written to the documentation of CUDA and NVML; a GPU that is whole has passed it, a broken one was not there.
+Written from the documentation of CUDA and NVML; tested on a healthy GPU, never on a broken one.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ ROUNDS = 8
 _RECOVERY = {
     1: "a reset",
     2: "a reboot of the host",
-    3: "to be drained of P2P traffic",
-    4: "to be drained, and a reset",
+    3: "a drain of P2P traffic",
+    4: "a drain and a reset",
 }
 
 
 def computes(device: torch.device, size: int = BYTES, side: int = SIDE) -> str:
-    """What ``device`` gets wrong: memory that does not keep what is written, sums that are known.  Empty: nothing."""
+    """Return the error found on ``device``: memory that loses data, or a wrong product of matrices; empty if none."""
     import torch
 
     memory = torch.full((size,), PATTERN, dtype=torch.uint8, device=device)
     if int(memory.min()) != PATTERN or int(memory.max()) != PATTERN:
-        return f"{size >> 20} MiB of its memory do not hold what was written to them"
+        return f"{size >> 20} MiB of its memory do not keep the values that were written"
     del memory
     # Small whole numbers: every product and every sum is exact in float32 (and in TF32), in whatever order.
     numbers = torch.arange(side * side, dtype=torch.int64).view(side, side)
@@ -60,12 +60,12 @@ def computes(device: torch.device, size: int = BYTES, side: int = SIDE) -> str:
     left, right = left.to(device), right.to(device)
     for _ in range(ROUNDS):
         if not torch.equal((left @ right).cpu(), known):
-            return "a product of two matrices is not the one that is known"
+            return "the product of two matrices is wrong"
     return ""
 
 
 def complains(nvml: Any, uuid: str) -> str:
-    """What NVML (the module ``pynvml``) says against the device of this UUID; empty: nothing."""
+    """Return the error that NVML (the module ``pynvml``) reports for the device of this UUID; empty if none."""
     nvml.nvmlInit()
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     if failed := _asked(nvml, "nvmlDeviceGetTotalEccErrors", handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
@@ -73,17 +73,17 @@ def complains(nvml: Any, uuid: str) -> str:
         return f"{failed} uncorrectable ECC errors since the driver was loaded"
     _, _, pending, failure = _asked(nvml, "nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
     if pending or failure:
-        return "rows of its memory wait for a reset to be replaced" if pending else "rows of its memory have no spare"
+        return "memory rows need a reset to be remapped" if pending else "memory rows cannot be remapped: no spare rows"
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     values = _asked(nvml, "nvmlDeviceGetFieldValues", handle, [field]) if field is not None else None
     action = values[0].value.uiVal if values and values[0].nvmlReturn == 0 else 0
     return (
-        f"its driver wants {_RECOVERY.get(action, f'recovery action {action}')} (an Xid: see dmesg)" if action else ""
+        f"its driver needs {_RECOVERY.get(action, f'recovery action {action}')} (an Xid: see dmesg)" if action else ""
     )
 
 
 def _asked(nvml: Any, name: str, *arguments: Any) -> Any:
-    """What NVML says; None where this device or driver does not know."""
+    """Call NVML; return None if this device or driver does not support the query."""
     try:
         return getattr(nvml, name)(*arguments)
     except (nvml.NVMLError, AttributeError):
@@ -91,11 +91,11 @@ def _asked(nvml: Any, name: str, *arguments: Any) -> Any:
 
 
 def examine(local_rank: int) -> str:
-    """What is wrong with the device of this local rank; empty: nothing was found."""
+    """Return the error found on the device of this local rank; empty if none."""
     import torch
 
     if local_rank >= torch.cuda.device_count():
-        return f"there are {torch.cuda.device_count()} CUDA devices here"
+        return f"this host has only {torch.cuda.device_count()} CUDA devices"
     device = torch.device("cuda", local_rank)
     try:
         if wrong := computes(device):
@@ -110,18 +110,18 @@ def examine(local_rank: int) -> str:
     try:
         return complains(nvml, uuid)
     except nvml.NVMLError as error:
-        print(f"NVML was not asked: {error}")
+        print(f"NVML cannot be queried: {error}")
         return ""
 
 
 DEFAULT = (sys.executable, "-m", "recover_megatron.launch.device_test")
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
-"""Where there is a CUDA driver one of these is; on WSL the second."""
+"""Device files of the CUDA driver, of which one exists; the second on WSL."""
 _LAST_BYTES = 4096
 
 
 def command_of(given: tuple[str, ...], device: str, drivers: tuple[str, ...] = DRIVERS) -> tuple[str, ...]:
-    """The test of a worker's device: ``given``, else ours where ``device`` (--recover-device) is CUDA, else none."""
+    """Return the command of the test: ``given``, else ours if ``device`` (--recover-device) is CUDA, else none."""
     if given:
         return given
     cuda = device == "cuda" or (device == "auto" and any(map(os.path.exists, drivers)))
@@ -138,15 +138,15 @@ class _Test:
 
 @dataclass(eq=False)
 class DeviceTests:
-    """The tests under way."""
+    """Running device tests."""
 
     _loop: EventLoop
     _command: tuple[str, ...]
     _seconds: float
-    """How long one may take."""
+    """Time limit of one test."""
 
     def begin(self, environment: Mapping[str, str], then: Callable[[str], None]) -> None:
-        """Test a worker's device; ``then`` gets why it failed, empty: it has passed.  Raises OSError."""
+        """Test a worker's device; ``then`` receives the error, empty if it has passed.  Raises OSError."""
         output = tempfile.TemporaryFile()  # noqa: SIM115  closed when the test has ended
         pid, pidfd = spawn(self._command, environment, output.fileno(), output.fileno(), deaf=True)
         test = _Test(output, self._loop.call_later(self._seconds, lambda: self._late(test, pid)), then)
@@ -159,12 +159,12 @@ class DeviceTests:
 
     def _ended(self, test: _Test, status: int) -> None:
         test.timer.cancel()
-        said = _last_line(test.output)
+        last_line = _last_line(test.output)
         test.output.close()
         if test.late:
             test.then(f"its test did not end within {self._seconds:g} s")
         elif status:
-            test.then(said or describe_end(*((None, -status) if status < 0 else (status, None))))
+            test.then(last_line or describe_end(*((None, -status) if status < 0 else (status, None))))
         else:
             test.then("")
 
@@ -176,7 +176,7 @@ def _last_line(output: IO[bytes]) -> str:
 
 
 def main() -> int:
-    """The exit code: 0 where nothing was found."""
+    """Test the device of LOCAL_RANK and print an error; return the exit code: 0 if none was found."""
     if wrong := examine(int(os.environ.get("LOCAL_RANK", "0"))):
         print(wrong, flush=True)
         return 1

@@ -1,4 +1,4 @@
-"""The sentences that recover-run prints: pure functions of what happened."""
+"""Messages of recover-run: pure functions of the event."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SHARE_A_SECRET = (
     f"set {SECRET_VARIABLE} (16 random characters or more) or {SECRET_FILE_VARIABLE} (a file of mode 0600) to the same "
-    "on every node"
+    "secret on every node"
 )
 
 
-NO_CONTROL_PLANE = f"no coordinator for this run, since its nodes share no secret: {SHARE_A_SECRET} to have one"
+NO_CONTROL_PLANE = f"this run has no coordinator, because its nodes share no secret; to get one, {SHARE_A_SECRET}"
 
 
 def opening(plan: LaunchPlan) -> str:
@@ -44,65 +44,65 @@ def worker_ended(
     *,
     tests_device: bool = False,
 ) -> str:
-    """One worker's end; ``others`` here go on (None: all workers were told to end), ``killed`` are next."""
-    how, swept = _how(worker) + (f" ({cause})" if cause else ""), _swept(left_behind)
+    """Describe a worker's end; ``others`` continue here (None: all workers are being stopped), ``killed`` are next."""
+    how, swept = _outcome(worker) + (f" ({cause})" if cause else ""), _swept(left_behind)
     if worker.state is WorkerState.FINISHED:
         return f"worker {worker.worker_id} {how}{swept}"
     if others is None:
-        return f"{_who(worker)} {how} after {seconds(worker)}{swept}; {_log(worker)}"
-    now = f"the other {count(others)} here go on" if others > 1 else "the other worker here goes on"
+        return f"{_name_of(worker)} {how} after {seconds(worker)}{swept}; {_log(worker)}"
+    now = f"the other {count(others)} here continue" if others > 1 else "the other worker here continues"
     if others == 0:
-        now = "no worker is left on this host" if killed == 0 else "no worker on this host goes on"
+        now = "no worker is left on this host" if killed == 0 else "no worker on this host continues"
     if killed:
         now += f"; {count(killed)} more {'is' if killed == 1 else 'are'} being killed"
     if successor is not None:
-        tested = " when its device has passed a test" if tests_device else ""
+        tested = " if its device passes a test" if tests_device else ""
         now += f"; worker {successor.worker_id} is started in its place{tested}"
-    return f"{_who(worker)} {how} after {seconds(worker)}{swept}; {now}; {_log(worker)}"
+    return f"{_name_of(worker)} {how} after {seconds(worker)}{swept}; {now}; {_log(worker)}"
 
 
 def writes_core(worker: WorkerProcess, end: Ending) -> tuple[str, str]:
-    """Tell people, and workers.json, of a worker whose core is being written."""
+    """Return the log line, and the note in workers.json, of a worker whose core is being written."""
     how = signal_name(-end.code) if end.code else "a fatal signal"
-    device = "its device is free when that is over"
+    device = "its device is free after that"
     return (
-        f"{_who(worker)} was killed by {how}, and the kernel writes its core: the run goes on without it; {device} "
-        f"(ulimit -c and kernel.core_pattern say where cores are written); {_log(worker)}",
+        f"{_name_of(worker)} was killed by {how}, and the kernel writes its core: the run continues without it; "
+        f"{device} (see ulimit -c and kernel.core_pattern for where cores are written); {_log(worker)}",
         f"{WRITES_CORE} ({how}); {device}",
     )
 
 
 def fenced(worker: WorkerProcess) -> tuple[str, str]:
-    """Tell people, and workers.json, of a worker that went on without the thread that tells of its end."""
+    """Return the log line, and the note in workers.json, of a worker that ran without its death-notice thread."""
     why = "its process had executed another program, or its thread recover-death-notice had ended"
-    return f"{_who(worker)} is taken for dead and was killed: {why}; {_log(worker)}", f"killed: {why}"
+    return f"{_name_of(worker)} counts as dead and was killed: {why}; {_log(worker)}", f"killed: {why}"
 
 
 def failed_alike(number: int, words: str, successor: WorkerProcess | None, wait: float) -> str:
-    why = f"{number} workers that were started in place of others have ended in the same way, one after the other"
-    then = "no other is started for that cause; the last restart of --max-restarts is kept for another one"
+    why = f"{number} replacement workers have ended in the same way, one after the other"
+    then = "no further worker is started for this cause; the last of --max-restarts is reserved for another cause"
     if successor is not None:
         then = f"worker {successor.worker_id} is started in {wait:g} s"
     return f"{why} ({words[:200]}): {then}"
 
 
 def worker_lost_at_start(worker: WorkerProcess, left_behind: int, cause: str) -> str:
-    """A worker that was lost before the training began; ``cause``: the last that it said, if that may be why."""
+    """Describe a worker lost before the training began; ``cause``: its last line, if that may be the reason."""
     why = f" ({cause})" if cause else ""
-    return f"{_who(worker)} {_how(worker)} after {seconds(worker)}{why}{_swept(left_behind)}; {_log(worker)}"
+    return f"{_name_of(worker)} {_outcome(worker)} after {seconds(worker)}{why}{_swept(left_behind)}; {_log(worker)}"
 
 
 def spared(plan: LaunchPlan, without: Sequence[int]) -> str:
-    """As the end of a sentence: without which nodes the start is made, and who has the places of their workers."""
+    """Return a sentence suffix: the nodes that the start leaves out, and the spares that replace their workers."""
     places = ranges(sorted(node * plan.nproc_per_node + n for node in without for n in range(plan.nproc_per_node)))
     return f" without node {', '.join(map(str, without))}, spares of node {plan.nnodes - 1} as workers {places}"
 
 
-def _who(worker: WorkerProcess) -> str:
+def _name_of(worker: WorkerProcess) -> str:
     return f"worker {worker.worker_id} on {worker.host} (pid {worker.pid})"
 
 
-def _how(worker: WorkerProcess) -> str:
+def _outcome(worker: WorkerProcess) -> str:
     end = worker.end_in_words
     return {
         WorkerState.FINISHED: "finished",
@@ -112,7 +112,7 @@ def _how(worker: WorkerProcess) -> str:
 
 
 def _swept(left_behind: int) -> str:
-    return f"; {count(left_behind, 'process', 'processes')} it left behind ended" if left_behind else ""
+    return f"; {count(left_behind, 'process', 'processes')} that it left behind killed" if left_behind else ""
 
 
 def _log(worker: WorkerProcess) -> str:
@@ -120,51 +120,51 @@ def _log(worker: WorkerProcess) -> str:
 
 
 def device_failed(worker: WorkerProcess, why: str) -> str:
-    """The note in workers.json of a worker that was not started."""
+    """Return the note in workers.json of a worker that was not started."""
     return f"not started: the device of local rank {worker.local_rank} failed its test: {why}"
 
 
 def left_out(worker: WorkerProcess, why: str) -> str:
-    """The same for people, and what they can do."""
+    """Return the log line about a worker that was not started, and what the user can do."""
     return (
         f"worker {worker.worker_id} is not started: the device of local rank {worker.local_rank} on {worker.host} "
-        f"failed its test ({why}). The run goes on without this device; look at nvidia-smi -q and dmesg (Xid), reset "
-        "or replace it, then bring a worker for it with recover-run --join"
+        f"failed its test ({why}). The run continues without this device; check nvidia-smi -q and dmesg (Xid), reset "
+        "or replace it, then add a worker for it with recover-run --join"
     )
 
 
 DRAINING = (
-    "this node is being drained: its workers leave the run at the next iteration, and none are started again here; "
-    "recover-status says when it may be switched off"
+    "this node is being drained: its workers leave the run at the next iteration, and no worker is started here any "
+    "more; recover-status shows when the node may be switched off"
 )
 OWN_FAULT = (
-    "this is a fault of recover-run itself; the workers go on, and none is started in place of others from now on. "
-    "Please report it with the lines above"
+    "this is a bug in recover-run; the workers continue, but lost workers are not replaced from now on. Please report "
+    "it with the lines above"
 )
-STAYS = "this node is not drained after all, the run cannot do without it any more: workers are started here as before"
+STAYS = "the drain of this node is cancelled, because the run needs it now: workers are started here as before"
 DRAINED_BEFORE_ITS_START = "not started: its node is drained"
 
 
-TOO_LATE = "the run was over before it was in it"
-"""The note in workers.json of a newcomer that was killed for that."""
+TOO_LATE = "the run ended before this worker had joined it"
+"""Note in workers.json of a newcomer that was killed for this reason."""
 
 
 def late(worker: WorkerProcess) -> str:
-    return f"the run is over before worker {worker.worker_id} was in it: killing it"
+    return f"the run ended before worker {worker.worker_id} had joined it: killing this worker"
 
 
 NO_PROCESS_GROUP = (
-    "a worker that was not launched with the run cannot take part in torch.distributed.init_process_group() with the "
-    "others: leave that call out of a script of the library, or make a group of one process (docs/library.md)"
+    "a worker that was not launched with the run cannot call torch.distributed.init_process_group() together with the "
+    "other workers: remove that call from a script of the library, or create a group of one process (docs/library.md)"
 )
 
 
 def not_joined(worker: WorkerProcess, waited: float) -> str:
-    """Describe a newcomer that runs and has never had a place in the run."""
+    """Describe a newcomer that runs but has never had a place in the run."""
     place = f" in place of worker {worker.replaces}" if worker.replaces is not None else ""
     return (
         f"worker {worker.worker_id} on {worker.host} was started{place} and has not joined the run for {waited:g} s; "
-        f"the run goes on without it. If it waits for a process group: {NO_PROCESS_GROUP}; {_log(worker)}"
+        f"the run continues without it. If it waits for a process group: {NO_PROCESS_GROUP}; {_log(worker)}"
     )
 
 
@@ -173,11 +173,11 @@ def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
 
 
 def goes_on_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
-    """Of a launcher that was started once more; ``coordinators``: those of the run."""
-    text = f"{why}: the run goes on without this node"
+    """Describe a launcher that was started again but is not needed; ``coordinators``: of the run."""
+    text = f"{why}: the run continues without this node"
     if not plan.fault_tolerant or not coordinators:
         return text
-    back = "to bring its workers back give this line, followed by the script and its arguments"
+    back = "to bring its workers back, run this command, followed by the script and its arguments"
     return f"{text}; {back}: {_join_command(plan, coordinators)}"
 
 
@@ -190,18 +190,18 @@ def _join_command(plan: LaunchPlan, coordinators: str) -> str:
 
 def no_coordinator_yet(plan: LaunchPlan) -> str:
     return (
-        f"no process listens at {join_addresses(plan.joins)}, and nothing tells of a run there that has begun: waiting "
-        f"{plan.rendezvous_timeout:g} s at most (--rendezvous-timeout) for its first coordinator"
+        f"no process listens at {join_addresses(plan.joins)}, and no run there is known to have begun: waiting at most "
+        f"{plan.rendezvous_timeout:g} s (--rendezvous-timeout) for its first coordinator"
     )
 
 
 def no_run_to_join(code: int, reason: str) -> str:
-    again = "; to start the run again from its last checkpoint give the command without --join" if code else ""
-    return f"the run that this launcher was to join has ended ({reason}): exit code {code}{again}"
+    again = "; to start the run again from its last checkpoint, use the command without --join" if code else ""
+    return f"the run that this launcher should join has ended ({reason}): exit code {code}{again}"
 
 
 def ends(workers: Sequence[WorkerProcess]) -> str:
-    """How all have ended; workers that ended alike are named once, together."""
+    """Summarize how all workers have ended; workers that ended alike are named together."""
     finished = [worker for worker in workers if worker.state is WorkerState.FINISHED]
     groups: dict[str, list[WorkerProcess]] = {}
     never = [worker for worker in workers if worker.pid is None]
@@ -217,7 +217,7 @@ def ends(workers: Sequence[WorkerProcess]) -> str:
         verb = "killed by" if group[0].signal is not None else "failed with"
         parts.append(f"{noun} {ranges([worker.worker_id for worker in group])} {verb} {end} after {after}")
     if late:
-        parts.append(f"{count(late)} more, started in place of others, had no part in it yet")
+        parts.append(f"{count(late)} more, started as replacements, had not joined the run yet")
     if never:
         parts.append(f"{count(len(never))} never started")
     return "; ".join(parts)

@@ -1,17 +1,17 @@
-"""What SLURM's environment says of a launch: its nodes, this one's place, ports that all agree on; and their addresses.
+"""Launch parameters from SLURM's environment: the nodes, this node's index, common ports, and the nodes' addresses.
 
 ::
 
-    SLURM_JOB_ID, SLURM_STEP_ID                 which step: the ports follow from them
-    SLURM_STEP_NODELIST  n[1-3,7],gpu-a[01-04]  its nodes, in the order in which SLURM numbers them
-    SLURM_NODEID                                this node's place among them
-    SLURM_STEP_NUM_TASKS, SLURM_LOCALID         one task a node: a recover-run; more: each is a worker itself
+    SLURM_JOB_ID, SLURM_STEP_ID                 the step, which determines the ports
+    SLURM_STEP_NODELIST  n[1-3,7],gpu-a[01-04]  its nodes, in SLURM's order
+    SLURM_NODEID                                this node's index among them
+    SLURM_STEP_NUM_TASKS, SLURM_LOCALID         one task per node: recover-run; more: each task is a worker
 
-``step_of`` is a pure function of that environment: every node comes to the same answer without asking another one.  A
-node's address is its name, where the network knows it, else the NodeAddr that SLURM itself uses.
+``step_of`` is a pure function of that environment: every node computes the same answer without communication.  A node's
+address is its name, if the network can resolve it, else the NodeAddr that SLURM uses.
 
-``shape_of`` is the launch of ``--slurm``.  ``python -m recover_megatron.launch.slurm``, in a batch script whose srun
-starts the workers itself, prints where everything is to be: see ``JobPlacement``.
+``shape_of`` gives the options of ``--slurm``.  ``python -m recover_megatron.launch.slurm``, in a batch script whose
+srun starts the workers directly, prints the placement of a job: see ``JobPlacement``.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ JOB, STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 MAX_NODES = 1 << 20
 FIRST_PORT, PORTS = 15000, 15000
-"""Below the range from which Linux gives ports away by itself (32768 and above)."""
+"""Port range below Linux's ephemeral ports (32768 and above)."""
 PORTS_OF_A_STEP = 8
-"""The store's, then those of coordinators that are started apart."""
+"""Ports of one step: the store's, then those of separately started coordinators."""
 
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """The step of which this process is a task."""
+    """SLURM step of which this process is a task."""
 
     job: int
     number: int
     nodes: tuple[str, ...]
     node: int
-    """This node's index among ``nodes``."""
+    """Index of this node in ``nodes``."""
     local_task: int = 0
     tasks: int = 1
     gpus: int = 0
-    """Of this node, for this job; 0: SLURM does not say."""
+    """GPUs of this node for this job; 0: SLURM does not report them."""
 
     @property
     def one_task_a_node(self) -> bool:
@@ -59,7 +59,7 @@ class SlurmStep:
 
 
 def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
-    """The step of which this process is a task; None: srun started none.  ValueError for what SLURM does not set."""
+    """Return the step of this process; None if srun started none.  ValueError for values that SLURM never sets."""
     if JOB not in environ or STEP not in environ or "SLURM_NODEID" not in environ:
         return None  # the batch script itself, and a shell of salloc, have no step
     nodes = tuple(nodes_of(environ))
@@ -73,27 +73,27 @@ def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
 
 
 def nodes_of(environ: Mapping[str, str]) -> list[str]:
-    """The names of the nodes of this step, or before ``srun`` of this job; none outside of SLURM."""
+    """Return the names of the nodes of this step, or before ``srun`` of this job; empty outside SLURM."""
     text = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
     return expand(text) if text else []
 
 
 def ports(job: int, step: int) -> tuple[int, ...]:
-    """The ports of a step: neighbouring jobs, and the steps of one job, get different ones."""
+    """Return the ports of a step: neighbouring jobs, and the steps of one job, get different ports."""
     blocks = PORTS // PORTS_OF_A_STEP
     first = FIRST_PORT + (job + 37 * step) % blocks * PORTS_OF_A_STEP
     return tuple(range(first, first + PORTS_OF_A_STEP))
 
 
 def expand(text: str) -> list[str]:
-    """The names of a SLURM node list, in its order: ``n[1-3,7],gpu-a[01-04]``.
+    """Return the names of a SLURM node list, in its order: ``n[1-3,7],gpu-a[01-04]``.
 
-    Several brackets in one name are as many loops, the last one the innermost.  Raises ValueError.
+    Several brackets in one name are nested loops, the last one the innermost.  Raises ValueError.
     """
     names: list[str] = []
     items = re.findall(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", text)  # split at the commas outside of brackets
     if not items or ",".join(items) != text:
-        raise ValueError(f"node list {text!r} is not one of SLURM's, such as n[1-3,7]")
+        raise ValueError(f"{text!r} is not a SLURM node list, such as n[1-3,7]")
     for item in items:
         found = [""]
         for literal, bracket in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
@@ -106,16 +106,16 @@ def expand(text: str) -> list[str]:
 
 
 def _numbers(bracket: str, text: str) -> list[str]:
-    """``01-03,7``: 01, 02, 03, 7."""
+    """Expand ``01-03,7`` into 01, 02, 03, 7."""
     found: list[str] = []
     for part in bracket.split(","):
         first, dash, last = part.partition("-")
         last = last if dash else first
         if not (first.isascii() and first.isdecimal() and last.isascii() and last.isdecimal()):
-            raise ValueError(f"node list {text!r}: [{bracket}] is not made of numbers and ranges")
+            raise ValueError(f"node list {text!r}: [{bracket}] must consist of numbers and ranges")
         low, high = int(first), int(last)
         if not low <= high < low + MAX_NODES:
-            raise ValueError(f"node list {text!r}: {part} is not a range")
+            raise ValueError(f"node list {text!r}: {part} is not a valid range")
         found += [str(number).zfill(len(first)) for number in range(low, high + 1)]
     return found
 
@@ -129,9 +129,9 @@ def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     return int(value)
 
 
-def node_address(said: str) -> str | None:
-    """The NodeAddr in what ``scontrol show node NAME`` says."""
-    found = re.search(r"(?:^|\s)NodeAddr=(\S+)", said)
+def node_address(output: str) -> str | None:
+    """Return the NodeAddr in the output of ``scontrol show node NAME``."""
+    found = re.search(r"(?:^|\s)NodeAddr=(\S+)", output)
     return found.group(1) if found and found.group(1) != "(null)" else None
 
 
@@ -156,37 +156,37 @@ def _ask_scontrol(name: str) -> str:
             timeout=SCONTROL_SECONDS,
         )
     except (OSError, subprocess.SubprocessError):
-        return ""  # not in the container, or the controller is away: the caller says what else there is
+        return ""  # not in the container, or the controller is unreachable: the caller names an alternative
     return done.stdout
 
 
 def address_of(
     name: str, resolves: Callable[[str], bool] = _resolves, ask: Callable[[str], str] = _ask_scontrol
 ) -> str:
-    """The address of node ``name``: a name or a number.  Raises ValueError with what to do."""
+    """Return the address of node ``name``: a host name or an IP address.  Raises ValueError with what to do."""
     if resolves(name):
         return name
     address = node_address(ask(name))
     if address is None:
         raise ValueError(
-            f"the node {name} of the SLURM step has no address: the network does not know its name, and "
-            f"'scontrol show node {name}' told none; name it with --master-addr"
+            f"the node {name} of the SLURM step has no known address: its name cannot be resolved, and "
+            f"'scontrol show node {name}' shows none; give it with --master-addr"
         )
     return address
 
 
 def shape_of(environ: Mapping[str, str], master_addr: str | None) -> dict[str, str]:
-    """recover-run's options for this step, as text; GPUs where SLURM tells them.  Raises ValueError: what to change."""
+    """Return recover-run's options for this step, as text; GPUs if SLURM reports them.  ValueError names a fix."""
     step = step_of(environ)
     if step is None:
         raise ValueError(
-            "--slurm: this is no task of a SLURM step: start recover-run with srun, one on each node "
-            "(srun --ntasks-per-node=1), or leave --slurm out"
+            "--slurm: this process is not a task of a SLURM step: start one recover-run per node with srun "
+            "(srun --ntasks-per-node=1), or remove --slurm"
         )
     if not step.one_task_a_node:
         raise ValueError(
-            f"--slurm: the step has {step.tasks} tasks on {len(step.nodes)} nodes, but one recover-run is started on "
-            "each node: srun --ntasks-per-node=1"
+            f"--slurm: the step has {step.tasks} tasks on {len(step.nodes)} nodes, but each node needs exactly one "
+            "recover-run: srun --ntasks-per-node=1"
         )
     alone = len(step.nodes) == 1
     return {
@@ -199,7 +199,7 @@ def shape_of(environ: Mapping[str, str], master_addr: str | None) -> dict[str, s
 
 
 def left_alone(environ: Mapping[str, str]) -> str:
-    """What to say when a launcher of one node is a task on one of several; empty: it is not."""
+    """Return a hint if a launcher of a single node is a task of a step on several nodes; else an empty text."""
     try:
         step = step_of(environ)
     except ValueError:
@@ -207,32 +207,32 @@ def left_alone(environ: Mapping[str, str]) -> str:
     if step is None or len(step.nodes) == 1 or not step.one_task_a_node:
         return ""
     return (
-        f"this is node {step.node} of the {len(step.nodes)} of a SLURM step, but a launch of its own: "
-        "--slurm makes the nodes of the step one launch"
+        f"this is node {step.node} of {len(step.nodes)} of a SLURM step, but the launch has only this node: "
+        "use --slurm for one launch on all nodes of the step"
     )
 
 
 @dataclass(frozen=True)
 class JobPlacement:
-    """Of a job whose srun starts every worker: the store, in worker 0, and coordinators in a step of their own."""
+    """Placement of a job whose srun starts every worker: the store in worker 0, coordinators in a separate step."""
 
     master_addr: str
     master_port: int
     relative: int
-    """The first node with a coordinator (``srun --relative``)."""
+    """Index of the first node with a coordinator (``srun --relative``)."""
     listen: tuple[str, ...]
     """HOST:PORT of each node with a coordinator, in the order of that step's nodes."""
 
     @property
     def coordinators(self) -> tuple[str, ...]:
-        """In the order in which the members turn to them: where it can be, the batch script's node is the last."""
+        """Return the candidates in order of preference: the batch script's node is the last if possible."""
         return self.listen if self.relative else self.listen[1:] + self.listen[:1]
 
 
 def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = address_of) -> JobPlacement:
-    """Where all of this job is, whichever process asks.  Raises ValueError outside of a job, for an unknown node."""
+    """Return the placement of this job, the same in every process.  ValueError outside a job or for an unknown node."""
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
-        raise ValueError("this is no SLURM job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
+        raise ValueError("this process is not in a SLURM job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
     nodes = expand(environ["SLURM_JOB_NODELIST"])
     store, *free = ports(int(environ["SLURM_JOB_ID"]), 0)
     relative = 1 if len(nodes) > CANDIDATES else 0
@@ -252,8 +252,8 @@ def main() -> int:
     except ValueError as error:
         print(f"slurm_launch: {error}", file=sys.stderr)
         return 2
-    told = places.master_addr, places.master_port, places.relative
-    print(*told, ",".join(places.listen), ",".join(places.coordinators))
+    numbers = places.master_addr, places.master_port, places.relative
+    print(*numbers, ",".join(places.listen), ",".join(places.coordinators))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""The supervisor: one launch on one node, from the first process to the last.
+"""Supervisor of one launch on one node, from the first process to the last.
 
-Its states, and those of a worker, are drawn in states.py.  Everything here runs in the main thread, as callbacks of one
-event loop, so no two of them overlap.  It decides; its parts know and do (``launch/__init__.py`` names them).
+states.py draws the states of a launch and of a worker.  Everything here runs in the main thread, as callbacks of one
+event loop, so no two of them overlap.  The supervisor decides; its parts act (``launch/__init__.py`` names them).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ FAULT_SECONDS = 0.2
 
 
 class Supervisor:
-    """Made once per launch; ``run`` returns the exit code.
+    """State machine of a launch, created once; ``run`` returns the exit code.
 
-    The other public methods are its parts' events (``Orders``, ``PeerEvents``, ``SignalEvents``), described there.
+    The other public methods are events of its parts, described in ``Orders``, ``PeerEvents`` and ``SignalEvents``.
     """
 
     def __init__(
@@ -59,20 +59,22 @@ class Supervisor:
         lock: FolderLock | None = None,
         other_locks: Sequence[FolderLock] = (),
     ) -> None:
-        """``listener``: the store's, on node 0; ``inherited``: the launcher's environment; ``lock``: of the log folder,
-        ``other_locks``: of folders of the script's, of which a node that joins a launch makes sure when it knows the
-        run's id."""
+        """Create the parts; nothing is started yet.
+
+        ``listener``: the store's socket, on node 0; ``inherited``: the launcher's environment; ``lock``: of the log
+        folder; ``other_locks``: of the script's folders, which a joining node takes once it knows the run's id.
+        """
         self._plan = plan
         self._inherited = inherited
         self._state = LaunchState.STARTING
         self._code: int | None = None
-        """Of a launch that was stopped."""
+        """Exit code of a launch that was stopped."""
         self._why = ""
-        """The same: the reason."""
+        """Reason why the launch was stopped."""
         self._ended_by = ""
-        """The same: which signal it was."""
+        """Signal by which the launch was stopped, in words."""
         self._faulty = False
-        """Whether people were told of a fault of this launcher's own."""
+        """True if a bug of this launcher has been logged."""
         self._loop = EventLoop()
         self._console = Console(self._loop, plan.world_size - 1, plan.log_dir, plan.log_format, plan.node_name)
         say = self._console.say
@@ -100,7 +102,7 @@ class Supervisor:
         """Supervise until the end.  Returns the exit code of recover-run."""
         self._console.say(messages.opening(self._plan))
         if sets_omp_threads(self._plan, self._inherited):
-            self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
+            self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself for another value")
         if not self._plan.control_plane:
             self._console.say(messages.NO_CONTROL_PLANE)
         self._table.add(successors.launched(self._plan))
@@ -124,7 +126,7 @@ class Supervisor:
         return self._close()
 
     def _bear(self) -> None:
-        """A fault of the launcher's own, now being handled: the workers go on, and nobody takes a place any more."""
+        """Handle a bug of the launcher: the workers continue, and lost workers are not replaced any more."""
         if not self._faulty:
             self._faulty = True
             self._console.say(f"{traceback.format_exc().rstrip()}\n{messages.OWN_FAULT}")
@@ -132,17 +134,17 @@ class Supervisor:
         self._table.abandon([worker for worker in self._table.live if worker.pid is None])
         if self._state is LaunchState.RUNNING and not self._table.live:
             self._own_workers_ended()
-        time.sleep(FAULT_SECONDS)  # what has failed may be called again at once
+        time.sleep(FAULT_SECONDS)  # the failed callback may be called again at once
 
     def _write_workers(self) -> None:
-        """Bring workers.json up to date, once for all changes of a round."""
+        """Update workers.json, once for all changes of a round."""
         if self._table.changed and self._peers.joined:
             self._table.changed = not self._folder.write_workers(self._peers.run_id, self._table.all)
 
     # --- starting ---
 
     def start_control_plane(self, candidates: Candidates | None) -> None:
-        """Open it, then start the workers, which need it.  ``candidates``: of a launch over several nodes."""
+        """Open the control plane, then start the workers.  ``candidates``: of a launch on several nodes."""
         if self._state is not LaunchState.STARTING:
             return
         try:
@@ -172,25 +174,25 @@ class Supervisor:
         self.start_workers_if_ready()
 
     def _run_over(self) -> None:
-        if not self._start_up.under_way:  # else all are ended
+        if not self._start_up.under_way:  # else all workers are stopped
             self._late.run_over()
 
     def _join_run(self) -> None:
-        """The run that this launcher joins has a coordinator, or none was reached in time."""
+        """Join the run, whose coordinator is known now, or stop if none was reached in time."""
         if self._state is not LaunchState.STARTING:
             return
         if not self._control.agent.led and (end := self._control.found_ended):
             self._stop(messages.no_run_to_join(*end), end[0])
             return
         if not self._control.agent.led:
-            waited = f"none answered as the leader within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
-            self._stop(f"the run's coordinators are not reached: {self._control.agent.out or waited}", LAUNCH_FAILED)
+            waited = f"no leader answered within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
+            self._stop(f"the run's coordinators are unreachable: {self._control.agent.out or waited}", LAUNCH_FAILED)
             return
         self._table.add(successors.joined(self._plan, self._control.agent.taken, secrets.randbelow))
         self.start_workers_if_ready()
 
     def start_workers_if_ready(self) -> None:
-        """Start the workers once this node takes part and they have all that they need."""
+        """Start the workers once this node takes part and all that they need is ready."""
         if self._state is not LaunchState.STARTING or not self._peers.joined:
             return
         if not self._table.all:  # a launcher that joins a run does not know yet which ids are free
@@ -210,8 +212,8 @@ class Supervisor:
         self._peers.serve_store()
 
     def _start_worker(self, worker: WorkerProcess) -> None:
-        """Raises OSError."""
-        self._environment.add(self._control.variables)  # the candidates that are known now
+        """Start the process of ``worker``.  Raises OSError."""
+        self._environment.add(self._control.variables)  # the currently known candidates
         pid = self._table.start(worker, self._environment.of(worker, self._peers.run_id))
         self._control.agent.spawned(worker.worker_id, pid)
         self._late.started(worker)
@@ -219,7 +221,7 @@ class Supervisor:
     # --- a worker's end ---
 
     def worker_dying(self, worker: WorkerProcess, end: Ending) -> None:
-        """Tell the coordinator at once, if the run is under way; all else waits until the process has gone."""
+        """Notify the coordinator at once if the run is under way; all else waits until the process has gone."""
         if not self.goes_on():
             return
         try:
@@ -228,9 +230,9 @@ class Supervisor:
             return  # it may be running
         self._control.agent.ended(worker.worker_id, how)
         if end.writes_core or end.goes_on:
-            said, note = messages.writes_core(worker, end) if end.writes_core else messages.fenced(worker)
+            line, note = messages.writes_core(worker, end) if end.writes_core else messages.fenced(worker)
             self._table.note(worker.worker_id, note)
-            self._console.say(said)
+            self._console.say(line)
 
     def worker_exited(self, worker: WorkerProcess) -> None:
         left_behind = self._table.reap(worker)
@@ -245,7 +247,7 @@ class Supervisor:
             self.go_on_without(worker, left_behind, cause if worker.state is WorkerState.KILLED else "")
 
     def go_on_without(self, worker: WorkerProcess, left_behind: int, cause: str = "") -> None:
-        """Say how and why ``worker`` has ended, and start what takes its place, or end with the last one."""
+        """Log how and why ``worker`` has ended; start its replacement, or stop after the last worker."""
         successor = None
         if self._state is LaunchState.RUNNING and self._control.under_way:
             had_place = worker.worker_id in self._control.agent.planned
@@ -258,8 +260,8 @@ class Supervisor:
             )
             ending = stopping or self._control.agent.out is not None
             tests, going_on = bool(self._plan.device_test), None if ending else len(others) - condemned
-            said = messages.worker_ended(worker, going_on, left_behind, successor, condemned, cause, tests_device=tests)
-            self._console.say(said)
+            line = messages.worker_ended(worker, going_on, left_behind, successor, condemned, cause, tests_device=tests)
+            self._console.say(line)
         if self._plan.elastic and "MASTER_ADDR" in self._table.last_words.get(worker.worker_id, ""):
             self._console.say(messages.NO_PROCESS_GROUP)
         if successor is not None:
@@ -270,15 +272,15 @@ class Supervisor:
             self._late.run_over()
 
     def _is_news(self, worker: WorkerProcess, left_behind: int) -> bool:
-        """Whether people should hear of this end by itself: not of who was told to end, or finished in order."""
+        """Return whether to log this end separately: not of a worker that was stopped, or finished in order."""
         if worker.state is WorkerState.FINISHED:
-            return bool(left_behind) and not self._plan.fault_tolerant  # Megatron has helpers of its own
-        victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the cause was told
-        told_to = self._state is LaunchState.STOPPING and (victim or worker.signal in (signal.SIGTERM, signal.SIGKILL))
-        return not told_to and not self._late.told_of(worker)
+            return bool(left_behind) and not self._plan.fault_tolerant  # Megatron's helper processes are no news
+        victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the cause was logged
+        ordered = self._state is LaunchState.STOPPING and (victim or worker.signal in (signal.SIGTERM, signal.SIGKILL))
+        return not ordered and not self._late.told_of(worker)
 
     def _start_tested(self, worker: WorkerProcess) -> None:
-        """Raises OSError."""
+        """Start a worker whose device has passed its test.  Raises OSError."""
         if self._state is LaunchState.RUNNING:
             self._start_worker(worker)
 
@@ -290,8 +292,8 @@ class Supervisor:
         worker = self._table.running_worker(worker_id)
         if worker is not None:
             self._successors.put_out(worker_id)
-            alone = "; none is started in its place: its host or device may need a look" * bool(self._plan.max_restarts)
-            self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it{alone}")
+            alone = "; it is not replaced: its host or device may need a check" * bool(self._plan.max_restarts)
+            self._console.say(f"worker {worker_id} is evicted from the run ({reason}): killing it{alone}")
             self._table.signal([worker], signal.SIGKILL)
 
     def noted(self, worker_id: int, text: str) -> None:
@@ -317,11 +319,11 @@ class Supervisor:
             self.peers_ended()
 
     def peers_ended(self) -> None:
-        """Nobody waits for this launcher; its candidate and its exit code are those of the run, which may go on."""
+        """Wait for the end of the run, which may still need this candidate and which decides the exit code."""
         if (self._plan.nnodes > 1 or self._plan.joins) and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
-                "the workers of this node have ended; staying until the coordinator says how the run ends"
+                "the workers of this node have ended; waiting until the coordinator reports how the run ends"
             )
             self._control.when_decided(self._end)
         else:
@@ -348,7 +350,7 @@ class Supervisor:
             self._why = f"{self._ended_by}, which the launcher on {self._plan.node_name} received"
 
     def kill_asked(self) -> None:
-        self._console.say("second signal: killing at once")
+        self._console.say("second signal: killing all workers at once")
         self._shutdown.kill()
 
     def fail_launch(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
@@ -365,14 +367,14 @@ class Supervisor:
         return self._state is LaunchState.RUNNING and self._control.under_way
 
     def store_failed(self, reason: str) -> None:
-        """The workers do without the store once they train; a launch that has not begun cannot."""
+        """Handle the loss of the store: training workers do not need it; before that, the launch stops."""
         if self._control.under_way:
-            self._console.say(f"{reason}; the workers go on, but nobody can come to them any more")
+            self._console.say(f"{reason}; the workers continue, but no worker can join them any more")
         else:
             self.stop_with_peers(reason, LAUNCH_FAILED)
 
     def _stop(self, reason: str, code: int, grace: float | None = None) -> None:
-        """Have all workers end within ``grace`` seconds (None: --grace-seconds); the first code given stands."""
+        """Stop all workers within ``grace`` seconds (None: --grace-seconds); only the first call has an effect."""
         if self._state in (LaunchState.STOPPING, LaunchState.ENDED):
             return
         self._state = LaunchState.STOPPING
@@ -386,19 +388,19 @@ class Supervisor:
             self._own_workers_ended()
 
     def _give_up(self) -> None:
-        """A worker that SIGKILL does not end is blocked in the kernel; its record says "killed" all the same."""
+        """Give up on workers that survive SIGKILL, blocked in the kernel; their records say "killed" nevertheless."""
         if self._state is LaunchState.STOPPING:
             self._end()
 
     # --- the end ---
 
     def _close(self) -> int:
-        """Nothing of the launch is left after this but the store, which ends with the process."""
+        """Remove all of the launch except the store, which ends with the process; return the exit code."""
         verdict = self._conclusion.verdict() if self._code is None else None
         if self._code is not None:
             self._control.stopped()
         stopped = self._code is not None and self._code != START_AGAIN
-        # Of several nodes others may go on without this launcher, if the training has begun.
+        # On several nodes, other launchers may continue without this one if the training has begun.
         known = stopped and (self._plan.nnodes == 1 or self._start_up.under_way)
         self._exporter.end((self._code, self._why) if known else None)
         self._control.end_candidates()
@@ -412,7 +414,7 @@ class Supervisor:
         if code != START_AGAIN and any(worker.pid is not None for worker in self._table.all):
             self._conclusion.tell(code, verdict, self._ended_by)
         self._peers.settle()
-        self._signals.forget()  # a signal from here on gives up the output
+        self._signals.forget()  # from here on, a signal stops the wait for the output
         flush(self._loop, self._console, lambda: self._signals.stop_asked, patient=self._code is None)
         self._folder.flush_logs()
         self._control.close()
@@ -420,7 +422,7 @@ class Supervisor:
         if code == START_AGAIN:
             if starts := [worker.started for worker in self._table.all if worker.started is not None]:
                 os.environ.setdefault(FIRST_START_VARIABLE, str(min(starts)))
-            self._loop.give_back_signals()  # the next one ends this process: nothing is left of the launch
-            code = self._code or code  # one may have come since
+            self._loop.give_back_signals()  # the next signal terminates this process: nothing is left of the launch
+            code = self._code or code  # a signal may have arrived since
         self._loop.close()
         return code

@@ -1,4 +1,4 @@
-"""``python -m recover_megatron.report DIR``: the report of a run without its page."""
+"""Command ``python -m recover_megatron.report DIR``: the report of a run without its page."""
 
 from __future__ import annotations
 

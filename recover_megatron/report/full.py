@@ -1,4 +1,4 @@
-"""``recover-report DIR``: the whole report of a run as an HTML page and its pictures as PNG files.
+"""Command ``recover-report DIR``: the complete report of a run as an HTML page, and its pictures as PNG files.
 
 ``python -m recover_megatron.report DIR`` is the same without the page: the summary, the audit, and the loss.
 
@@ -33,7 +33,7 @@ _SHOWN = 20
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser(
         "recover-report",
-        "Report of a run as one HTML page: audit, loss beside a reference, replicas and quotas, each recovery.",
+        "Report of a run as one HTML page: audit, loss next to a reference, replicas and quotas, each recovery.",
     )
     parser.add_argument("--reference", type=Path, metavar="DIR2", help="log folder of the run without failures")
     parser.add_argument(
@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=float,
         metavar="X",
         help="largest relative difference of the loss from the reference in an iteration with a change of the "
-        f"replicas, and in the {SOON - 1} after it ({ROUGH} times X in bf16, fp16, fp8); default: {TOLERANCE:g}",
+        f"replicas, and in the next {SOON - 1} ({ROUGH} times X in bf16, fp16, fp8); default: {TOLERANCE:g}",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: DIR/report.html); PNGs beside it")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="page (default: DIR/report.html); PNGs go next to it")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the recoveries in the Chrome trace format, and no page"
     )
@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--trace writes no page: leave out {', '.join(unused)}, or --trace")
         return _trace(args.run_dir, args.trace)
     if args.tolerance is not None and not (args.reference and 0 <= args.tolerance < 1):
-        parser.error("--tolerance: a number from 0 to 1, with --reference DIR2")
+        parser.error("--tolerance: give a number from 0 to 1, with --reference DIR2")
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     try:
         run, found = _audited(args)
         reference = read_run(args.reference) if args.reference else None
         if reference and (why := unfit(run.steps, reference.steps)):
-            raise NotARun(f"--reference {args.reference} is not of the same training: {why}")
+            raise NotARun(f"--reference {args.reference} is not a run of the same training: {why}")
         with _schema(args.run_dir):
             workers, coordinators, chaos = run.events
             report = Report(
@@ -83,15 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         drawn = pictures(report, out)
         _write(out, page(report, drawn))
     except OSError as error:
-        elsewhere = "" if args.out else "; name another place for the page: --out FILE"
+        elsewhere = "" if args.out else "; choose another file for the page with --out FILE"
         return _refuse(f"cannot write {error.filename or out}: {error.strerror}{elsewhere}")
-    _say(summary(run, found, report.spent))
+    _print_line(summary(run, found, report.spent))
     if report.comparison is not None:
-        _say(f"{'reference':<16}{_reference(report)}")
+        _print_line(f"{'reference':<16}{_reference(report)}")
     if report.run.steps and not drawn:
-        _say(f"{'pictures':<16}{plot.NO_PLOT}")
-    _say(f"{'report':<16}{out}")
-    return _tell([*found, *(report.comparison.unlike if report.comparison else [])])
+        _print_line(f"{'pictures':<16}{plot.NO_PLOT}")
+    _print_line(f"{'report':<16}{out}")
+    return _print_findings([*found, *(report.comparison.unlike if report.comparison else [])])
 
 
 def without_page(argv: Sequence[str] | None = None) -> int:
@@ -107,35 +107,35 @@ def without_page(argv: Sequence[str] | None = None) -> int:
             spent = accounts(run.steps, *run.events[:2])
     except (NotARun, OSError, ValueError) as error:
         return _refuse(error)
-    _say(summary(run, found, spent))
+    _print_line(summary(run, found, spent))
     picture = args.run_dir / "loss.png"
     if not args.no_plot and run.steps:
         try:
             drawn = plot.save(picture, lambda axes: plot.draw_loss(axes[0], run), [4.5])
-            _say(f"{'plot':<16}{picture if drawn else plot.NO_PLOT}")
+            _print_line(f"{'plot':<16}{picture if drawn else plot.NO_PLOT}")
         except OSError as error:
             _refuse(f"cannot write {picture}: {error.strerror}")
-    return _tell(found)
+    return _print_findings(found)
 
 
 def _parser(program: str, description: str) -> argparse.ArgumentParser:
-    """With the arguments that both commands have."""
+    """Return a parser with the arguments of both commands."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="folder with steps.jsonl (--recover-log-dir)")
     parser.add_argument("--corpus", type=Path, metavar="FILE", help="corpus.json (default: the one in DIR, if any)")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches of an iteration, if known")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per iteration, if known")
     return parser
 
 
 def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
-    """The run and what the audit found.  Raises NotARun, OSError."""
+    """Return the run and the findings of the audit.  Raises NotARun, OSError."""
     run = read_run(args.run_dir, args.corpus)
     return run, run.audit(args.microbatches)
 
 
 def _is_rough(events: Sequence[Event]) -> bool:
-    """Tell if the model computes in 16 bits or fewer, by the ``start`` of the run: in older versions by its flags."""
+    """Return whether the model computes in 16 bits or fewer, by the run's ``start``: in older versions by its flags."""
     start = next((event for event in events if event["event"] == "start"), {})
     flags = [str(word).startswith(("--bf16", "--fp16", "--fp8", "--fp4")) for word in start.get("argv") or ()]
     return bool(start.get("bits", 16 if any(flags) else 32) < 32)
@@ -143,21 +143,21 @@ def _is_rough(events: Sequence[Event]) -> bool:
 
 @contextmanager
 def _schema(folder: Path) -> Iterator[None]:
-    """Around what is read out of events.  Raises ValueError for one that does not have what it should."""
+    """Context for reading events.  Raises ValueError for an event without its fields."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"an event in {folder} does not keep to the schema: {error!r}") from error
+        raise ValueError(f"an event in {folder} does not match the schema: {error!r}") from error
 
 
 def _refuse(error: object) -> int:
-    """Tell what cannot be done; returns the exit status where that is the report itself."""
+    """Print an error; return the exit status of a report that fails."""
     print(f"recover-report: error: {error}", file=sys.stderr)
     return 2
 
 
-def _say(text: str) -> None:
-    """Print a line; what cannot be printed (nobody reads any more, a full disk) changes no exit status."""
+def _print_line(text: str) -> None:
+    """Print a line; a failure to print it (closed pipe, full disk) does not change the exit status."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -166,8 +166,8 @@ def _say(text: str) -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
 
 
-def _tell(found: Sequence[str]) -> int:
-    """Print what the audit found; returns the exit status."""
+def _print_findings(found: Sequence[str]) -> int:
+    """Print the findings of the audit; return the exit status."""
     for problem in found[:_SHOWN]:
         print(f"recover-report: {problem}", file=sys.stderr)
     if len(found) > _SHOWN:
@@ -176,8 +176,8 @@ def _tell(found: Sequence[str]) -> int:
 
 
 def _write(out: Path, text: str) -> None:
-    """All at once: a browser that has the page of a running run open never loads half of one.  Raises OSError."""
-    if out.is_symlink() or (out.exists() and not out.is_file()):  # a device, a pipe: nothing that could be replaced
+    """Write atomically, so that a browser that reloads the page never sees half of it.  Raises OSError."""
+    if out.is_symlink() or (out.exists() and not out.is_file()):  # a device or a pipe cannot be replaced
         out.write_text(text, encoding="utf-8")
         return
     draft = out.with_name(f".{out.name}.{os.getpid()}")
@@ -196,21 +196,21 @@ def _trace(folder: Path, out: Path) -> int:
         if not workers and not coordinators:
             raise NotARun(f"{folder} has no events of a run")
         with _schema(folder):
-            made = trace(workers, coordinators, folder.resolve().name)
+            trace_object = trace(workers, coordinators, folder.resolve().name)
     except (NotARun, OSError, ValueError) as error:
         return _refuse(error)
     try:
-        _write(out, json.dumps(made))
+        _write(out, json.dumps(trace_object))
     except OSError as error:
         return _refuse(f"cannot write {out}: {error.strerror}")
-    _say(f"{out}: {len(made['traceEvents'])} entries; open it in https://ui.perfetto.dev")
+    _print_line(f"{out}: {len(trace_object['traceEvents'])} entries; open it in https://ui.perfetto.dev")
     if spoiled:
-        _say(f"left out: {left_out(spoiled)}")
+        _print_line(f"left out: {left_out(spoiled)}")
     return 0
 
 
 def pictures(report: Report, out: Path) -> dict[str, Path]:
-    """Draw all there is to draw beside ``out``: title -> PNG; none without matplotlib.  Raises OSError."""
+    """Draw all pictures next to ``out``; return title -> PNG, empty without matplotlib.  Raises OSError."""
     steps, comparison = report.run.steps, report.comparison
     if not steps:
         return {}

@@ -1,9 +1,9 @@
-"""Goodput over wall-clock time: where the time since the start has gone, after each committed iteration.
+"""Goodput over wall-clock time: use of the time since the start, after each committed iteration.
 
     steps.jsonl, events.jsonl, events-<n>.jsonl --accounts--> seconds by use --svg--> shares of the time, stacked
 
-docs/report.md defines the five uses.  Pure; the iterations are those that count in the end, so what a rollback or a
-restart took back is not among them.
+docs/report.md defines the five uses.  Pure; only iterations that count in the end are included, not those that a
+rollback or a restart discarded.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from recover_megatron.run_log.steps import StepRecord
 
 USES = {
     "work": "work",
-    "below": "less than full strength",
+    "below": "missing replicas",
     "recovering": "recovering",
     "waiting": "waiting",
-    "outside": "outside of committed iterations",
+    "outside": "outside committed iterations",
 }
-"""Name, which is the class of the page's style, and words; in the order in which they are stacked."""
+"""Name, which is also the page's CSS class, and words; in stacking order."""
 RECENT = 20
-"""Iterations before one that recovered, of which the median is what it would have taken."""
+"""Iterations before a recovery whose median time is the expected time without it."""
 _POINTS = 400
 _HEIGHT = 160
 
 
 @dataclass(frozen=True)
 class Account:
-    """Where the wall-clock time from the start to ``time`` (unix seconds) has gone."""
+    """Use of the wall-clock time from the start to ``time`` (unix seconds)."""
 
     time: float
     seconds: Mapping[str, float]
-    """Use -> seconds; together all that has passed."""
+    """Use -> seconds; their sum is the complete time."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """Use -> share of the time, 0 to 1."""
+        """Return use -> share of the time, 0 to 1."""
         passed = sum(self.seconds.values())
         return {use: seconds / passed if passed > 0 else 0.0 for use, seconds in self.seconds.items()}
 
@@ -51,7 +51,7 @@ class Account:
 def accounts(
     steps: Sequence[StepRecord], workers: Sequence[Event], coordinators: Sequence[Event] = ()
 ) -> list[Account]:
-    """After each committed iteration and at the end, by events in the order of time; none where times are not told."""
+    """Return accounts after each committed iteration and at the end, from events in time order; empty without times."""
     starts = [event for event in workers if event["event"] == "start" and event.get("replicas")]
     timed = [(step.time, step) for step in steps if step.time is not None]
     if not starts or len(timed) < len(steps):  # an older version wrote the first of them
@@ -66,7 +66,7 @@ def accounts(
     at, found = launched[0], []
     for time, step in sorted(timed, key=lambda pair: pair[0]):
         if time <= at:
-            continue  # before the start, or clocks of two writers that disagree
+            continue  # before the start, or the clocks of two writers disagree
         began = max(at, time - step.seconds)
         full = len(starts[bisect_right(launched, time) - 1]["replicas"])
         cost = costs.get((step.iteration, step.epoch))
@@ -85,7 +85,7 @@ def accounts(
         at = time
         found.append(Account(at, dict(spent)))
     last = workers[-1]["time"]
-    if workers[-1]["event"] != "end":  # workers that were killed tell none
+    if workers[-1]["event"] != "end":  # killed workers write none
         last = max([last, *(event["time"] for event in coordinators if event["event"] == "stop")])
     if found and last > at:
         found.append(Account(last, {**spent, "outside": spent["outside"] + last - at}))
@@ -93,10 +93,10 @@ def accounts(
 
 
 def _stalls(coordinators: Sequence[Event]) -> list[tuple[float, float]]:
-    """When the run waited for many that were late: from, to; in order, and none within another."""
-    told = [event for event in coordinators if event["event"] in ("stalled", "stall_over")]
+    """Return the times (from, to) when the run waited for many late replicas, in order and without overlap."""
+    late_events = [event for event in coordinators if event["event"] in ("stalled", "stall_over")]
     merged: list[tuple[float, float]] = []
-    for begin, end in sorted((event["time"] - event.get("seconds", 0.0), event["time"]) for event in told):
+    for begin, end in sorted((event["time"] - event.get("seconds", 0.0), event["time"]) for event in late_events):
         if merged and begin <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
@@ -108,7 +108,7 @@ def _stalls(coordinators: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 def svg(found: Sequence[Account]) -> str:
-    """The picture; empty for nothing to show."""
+    """Return the picture; empty if there is nothing to show."""
     if len(found) < 2:
         return ""
     axis = Axis(found[0].time - sum(found[0].seconds.values()), found[-1].time)
@@ -140,18 +140,18 @@ def legend(found: Sequence[Account]) -> list[Key]:
 
 
 def in_short(account: Account) -> tuple[str, str]:
-    """The goodput, and what the rest of the time was."""
+    """Return the goodput, and the uses of the rest of the time."""
     shares = account.shares
     rest = [f"{words} {shares[use]:.1%}" for use, words in USES.items() if use != "work" and shares[use] > 0]
     return f"{shares['work']:.1%}", f"of the time since the start; {', '.join(rest) or 'nothing else'}"
 
 
 def in_words(found: Sequence[Account]) -> str:
-    """What the picture says, for who does not see it."""
+    """Return an alternative text for the picture."""
     passed = sum(found[-1].seconds.values())
     uses = ", ".join(key.text for key in legend(found))
     middle = found[len(found) // 2]
     return (
-        f"Where the {since(passed, passed)} since the start went, as shares of the time that had passed: "
+        f"Use of the {since(passed, passed)} since the start, as shares of the elapsed time: "
         f"at the end {uses}; work was {middle.shares['work']:.1%} in the middle"
     )

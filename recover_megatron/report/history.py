@@ -1,9 +1,9 @@
-"""The faults of a run and what each cost, put together from the event files (docs/report.md has their schema).
+"""Faults of a run and their cost, from the event files (docs/report.md has their schema).
 
-A recovery is one change of the membership after the start: a plan of a new epoch, the deaths that led to it, what was
-run again, and how long each phase took.  Different writers know different parts: the coordinator why and when somebody
-went, the workers what it cost them, fault injection when it struck.  Epoch numbers start anew with each launch, so
-events of several launches into one folder (a run that resumed) are kept apart.
+A recovery is one change of the membership after the start: a plan of a new epoch, the deaths that led to it, the
+microbatches that were run again, and the time of each phase.  Different writers know different parts: the coordinator
+why and when a worker was lost, the workers the cost, fault injection the strike.  Epoch numbers start again with each
+launch, so events of several launches into one folder (a resumed run) are separated.
 """
 
 from __future__ import annotations
@@ -17,80 +17,80 @@ from typing import Any
 from recover_megatron.run_log.events import Event
 
 PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
-"""Of a recovery, in their order.  ``detect``: from the strike (where fault injection noted it) to the coordinator."""
+"""Phases of a recovery, in order.  ``detect``: from an injected fault's strike to its detection by the coordinator."""
 
 
 @dataclass(frozen=True)
 class RecoveryRecord:
     time: float
-    """Unix seconds: of the fault where the coordinator saw one, else of the plan."""
+    """Unix seconds: of the fault if the coordinator saw one, else of the plan."""
     launch: int = 0
-    """Counted from 0: which launch into this folder."""
+    """Index of the launch into this folder, from 0."""
     epoch: int | None = None
-    """The one that it led to; None: no plan followed."""
+    """New epoch; None: no plan followed."""
     iteration: int | None = None
-    """In which it was; None: nobody told."""
+    """Iteration of the recovery; None: not reported."""
     phase: str = ""
-    """What the workers were doing."""
+    """Phase in which the workers were."""
     fresh: tuple[int, ...] = ()
-    """Replicas that this epoch put together."""
+    """Replicas that this epoch formed."""
     lost_workers: tuple[int, ...] = ()
     lost_replicas: tuple[int, ...] = ()
     causes: tuple[str, ...] = ()
-    """In words."""
+    """Causes in words."""
     replicas: int | None = None
-    """How many went on."""
+    """Number of replicas that continued."""
     reran: int = 0
     """Microbatches that were run again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> seconds, `PHASES` first.  Of several workers' accounts the longest."""
+    """Phase -> seconds, `PHASES` first; the longest of several workers' reports."""
     total: float = 0.0
-    """The sum of the phases, without ``detect``: from when the workers heard of it until the step was finished."""
+    """Sum of the phases, without ``detect``: from the notification of the workers until the step was finished."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What the event files tell of a run."""
+    """History of a run from its event files."""
 
     launches: int
     start: Event | None
-    """The last start that a worker told."""
+    """Last start that a worker reported."""
     recoveries: list[RecoveryRecord]
-    """In the order of time."""
+    """Recoveries in the order of time."""
     quotas: list[Event]
-    """Changes of the quotas for measured speeds."""
+    """Changes of the quotas because of measured speeds."""
     others: list[Event]
     """Retried evaluations and checkpoints, moved roles, rollbacks."""
     end: str
-    """How the run ended, in words."""
+    """End of the run, in words."""
     good_end: bool | None
-    """None: nobody told of an end."""
+    """True if the run finished, False if it was stopped; None: no end was reported."""
 
     @property
     def workers_lost(self) -> int:
-        """How many workers were lost, over all launches, while the run went on."""
+        """Return the number of workers lost over all launches, without losses that no plan followed."""
         return len({(r.launch, worker) for r in self.recoveries if r.epoch is not None for worker in r.lost_workers})
 
     @property
     def losses(self) -> int:
-        """How many of the recoveries were of lost workers: others are for workers that came."""
+        """Return the number of recoveries from a loss of workers: others admitted workers."""
         return sum(r.epoch is not None and bool(r.lost_workers) for r in self.recoveries)
 
     @property
     def seconds(self) -> float:
-        """Spent in all recoveries."""
+        """Return the time spent in all recoveries."""
         return sum(recovery.total for recovery in self.recoveries)
 
 
 def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]) -> History:
-    """What events in the order of time tell.  KeyError, TypeError or AttributeError for one not of the schema."""
+    """Build the history from events in time order.  KeyError, TypeError or AttributeError for an invalid event."""
     starts = _launches(workers, coordinators)
     recoveries = []
     for number, begin in enumerate(starts):
         end = starts[number + 1] if number + 1 < len(starts) else math.inf
         parts = ([event for event in group if begin <= event["time"] < end] for group in (workers, coordinators, chaos))
         recoveries += _recoveries(number, *parts)
-    told, good = _end(workers, coordinators, starts[-1])
+    reported, good = _end(workers, coordinators, starts[-1])
     return History(
         launches=len(starts),
         start=next((event for event in reversed(workers) if event["event"] == "start"), None),
@@ -101,14 +101,14 @@ def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequ
             *_distinct((event for event in workers if event["event"] == "again"), "what"),
             *_distinct((event for event in workers if event["event"] == "checkpoint abandoned"), "event"),
         ],
-        end=told,
+        end=reported,
         good_end=good,
     )
 
 
 def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[float]:
-    """The times from which on events belong to the 1st, 2nd, ... launch; the first is the beginning of time."""
-    listening: dict[str, set[float]] = {}  # every candidate says so once in each launch, or the same again
+    """Return the begin of the 1st, 2nd, ... launch, from which events belong to it; the first is minus infinity."""
+    listening: dict[str, set[float]] = {}  # every candidate logs it once per launch, or repeats it
     for event in coordinators:
         if event["event"] == "listening":
             listening.setdefault(event.get("file", ""), set()).add(event["time"])
@@ -126,17 +126,17 @@ def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[f
 def _recoveries(
     launch: int, workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]
 ) -> list[RecoveryRecord]:
-    """Of one launch."""
-    told: dict[int, list[Event]] = {}
+    """Return the recoveries of one launch."""
+    reported: dict[int, list[Event]] = {}
     for event in workers:
         if event["event"] in ("plan", "recovery"):
-            told.setdefault(event["epoch"], []).append(event)
+            reported.setdefault(event["epoch"], []).append(event)
     decided = {event["epoch"]: event for event in coordinators if event["event"] == "plan"}
-    epochs = sorted(told.keys() | decided.keys())
+    epochs = sorted(reported.keys() | decided.keys())
     faults = [{**event, "strike": _strike(event, chaos)} for event in coordinators if event["event"] == "fault"]
     revokes = [event for event in coordinators if event["event"] == "revoke"]
     # A fault belongs to the first plan after it.
-    times = [decided[epoch]["time"] if epoch in decided else told[epoch][0]["time"] for epoch in epochs]
+    times = [decided[epoch]["time"] if epoch in decided else reported[epoch][0]["time"] for epoch in epochs]
     by_plan: dict[int, list[Event]] = {}
     for fault in faults:
         by_plan.setdefault(bisect_right(times, fault["time"]), []).append(fault)
@@ -144,7 +144,7 @@ def _recoveries(
     for place, epoch in enumerate(epochs):
         reasons = [event.get("reason", "") for event in revokes if event["epoch"] == epoch]
         recovery = _recovery(
-            launch, epoch, times[place], told.get(epoch, []), decided.get(epoch), by_plan.get(place, []), reasons
+            launch, epoch, times[place], reported.get(epoch, []), decided.get(epoch), by_plan.get(place, []), reasons
         )
         started = place == 0 and not recovery.lost_workers and not recovery.lost_replicas and not recovery.reran
         if not started:
@@ -161,13 +161,13 @@ def _recovery(
     launch: int,
     epoch: int,
     planned: float,
-    told: Sequence[Event],
+    reported: Sequence[Event],
     decided: Event | None,
     faults: Sequence[Event],
     reasons: Sequence[str],
 ) -> RecoveryRecord:
-    plans = [event for event in told if event["event"] == "plan"]
-    finished = [event for event in told if event["event"] == "recovery"]
+    plans = [event for event in reported if event["event"] == "plan"]
+    finished = [event for event in reported if event["event"] == "recovery"]
     plan: Mapping[str, Any] = plans[0] if plans else {}
     lost = set(plan.get("lost_workers", ())) | {fault["worker"] for fault in faults}
     parts: dict[str, float] = _longest([decided] if decided else [], ("rendezvous",))
@@ -178,14 +178,14 @@ def _recovery(
     account = max(finished, key=lambda event: sum(event["seconds"].values()), default=None)
     iterations = [event["iteration"] for event in (*finished, *plans)]
     if decided is not None and "committed" in decided:
-        iterations.append(decided["committed"] + 1)  # if no worker told: the one after the last that was committed
-    doing = dict.fromkeys(event["phase"] for event in plans if event.get("phase"))
+        iterations.append(decided["committed"] + 1)  # if no worker reported it: the iteration after the last commit
+    worker_phases = dict.fromkeys(event["phase"] for event in plans if event.get("phase"))
     return RecoveryRecord(
         time=faults[0]["time"] if faults else planned,
         launch=launch,
         epoch=epoch,
         iteration=iterations[0] if iterations else None,
-        phase=", ".join(doing),
+        phase=", ".join(worker_phases),
         fresh=tuple(sorted(plan.get("fresh", ()))),
         lost_workers=tuple(sorted(lost)),
         lost_replicas=tuple(sorted(plan.get("lost_replicas", ()))),
@@ -198,7 +198,7 @@ def _recovery(
 
 
 def _longest(events: Iterable[Event], only: Sequence[str] = ()) -> dict[str, float]:
-    """Phase -> the longest time that any of ``events`` gives for it."""
+    """Return phase -> the longest time that any of ``events`` reports for it."""
     longest: dict[str, float] = {}
     for event in events:
         for name, seconds in event.get("seconds", {}).items():
@@ -208,7 +208,7 @@ def _longest(events: Iterable[Event], only: Sequence[str] = ()) -> dict[str, flo
 
 
 def _strike(fault: Event, chaos: Sequence[Event]) -> Event | None:
-    """The strike that led to the fault, if it was one."""
+    """Return the strike that caused the fault, if there was one."""
     strikes = [event for event in chaos if event["event"] == "strike" and event["worker"] == fault["worker"]]
     return next((event for event in reversed(strikes) if event["time"] <= fault["time"]), None)
 
@@ -226,7 +226,7 @@ def _cause(fault: Event) -> str:
 
 
 def _distinct(events: Iterable[Event], field: str) -> list[Event]:
-    """The first of the events with the same ``field`` in the same iteration (several workers may tell it)."""
+    """Keep the first event with the same ``field`` in the same iteration (several workers may report it)."""
     seen: dict[tuple[int, str], Event] = {}
     for event in events:
         seen.setdefault((event["iteration"], str(event.get(field))), event)
@@ -242,4 +242,4 @@ def _end(workers: Sequence[Event], coordinators: Sequence[Event], since: float) 
         return f"finished after iteration {max(event['iteration'] for event in ends)}", True
     if stops:
         return f"finished: {stops[-1].get('reason', '')}", True
-    return "no end was recorded: it still runs, or was killed as a whole", None
+    return "no end was recorded: the run is still running, or all of it was killed", None

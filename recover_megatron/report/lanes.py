@@ -1,4 +1,4 @@
-"""The timeline of a run: a lane per worker, what it was at each time, as an SVG that stands in the page.
+"""Timeline of a run: a lane per worker with its role over time, as an SVG in the page.
 
     plans, aside, back, left, fault --stretches--> training | spare | ... | gone --svg--> lanes of the last launch
     recoveries, rollbacks, snapshots --marks--> lines across the lanes, and ticks below them
@@ -7,11 +7,11 @@ Colours are classes of the page's style, so that they follow the reader's light 
 
 ``trace``, for ``recover-report --trace FILE``: the recoveries of a run in the Chrome trace format.
 
-    training       the phases of each recovery, one behind the other, by the account of the worker that wrote it
+    training       the phases of each recovery, one after the other, as the worker that wrote them reported
     coordinator n  faults and revokes at their moment, each rendezvous from its revoke to its plan
-    worker n       what it was when (``stretches``), in the last launch
+    worker n       its roles (``stretches``) in the last launch
 
-Times are of the host that wrote each file: lanes of different hosts are apart by what their clocks are.
+Times are of the host that wrote each file: lanes of different hosts differ by their clocks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any
 from recover_megatron.run_log.events import Event
 
 LEFT = 70
-"""For the names of what is in the picture."""
+"""Width for the names of the lanes."""
 _WIDTH, _FOOT = 960, 26
 _RIGHT = 30  # for half of the last time's text
 _PARTS = 6
-"""Between two times; at most."""
+"""Most intervals of the time axis."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend: a class of the page's style, and what it stands for."""
+    """Entry of a legend: a CSS class of the page, and its meaning."""
 
     css: str
     text: str
@@ -43,7 +43,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Axis:
-    """From ``begin`` to ``end``, unix seconds."""
+    """Time axis from ``begin`` to ``end``, unix seconds."""
 
     begin: float
     end: float
@@ -56,8 +56,10 @@ class Axis:
         return LEFT + (time - self.begin) * self.scale
 
     def picture(self, css: str, words: str, parts: Sequence[str], height: int, gap: int) -> str:
-        """An SVG of ``parts``, ``height`` high, and ``gap`` below it round times since ``begin``; ``words``: for a
-        reader who does not see it."""
+        """Return an SVG of ``parts``, ``height`` high, and ``gap`` below it round times since ``begin``.
+
+        ``words``: alternative text.
+        """
         of, y = self.end - self.begin, height + gap
         ticks = (
             f'<text x="{self.x(self.begin + time):.1f}" y="{y}" text-anchor="middle">{since(time, of)}</text>'
@@ -68,7 +70,7 @@ class Axis:
 
 
 def round_times(of: float) -> list[float]:
-    """From 0 to at most ``of`` seconds, each a multiple of 1, 2 or 5 (times a power of ten) of its unit."""
+    """Return times from 0 to at most ``of`` seconds, multiples of 1, 2 or 5 (times a power of ten) of the unit."""
     unit = _unit(of)
     step = 10.0 ** math.floor(math.log10(max(of / unit, 1e-3) / _PARTS))
     step = next(size for size in (step, 2 * step, 5 * step, 10 * step) if size * _PARTS >= of / unit) * unit
@@ -76,7 +78,7 @@ def round_times(of: float) -> list[float]:
 
 
 def since(seconds: float, of: float) -> str:
-    """Seconds in the unit that suits a picture of ``of`` seconds."""
+    """Return seconds in the unit that suits a picture of ``of`` seconds."""
     unit = _unit(of)
     return f"{seconds / unit:{'.0f' if of >= 6 * unit else '.1f'}} {_UNITS[unit]}"
 
@@ -89,19 +91,19 @@ def _unit(of: float) -> int:
 
 
 MOST = 128
-"""Lanes; of more workers those that were ever not training come first."""
+"""Most lanes; workers that were ever not training have priority."""
 MOST_TICKS = 300
-"""Snapshots; of more every n-th."""
+"""Most snapshots; of more, every n-th is drawn."""
 KINDS = {
-    "training": "in the training",
-    "spare": "spare: has no place any more",
-    "hot-spare": "hot spare: has come, and had no place yet",
-    "aside": "set aside: late, may come back",
-    "draining": "about to leave its node",
+    "training": "training",
+    "spare": "spare: has lost its place",
+    "hot-spare": "hot spare: has joined, but had no place yet",
+    "aside": "set aside: late, may return",
+    "draining": "leaving: its node is drained",
     "left": "has left in order",
     "gone": "gone",
 }
-"""What a worker can be, which is also a class of the page's style, and the words of the legend."""
+"""Roles of a worker, which are also CSS classes of the page, and their texts in the legend."""
 MARKS = {
     "recovery": "recovery",
     "from-memory": "rollback to a snapshot in memory",
@@ -114,69 +116,69 @@ _HEIGHT, _GAP = 14, 4
 
 @dataclass(frozen=True)
 class Stretch:
-    """What a worker was from ``begin`` to ``end``, unix seconds."""
+    """Role of a worker from ``begin`` to ``end``, unix seconds."""
 
     worker: int
     begin: float
     end: float
     kind: str
-    """One of ``KINDS``."""
+    """Role: one of ``KINDS``."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment for all lanes, with what a reader is told of it."""
+    """Moment for all lanes, with its description."""
 
     time: float
     text: str
     kind: str = "recovery"
-    """One of ``MARKS``."""
+    """Kind: one of ``MARKS``."""
 
 
 def stretches(events: Sequence[Event], coordinators: Sequence[Event] = (), until: float = 0.0) -> list[Stretch]:
-    """Of each worker of the last launch, by events in the order of time, to ``until`` at least; none without a plan."""
+    """Return the roles of each worker of the last launch, to ``until`` at least; events in time order."""
     began = max((n for n, event in enumerate(events) if event["event"] == "start"), default=0)
-    told = events[began:]
-    plans = [event for event in told if event["event"] == "plan" and event.get("grid")]
+    details = events[began:]
+    plans = [event for event in details if event["event"] == "plan" and event.get("grid")]
     if not plans:
         return []
-    end = max(until, *(event["time"] for event in told))
+    end = max(until, *(event["time"] for event in details))
     changes = [e for e in coordinators if e["event"] in _CHANGES and plans[0]["time"] <= e["time"] < end]
     workers = _Workers()
     for event in sorted([*plans, *changes], key=lambda event: event["time"]):
-        workers.hear(event)
+        workers.apply(event)
     return workers.until(end)
 
 
 _CHANGES = {"aside": "aside", "back": "spare", "left": "left", "fault": "gone"}
-"""Event of a coordinator -> what its worker is from then on."""
+"""Event of a coordinator -> role of its worker from then on."""
 
 
 class _Workers:
-    """What each worker has been so far."""
+    """Roles of each worker so far."""
 
     def __init__(self) -> None:
-        self._now: dict[int, tuple[str, float]] = {}  # what it is, and since when
-        self._placed: set[int] = set()  # who has ever had a place
+        self._now: dict[int, tuple[str, float]] = {}  # role, and its begin
+        self._placed: set[int] = set()  # workers that have ever had a place
         self._past: list[Stretch] = []
 
-    def hear(self, event: Event) -> None:
-        """A plan, or one of ``_CHANGES``; of workers that no plan has had a change says nothing."""
+    def apply(self, event: Event) -> None:
+        """Apply a plan, or one of ``_CHANGES``; ignore changes of workers that have been in no plan."""
         if event["event"] == "plan":
             for worker, kind in self._by_plan(event).items():
-                self._is(worker, kind, event["time"])
+                self._set_role(worker, kind, event["time"])
         elif event["worker"] in self._now:
             finishes = event["event"] == "left" and self._now[event["worker"]][0] == "training"
-            if not finishes:  # who is to leave before the end has no place by then; the others do at the end
-                self._is(event["worker"], _CHANGES[event["event"]], event["time"])
+            if not finishes:  # a worker that leaves early has no place by then
+                self._set_role(event["worker"], _CHANGES[event["event"]], event["time"])
 
     def until(self, end: float) -> list[Stretch]:
-        """All, by worker and time."""
+        """Return all stretches, by worker and time."""
         last = [Stretch(worker, since, end, kind) for worker, (kind, since) in self._now.items()]
         return sorted([*self._past, *last], key=lambda s: (s.worker, s.begin))
 
     def _by_plan(self, plan: Event) -> dict[int, str]:
-        """What each worker is from this plan on: who is in it no more is gone, unless something else is known."""
+        """Return the role of each worker from this plan on; workers not in it are gone unless known otherwise."""
         kinds = {worker: kind if kind in ("aside", "left") else "gone" for worker, (kind, _) in self._now.items()}
         for worker in map(int, plan.get("spares", ())):
             if kinds.get(worker) != "left":
@@ -187,7 +189,7 @@ class _Workers:
             kinds |= {int(worker): "draining" if int(replica) in leaving else "training" for worker in workers}
         return kinds
 
-    def _is(self, worker: int, kind: str, time: float) -> None:
+    def _set_role(self, worker: int, kind: str, time: float) -> None:
         before, since = self._now.get(worker, (kind, time))
         if before != kind:
             self._past.append(Stretch(worker, since, time, before))
@@ -196,7 +198,7 @@ class _Workers:
 
 
 def svg(found: Sequence[Stretch], marks: Sequence[Mark]) -> str:
-    """The picture; empty for nothing to show."""
+    """Return the picture; empty if there is nothing to show."""
     if not found:
         return ""
     axis = Axis(*_span(found))
@@ -248,7 +250,7 @@ def _lanes(found: Sequence[Stretch]) -> list[int]:
 
 
 def legend(found: Sequence[Stretch], marks: Sequence[Mark]) -> list[Key]:
-    """What the colours that the picture has stand for."""
+    """Return the legend of the colours in the picture."""
     kinds = {stretch.kind for stretch in found}
     lines = {mark.kind for mark in _seen(found, marks)} if found else set()
     return [Key(kind, text) for kind, text in KINDS.items() if kind in kinds] + [
@@ -257,18 +259,18 @@ def legend(found: Sequence[Stretch], marks: Sequence[Mark]) -> list[Key]:
 
 
 def in_words(found: Sequence[Stretch], marks: Sequence[Mark]) -> str:
-    """What the picture says, for who does not see it."""
+    """Return an alternative text for the picture."""
     last = {stretch.worker: stretch.kind for stretch in found}
     ends = Counter(last.values())
     counts = [f"{ends[kind]} {_short(kind)}" for kind in KINDS if ends[kind] or kind in _ALWAYS]
     more = f"; {len(last) - MOST} lanes are left out" if len(last) > MOST else ""
-    were = [_were(kind, found) for kind in KINDS if kind not in _ALWAYS]
+    ever = [_ever(kind, found) for kind in KINDS if kind not in _ALWAYS]
     others = Counter(mark.kind for mark in _seen(found, marks))
     lines = [_count(others, kind) for kind in MARKS if others[kind] and kind != "recovery"]
     recoveries = f"{others['recovery']} recover{'y' if others['recovery'] == 1 else 'ies'}"
-    told = [recoveries, *lines, *filter(None, were)]
+    details = [recoveries, *lines, *filter(None, ever)]
     lanes = f"A lane for each of {len(last)} workers over time"
-    return f"{lanes}; at the end {', '.join(counts)}; {'; '.join(told)}{more}"
+    return f"{lanes}; at the end {', '.join(counts)}; {'; '.join(details)}{more}"
 
 
 def _short(kind: str) -> str:
@@ -280,7 +282,7 @@ def _count(counts: Mapping[str, int], kind: str) -> str:
     return " ".join([str(counts[kind]), first if counts[kind] == 1 else f"{first}s", *more])
 
 
-def _were(kind: str, found: Sequence[Stretch]) -> str:
+def _ever(kind: str, found: Sequence[Stretch]) -> str:
     workers = sorted({stretch.worker for stretch in found if stretch.kind == kind})
     more = f" and {len(workers) - 8} more" if len(workers) > 8 else ""
     return f"{_short(kind)} at some time: workers {', '.join(map(str, workers[:8]))}{more}" if workers else ""
@@ -288,15 +290,15 @@ def _were(kind: str, found: Sequence[Stretch]) -> str:
 
 _TRAINING = 1
 _COORDINATORS = 2
-"""The lane of coordinator 0; the others follow."""
+"""Lane of coordinator 0; the others follow."""
 _RUN, _WORKERS = 1, 2
-"""Groups of lanes, which the format calls processes; its threads are lanes.  0 is none that every viewer shows."""
+"""Groups of lanes, the processes of the format, whose threads are lanes.  Not every viewer shows group 0."""
 _MOMENTS = ("fault", "revoke", "exception", "give_up", "stalled", "lead", "stop")
 Entry = Mapping[str, Any]
 
 
 def trace(workers: Sequence[Event], coordinators: Sequence[Event], run: str = "run") -> dict[str, Any]:
-    """The object that the file has; ``run``: the name of its first group."""
+    """Return the object for the trace file; ``run``: name of its first group."""
     files = sorted({event["file"] for event in coordinators}, key=lambda name: (len(name), name))
     lanes = {name: _COORDINATORS + n for n, name in enumerate(files)}
     entries = [_named("process", _RUN, 0, run), _named("thread", _RUN, _TRAINING, "training")]
@@ -325,37 +327,37 @@ def _lives(workers: Sequence[Event], coordinators: Sequence[Event]) -> Iterator[
 
 def _recoveries(workers: Sequence[Event]) -> Iterator[Entry]:
     for event in workers:
-        told = {name: value for name, value in event.items() if name not in ("event", "time", "seconds", "grid")}
+        details = {name: value for name, value in event.items() if name not in ("event", "time", "seconds", "grid")}
         if event["event"] == "recovery":
             phases = {name: float(s) for name, s in event.get("seconds", {}).items()}
             begun = event["time"] - sum(phases.values())
             name = f"recovery in iteration {event.get('iteration')}"
-            whole = _span_of(_RUN, _TRAINING, name, begun, event["time"], told)
-            yield whole
+            recovery = _span_of(_RUN, _TRAINING, name, begun, event["time"], details)
+            yield recovery
             for name, seconds in phases.items():
                 phase = _span_of(_RUN, _TRAINING, name, begun, begun + seconds, {})
-                # Rounded, it must not reach beyond what it is a part of.
-                yield {**phase, "dur": min(phase["dur"], whole["ts"] + whole["dur"] - phase["ts"])}
+                # After rounding, it must not end after the recovery.
+                yield {**phase, "dur": min(phase["dur"], recovery["ts"] + recovery["dur"] - phase["ts"])}
                 begun += seconds
         elif event["event"] in ("plan", "checkpoint", "start", "end"):
-            yield _moment(_TRAINING, event["event"], event["time"], told)
+            yield _moment(_TRAINING, event["event"], event["time"], details)
 
 
 def _coordinators(events: Sequence[Event], lanes: Mapping[str, int]) -> Iterator[Entry]:
     opened: dict[tuple[str, Any], float] = {}
     for event in events:
         lane = lanes[event["file"]]
-        told = {name: value for name, value in event.items() if name not in ("time", "mono")}
-        if event["event"] == "listening":  # another launch counts its epochs anew
+        details = {name: value for name, value in event.items() if name not in ("time", "mono")}
+        if event["event"] == "listening":  # another launch, whose epochs start again
             opened = {key: begun for key, begun in opened.items() if key[0] != event["file"]}
         if event["event"] == "revoke":
             opened[event["file"], event.get("epoch")] = event["time"]
         if event["event"] == "plan":
             begun = opened.pop((event["file"], event.get("epoch")), event["time"])
-            yield _span_of(_RUN, lane, f"rendezvous of epoch {event.get('epoch')}", begun, event["time"], told)
+            yield _span_of(_RUN, lane, f"rendezvous of epoch {event.get('epoch')}", begun, event["time"], details)
         elif event["event"] in _MOMENTS:
             name = event["event"] + (f" of worker {event['worker']}" if "worker" in event else "")
-            yield _moment(lane, name, event["time"], told)
+            yield _moment(lane, name, event["time"], details)
 
 
 def _span_of(group: int, lane: int, name: str, begun: float, ended: float, args: Entry) -> Entry:
@@ -368,5 +370,5 @@ def _moment(lane: int, name: str, at: float, args: Entry) -> Entry:
     return {"ph": "i", "s": "t", "pid": _RUN, "tid": lane, "name": name, "ts": round(at * 1e6), "args": args}
 
 
-def _named(what: str, group: int, lane: int, name: str) -> Entry:
-    return {"ph": "M", "pid": group, "tid": lane, "name": f"{what}_name", "args": {"name": name}}
+def _named(metadata: str, group: int, lane: int, name: str) -> Entry:
+    return {"ph": "M", "pid": group, "tid": lane, "name": f"{metadata}_name", "args": {"name": name}}

@@ -1,6 +1,6 @@
-"""The report of a run as one HTML page, with nothing outside of it: the verdict first, then pictures, then tables.
+"""Report of a run as one self-contained HTML page: the verdict first, then pictures, then tables.
 
-``page.html`` is its template; everything that it shows is escaped.  Here is what it shows.
+``page.html`` is its template, which escapes everything; this module computes its contents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 
 MOST = 30
-"""Losses of which the iterations around are shown: the longest recoveries."""
+"""Most losses whose neighbouring iterations are shown: the longest recoveries."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: frozenset[str] = frozenset()
-    """Columns that are set as numbers."""
+    """Columns that are aligned as numbers."""
 
 
 def around(recoveries: Sequence[RecoveryRecord], steps: Sequence[StepRecord]) -> Table | None:
-    """The microbatches that each replica counted in the iteration of each loss, the one before and the one after.
+    """Return the microbatches that each replica counted in the iteration of each loss, and in its neighbours.
 
-    Those that a replica ran beyond what it would have had are not marked: the row above has them.
+    Additional microbatches of a replica are not marked: compare with the iteration before.
     """
     known = {step.iteration: step for step in steps}
     losses = [r for r in recoveries if r.iteration is not None and r.lost_workers]
     losses = sorted(losses, key=lambda r: r.total, reverse=True)[:MOST]
-    struck = {r.iteration for r in losses if r.iteration is not None}
-    wanted = sorted({near for n in struck for near in (n - 1, n, n + 1)} & known.keys())
+    with_loss = {r.iteration for r in losses if r.iteration is not None}
+    wanted = sorted({near for n in with_loss for near in (n - 1, n, n + 1)} & known.keys())
     rows = [
-        [f"{n} (a loss)" if n in struck else str(n), str(replica), ids_in_runs(ids)]
+        [f"{n} (a loss)" if n in with_loss else str(n), str(replica), ids_in_runs(ids)]
         for n in wanted
         for replica, ids in sorted(known[n].microbatches.items())
         if ids
@@ -60,7 +60,7 @@ def around(recoveries: Sequence[RecoveryRecord], steps: Sequence[StepRecord]) ->
 
 
 def ids_in_runs(ids: Sequence[int]) -> str:
-    """``0, 4, 8-11``: ascending, runs of three or more in short."""
+    """Return ids in ascending order, runs of three or more in short: ``0, 4, 8-11``."""
     runs: list[list[int]] = []
     for j in sorted(ids):
         if runs and j == runs[-1][1] + 1:
@@ -72,7 +72,7 @@ def ids_in_runs(ids: Sequence[int]) -> str:
 
 
 def checkpoints(events: Sequence[Event]) -> Table | None:
-    """Those that were complete, in the order of time."""
+    """Return the complete checkpoints, in the order of time."""
     rows = [
         [str(event["saved"]), _date(event["time"]), str(event.get("folder", ""))]
         for event in events
@@ -82,14 +82,14 @@ def checkpoints(events: Sequence[Event]) -> Table | None:
 
 
 _REFRESH = 30
-"""Seconds after which a browser loads the page of a run that goes on again."""
+"""Seconds after which a browser reloads the page of a running run."""
 _MAX_ROWS = 500
-"""Of a table; a run with more faults shows the longest recoveries."""
+"""Most rows of a table; a run with more faults shows the longest recoveries."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a page tells."""
+    """Contents of a page."""
 
     run: RecordedRun
     violations: Sequence[str]
@@ -97,15 +97,15 @@ class Report:
     reference: RecordedRun | None = None
     comparison: Comparison | None = None
     events: Sequence[Event] = ()
-    """Those of the training workers, in the order of time."""
+    """Events of the training workers, in the order of time."""
     coordinators: Sequence[Event] = ()
-    """Those of the coordinators, in the order of time."""
+    """Events of the coordinators, in the order of time."""
     spent: Sequence[Account] = ()
-    """Where the time has gone."""
+    """Accounts of the wall-clock time."""
 
 
 def page(report: Report, pictures: Mapping[str, Path]) -> str:
-    """The HTML text.  ``pictures``: title -> PNG, in the order to show them.  Raises OSError."""
+    """Return the HTML text.  ``pictures``: title -> PNG, in the order to show them.  Raises OSError."""
     lost = [worker for worker in report.run.workers if worker.get("state") != "finished"]
     found = stretches(report.events, report.coordinators, max((s.time or 0.0 for s in report.run.steps), default=0.0))
     moments = marks(report.history, report.events)
@@ -144,7 +144,7 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
 
 
 def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
-    """The recoveries, the rollbacks and the snapshots in memory, for the lanes; ``events``: of training workers."""
+    """Return recoveries, rollbacks and snapshots in memory, for the lanes; ``events``: of training workers."""
     recoveries = [
         Mark(r.time, f"iteration {_maybe(r.iteration)}: {'; '.join(r.causes) or 'a change'}; {_ms(r.total)}")
         for r in past.recoveries
@@ -152,13 +152,13 @@ def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
     ]
     back = [
         Mark(
-            event["time"], f"rolled back {_what(event)[1]}", "from-memory" if event["tier"] == "memory" else "from-disk"
+            event["time"], f"rolled back {_note(event)[1]}", "from-memory" if event["tier"] == "memory" else "from-disk"
         )
         for event in past.others
         if event["event"] == "rolled back"
     ]
     snapshots = [
-        Mark(event["time"], f"snapshot of iteration {event.get('after')} is known to be complete", "snapshot")
+        Mark(event["time"], f"snapshot of iteration {event.get('after')} is complete", "snapshot")
         for event in events
         if event["event"] == "snapshot"
     ]
@@ -166,7 +166,7 @@ def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
 
 
 def told(report: Report) -> defaultdict[str, str]:
-    """What each picture shows, for who does not see it, by its title."""
+    """Return an alternative text for each picture, by its title."""
     words: defaultdict[str, str] = defaultdict(str)
     if steps := report.run.steps:
         losses = [step.loss for step in steps if step.loss is not None]
@@ -186,7 +186,7 @@ def told(report: Report) -> defaultdict[str, str]:
 
 
 def _verdicts(report: Report) -> list[tuple[str, str, str]]:
-    """How the run is judged: CSS class, the word, the sentence."""
+    """Return the verdicts about the run: CSS class, word, sentence."""
     steps = report.run.steps
     if (missing := report.violations) and not failed(missing):
         bars = [("open", "AUDIT INCOMPLETE", in_short(missing))]
@@ -234,7 +234,7 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
 
 def _difference_tile(what: str, worst: Difference | None, iterations: int) -> tuple[str, str]:
     if worst is None:
-        return "not comparable", f"the reference has no {what} of the same iterations"
+        return "not comparable", f"the reference has no {what} for the same iterations"
     if worst.relative == 0:
         return "equal", f"{what}: all digits, {iterations:,} iterations compared with the reference"
     return (
@@ -263,7 +263,7 @@ def _recoveries(past: History) -> Table | None:
     shown.sort(key=lambda r: r.time)
     others = sorted({name for r in shown for name in r.seconds} - set(PHASES))
     phases = [name for name in (*PHASES, *others) if any(name in r.seconds for r in shown)]
-    head = ["iteration", "epoch", "lost, put together", "cause", "they were in", "replicas after", "run again"]
+    head = ["iteration", "epoch", "lost, formed", "cause", "phase", "replicas after", "run again"]
     head += [*phases, "total"]
     if past.launches > 1:
         head.insert(0, "launch")
@@ -274,7 +274,7 @@ def _recoveries(past: History) -> Table | None:
 def _recovery_row(r: RecoveryRecord, phases: Sequence[str], launches: bool) -> list[str]:
     lost = [f"workers {_ids(r.lost_workers)}"] if r.lost_workers else []
     lost += [f"replicas {_ids(r.lost_replicas)}"] if r.lost_replicas else []
-    lost += [f"put together: replicas {_ids(r.fresh)}"] if r.fresh else []
+    lost += [f"formed: replicas {_ids(r.fresh)}"] if r.fresh else []
     row = [str(r.launch + 1)] if launches else []
     row += [_maybe(r.iteration), "none followed" if r.epoch is None else str(r.epoch)]
     row += ["; ".join(lost), "; ".join(r.causes), r.phase, _maybe(r.replicas), str(r.reran) if r.reran else ""]
@@ -297,7 +297,7 @@ def _throughput(report: Report) -> Table | None:
         ]
         for level in found
     ]
-    head = ["replicas", "iterations", "seconds, median", "samples/s, median", "of the most", "replicas of the most"]
+    head = ["replicas", "iterations", "seconds, median", "samples/s, median", "of full rate", "of full replicas"]
     return Table(head, rows, frozenset(head))
 
 
@@ -305,17 +305,17 @@ def _changes(past: History) -> Table | None:
     rows = []
     for event in past.quotas:
         rows.append([str(event["iteration"]), "quotas balanced", _pairs(event.get("quotas", {}))])
-    rows += [[str(event["iteration"]), *_what(event)] for event in past.others]
+    rows += [[str(event["iteration"]), *_note(event)] for event in past.others]
     rows.sort(key=lambda row: int(row[0]))
-    return Table(["iteration", "what", ""], rows[:_MAX_ROWS], frozenset({"iteration"})) if rows else None
+    return Table(["iteration", "change", ""], rows[:_MAX_ROWS], frozenset({"iteration"})) if rows else None
 
 
-def _what(event: Mapping[str, Any]) -> tuple[str, str]:
+def _note(event: Mapping[str, Any]) -> tuple[str, str]:
     if event["event"] == "again":
-        return event["what"], "done again by those who were left"
+        return event["what"], "repeated by the remaining workers"
     if event["event"] == "rolled back":
         return "rolled back", f"to iteration {event['to']} from {event['tier']}, {repeated(event)}"
-    return "checkpoint abandoned", "a worker that wrote it in the background was lost"
+    return "checkpoint abandoned", "a worker that was writing it in the background was lost"
 
 
 def _lost(workers: Sequence[Mapping[str, object]]) -> Table | None:
@@ -332,7 +332,7 @@ def _setup(report: Report) -> Table:
         rows.append(["workers", _maybe(start.get("world"))])
         rows.append(["replicas at the start", str(len(start.get("replicas", ())))])
         rows.append(["shape", _pairs(start.get("shape", {}))])
-        rows.append(["microbatches of an iteration", _maybe(start.get("microbatches"))])
+        rows.append(["microbatches per iteration", _maybe(start.get("microbatches"))])
         if isinstance(argv := start.get("argv"), list):
             rows.append(["command line", shlex.join(map(str, argv))])
         if isinstance(versions := start.get("versions"), dict):

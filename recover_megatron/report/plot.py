@@ -1,7 +1,7 @@
-"""The pictures of a run, drawn with matplotlib where it is installed.
+"""Pictures of a run, drawn with matplotlib if it is installed.
 
-Each ``draw_*`` draws into axes that it is given; `save` makes the figure around them.  Colours mean the same in all of
-them: blue the run, grey the reference, red a change of the replicas.
+Each ``draw_*`` draws into given axes; `save` creates the figure around them.  Colours have the same meaning in all
+pictures: blue the run, grey the reference, red a change of the replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recover_megatron.run_log.steps import StepRecord
 MAX_BARS = 30
 _MAX_COLUMNS = 600
 _MAX_LINES = 40
-"""More changes of the replicas than this are not marked one by one: the lines would hide the curve."""
+"""Most changes of the replicas that are marked: more lines would hide the curve."""
 _RUN, _REFERENCE, _CHANGE = "tab:blue", "0.55", "tab:red"
 _PHASE_COLOURS = {
     "rendezvous": "#ff9f40",
@@ -33,11 +33,11 @@ _PHASE_COLOURS = {
 }
 
 NO_PLOT = "none: matplotlib is not installed: pip install 'recover-megatron[plot]'"
-"""What is told where there is nothing to draw with."""
+"""Text in place of pictures without matplotlib."""
 
 
 def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[float]) -> bool:
-    """Make a figure of axes one below the other, of ``heights`` inches, and write it.  False without matplotlib."""
+    """Draw a figure of stacked axes, of ``heights`` inches, and write it.  Return False without matplotlib."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
@@ -58,7 +58,7 @@ def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[fl
 
 
 def draw_loss(axes: Any, run: RecordedRun, reference: RecordedRun | None = None) -> None:
-    """The loss over the iterations, the reference below it, evaluations, and where the number of replicas changed."""
+    """Draw the loss over the iterations, the reference behind it, evaluations, and changes of the replicas."""
     if reference is not None:
         _line(axes, [(s.iteration, s.loss) for s in reference.steps], color=_REFERENCE, linewidth=3, label="reference")
     _line(axes, [(s.iteration, s.loss) for s in run.steps], color=_RUN, linewidth=1, label="training")
@@ -75,7 +75,7 @@ def draw_loss(axes: Any, run: RecordedRun, reference: RecordedRun | None = None)
 
 
 def draw_difference(axes: Any, comparison: Comparison) -> None:
-    """The relative difference of the loss to the reference, logarithmic; equal losses are at the bottom."""
+    """Draw the relative difference of the loss from the reference, logarithmic; equal losses are at the bottom."""
     points = [(d.iteration, d.relative) for d in comparison.losses if math.isfinite(d.relative)]
     different = [value for _, value in points if value > 0]
     floor = 10.0 ** (math.floor(math.log10(min(different, default=1e-15))) - 1)
@@ -88,7 +88,7 @@ def draw_difference(axes: Any, comparison: Comparison) -> None:
 
 
 def draw_replicas(axes: Any, steps: Sequence[StepRecord]) -> None:
-    """How many replicas counted microbatches."""
+    """Draw the number of replicas that counted microbatches."""
     axes.step([s.iteration for s in steps], [s.replicas for s in steps], where="post", color=_RUN, linewidth=1.5)
     axes.set(ylabel="replicas")
     axes.set_ylim(0, max((s.replicas for s in steps), default=1) * 1.15)
@@ -97,7 +97,7 @@ def draw_replicas(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def draw_quotas(axes: Any, steps: Sequence[StepRecord]) -> None:
-    """Microbatches by replica and iteration, as colours; white: none.  Of a long run a column is a mean of several."""
+    """Draw microbatches by replica and iteration, as colours; white: none.  In a long run, a column is a mean."""
     replicas = sorted({replica for step in steps for replica in step.microbatches})
     width = math.ceil(len(steps) / _MAX_COLUMNS) or 1
     columns = [steps[at : at + width] for at in range(0, len(steps), width)]
@@ -114,9 +114,9 @@ def draw_quotas(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def draw_recoveries(axes: Any, recoveries: Sequence[RecoveryRecord]) -> None:
-    """A stacked bar of the phases for each recovery, in milliseconds; of many the longest `MAX_BARS`.
+    """Draw a stacked bar of the phases for each recovery, in milliseconds; at most the longest `MAX_BARS`.
 
-    ``detect`` is written, not drawn: a hang is noticed after seconds, beside which nothing else would be seen.
+    ``detect`` is written, not drawn: a hang is noticed after seconds, which would dwarf everything else.
     """
     shown = sorted(recoveries, key=lambda r: r.total, reverse=True)[:MAX_BARS]
     shown.sort(key=lambda r: r.time)
@@ -145,7 +145,7 @@ def draw_throughput(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def mark_changes(axes: Any, steps: Sequence[StepRecord], text: bool = True) -> None:
-    """A red line wherever the number of replicas changed, unless there are too many to be told apart."""
+    """Draw a red line at each change of the number of replicas, unless there are more than `_MAX_LINES`."""
     changes = [step for before, step in pairwise(steps) if step.replicas != before.replicas]
     if len(changes) > _MAX_LINES:
         return
@@ -160,8 +160,8 @@ def mark_changes(axes: Any, steps: Sequence[StepRecord], text: bool = True) -> N
 
 
 def _bar_note(recovery: RecoveryRecord) -> str:
-    doing = f", in {recovery.phase}" if recovery.phase else ""
-    return doing + (
+    phase_note = f", in {recovery.phase}" if recovery.phase else ""
+    return phase_note + (
         f"; detected after {1000 * recovery.seconds['detect']:.0f} ms" if "detect" in recovery.seconds else ""
     )
 
@@ -175,5 +175,5 @@ def _bar_name(recovery: RecoveryRecord) -> str:
 
 
 def _line(axes: Any, points: Sequence[tuple[int, float | None]], **style: Any) -> None:
-    """A line through the points; broken where there is no value."""
+    """Draw a line through the points, with gaps for missing values."""
     axes.plot([x for x, _ in points], [math.nan if y is None else y for _, y in points], **style)

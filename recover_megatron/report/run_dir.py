@@ -1,4 +1,4 @@
-"""The files of a run's log folder, read into one record; and a run beside its reference, iteration by iteration.
+"""Reader of a run's log folder; comparison of a run with its reference, iteration by iteration.
 
 A reference is the same training without failures.
 """
@@ -24,45 +24,45 @@ from recover_megatron.run_log.steps import (
     violations,
 )
 
-# Megatron prints it; no file has it in a better form.
+# Megatron only prints it; no file has it in a better form.
 _EVALUATION = re.compile(
     rb"validation loss at iteration (\d+)(?: on (\w+) set)? \| lm loss value: ([0-9.E+-]+|nan|inf)", re.IGNORECASE
 )
 
 
 class NotARun(Exception):
-    """The folder holds no run that could be reported on, in words for the user."""
+    """Error for a folder without a run to report on; its text is for the user."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What is known of a run."""
+    """Contents of a run's log folder."""
 
     folder: Path
     steps: list[StepRecord]
-    """In the order of their iterations; lines that a crash has cut or spoiled are not among them."""
+    """Steps in the order of their iterations, without lines that a crash has cut or damaged."""
     corpus: dict[str, Any] | None
-    """corpus.json of scripts/prepare_corpus.py."""
+    """Content of corpus.json from scripts/prepare_corpus.py."""
     workers: list[dict[str, Any]]
-    """workers.json of recover-run: an object for each worker; empty: there is none."""
+    """Content of workers.json from recover-run: an object for each worker; empty: no such file."""
     settings: dict[str, Any]
-    """run.json of scripts/quickstart.sh; empty for other runs."""
+    """Content of run.json from scripts/quickstart.sh; empty for other runs."""
     evaluations: dict[str, dict[int, float]]
     """Split (validation, test) -> iteration -> loss."""
     events: tuple[list[Event], list[Event], list[Event]] = ([], [], [])
-    """The workers', the coordinators', the chaos; each in the order of time."""
+    """Events of workers, of coordinators and of fault injection, each in the order of time."""
     spoiled: list[str] = field(default_factory=list)
-    """Lines, as file:line, and files that cannot be read and were left out."""
+    """Unreadable lines, as file:line, and unreadable files, which were left out."""
     after_spoiled: dict[str, int] = field(default_factory=dict)
-    """Spoiled line of steps.jsonl -> the last iteration before it."""
+    """Damaged line of steps.jsonl -> the last iteration before it."""
 
     @property
     def rollbacks(self) -> list[Event]:
-        """The events of those that were carried out, in their order: ``to``, ``lost``, ``tier``."""
+        """Return the events of the rollbacks, in order: ``to``, ``lost``, ``tier``."""
         return [event for event in self.events[0] if event["event"] == "rolled back"]
 
     def audit(self, microbatches: int | None = None) -> list[str]:
-        """A sentence for each thing that is wrong or not shown; ``microbatches``: of each iteration, if it is known."""
+        """Return a sentence for each error or missing iteration; ``microbatches``: per iteration, if known."""
         found = violations(self.steps, microbatches or self.settings.get("microbatches"))
         begun, ended = last_launch(self.events[0])
         if not self.steps:
@@ -70,10 +70,10 @@ class RecordedRun:
                 return [not_shown(begun, ended)]
             return [not_shown(1, None)] if self.after_spoiled else found
         first, last = self.steps[0], self.steps[-1]
-        has_events = (self.folder / EVENTS_FILE).exists()  # else steps.jsonl alone was copied
+        has_events = (self.folder / EVENTS_FILE).exists()  # else only steps.jsonl was copied
         if has_events and (missing := lost_before(first, self.events[0])):
             found.insert(0, not_shown(first.iteration - missing, first.iteration - 1))
-        elif first.iteration > 1 and 0 in self.after_spoiled.values():  # those of a launch before
+        elif first.iteration > 1 and 0 in self.after_spoiled.values():  # lines of an earlier launch
             found.insert(0, not_shown(1, first.iteration - 1))
         if (next_one := max(last.iteration + 1, begun)) <= ended:
             found.append(not_shown(next_one, ended))
@@ -83,17 +83,17 @@ class RecordedRun:
 
     @property
     def microbatches(self) -> int:
-        """Of an iteration; of a run without settings as its steps show it."""
+        """Return the microbatches per iteration: from the settings, else from the steps."""
         return self.settings.get("microbatches") or microbatches_per_iteration(self.steps)
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Nats per token of the validation text, knowing only how frequent each byte is in the training text."""
+        """Return nats per token of the validation text, given only the byte frequencies of the training text."""
         return None if self.corpus is None else float(self.corpus["unigram_entropy_nats"]["valid_under_train"])
 
 
 def last_launch(workers: Sequence[Event]) -> tuple[int, int]:
-    """First and last iteration of the last launch, by its ``start`` and ``end``; the last is 0 where no end is told."""
+    """Return first and last iteration of the last launch, by its ``start`` and ``end``; last is 0 without an end."""
     begun, ended = 1, 0
     for event in workers:
         if event["event"] == "start":
@@ -104,22 +104,22 @@ def last_launch(workers: Sequence[Event]) -> tuple[int, int]:
 
 
 def lost_before(first: StepRecord, workers: Sequence[Event]) -> int:
-    """Number of iterations made before ``first``, the first line left of steps.jsonl (log rotation).
+    """Return the number of iterations before ``first``, the first remaining line of steps.jsonl (log rotation).
 
-    They were made by its launch, or by an earlier one, whose lines a launch that goes on after them keeps.  Where no
-    event tells of a start it was at iteration 1, for all that is known.
+    They belong to its launch, or to an earlier one, whose lines a resumed launch keeps.  Without a ``start`` event, the
+    launch is assumed to have started at iteration 1.
     """
     starts = [event for event in workers if event["event"] == "start"]
     expected = first.iteration - first.skipped
-    begun = [start for start, made in _made(workers) if start <= made < expected]
-    if not any(event.get("iteration") == expected for event in starts):  # whatever their hosts' clocks say
+    begun = [start for start, made in _iterations_made(workers) if start <= made < expected]
+    if not any(event.get("iteration") == expected for event in starts):  # regardless of the hosts' clocks
         starts = [event for event in starts if event["time"] <= (first.time or math.inf)] or starts[:1]
         begun.append(int(starts[-1].get("iteration", 1)) if starts else 1)
     return expected - min([expected, *begun])
 
 
-def _made(workers: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """For each ``checkpoint`` and ``end`` the first iteration of its launch, and the last one that was made by then."""
+def _iterations_made(workers: Sequence[Event]) -> Iterator[tuple[int, int]]:
+    """Yield, for each ``checkpoint`` and ``end``, first iteration of its launch and last iteration by then."""
     begun = None
     for event in workers:
         if event["event"] == "start":
@@ -129,9 +129,9 @@ def _made(workers: Sequence[Event]) -> Iterator[tuple[int, int]]:
 
 
 def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
-    """Read what is there.  ``corpus`` is the corpus.json to compare with (default: the one in ``folder``, if any).
+    """Read the folder.  ``corpus`` is the corpus.json to compare with (default: the one in ``folder``, if any).
 
-    Raises NotARun if there is no steps.jsonl, or no corpus at a path that was given.
+    Raises NotARun if there is no steps.jsonl, or no corpus at the given path.
     """
     if not folder.is_dir():
         raise NotARun(f"{folder}: no such folder")
@@ -140,7 +140,7 @@ def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
         steps = list(read_steps(folder / STEPS_FILE, after_spoiled))
     except FileNotFoundError:
         raise NotARun(
-            f"{folder} has no {STEPS_FILE}: no iteration has been committed there, or the run did not have --recover"
+            f"{folder} has no {STEPS_FILE}: no iteration was committed, or the run was without --recover"
         ) from None
     spoiled: list[str] = []
     if corpus is not None and _json(corpus, dict, spoiled) is None:
@@ -161,7 +161,7 @@ def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
 
 
 def _json[Content: (list[Any], dict[str, Any])](path: Path, kind: type[Content], spoiled: list[str]) -> Content | None:
-    """The content of the file; None: there is no file, or one that is ``spoiled``, which gets its name."""
+    """Return the content of the file; None if it is missing, or damaged: then add its name to ``spoiled``."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -186,18 +186,18 @@ def _evaluations(folder: Path) -> dict[str, dict[int, float]]:
 
 
 GROWN = 1e-2
-"""A relative difference of a loss above it is never one of rounding, however long that has grown."""
+"""Largest relative difference of a loss that accumulated rounding can explain."""
 TOLERANCE = 1e-4
-"""The same right after a change of the replicas, unless the losses differed before."""
+"""Limit right after a change of the replicas, unless the losses differed before."""
 SOON = 10
-"""For so many iterations, the one with the change included."""
+"""Number of iterations with this limit, including the one with the change."""
 ROUGH = 10
-"""So many times more is allowed after the first of them in 16 bits or fewer."""
+"""Factor of the limit after the first of them, in 16 bits or fewer."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One value of one iteration in both runs."""
+    """Value of one iteration in both runs."""
 
     iteration: int
     run: float
@@ -205,7 +205,7 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """|run - reference| / |reference|; 0 for equal ones (two NaNs are equal), infinite where only one is finite."""
+        """Return |run - reference| / |reference|; 0 for equal values (or two NaNs), infinite if only one is finite."""
         if self.run == self.reference or (math.isnan(self.run) and math.isnan(self.reference)):
             return 0.0
         difference = abs(self.run - self.reference)
@@ -216,51 +216,51 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common and where they differ."""
+    """Common iterations of two runs, and their differences."""
 
     iterations: int
-    """How many both have."""
+    """Number of common iterations."""
     losses: list[Difference]
-    """In the order of the iterations; those where either was skipped are left out."""
+    """Differences of the loss, in order, without iterations that either run skipped."""
     grad_norms: list[Difference]
     unlike: list[str]
-    """What no rounding explains, a sentence each: other samples, a step that only one of them skipped, other losses."""
+    """Differences that rounding cannot explain, a sentence each: samples, steps that only one skipped, losses."""
 
     @property
     def worst_loss(self) -> Difference | None:
-        """The largest relative difference; the first of equals."""
+        """Return the largest relative difference of the loss; the first of equal ones."""
         return max(self.losses, key=lambda difference: difference.relative, default=None)
 
     @property
     def worst_grad_norm(self) -> Difference | None:
-        """The same of the grad norms."""
+        """Return the largest relative difference of the grad norm; the first of equal ones."""
         return max(self.grad_norms, key=lambda difference: difference.relative, default=None)
 
 
 def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
-    """Why ``reference`` cannot be one of ``run``: it is another training; empty: it can be.
+    """Return why ``reference`` is not a run of the same training as ``run``; empty if it may be.
 
-    Another batch shows in the samples and microbatches of iterations that both have, other data in a loss of the very
-    first iterations that no rounding explains.
+    Another batch size shows in the samples and microbatches of common iterations; other data show in a loss of the
+    first common iteration that rounding cannot explain.
     """
     pairs = _pairs(run, reference)
     if not pairs:
-        return "it has no iteration of this run"
-    mine, theirs = pairs[0]
-    batches = [sum(map(len, step.microbatches.values())) for step in (mine, theirs)]
+        return "it has no iteration in common with this run"
+    own, ref = pairs[0]
+    batches = [sum(map(len, step.microbatches.values())) for step in (own, ref)]
     if batches[0] != batches[1]:
-        return f"another batch: {batches[1]} microbatches in iteration {mine.iteration}, {batches[0]} in this run"
-    if mine.consumed_samples != theirs.consumed_samples:
+        return f"another batch size: {batches[1]} microbatches in iteration {own.iteration}, {batches[0]} in this run"
+    if own.consumed_samples != ref.consumed_samples:
         return (
-            f"another batch: {theirs.consumed_samples} samples were consumed by the end of iteration {mine.iteration}, "
-            f"{mine.consumed_samples} in this run"
+            f"another batch size: {ref.consumed_samples} samples consumed by the end of iteration {own.iteration}, "
+            f"{own.consumed_samples} in this run"
         )
-    if mine.loss is not None and theirs.loss is not None:
-        apart = Difference(mine.iteration, mine.loss, theirs.loss).relative
+    if own.loss is not None and ref.loss is not None:
+        apart = Difference(own.iteration, own.loss, ref.loss).relative
         if apart > GROWN:
             return (
-                f"other data, or another model or seed: the loss of iteration {mine.iteration} is {theirs.loss!r}, "
-                f"{mine.loss!r} in this run"
+                f"other data, or another model or seed: the loss of iteration {own.iteration} is {ref.loss!r}, "
+                f"{own.loss!r} in this run"
             )
     return ""
 
@@ -268,21 +268,21 @@ def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
 def compare(
     run: Sequence[StepRecord], reference: Sequence[StepRecord], tolerance: float = TOLERANCE, *, rough: bool = False
 ) -> Comparison:
-    """``tolerance``: of the relative difference of the loss, right after a change of the replicas.
+    """Compare two runs; ``tolerance``: of the loss, relative, right after a change of the replicas.
 
     ``rough``: the model computes in 16 bits or fewer.
     """
     pairs = _pairs(run, reference)
     unlike = []
-    for mine, theirs in pairs:
-        if mine.consumed_samples != theirs.consumed_samples:
+    for own, ref in pairs:
+        if own.consumed_samples != ref.consumed_samples:
             unlike.append(
-                f"iteration {mine.iteration}: {mine.consumed_samples} samples were consumed by its end, "
-                f"{theirs.consumed_samples} in the reference"
+                f"iteration {own.iteration}: {own.consumed_samples} samples were consumed by its end, "
+                f"{ref.consumed_samples} in the reference"
             )
-        elif (mine.loss is None) != (theirs.loss is None):
-            who = "this run" if mine.loss is None else "the reference"
-            unlike.append(f"iteration {mine.iteration}: only {who} skipped the step")
+        elif (own.loss is None) != (ref.loss is None):
+            skipper = "this run" if own.loss is None else "the reference"
+            unlike.append(f"iteration {own.iteration}: only {skipper} skipped the step")
     losses = _differences(pairs, lambda step: step.loss)
     off = {difference.iteration: difference.relative for difference in losses}
     limits = _limits(pairs, off, tolerance, ROUGH if rough else 1)
@@ -299,23 +299,23 @@ def compare(
 def _limits(
     pairs: Sequence[tuple[StepRecord, StepRecord]], off: Mapping[int, float], tolerance: float, later: int
 ) -> dict[int, float]:
-    """The largest relative difference of the loss that rounding explains, by iteration.
+    """Return the largest relative difference of the loss that rounding explains, by iteration.
 
-    Right after a change of the replicas, in either run, it is ten times what it was before, at least ``tolerance``, and
-    ``later`` times that after the first iteration, whose parameters are still the same.
+    Right after a change of the replicas, in either run, it is ten times the difference before, at least ``tolerance``;
+    after the first iteration, whose parameters are still the same, at least ``later`` times ``tolerance``.
     """
     limits: dict[int, float] = {}
     recent: deque[float] = deque(maxlen=SOON)
     epochs: tuple[int, int] | None = None
     left, before = 0, 0.0
-    for mine, theirs in pairs:
-        if epochs not in (None, now := (mine.epoch, theirs.epoch)):
+    for own, ref in pairs:
+        if epochs not in (None, now := (own.epoch, ref.epoch)):
             left, before = SOON, max(recent)
         epochs = now
         least = tolerance if left == SOON else tolerance * later
-        limits[mine.iteration] = max(least, min(GROWN, 10 * before) if left > 0 else GROWN)
+        limits[own.iteration] = max(least, min(GROWN, 10 * before) if left > 0 else GROWN)
         left -= 1
-        recent.append(off.get(mine.iteration, 0.0))
+        recent.append(off.get(own.iteration, 0.0))
     return limits
 
 
@@ -328,8 +328,8 @@ def _differences(
     pairs: Sequence[tuple[StepRecord, StepRecord]], value: Callable[[StepRecord], float | None]
 ) -> list[Difference]:
     found = []
-    for mine, theirs in pairs:
-        a, b = value(mine), value(theirs)
+    for own, ref in pairs:
+        a, b = value(own), value(ref)
         if a is not None and b is not None:
-            found.append(Difference(mine.iteration, a, b))
+            found.append(Difference(own.iteration, a, b))
     return found

@@ -1,4 +1,4 @@
-"""A run in a dozen lines of text, and its samples per second: of each iteration, and by the number of replicas."""
+"""Summary of a run in a dozen lines of text; samples per second of each iteration, and by the number of replicas."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from recover_megatron.report.run_dir import RecordedRun
 from recover_megatron.run_log.steps import NOT_SHOWN, StepRecord, samples_per_microbatch
 
 _LAST = 10
-"""The training loss of one iteration is noisy: the summary gives the mean over so many."""
+"""Iterations over which the summary averages the training loss, which is noisy."""
 
 _CHANGES = 8
-"""Changes of the number of replicas, and spoiled lines: so many are named one by one."""
+"""Most changes of the number of replicas, and most damaged lines, that are listed one by one."""
 
 
 def summary(run: RecordedRun, violations: Sequence[str], spent: Sequence[Account] = ()) -> str:
-    """The summary of ``run``; ``violations`` are what the audit found, ``spent`` where the time has gone."""
+    """Return the summary of ``run``; ``violations``: findings of the audit; ``spent``: accounts of the time."""
     steps = run.steps
     rows: list[tuple[str, str]] = [("run", str(run.folder))]
     if run.spoiled:
@@ -60,7 +60,7 @@ def _iterations(run: RecordedRun, steps: Sequence[StepRecord]) -> str:
 
 def _time(steps: Sequence[StepRecord]) -> str:
     seconds = [step.seconds for step in steps]
-    return f"{median(seconds):.3f} s an iteration (median), {sum(seconds):.0f} s in all iterations"
+    return f"{median(seconds):.3f} s per iteration (median), {sum(seconds):.0f} s in all iterations"
 
 
 def _replicas(steps: Sequence[StepRecord]) -> str:
@@ -74,15 +74,15 @@ def _replicas(steps: Sequence[StepRecord]) -> str:
 
 
 def _rollbacks(rollbacks: Sequence[dict[str, Any]]) -> str:
-    """The iterations above are as they were run last; here is what was run twice."""
+    """Describe the iterations that were run twice; the rows above count only their last run."""
     lost = sum(rollback["lost"] for rollback in rollbacks)
     to = ", ".join(f"to {back['to']} from {back['tier']} ({repeated(back)})" for back in rollbacks)
-    kept = "; as they were before: steps.jsonl.1, ..." if lost else ""  # else no file was set aside
+    kept = "; their first runs: steps.jsonl.1, ..." if lost else ""  # else no old file was kept
     return f"{to}; {lost} iteration{'s' * (lost != 1)} lost{kept}"
 
 
 def repeated(rollback: Mapping[str, Any]) -> str:
-    """Which iterations are run again because of it, in words."""
+    """Describe which iterations are run again because of a rollback."""
     first, last = rollback["to"] + 1, rollback["to"] + rollback["lost"]
     if last < first:
         return "no iteration run again"
@@ -90,7 +90,7 @@ def repeated(rollback: Mapping[str, Any]) -> str:
 
 
 def _workers(workers: Sequence[dict[str, Any]]) -> str:
-    """How many ended how, and which of them did not finish."""
+    """Count the workers by their ends, and list those that did not finish."""
     states: dict[str, list[str]] = {}
     for worker in workers:
         states.setdefault(str(worker.get("state")), []).append(str(worker.get("worker_id")))
@@ -112,12 +112,12 @@ def _losses(run: RecordedRun, steps: Sequence[StepRecord]) -> list[tuple[str, st
         rows.append((f"{split} loss", f"{_nats(points[iteration])}, after iteration {iteration}"))
     entropy = run.unigram_entropy
     if entropy is not None:
-        rows.append(("unigram entropy", f"{_nats(entropy)}: what byte frequencies alone would give"))
+        rows.append(("unigram entropy", f"{_nats(entropy)}: the loss from byte frequencies alone"))
     return rows
 
 
 def _nats(value: float) -> str:
-    return f"{value:.4f} nats ({value / math.log(2):.3f} bits) a token"
+    return f"{value:.4f} nats ({value / math.log(2):.3f} bits) per token"
 
 
 def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
@@ -128,14 +128,14 @@ def _audit(run: RecordedRun, violations: Sequence[str]) -> str:
 
 
 def failed(violations: Sequence[str]) -> list[str]:
-    """The sentences on what is wrong, without those on what is only not shown."""
+    """Return the sentences about errors, without those about iterations that are only not shown."""
     return [text for text in violations if NOT_SHOWN not in text]
 
 
 def left_out(spoiled: Sequence[str]) -> str:
-    """The row on what could not be read: how much, and where."""
+    """Describe the lines that could not be read: number and places."""
     which = ", ".join(spoiled[:_CHANGES]) + (", ..." if len(spoiled) > _CHANGES else "")
-    return f"{len(spoiled)} spoiled line{'s' * (len(spoiled) != 1)} (NUL bytes, half a line, or two mixed): {which}"
+    return f"{len(spoiled)} damaged line{'s' * (len(spoiled) != 1)} (NUL bytes, half a line, or two mixed): {which}"
 
 
 def in_short(violations: Sequence[str]) -> str:
@@ -143,9 +143,9 @@ def in_short(violations: Sequence[str]) -> str:
 
 
 def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
-    """(iteration, samples per second of its compute time), for all iterations whose samples are known.
+    """Return (iteration, samples per second of its compute time) for all iterations with known samples.
 
-    The samples of the first one, and of one after a gap, are counted from its microbatches.
+    The samples of the first iteration, and of an iteration after a gap, are counted from its microbatches.
     """
     usual = samples_per_microbatch(steps)
     found = []
@@ -163,21 +163,21 @@ def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Level:
-    """The throughput with one number of replicas."""
+    """Throughput with one number of replicas."""
 
     replicas: int
     iterations: int
     seconds: float
-    """Of an iteration, median."""
+    """Median time of an iteration."""
     samples_per_second: float
-    """Median."""
+    """Median rate."""
 
 
 def levels(steps: Sequence[StepRecord]) -> list[Level]:
-    """By the number of replicas, most first.
+    """Return the throughput by number of replicas, the largest number first.
 
-    An iteration in which the number changed is left out: its time is that of a recovery.  So is the first of all, which
-    warms up, if there are others.
+    An iteration in which the number changed is left out: its time includes a recovery.  So is the first iteration,
+    which warms up, if there are others.
     """
     rate = dict(rates(steps))
     groups: dict[int, list[StepRecord]] = {}

@@ -1,9 +1,9 @@
-"""recover-tools: what comes with the package beside its modules, found wherever it is installed.
+"""recover-tools: files and scripts that ship with the package, wherever it is installed.
 
-recover-tools                        what there is, and where
-recover-tools corpus [OPTIONS]       make a small corpus to train on, in data/corpus
-recover-tools patch CHECKOUT         have a Megatron-LM checkout take --recover
-recover-tools gpu-checks [OPTIONS]   check the GPUs of this machine, with this Python and its torch
+recover-tools                        list the shipped files and their folders
+recover-tools corpus [OPTIONS]       create a small corpus to train on, in data/corpus
+recover-tools patch CHECKOUT         patch a Megatron-LM checkout to accept --recover
+recover-tools gpu-checks [OPTIONS]   check the GPUs of this machine with this Python and its torch
 recover-tools copy slurm FOLDER      copy files to edit: slurm, examples, patches, docs
 """
 
@@ -21,25 +21,25 @@ from recover_megatron import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 COPIED = {"slurm": "scripts/slurm", "examples": "examples", "patches": "patches", "docs": "docs"}
-"""What ``copy`` knows, and where it lies below ``root``."""
+"""Names that ``copy`` accepts, and their folders below ``root``."""
 RUN = {
     "corpus": [sys.executable, "scripts/prepare_corpus.py"],
     "patch": ["bash", "scripts/apply_patches.sh"],
     "gpu-checks": ["bash", "scripts/gpu_checks.sh"],
 }
-"""The interpreter and the script of each command that is run."""
+"""Interpreter and script of each command."""
 
 
 def root() -> Path:
-    """Where the files lie: in the installed package, or the source tree of which the package is a part."""
+    """Return the folder of the files: in the installed package, or the root of its source tree."""
     shipped = PACKAGE / "shipped"
     return shipped if shipped.is_dir() else PACKAGE.parent
 
 
 def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:
-    """The words to execute."""
+    """Return the words to execute."""
     interpreter, script = RUN[command]
-    # Its own default is a folder of the source tree.
+    # The script's default is a folder of the source tree.
     default = ["--out", "data/corpus"] if command == "corpus" else []
     return [interpreter, str(files / script), *default, *arguments]
 
@@ -50,15 +50,15 @@ def listed(files: Path) -> str:
 
 
 def copy(name: str, folder: Path, files: Path) -> int:
-    """Put a copy that may be edited into ``folder``; the exit status."""
+    """Put a writable copy into ``folder``; return the exit status."""
     if (folder / name).exists():
-        print(f"recover-tools: error: {folder / name} is there already: name another folder", file=sys.stderr)
+        print(f"recover-tools: error: {folder / name} exists already: name another folder", file=sys.stderr)
         return 2
     try:
         shutil.copytree(files / COPIED[name], folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         for path in (folder / name, *(folder / name).rglob("*")):
-            path.chmod(path.stat().st_mode | stat.S_IWUSR)  # to be edited, wherever the package may only be read
-    except OSError as error:  # shutil's own has a list of all that failed
+            path.chmod(path.stat().st_mode | stat.S_IWUSR)  # writable, even if the package is read-only
+    except OSError as error:  # shutil.Error holds a list of all failures
         why = error.strerror or error.args[0][0][2]
         print(f"recover-tools: error: {folder / name} cannot be written: {why}", file=sys.stderr)
         return 2
@@ -67,12 +67,12 @@ def copy(name: str, folder: Path, files: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0; 2 for what cannot be done here; that of what was run."""
+    """Run the command; return 0, 2 if it cannot be done here, or the exit status of the script."""
     given = list(sys.argv[1:] if argv is None else argv)
     files = root()
     if given and given[0] in RUN:
         words = words_of(given[0], given[1:], files)
-        os.environ.setdefault("RECOVER_GPU_PYTHON", sys.executable)  # not that of a .venv, which may have another torch
+        os.environ.setdefault("RECOVER_GPU_PYTHON", sys.executable)  # not a .venv, which may have another torch
         sys.stdout.flush()
         os.execvp(words[0], words)
     parser = argparse.ArgumentParser(

@@ -124,11 +124,11 @@ def test_all_errors_are_told_at_once() -> None:
     said = "\n".join(caught.value.reasons)
     assert len(caught.value.reasons) == 8
     assert "fault '5': not of the form WORKER@ITERATION:PHASE[#VISIT][:KIND]" in said
-    assert "fault '1@2:lunch:tickle': no phase 'lunch'; there are data, forward, backward" in said
-    assert "fault '1@2:lunch:tickle': no kind 'tickle'; there are kill, stop, raise, exit" in said
-    assert "fault '9@1:agree': there is no worker 9, only 0 to 3" in said
+    assert "fault '1@2:lunch:tickle': unknown phase 'lunch'; the phases are data, forward, backward" in said
+    assert "fault '1@2:lunch:tickle': unknown kind 'tickle'; the kinds are kill, stop, raise, exit" in said
+    assert "fault '9@1:agree': there is no worker 9; the workers are 0 to 3" in said
     assert "fault '1@3:agree#0': visits count from 1" in said
-    assert "fault '2@2:eval': '2@2:eval:exit' strikes the same worker at the same place already" in said
+    assert "fault '2@2:eval': '2@2:eval:exit' already strikes the same worker at the same place" in said
     assert "fault '': not of the form" in said
 
 

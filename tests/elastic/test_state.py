@@ -308,7 +308,7 @@ def test_a_status_of_another_version_is_read_as_far_as_it_goes() -> None:
         ({"model": torch.nn.Linear(3, 1)}, "parameter weight torch.float32 [1, 3] (the run: torch.float32 [1, 2])"),
         ({"model": torch.nn.Linear(2, 1).bfloat16()}, "parameter bias torch.bfloat16 [1] (the run: torch.float32 [1])"),
         ({"model": torch.nn.Linear(2, 1, bias=False)}, "parameter bias is missing (the run: torch.float32 [1])"),
-        ({"code": {"train.py": "9"}}, "train.py has another content"),
+        ({"code": {"train.py": "9"}}, "the content of train.py differs"),
     ],
 )
 def test_a_newcomer_that_differs_ends_with_2_and_the_others_do_not_begin_with_it(

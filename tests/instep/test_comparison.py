@@ -60,7 +60,7 @@ def run(*more: Worker) -> dict[int, Any]:
 
 def test_a_newcomer_with_an_edited_script_is_refused_and_the_file_named() -> None:
     newcomer = Worker(7, {**CODE, "train.py": "99"}, placed=False)
-    with pytest.raises(OtherFlags, match=r"another program than worker 1: train.py has another content") as refused:
+    with pytest.raises(OtherFlags, match=r"another program than worker 1: the content of train.py differs") as refused:
         newcomer.reads(run(newcomer))
     assert refused.value.code == EXIT_REFUSED
     assert newcomer.given_up == []
@@ -104,7 +104,7 @@ def test_a_launch_whose_workers_run_different_programs_does_not_begin() -> None:
         odd.reads(run(odd))
     ((code, why),) = odd.given_up
     assert code == EXIT_REFUSED
-    assert "worker 2 on node here runs another program than worker 0: net.py has another content" in why
+    assert "worker 2 on node here runs another program than worker 0: the content of net.py differs" in why
 
 
 def test_a_newcomer_with_another_version_of_this_package_is_refused_before_it_reads_the_statuses() -> None:

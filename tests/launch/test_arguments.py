@@ -38,12 +38,12 @@ def test_short_module_option(bench):
         ("--log_dirs", "--log-dir"),
         ("--master-prot", "--master-port"),
         ("--standalone", "leave it out"),
-        ("--role", "of torchrun is not one of recover-run: leave it out"),
-        ("--monitor-interval", "of torchrun is not one of recover-run: leave it out"),
+        ("--role", "of torchrun is not an option of recover-run: leave it out"),
+        ("--monitor-interval", "of torchrun is not an option of recover-run: leave it out"),
         ("-t", "use --log-dir"),
         ("--warm", "options of the script go after SCRIPT"),
-        ("--recover", "is an option of the script: it goes after SCRIPT"),
-        ("--recover-hang-timeout", "is an option of the script: it goes after SCRIPT"),
+        ("--recover", "is an option of the script: write it after SCRIPT"),
+        ("--recover-hang-timeout", "is an option of the script: write it after SCRIPT"),
     ],
 )
 def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
@@ -73,13 +73,13 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
         (["-m", "json.tool.more"], "module json.tool.more is not found"),
         (["-m", "script.py"], "module script.py is not found (write -m script)"),
         (["python", "S"], "SCRIPT is python: leave it out"),
-        (["./pretrain_gpt_recover.py"], "the installed one is run by its bare name, pretrain_gpt_recover.py"),
+        (["./pretrain_gpt_recover.py"], "to run the installed script, give its bare name, pretrain_gpt_recover.py"),
         (
             ["-m", "pretrain_gpt_recover", "--save", "S", "--save-interval", "1"],
-            f"is no folder) on host {socket.gethostname()}: no checkpoint could be",
+            f"is not a folder) on host {socket.gethostname()}: no checkpoint could be",
         ),
         (["--log-dir", "S/logs", "S"], "cannot be written"),
-        (["--master-addr", "no-such-host.invalid", "S"], "is not known"),
+        (["--master-addr", "no-such-host.invalid", "S"], "cannot be resolved"),
         (["--master-addr", "192.0.2.1", "S"], "not an address of this host"),
         (["--nnodes", "2", "--master-addr", "192.0.2.1", "S"], "not an address of this host"),
     ],
@@ -141,7 +141,7 @@ def test_check_of_a_batch_script_is_told_the_nodes_that_srun_will_have():
     job = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
     options, reasons = arguments.parse(["--check", "--slurm", __file__], job)
     assert (options.nnodes, options.nproc_per_node, reasons) == (2, 4, [])
-    assert "this is no task of a SLURM step" in arguments.parse(["--slurm", __file__], job)[1][0]
+    assert "this process is not a task of a SLURM step" in arguments.parse(["--slurm", __file__], job)[1][0]
 
 
 def test_a_port_in_use_is_refused_with_the_way_out(bench, refused_here):
@@ -150,7 +150,7 @@ def test_a_port_in_use_is_refused_with_the_way_out(bench, refused_here):
         port = taken.getsockname()[1]
         said = refused_here("--master-port", port, script)
     assert f"port {port} on host 127.0.0.1 is in use by another process" in said
-    assert "choose another --master-port or leave it out for a free one" in said
+    assert "choose another --master-port or leave it out to use a free port" in said
 
 
 def test_the_port_is_held_from_the_check_on():
@@ -220,7 +220,7 @@ def test_a_launcher_that_joins_knows_the_run_by_its_options_or_by_the_scripts(mo
 @pytest.mark.parametrize(
     ("options", "script_args", "reason"),
     [
-        (["--max-restarts", 2], [], "--max-restarts: a worker can be started again only in a run with --recover"),
+        (["--max-restarts", 2], [], "--max-restarts: workers can be replaced only in a run with --recover"),
         (["--max-restarts", -1], ["--recover"], "--max-restarts '-1': must be a whole number, at least 0"),
         (["--world-size", 2], ["--recover"], "--world-size is for --join"),
         (["--recover-coordinator", "a:1"], ["--recover"], "--recover-coordinator is for --join"),
@@ -265,16 +265,16 @@ def test_a_launch_that_joins_takes_nothing_of_the_shape_but_its_own_workers():
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "PET_NNODES '1:4': a run is launched with all of its nodes"),
-        ({"PET_NNODES": "2"}, "PET_NNODES is 2, and nothing says which node this is: give --node-rank R"),
+        ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "PET_NNODES '1:4': --nnodes MIN:MAX is not supported"),
+        ({"PET_NNODES": "2"}, "PET_NNODES is 2, but the rank of this node is unknown: give --node-rank R"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "with --nnodes 2 --node-rank 1 --master-addr A --master-port P"),
         (
             {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
             "--nnodes 8 --node-rank 0 --master-addr pod-0 --master-port 23456",
         ),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK 0 and OMPI_COMM_WORLD_SIZE"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "or give --nnodes 1 for a launch of its own"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1", "SLURM_STEP_ID": "0"}, "on each node, with --slurm"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "or give --nnodes 1 for a separate launch"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "SLURM_STEP_ID": "0"}, "start recover-run there with --slurm"),
     ],
 )
 def test_one_of_several_launches_that_does_not_say_so_is_refused(refused_here, monkeypatch, environ, reason):

@@ -76,7 +76,7 @@ AFTER_IT = """
 def test_a_finished_run_whose_workers_all_fail_after_it_does_not_end_with_0(bench):
     launch = bench.run("--nproc-per-node", 3, "--log-dir", "logs", bench.script(AFTER_IT), ends=1)
     assert [stop["code"] for stop in bench.events("stop")] == [0]
-    assert "the training was finished; what the script does after it has failed" in launch.err
+    assert "the training was finished, but the script failed afterwards" in launch.err
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_coordinator_that_is_late_tells_in_its_log_how_an_interrupted_run_has_
     [
         (["--save", "{0}"], "iteration 8 in {0}"),
         (["--save={0}", "--load", "elsewhere"], "iteration 8 in {0}"),
-        (["--save", "{0}/none"], "none is complete in {0}/none"),
+        (["--save", "{0}/none"], "no complete checkpoint in {0}/none"),
         (["--load", "{0}"], None),
         (["--save"], None),
     ],
@@ -403,7 +403,7 @@ def test_a_joiner_waits_for_the_first_coordinator_of_a_run_that_has_not_begun(mo
             control._loop.call_later(0.02, lambda: None)
             control._loop.run_once()
         assert (len(said), control.found_ended, waited) == (1, None, [])
-        assert said[0].startswith(f"no process listens at 127.0.0.1:{port}, and nothing tells of a run there")
+        assert said[0].startswith(f"no process listens at 127.0.0.1:{port}, and no run there is known")
         with control.agent._client.condition:
             for event in (Connected(), Lost("one was there, and is not any more")):
                 control.agent._core.handle(event, time.monotonic())
@@ -420,7 +420,7 @@ def test_a_launcher_that_comes_to_a_run_that_has_ended_ends_as_it_did_and_leaves
     )
     how = ["--join", "--recover-coordinator", address, "--world-size", 2, "--master-port", 9, "--log-dir", "logs"]
     launch = bench.run(*how, bench.script("pass"), "--recover", environment=SECRET, ends=143)
-    assert "the run that this launcher was to join has ended (ended by SIGTERM): exit code 143" in launch.err
+    assert "the run that this launcher should join has ended (ended by SIGTERM): exit code 143" in launch.err
     assert (bench.folder / "logs" / "launch.lock").read_bytes() == b"", "it has claimed nothing"
 
 

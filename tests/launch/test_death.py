@@ -60,7 +60,7 @@ def test_one_workers_death_does_not_end_the_others(bench):
     assert "DONE 1" not in launch.out
     said = next(line for line in launch.err.splitlines() if "was killed by" in line)
     assert f"worker 1 on {victim['host']} (pid {victim['pid']}) was killed by SIGKILL (signal 9)" in said
-    assert "the other 2 workers here go on" in said
+    assert "the other 2 workers here continue" in said
     assert str(bench.folder / "logs" / "worker-1.log") in said
 
 
@@ -95,7 +95,7 @@ def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench
         os.kill(dead["pid"], signal.SIGKILL)
     else:
         bench.go("go0")
-    launch.wait_for("it left behind ended")
+    launch.wait_for("it left behind killed")
     eventually(lambda: not any(map(alive, mine)), "nothing is left of worker 0")
     assert all(map(alive, others))
     assert alive(survivor["pid"])

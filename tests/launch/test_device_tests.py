@@ -18,7 +18,7 @@ from tests.harness.patience import patient
 from tests.launch.test_newcomers import LONGER, SCRIPT, awaits, training
 
 PASSES = f"{sys.executable} -c pass"
-FAILS = f"""{sys.executable} -c 'print("rows of its memory have no spare"); raise SystemExit(1)'"""
+FAILS = f"""{sys.executable} -c 'print("no spare memory rows"); raise SystemExit(1)'"""
 HANGS = "sleep 1000"
 
 
@@ -52,7 +52,7 @@ def test_a_device_that_gets_one_element_of_one_product_wrong_fails(monkeypatch: 
         return products[-1]
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", sometimes_wrong)
-    assert "a product" in device_test.computes(torch.device("cpu"), 4096, 64)
+    assert "the product" in device_test.computes(torch.device("cpu"), 4096, 64)
 
 
 def test_memory_that_loses_a_byte_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_memory_that_loses_a_byte_fails(monkeypatch: pytest.MonkeyPatch) -> None
         return memory
 
     monkeypatch.setattr(torch, "full", loses)
-    assert "do not hold" in device_test.computes(torch.device("cpu"), 4096, 64)
+    assert "do not keep" in device_test.computes(torch.device("cpu"), 4096, 64)
 
 
 class Nvml:
@@ -108,9 +108,9 @@ class Nvml:
         (Nvml(0, (3, 1, 0, 0), 0), ""),
         (Nvml(None, None, None), ""),
         (Nvml(2, (0, 0, 0, 0), 0), "2 uncorrectable ECC errors"),
-        (Nvml(0, (0, 1, 1, 0), 0), "wait for a reset"),
+        (Nvml(0, (0, 1, 1, 0), 0), "need a reset"),
         (Nvml(0, (0, 9, 0, 1), 0), "no spare"),
-        (Nvml(None, None, 1), "wants a reset"),
+        (Nvml(None, None, 1), "needs a reset"),
         (Nvml(0, (0, 0, 0, 0), 9), "recovery action 9"),
     ],
     ids=["well", "knows nothing", "ecc", "rows pending", "rows failed", "xid", "unknown action"],
@@ -123,14 +123,14 @@ def test_what_nvml_counts_against_a_device_is_told(nvml: Any, said: str) -> None
 
 def test_without_a_cuda_device_the_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert device_test.examine(1) == "there are 1 CUDA devices here"
+    assert device_test.examine(1) == "this host has only 1 CUDA devices"
 
 
 def test_a_test_that_could_not_run_is_refused_at_start() -> None:
     common = ["--nproc-per-node", "2"]
     script = [__file__, "--recover"]
     _, reasons = parse([*common, "--max-restarts", "1", "--device-test", "no-such-program -x", *script])
-    assert any("--device-test no-such-program -x: there is no such program" in reason for reason in reasons)
+    assert any("--device-test no-such-program -x: no such program" in reason for reason in reasons)
     _, reasons = parse([*common, "--device-test", "sh -c true", *script])
     assert any("add --max-restarts" in reason for reason in reasons)
     options, reasons = parse([*common, "--max-restarts", "1", "--device-test", "sh -c 'exit 0'", *script])
@@ -151,7 +151,7 @@ def test_a_worker_is_started_on_a_device_that_has_passed(bench) -> None:
     launch = training(bench, 3, 1, "--device-test", command, *SCRIPT, environment=awaits(1))
     bench.kill(1, 3)
     launch.ends()
-    assert "worker 3 is started in its place when its device has passed a test" in launch.err
+    assert "worker 3 is started in its place if its device passes a test" in launch.err
     assert tested.read_text() == "1\n"
     record = bench.workers()[3]
     assert (record["replaces"], record["local_rank"], record["state"], record["note"]) == (1, 1, "finished", "")
@@ -160,7 +160,7 @@ def test_a_worker_is_started_on_a_device_that_has_passed(bench) -> None:
 @slow
 @pytest.mark.parametrize(
     ("command", "timeout", "why"),
-    [(FAILS, patient(60), "rows of its memory have no spare"), (HANGS, 0.2, "did not end within 0.2 s")],
+    [(FAILS, patient(60), "no spare memory rows"), (HANGS, 0.2, "did not end within 0.2 s")],
     ids=["fails", "hangs"],
 )
 def test_a_device_that_fails_its_test_is_left_out_and_named(bench, command: str, timeout: float, why: str) -> None:
@@ -181,6 +181,6 @@ def test_a_device_that_fails_its_test_is_left_out_and_named(bench, command: str,
 def test_a_launch_that_ends_during_a_test_leaves_nothing(bench) -> None:
     launch = training(bench, 2, 1, "--device-test", HANGS, *SCRIPT)  # it does not end by itself
     bench.kill(1, 2)
-    launch.wait_for("when its device has passed a test")
+    launch.wait_for("if its device passes a test")
     launch.send(signal.SIGTERM)
     launch.ends(128 + signal.SIGTERM)

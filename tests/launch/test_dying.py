@@ -222,7 +222,7 @@ def test_under_a_wrapper_the_worker_is_looked_at(monkeypatch: pytest.MonkeyPatch
         loop = SimpleNamespace(call_from_thread=print)
         watch = ProcessWatch(loop, lambda end: None, SimpleNamespace(holder=8, left=False, begin=lambda told: None))
         watch.begin(7)
-        watch._given_up() if name == "ending" else watch.fatal()
+        watch._released() if name == "ending" else watch.fatal()
     assert looked_at == [8, 8]
 
 
@@ -301,7 +301,7 @@ def test_where_no_robust_mutex_is_to_be_had_the_pidfd_tells_and_check_says_so(mo
     (note,) = preflight.host()[1]
     death_notice.lacking.cache_clear()
     assert "robust mutexes are not available here" in note
-    assert "0.1 to 0.6 s a gigabyte" in note
+    assert "0.1 to 0.6 s per gigabyte" in note
 
 
 # -- a core -----------------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_a_worker_whose_core_is_written_is_told_to_be_dead_and_not_killed(monkey
     monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("its core would be cut short"))
     monkeypatch.setattr(dying, "ending", lambda pid: pytest.fail("it is told twice"))
     assert fence(SimpleNamespace(pid=7, watch=None), told[0]) == "SIGABRT, writing a core"
-    watch._given_up()
+    watch._released()
     loop.close()
 
 
@@ -422,7 +422,7 @@ def test_the_death_of_a_large_worker_is_told_at_once_and_nobody_is_started_in_it
     [
         (
             Ending(-6, writes_core=True),
-            "was killed by SIGABRT, and the kernel writes its core: the run goes on without",
+            "was killed by SIGABRT, and the kernel writes its core: the run continues without",
         ),
         (Ending(None, writes_core=True), "was killed by a fatal signal, and the kernel writes its core"),
     ],
@@ -431,7 +431,7 @@ def test_of_a_core_people_are_told_what_waits_for_it(end: Ending, told: str) -> 
     said, note = messages.writes_core(WorkerProcess(1, 77, "h", WorkerState.RUNNING, 0, 1), end)
     assert told in said
     assert note.startswith(dying.WRITES_CORE)
-    assert "its device is free when that is over" in note
+    assert "its device is free after that" in note
 
 
 def test_people_are_told_where_a_fatal_signal_has_struck() -> None:

@@ -94,7 +94,7 @@ def test_the_console_says_why_a_newcomer_of_the_library_cannot_make_a_process_gr
     )
     launch = bench.up(2, "--elastic", "--max-restarts", 1, script, says="JOINED")
     bench.kill(1, count=2)
-    launch.wait_for("cannot take part in torch.distributed.init_process_group()")
+    launch.wait_for("cannot call torch.distributed.init_process_group()")
     bench.go()
     launch.wait()
 
@@ -152,8 +152,8 @@ def test_workers_do_not_get_what_recovery_cannot_live_with_and_the_console_says_
     found = environments(launch)
     assert [[its.get(name) for name in given] for its in found.values()] == [[None, "INFO", "0"]] * 2
     for line in (
-        "TORCH_GLOO_LAZY_INIT=1 of your environment is overruled (not passed on)",
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL of your environment is overruled (INFO instead)",
+        "TORCH_GLOO_LAZY_INIT=1 in the environment is overruled (removed)",
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment is overruled (INFO instead)",
     ):
         assert launch.err.count(line) == 1
 
@@ -334,4 +334,4 @@ def test_hosts_whose_names_do_not_resolve_find_each_other(can_have_hosts: None, 
         assert [run.wait(DEADLINE) for run in runs] == [0, 0], [out.read_text() for out in outs]
         for host, out in zip(hosts, outs, strict=True):
             assert f"TOTAL {host - 1} 2 3.0 e0" in out.read_text()
-            assert f"workers talk over the interface e0 ({hosts.address(host)})" in out.read_text()
+            assert f"workers communicate over the interface e0 ({hosts.address(host)})" in out.read_text()

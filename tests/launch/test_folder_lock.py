@@ -361,7 +361,7 @@ def test_a_launch_whose_folder_has_no_lock_goes_on_and_says_so(tmp_path, capsys)
     (lock,), _ = command._lock_folders(saving(tmp_path / "file"))
     assert (lock.held, lock.share("r"), lock.share("r")) == (False, None, None)
     said = capsys.readouterr().err
-    assert said.count("another run that writes there would not be noticed") == 1
+    assert said.count("another run that writes to this folder would not be noticed") == 1
     assert "Not a directory" in said
 
 
@@ -541,7 +541,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
 def test_a_file_of_the_users_stays(tmp_path):
     (tmp_path / "secret").write_text("a key of the user's\n")
     (said,) = written(tmp_path)
-    assert "there is a file of that name that no launch has made" in said
+    assert "a file of that name exists that no launch has written" in said
     assert (tmp_path / "secret").read_text() == "a key of the user's\n"
 
 
@@ -552,7 +552,7 @@ def test_where_everybody_could_read_it_no_secret_is_left(tmp_path, monkeypatch):
     original = os.open
     monkeypatch.setattr(log_folder.os, "open", open_to_all)
     (said,) = written(tmp_path)
-    assert "does not keep it from others" in said
+    assert "does not protect it from other users" in said
     assert list(tmp_path.iterdir()) == []
 
 

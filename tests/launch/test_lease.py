@@ -66,7 +66,7 @@ def test_a_word_that_is_there_already_is_no_proof(tmp_path: Path) -> None:
     path = leasing.lease_path(plan, plan.run_id)
     assert path is not None
     Path(f"{path}.try").write_text("a stranger's")
-    assert "is there already" in leasing.LeaseTrial(plan).end({})
+    assert "exists already" in leasing.LeaseTrial(plan).end({})
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_a_run_of_two_nodes_survives_the_loss_of_either(
     left = [worker for worker in range(4) if worker // 2 != victim]
     for worker in left:
         assert losses(bench, worker) == pytest.approx(undisturbed, rel=1e-10)
-    assert "either half of the workers may be lost: the lease is at" in started[0].err
+    assert "the run can survive the loss of either half of the workers: the lease is at" in started[0].err
     assert bench.lease_claims() == ([[[2, 3]]] if victim == 0 else [])
     if victim == 0:
         formed = [plan for plan in bench.events("plan", candidate=1) if plan["members"] == [left]]
@@ -187,7 +187,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answer]:
         ("slurm", IN_SLURM, {"kind": SLURM, "place": "n1"}),
         ("off", IN_SLURM, {}),
         ("auto", {}, {}),
-        ("kubernetes", IN_SLURM, {"reason": "this is no node of Kubernetes' API server"}),
+        ("kubernetes", IN_SLURM, {"reason": "this is not a node of Kubernetes' API server"}),
     ],
 )
 def test_a_node_tells_what_the_witness_calls_it(
@@ -214,7 +214,7 @@ def told(*kinds: str) -> dict[int, dict[str, str]]:
 def test_all_nodes_have_the_same_witness_and_the_candidates_are_given_all_names() -> None:
     scope, line = leasing.agree_on_witness(plan_of(), told(SLURM, SLURM), lease=True)
     assert scope == Scope(SLURM, {"host-0": "n0", "host-1": "n1"})
-    assert "SLURM's controller is asked" in line
+    assert "if SLURM's controller confirms" in line
 
 
 @pytest.mark.parametrize(
@@ -223,11 +223,11 @@ def test_all_nodes_have_the_same_witness_and_the_candidates_are_given_all_names(
         ({0: {"node": "host-0"}, 1: {"node": "host-1"}}, True, ""),
         ({0: {}, 1: None}, True, ""),
         (told(SLURM, SLURM), False, "it needs a lease"),
-        (told(SLURM, KUBERNETES), True, "not all nodes"),
-        ({**told(SLURM), 1: {"node": "host-1"}}, True, "not all nodes"),
+        (told(SLURM, KUBERNETES), True, "the nodes are not all"),
+        ({**told(SLURM), 1: {"node": "host-1"}}, True, "the nodes are not all"),
         ({**told(SLURM), 1: {"node": "host-1", "reason": "it hangs"}}, True, "(node 1: it hangs)"),
-        ({0: told(SLURM)[0], 1: told(SLURM)[0]}, True, "no names of their own"),
-        (told("other", "other"), True, "no names of their own"),
+        ({0: told(SLURM)[0], 1: told(SLURM)[0]}, True, "do not report different names"),
+        (told("other", "other"), True, "do not report different names"),
     ],
 )
 def test_else_there_is_none_and_a_line_says_why(words: dict[int, dict[str, str]], lease: bool, line: str) -> None:
@@ -282,7 +282,7 @@ def test_one_node_of_three_goes_on_only_when_slurm_says_that_the_others_are_powe
     assert started[2].wait() == code, started[2].err
     if code == 0:
         assert sorted(losses(bench, 4)) == list(range(1, ITERATIONS + 1))
-        assert "SLURM's controller is asked then" in started[0].err
+        assert "if SLURM's controller confirms" in started[0].err
         assert "witness: SLURM reports n0, n1 as powered off" in started[2].err
         assert [[4, 5]] in bench.lease_claims()
 

@@ -94,8 +94,8 @@ PROCESSES = "run ulimit -u {} before recover-run"
         ({"files": 100}, "", "ulimit -n 100 may be too low"),
         ({"tasks": [TaskLimit("ulimit -u", 149, 9, PROCESSES)]}, "149 is too low (in use: 9): 4 workers", ""),
         ({"tasks": [TaskLimit("ulimit -u", 309, 10, PROCESSES)]}, "", "300 processes and threads: run ulimit -u 512"),
-        ({"longest": 1 << 20}, "", "ulimit -f: no file may be longer than 1048576 bytes"),
-        ({"shared": 0}, "", "/dev/shm has 0 MiB left, and the batches of loaders may take 1 MiB there"),
+        ({"longest": 1 << 20}, "", "ulimit -f limits every file to 1048576 bytes"),
+        ({"shared": 0}, "", "/dev/shm has 0 MiB left, but the batches of loaders may need 1 MiB"),
     ],
 )  # fmt: skip
 def test_a_limit_is_refused_where_it_cannot_do_and_told_of_where_it_may_not(less: dict, reason: str, note: str) -> None:
@@ -200,7 +200,7 @@ def test_without_pidfds_and_memory_files_ends_are_seen_and_nothing_is_left(bench
         eventually(lambda pid=pid: os.getsid(pid) == pid, f"{pid} leads a session")
     bench.kill(0, 2)
     launch.wait_for("was killed by SIGKILL")
-    launch.wait_for("it left behind ended")
+    launch.wait_for("it left behind killed")
     launch.send(signal.SIGKILL)
     leaves_nothing(launch)
 

@@ -190,7 +190,7 @@ def test_either_node_of_two_may_be_lost_with_all_that_hold_a_stage(
     (loss,) = scenario.losses
     (back,) = result.of_training("rolled back")
     assert back["to"] in (2, 4), "the newest may be on its way"
-    assert "either half of the workers may be lost: the lease is at" in bench.launches[0].err
+    assert "the run can survive the loss of either half of the workers: the lease is at" in bench.launches[0].err
     assert bench.lease_claims() == ([[[2, 3]]] if loss.node == 0 else [])
 
 

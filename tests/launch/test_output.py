@@ -332,7 +332,7 @@ def test_output_blocks_no_worker_while_the_launcher_is_stopped(bench):
     launch.send(signal.SIGSTOP)
     eventually((bench.folder / "written").exists, "the worker goes on")
     launch.send(signal.SIGCONT)
-    launch.wait_for("lines of worker 0 are missing here, while this launcher did not run")
+    launch.wait_for("lines of worker 0 are missing here, because this launcher was stopped")
     bench.go()
     assert launch.wait() == 0
     log = bench.log()
@@ -376,7 +376,7 @@ def test_logs_that_cannot_be_written_are_told_of_once_and_go_on_when_they_can(be
     for room in ("room", "none"):
         launch = bench.start("--log-dir", room, script, room)
         launch.wait_for("now")
-        launch.wait_for(f"{room}/worker-0.log cannot be written (File too large); the run goes on without it")
+        launch.wait_for(f"{room}/worker-0.log cannot be written (File too large); the run continues without this file")
         bench.go()
         if room == "room":
             launch.wait_for(f"{room}/worker-0.log is written again; nothing was lost")
@@ -397,8 +397,8 @@ def test_the_last_line_counts_no_newcomer_that_came_too_late_and_names_what_the_
     for worker, status in zip(workers, (0, 0, -9, -9), strict=True):
         worker.end(status, 20.0)
     workers[2].kernel, workers[3].note = "out of memory", messages.TOO_LATE
-    killed = "killed by SIGKILL (signal 9), out of memory by the kernel's account, after 10.0 s"
-    late = "1 worker more, started in place of others, had no part in it yet"
+    killed = "killed by SIGKILL (signal 9), according to the kernel out of memory, after 10.0 s"
+    late = "1 worker more, started as replacements, had not joined the run yet"
     assert messages.ends(workers) == f"2 of 3 workers finished; worker 2 {killed}; {late}"
     assert workers[2].how == "SIGKILL, out of memory"
     assert f"worker 2 on h (pid 102) was {killed}; no worker is left" in messages.worker_ended(

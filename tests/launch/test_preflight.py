@@ -58,21 +58,21 @@ def test_a_good_command_line_is_let_through() -> None:
         (["--recover_spares", "1", *GOOD], 8, "unknown flag --recover_spares: did you mean --recover-spares?"),
         (["-recover-spares", "1", *GOOD], 8, "unknown flag -recover-spares: did you mean --recover-spares?"),
         (["\u2014Recover-spares", "1", *GOOD], 8, "did you mean --recover-spares?"),
-        ([*GOOD, "--recover", "true"], 8, "--recover takes no value: true is too much"),
-        ([*GOOD, "--recover-spares", "1", "2"], 8, "--recover-spares takes one value: 2 is too much"),
-        ([*GOOD, "--recover-balance=1"], 8, "--recover-balance takes no value: write --recover-balance alone"),
-        ([*GOOD, "--recover-log-dir", __file__], 8, "is no folder): choose another"),
+        ([*GOOD, "--recover", "true"], 8, "--recover takes no value: remove true"),
+        ([*GOOD, "--recover-spares", "1", "2"], 8, "--recover-spares takes one value: remove 2"),
+        ([*GOOD, "--recover-balance=1"], 8, "--recover-balance takes no value: write only --recover-balance"),
+        ([*GOOD, "--recover-log-dir", __file__], 8, "is not a folder): choose another"),
         (["--recover-heartbeat-timeout", "1", *GOOD], 8, "--recover-heartbeat-timeout 1 must be at least twice"),
         (["--recover-inject", "1@2:backward", "--mock-data"], 8, "--recover-inject needs --recover"),
         (["--recover-inject", "1@x:backward", *GOOD], 8, "--recover-inject: fault '1@x:backward': not of the form"),
-        (["--recover-inject", "8@1:backward", *GOOD], 8, "there is no worker 8, only 0 to 7"),
-        (["--recover-min-replicas", "5", *GOOD], 8, "this run has 4 at its launch (8 workers, 2 to a replica)"),
+        (["--recover-inject", "8@1:backward", *GOOD], 8, "there is no worker 8; the workers are 0 to 7"),
+        (["--recover-min-replicas", "5", *GOOD], 8, "this run has 4 replicas at its launch (8 workers, 2 per replica)"),
         (
             [*GOOD, *SPREAD, "--recover-min-replicas", "3"],
             8,
-            "this run has 2 at its launch (8 workers, 4 to a replica)",
+            "this run has 2 replicas at its launch (8 workers, 4 per replica)",
         ),
-        ([*GOOD, "--recover-max-replicas", "3"], 8, "--recover-max-replicas 3: this run has 4 at its launch"),
+        ([*GOOD, "--recover-max-replicas", "3"], 8, "--recover-max-replicas 3: this run has 4 replicas at its launch"),
         (["--expert-tensor-parallel-size", "3", *GOOD], 8, "of 3 workers (EP 1, --expert-tensor-parallel-size 3)"),
         ([*GOOD, "--num-attention-heads", "5"], 8, "5 is not a multiple of --tensor-model-parallel-size 2"),
         (
@@ -92,10 +92,10 @@ def test_a_good_command_line_is_let_through() -> None:
         (
             [*GOOD, "--micro-batch-size", "1", "--num-layers", "2"],
             8,
-            "how long is the training? give --train-iters N, or --train-samples N",
+            "the length of the training is missing: give --train-iters N, or --train-samples N",
         ),
-        (["--pipeline-model-parallel-size=3", *GOOD], 8, "8 workers cannot hold whole replicas of 6"),
-        (["--expert-model-parallel-size", "8", *GOOD], 8, "cannot hold whole sets of experts, of 16 workers (EP 8)"),
+        (["--pipeline-model-parallel-size=3", *GOOD], 8, "8 workers cannot form complete replicas of 6"),
+        (["--expert-model-parallel-size", "8", *GOOD], 8, "cannot form complete sets of experts, of 16 workers (EP 8)"),
         (["--recover", "--micro-batch-size", "1", "--train-iters", "1"], 8, "no training data"),
         (["--recover", "--dataloader-type", "cyclic", "--data-path", "here/x"], 8, "--data-path here/x: no here/x.bin"),
         (["--recover", "--data-path", "0.5", "here/x"], 8, "--data-path here/x: no here/x.bin and here/x.idx"),
@@ -204,7 +204,7 @@ def test_more_workers_than_gpus_are_refused_where_processes_may_use_gpus(
     (tmp_path / "nvidiactl").touch()
     assert preflight.devices(TRAINING, GOOD, 3, two) == []
     (tmp_path / "nvidia3").touch()  # all that a container has
-    assert "3 workers on this node, spares included, but it has 2 GPUs" in preflight.devices(TRAINING, GOOD, 3, two)[0]
+    assert "3 workers on this node, including spares, but it has 2 GPUs" in preflight.devices(TRAINING, GOOD, 3, two)[0]
     assert preflight.devices(TRAINING, GOOD, 2, two) == preflight.devices("train.py", GOOD, 3, two) == []
     assert preflight.devices(TRAINING, [*GOOD, "--recover-device", "cpu"], 3, two) == []
 
@@ -280,7 +280,7 @@ def test_a_range_of_nodes_is_refused_with_what_does_its_work() -> None:
     _, reasons = arguments.parse(["--nnodes", "1:4", "train.py"])
     assert len(reasons) == 1
     assert "Give --nnodes 4" in reasons[0]
-    assert "Or --nnodes 1, with --recover-max-replicas N" in reasons[0]
+    assert "Or give --nnodes 1, with --recover-max-replicas N" in reasons[0]
     assert "recover-run --join" in reasons[0]
     assert arguments.parse(["--nnodes", "4:1", "train.py"])[1] == ["--nnodes '4:1': MIN is above MAX"]
 
@@ -293,7 +293,7 @@ def test_check_says_what_it_finds_and_starts_nothing_and_imports_no_torch(tmp_pa
     run = partial(python, "-c", probe, "--check", "--nnodes", 2, "--nproc-per-node", 4, TRAINING, cwd=tmp_path)
     good = run(*GOOD)
     assert good.returncode == 0, good.stderr
-    assert "all checks have passed; without --check this would start 4 workers on this node, 8 on all" in good.stderr
+    assert "all checks have passed; without --check this would start 4 workers on this node, 8 overall" in good.stderr
     bad = run(*GOOD, "--recover-min-replicas", "9")
     assert bad.returncode == 2
     assert "--recover-min-replicas 9: this run has 4" in bad.stderr
@@ -324,9 +324,9 @@ def test_nodes_of_which_the_same_is_to_be_said_share_a_line_and_the_advice_was_t
     ends = f"{NO_SNAPSHOTS}, no --save"
     assert rows(found) == [["nodes 0 to 3", STAGES_LOST, ends, f"{ORDER} or --recover-memory-tier auto or --save"]]
     better = told([*PIPELINE, ORDER], 4)
-    assert better.table() == ["no loss of one node costs state; at least 3 replicas go on"]
+    assert better.table() == ["no loss of one node costs state; at least 3 replicas continue"]
     assert told([*PIPELINE[:3], "--pipeline-model-parallel-size", "2"], 4).table() == [
-        "no loss of one node costs state; at least 4 replicas go on, 6 when the others are put together"
+        "no loss of one node costs state; at least 4 replicas continue, 6 after regrouping"
     ]
 
 
@@ -353,11 +353,11 @@ def test_too_few_workers_for_a_replica_wait_where_others_may_come() -> None:
     wide = ["--recover", "--expert-model-parallel-size", "16", "--num-experts", "16"]
     lost = "8 workers, parts of 1 replica; all workers of 8 of 16 positions"
     spares = "spares on another node, recover-run --join"
-    assert rows(told(wide, 2)) == [["nodes 0 to 1", lost, "ends (10): too few are left for a replica", spares]]
+    assert rows(told(wide, 2)) == [["nodes 0 to 1", lost, "ends (10): too few workers are left for a replica", spares]]
     waits = told(wide, 2, control=Control((0, 1), lease=True, replaced=True))
     assert rows(waits)[0][2] == "waits five minutes for workers, else ends (10) (silent: with the lease)"
     changes = f"--recover-memory-tier auto or --save; {spares}"
-    assert rows(told([*wide, *OFF], 2))[0][2:] == ["ends (10): too few are left for a replica", changes]
+    assert rows(told([*wide, *OFF], 2))[0][2:] == ["ends (10): too few workers are left for a replica", changes]
 
 
 @pytest.mark.parametrize(
@@ -383,14 +383,14 @@ def test_racks_are_told_by_a_list_of_nodes() -> None:
         [*PIPELINE[:3], "--pipeline-model-parallel-size", "2"], 4, named, Control((0, 2), lease=True, slack=7)
     )
     assert rows(spread) == [
-        ["nodes 0 to 3", "8 workers, parts of 4 replicas", "4 replicas go on, 6 when the others are put together"],
+        ["nodes 0 to 3", "8 workers, parts of 4 replicas", "4 replicas continue, 6 after regrouping"],
         [
             "domains r0, r1", "16 workers, parts of 8 replicas; all workers of 2 of 4 positions",
             "4 replicas go back to snapshots in memory (silent: with the lease)", ORDER,
         ],
     ]  # fmt: skip
     near = told(["--recover"], 8, [[f"domain r{node // 4}"] for node in range(8)], Control((0, 1, 2), lease=True))
-    assert rows(near)[1][2] == "ends (11): all coordinators are there"
+    assert rows(near)[1][2] == "ends (11): it has all coordinators"
 
 
 def test_ten_thousand_workers_are_a_few_lines() -> None:
@@ -407,9 +407,9 @@ def line_of(host: str, *names: str) -> str:
 @pytest.mark.parametrize(
     ("text", "reasons"),
     [
-        (None, ["it cannot be read (No such file or directory)"]),
-        ("# nothing\n\n", ["it names no host: write a line HOST NAME[,NAME...] for each node"]),
-        ("a\na r1\n", ["line 1: host a has no domain: write HOST NAME[,NAME...]; line 2: host a is there twice"]),
+        (None, ["the file cannot be read (No such file or directory)"]),
+        ("# nothing\n\n", ["the file names no host: write a line HOST NAME[,NAME...] for each node"]),
+        ("a\na r1\n", ["line 1: host a has no domain: write HOST NAME[,NAME...]; line 2: host a is listed twice"]),
         ("a r1 # one\nb r1\n", []),
     ],
 )
@@ -441,7 +441,7 @@ def test_each_node_has_a_line_in_the_list_and_coordinators_stand_in_several_rack
     options.nnodes = 5
     assert len(command._check_domains(options)) == 2
     options.check = True
-    assert command._check_domains(options) == [f"--recover-domain @{path}: it has 4 of 5 nodes: add the others"]
+    assert command._check_domains(options) == [f"--recover-domain @{path}: the file has 4 of 5 nodes: add the others"]
 
 
 def test_an_order_of_ranks_is_advised_only_where_megatron_takes_it() -> None:
@@ -456,7 +456,7 @@ def test_shard_groups_are_the_replicas_of_megatron_fsdp() -> None:
     fsdp = ["--use-megatron-fsdp", "--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"]
     fsdp.append("--recover")
     found = told(fsdp, 2)
-    assert found.table() == ["no loss of one node costs state; at least 1 replica goes on"]
+    assert found.table() == ["no loss of one node costs state; at least 1 replica continues"]
     assert [loss.broken for loss in found.losses] == [1, 1]
     assert told(["--recover", "--use-megatron-fsdp"], 2) == found, "of one that is asked for --recover makes two"
     outer = [*fsdp, "--outer-dp-sharding-strategy", "optim"]
@@ -491,7 +491,7 @@ def test_at_the_start_node_0_says_it_by_what_all_launchers_tell_of_their_domains
     lines: list[str] = []
     events = SimpleNamespace(note=lines.append)
     host = Host(plan, cast(Any, store), cast(Any, seal), cast(Any, events), lambda call, text: call(text), pytest.fail)
-    host._told, host._domains[0] = True, ("domain r0",)
+    host._announced, host._domains[0] = True, ("domain r0",)
     for rank in (1, 2, 3):
         words = {"host": "h", "nonce": "n", "count": 1, "coordinator": ["h", 1], "domains": [f"domain r{rank // 2}"]}
         assert not lines

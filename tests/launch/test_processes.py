@@ -127,8 +127,8 @@ def test_a_reaper_that_cannot_be_replaced_is_tried_again_and_ends_nothing(monkey
     while len(said) == 1:
         loop.run_once()
     assert said == [
-        f"the reaper (pid {first}) was killed, and no other can be started now (Resource temporarily unavailable): it "
-        "is tried again and again",
+        f"the reaper (pid {first}) was killed, and no new one can be started now (Resource temporarily unavailable): "
+        "trying again every second",
         f"the reaper (pid {first}) was killed; a new one (pid {reaper.pid}) took its place",
     ]
     reaper.finish()
@@ -318,7 +318,7 @@ def test_what_the_kernel_tells_of_a_workers_end_is_told(monkeypatch, number, kil
     closed: list[bool] = []
     watch = SimpleNamespace(close=lambda: closed.append(True))
     table._handles[0] = SimpleNamespace(pidfd=os.pidfd_open(pid), watch=watch)
-    worker.note = "writing a core (SIGABRT); its device is free when that is over"
+    worker.note = "writing a core (SIGABRT); its device is free after that"
     if ours:
         table.signal([worker], number)
     else:

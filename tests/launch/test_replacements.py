@@ -91,7 +91,7 @@ def test_a_replacement_that_waits_is_started_later_and_the_console_says_why():
     played = Played(5)
     waiting = played.until_one_waits()
     assert played.said == [
-        "2 workers that were started in place of others have ended in the same way, one after the other "
+        "2 replacement workers have ended in the same way, one after the other "
         f"(PermissionError: /data/cache): worker {waiting.worker_id} is started in 30 s"
     ]
     assert played.started == [4, 5]

@@ -135,7 +135,7 @@ def test_a_launcher_without_workers_keeps_its_candidate_up_until_the_run_is_over
         launch.wait_for("JOINED", times=2)
     for worker in (2, 3):
         bench.kill(worker, 4)
-    second.wait_for("staying until the coordinator says how the run ends")
+    second.wait_for("waiting until the coordinator reports how the run ends")
     coordinators = [pid for pid in second.left() if "--listen-fd" in command_line(pid)]
     assert len(coordinators) == 1
     assert second.process.poll() is None
@@ -155,7 +155,7 @@ def test_nodes_without_a_secret_have_no_coordinator_and_say_so_once(bench: Bench
 @pytest.mark.parametrize(
     ("environment", "flags", "said"),
     [
-        ({}, ["--recover"], "a run over several nodes needs a secret that they share: set RECOVER_SECRET"),
+        ({}, ["--recover"], "a run on several nodes needs a shared secret: set RECOVER_SECRET"),
         ({"RECOVER_SECRET": "brief"}, [], "secret"),
     ],
     ids=["none", "one that cannot be used"],
@@ -177,7 +177,7 @@ def test_a_node_without_the_secret_that_node_0_has_is_refused(bench: Bench) -> N
     first = bench.start(*nodes, "--node-rank", 0, script, environment=SECRET)
     second = bench.run(*nodes, "--node-rank", 1, script, ends=2)
     assert "no secret here (node 1) but one on node 0" in second.err
-    first.wait_for("what comes for node 1 is ignored: it does not prove the job's secret")
+    first.wait_for("a message for node 1 is ignored: its author does not have the job's secret")
     first.send(signal.SIGTERM)
     assert first.wait() == 128 + signal.SIGTERM
     assert "UP" not in first.out + second.out
@@ -190,7 +190,7 @@ def test_nodes_with_different_flags_are_told_before_a_worker_starts(bench: Bench
     second = bench.start(*options, "--node-rank", 1, script, "--recover", "--lr", "2", environment=SECRET)
     assert (second.wait(), first.wait()) == (2, 1)
     for launch in (first, second):
-        assert "the script's flags are not those of node 0 here (node 1): --lr has another value" in launch.err
+        assert "the script's flags here (node 1) differ from those of node 0: --lr has another value" in launch.err
         assert "a worker was started" not in launch.out + launch.err
 
 
@@ -215,7 +215,7 @@ def test_where_node_0_is_refused_nobody_waits_for_it(bench: Bench) -> None:
         bench.start(*options, "--node-rank", node, script, environment=SECRET) for node, script in enumerate(scripts)
     ]
     assert [launch.wait() for launch in started] == [2, 2, 2]
-    assert "refused by node 0: it cannot start itself: script missing.py does not exist" in started[1].err
+    assert "refused by node 0: node 0 cannot start: script missing.py does not exist" in started[1].err
     assert started[0].err.count("\n") == started[2].err.count("\n") == 1
     assert "UP" not in started[1].out
 
@@ -229,7 +229,7 @@ def test_a_flag_that_may_differ_is_not_compared(bench: Bench) -> None:
 
 
 JOIN = re.compile(r"recover-run --join --recover-coordinator (\S+) (.*)")
-OWN = re.compile(r"this node has a candidate coordinator, too: (\S+)")
+OWN = re.compile(r"this node also hosts a candidate coordinator: (\S+)")
 ENVIRONMENT = {**awaits(3), **SECRET}
 """The run ends when three newcomers have been in it at once."""
 
@@ -266,7 +266,7 @@ def test_the_nodes_of_a_launch_are_replaced_one_after_the_other_and_the_run_goes
         launch = bench.start(*how, *AGREES, environment=ENVIRONMENT)
         joined.append(launch)
         launch.wait_for('"event": "plan"')
-        launch.wait_for("this node has a candidate coordinator, too")
+        launch.wait_for("this node also hosts a candidate coordinator")
         own = OWN.search(launch.err)
         assert own is not None
         addresses.append(own[1])
@@ -322,14 +322,14 @@ def test_the_launcher_of_a_lost_node_that_is_started_once_more_says_how_to_come_
     kill_nodes(started[2])
     again = start(2)
     again.ends(LEFT_OUT)
-    assert again.err.count("waiting 24 s for word from that one") == 1
+    assert again.err.count("waiting 24 s for a message from it") == 1
     eventually(lambda: last_members(bench.folder / "logs" / "worker-0.log") == [0, 1], "the others go on")
     kill_nodes(started[0])
     for folder, why in (("own", "on host"), ("logs", "is in use by the other nodes of this run")):
         again = start(0, folder)
         again.ends(LEFT_OUT)
         assert why in again.err
-        assert "the run goes on without this node" in again.err
+        assert "the run continues without this node" in again.err
         assert JOIN.search(again.err), again.err
     bench.go()
     started[1].ends(0)

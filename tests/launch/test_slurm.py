@@ -167,16 +167,16 @@ def test_a_launch_takes_its_shape_from_the_step(given: str, more: dict[str, str]
 
 def test_slurms_shape_and_another_one_are_refused_together() -> None:
     _, reasons = parse(["--slurm", "--nnodes", "2", "--node-rank", "0", "--join", __file__], TASK)
-    assert len([reason for reason in reasons if "with --slurm it is SLURM's" in reason]) == 2
+    assert len([reason for reason in reasons if "with --slurm, SLURM defines it" in reason]) == 2
     assert any(reason.startswith("--slurm is for the launch") for reason in reasons)
 
 
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        ({}, "start recover-run with srun"),
+        ({}, "start one recover-run per node with srun"),
         (TASK | {"SLURM_STEP_NUM_TASKS": "6"}, "the step has 6 tasks on 3 nodes"),
-        (TASK | {"SLURM_STEP_NODELIST": "n["}, "node list 'n\\['"),
+        (TASK | {"SLURM_STEP_NODELIST": "n["}, "'n\\[' is not a SLURM node list"),
     ],
 )
 def test_a_process_that_is_no_launchers_task_is_refused(environ: dict[str, str], reason: str) -> None:
@@ -186,7 +186,7 @@ def test_a_process_that_is_no_launchers_task_is_refused(environ: dict[str, str],
 
 
 def test_a_launcher_that_is_left_alone_among_several_is_told() -> None:
-    assert "node 1 of the 3 of a SLURM step" in left_alone(TASK)
+    assert "node 1 of 3 of a SLURM step" in left_alone(TASK)
     assert left_alone({}) == ""
     assert left_alone(TASK | {"SLURM_STEP_NUM_TASKS": "24"}) == ""
 
@@ -220,7 +220,7 @@ def test_coordinators_of_a_step_of_their_own_are_where_the_workers_look_for_them
 
 
 def test_outside_of_a_job_there_are_no_places() -> None:
-    with pytest.raises(ValueError, match="no SLURM job"):
+    with pytest.raises(ValueError, match="not in a SLURM job"):
         places_of({})
 
 
@@ -294,7 +294,7 @@ def test_a_pod_that_is_made_again_after_the_training_ends_instead_of_waiting_for
     assert not launches("first")
     alone = pod(tmp_path, JOB_UID="first", PODS="1").stdout
     assert alone.startswith("--nnodes 1 "), "it need not wait for others"
-    said.write_text("the training was finished; what the script does after it has failed: the logs of the workers tell")
+    said.write_text("the training was finished, but the script failed afterwards: see the logs of the workers")
     assert not launches("first", code=1)
     assert launches("second")
     assert launches("second"), "that was the end of another Job's run"

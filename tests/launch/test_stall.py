@@ -42,7 +42,7 @@ def test_a_stall_is_told_of_on_the_console_and_all_finish(bench):
     assert "worker 2 on " in said
     assert " s more (--recover-stall-timeout)" in said
     assert "the stall is over after" in launch.err
-    assert "is out of the run" not in launch.err
+    assert "is evicted from the run" not in launch.err
     assert [worker["state"] for worker in bench.workers()] == ["finished"] * 4
 
 
@@ -52,7 +52,7 @@ def test_of_workers_that_are_killed_together_none_is_said_to_go_on(bench):
     assert launch.wait() == 0, launch.err
     killed = [line for line in launch.err.splitlines() if "was killed by SIGKILL" in line]
     assert len(killed) == 3
-    assert ["the other worker here goes on" in line for line in killed] == [True] * 3
+    assert ["the other worker here continues" in line for line in killed] == [True] * 3
     assert sum("more workers are being killed" in line for line in killed) <= 1
     assert [worker["state"] for worker in bench.workers()] == ["killed"] * 3 + ["finished"]
 
@@ -129,7 +129,7 @@ def test_candidates_that_are_killed_are_started_again_and_lead_again(bench: Benc
         pid = run.candidate(number)
         os.kill(pid, signal.SIGKILL)
         eventually(lambda pid=pid: not alive(pid), "the kill")
-        run.launch.wait_for("has its place", times=kills)
+        run.launch.wait_for("has taken its place", times=kills)
         assert f"candidate coordinator {number} (pid {pid}) was killed by SIGKILL" in run.launch.err
         assert run.candidate(number) != pid
         run.goes_on()
@@ -142,7 +142,7 @@ def test_both_candidates_killed_at_once_are_outlived_by_the_run(bench: Bench) ->
     run = Run(bench)
     for number in (0, 1):
         os.kill(run.candidate(number), signal.SIGKILL)
-    run.launch.wait_for("has its place", times=2)
+    run.launch.wait_for("has taken its place", times=2)
     run.goes_on()
     run.ends()
 

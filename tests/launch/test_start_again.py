@@ -1,4 +1,4 @@
-"""Workers die before the training has begun: with --max-restarts or spares the start is made again, at once."""
+"""Workers die before the training has begun: with --max-restarts or spares the launch starts again, at once."""
 
 from __future__ import annotations
 
@@ -65,11 +65,9 @@ def test_a_launch_whose_workers_are_killed_starts_again_as_often_as_it_may(
     argv = [*again, "--nproc-per-node", 3, "--log-dir", "logs", bench.script(DIES), 1, victims, "--recover", *spares]
     launch = bench.run(*argv)
     most = 2 if again else 1
-    said = [line for line in launch.err.splitlines() if "the start is made again" in line]
+    said = [line for line in launch.err.splitlines() if "the launch starts again" in line]
     assert len(said) == 1
-    assert (
-        f"the training has not begun, and needs all workers: the start is made again (1 of at most {most})" in said[0]
-    )
+    assert f"the training has not begun and needs all workers: the launch starts again (1 of at most {most})" in said[0]
     pids = {pid for rank in range(3) for pid in ups(bench, rank)}
     assert len(pids) == 6
 
@@ -78,7 +76,7 @@ def test_the_last_start_that_fails_ends_the_launch_with_a_code_that_is_requeued(
     began, nested = time.time(), {"RECOVER_FIRST_START": "1.0"}
     argv = ["--max-restarts", 2, "--nproc-per-node", 2, bench.script(DIES), 1000, "1", "--recover"]
     launch = bench.run(*argv, environment=nested, ends=10)
-    assert launch.err.count("the start is made again") == 2
+    assert launch.err.count("the launch starts again") == 2
     assert launch.err.count("the launch ends with exit code 10") == 1
     assert len(ups(bench, 1)) == 3
     told = [written_lines(bench.folder / f"first-{rank}") for rank in range(2)]
@@ -89,14 +87,14 @@ def test_the_last_start_that_fails_ends_the_launch_with_a_code_that_is_requeued(
 def test_a_fault_of_the_work_is_not_tried_again(bench: Bench) -> None:
     script = bench.script("raise ValueError('no such token')")
     launch = bench.run("--max-restarts", 2, "--nproc-per-node", 2, script, "--recover", ends=1)
-    assert "the start is made again" not in launch.err
+    assert "the launch starts again" not in launch.err
     assert "in its place" not in launch.err
 
 
 def test_a_signal_ends_a_launch_that_is_about_to_start_again(bench: Bench) -> None:
     script = bench.script(DIES)
     launch = bench.start("--max-restarts", 100_000, "--nproc-per-node", 2, script, 100_000, "0", "--recover")
-    launch.wait_for("the start is made again", times=2)
+    launch.wait_for("the launch starts again", times=2)
     launch.send(signal.SIGTERM)
     assert launch.wait() in (143, -signal.SIGTERM)
     assert launch.left() == []
@@ -118,7 +116,7 @@ def test_without_a_launcher_the_start_is_not_made_again(bench: Bench, victim: in
     os.kill(started[victim].pid, signal.SIGKILL)
     other = started[1 - victim]
     assert other.wait() == 10, other.err
-    assert "the start is made again" not in other.err
+    assert "the launch starts again" not in other.err
 
 
 @pytest.mark.xdist_group("several nodes")
@@ -134,7 +132,7 @@ def test_two_nodes_that_are_lost_are_left_out_and_a_launcher_of_theirs_that_come
         launch.wait_for(", spares of node 3 as workers 1-2, store")
     back = bench.start(*started[1].process.args[3:], environment=SECRET)
     assert back.wait() == LEFT_OUT
-    assert "node 1 was lost at the start of the run, which was made again without it: the run goes on" in back.err
+    assert "node 1 was lost at the start of the run, which started again without it: the run continues" in back.err
     assert "recover-run --join --recover-coordinator 127.0.0.1:" in back.err
     bench.go()
     for launch in left:
@@ -181,7 +179,7 @@ def test_a_training_whose_workers_died_at_the_start_is_the_undisturbed_one(
         options = ["--nproc-per-node", 2, "--max-restarts", 2, "--log-dir", "logs"]
         runs = [bench.start(*options, *argv, environment=struck)]
     assert trained(bench, runs) == undisturbed
-    assert "the start is made again" in "".join(launch.err for launch in runs)
+    assert "the launch starts again" in "".join(launch.err for launch in runs)
     assert (bench.folder / f"struck-{victims[0]}").exists()
 
 
@@ -199,7 +197,7 @@ def test_a_training_that_lost_a_node_at_the_start_is_the_undisturbed_one(
     first, lost, last = bench.nodes(3, *options, per_node=1, environment={**SECRET, **struck})
     assert trained(bench, [first, last]) == losses
     assert lost.wait() == -signal.SIGKILL
-    said = [line for line in first.err.splitlines() if "the start is made again" in line]
+    said = [line for line in first.err.splitlines() if "the launch starts again" in line]
     assert len(said) == 1
     assert "node 1 (its launcher has ended) is lost; the training has not begun" in said[0]
     assert said[0].endswith("(1 of at most 1) without node 1, spares of node 2 as workers 1")
@@ -220,4 +218,4 @@ def test_a_node_whose_node_0_does_not_make_the_start_again_waits_no_longer_than_
     assert not thread.is_alive()
     ((event, reason, code),) = told
     assert (event, code) == ("failed", EXIT_NO_REPLICA)
-    assert "has not made the start again within 0.5 s" in reason
+    assert "has not started again within 0.5 s" in reason

@@ -102,9 +102,9 @@ def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(ben
     first = next(line for line in launch.err.splitlines() if "was killed by SIGKILL" in line)
     record = bench.workers()[victims[0]]
     assert any(f"worker {victim} on {record['host']}" in first for victim in victims)
-    assert "the training has not begun, and needs all workers: the launch ends with exit code 10" in first
+    assert "the training has not begun and needs all workers: the launch ends with exit code 10" in first
     assert str(bench.folder / "logs" / "worker-") in first
-    assert "go on" not in launch.err
+    assert "continue" not in launch.err
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_lost_node_is_left_out_of_the_next_start_if_spares_have_its_places() -
     reason, code, without = Start().loses(1)
     assert (code, without) == (START_AGAIN, (1,))
     assert reason.endswith(
-        "node 1 (its host is silent) is lost; the training has not begun, and needs all workers: the start is made "
+        "node 1 (its host is silent) is lost; the training has not begun and needs all workers: the launch starts "
         "again (1 of at most 3) without node 1, spares of node 3 as workers 2-3"
     )
 

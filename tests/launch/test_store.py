@@ -112,16 +112,16 @@ def test_a_name_that_is_not_known_yet_is_asked_for_again_with_one_line(monkeypat
     Names(monkeypatch, pod0=3, lost=1000, pod1=2)
     assert store.await_names("--master-addr", ["pod0"], 300, lines.append) is None
     (line,) = lines
-    assert "--master-addr pod0 is not known on host" in line
-    assert "asking again, for 300 s at most (--rendezvous-timeout)" in line
+    assert "--master-addr pod0 cannot be resolved on host" in line
+    assert "trying again, for at most 300 s (--rendezvous-timeout)" in line
     assert store.await_names("--recover-coordinator", ["lost", "pod1"], 300, lines.append) is None, "one is enough"
     assert len(lines) == 2
 
 
 def test_a_name_that_stays_unknown_or_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "is not known on host" in str(store.await_names("--master-addr", ["a" * 64], 1e9, pytest.fail))
+    assert "cannot be resolved on host" in str(store.await_names("--master-addr", ["a" * 64], 1e9, pytest.fail))
     Names(monkeypatch, pod0=1000)
-    assert "is not known on host" in str(store.await_names("--master-addr", ["pod0"], 0.01, lambda _: None))
+    assert "cannot be resolved on host" in str(store.await_names("--master-addr", ["pod0"], 0.01, lambda _: None))
 
 
 RESOLVER = """
@@ -146,7 +146,7 @@ def test_the_name_of_node_0_may_be_known_after_the_launchers_have_started(bench:
     script = bench.script("print('UP')")
     nodes = [bench.start(*options, "--node-rank", node, script, environment=environment) for node in (0, 1)]
     for node in nodes:
-        node.wait_for("--master-addr localhost is not known on host")
+        node.wait_for("--master-addr localhost cannot be resolved on host")
     bench.go("known")
     for node in nodes:
         node.ends(0)
@@ -260,7 +260,7 @@ def test_workers_go_on_when_the_launcher_of_node_0_is_lost(bench):
     first.wait_for("all 2 nodes take part")
     first.send(signal.SIGKILL)
     second.wait_for("the store of node 0")
-    eventually(lambda: first.left() == [], "node 0 is gone")
+    eventually(lambda: first.left() == [], "node 0 was lost")
     (bench.folder / "go1").touch()
     assert second.wait() == 0
 
@@ -328,7 +328,7 @@ def test_a_stranger_who_writes_into_the_store_ends_nobody(bench: Bench) -> None:
     second.wait_for("UP 1")
     write()
     second.wait_for("recover/launch/end in the store is ignored")
-    first.wait_for("what comes for node 1 is ignored")
+    first.wait_for("a message for node 1 is ignored")
     assert (first.process.poll(), second.process.poll()) == (None, None)
     for rank in (0, 1):
         (bench.folder / f"go{rank}").touch()
@@ -395,7 +395,7 @@ def test_a_launcher_that_comes_second_ends_by_what_became_of_the_first(second: C
     there = {"addresses": [["10.0.0.1", 7], ["fd00::1", 8]]}
     reason, code = second(coordinators=there)
     assert code == LEFT_OUT
-    assert "the first launcher of node 1 is lost: the run goes on without this node" in reason
+    assert "the first launcher of node 1 is lost: the run continues without this node" in reason
     assert "recover-run --join --recover-coordinator 10.0.0.1:7,[fd00::1]:8 --world-size 2 --master-addr a" in reason
     assert re.search(r" --master-port \d+$", reason), "the line can be copied"
     reason, code = second(coordinators=there, node_1={"nonce": "the first's", "host": "h2", "count": 9})
@@ -414,7 +414,7 @@ def test_a_node_takes_part_without_a_door_where_its_address_is_not_its_own(addre
     node = Guest(plan, SEAL, SimpleNamespace(), pytest.fail)
     job = {**shape, "candidates": [0, 1, 2], "run_id": "r", "flags": codes(plan.flags)}
     kept = Kept({PREFIX + "job": SEAL.wrap("job", "", job)})
-    kept.values[PREFIX + "welcome/4"] = SEAL.wrap("welcome/4", "r", {"nonce": node._words["nonce"]})
+    kept.values[PREFIX + "welcome/4"] = SEAL.wrap("welcome/4", "r", {"nonce": node._message["nonce"]})
     assert node._take_part(kept) is not None
     said = SEAL.open("node/4", "r", kept.get(PREFIX + "node/4"))
     assert (said["door"] is not None) is (address == "127.0.0.1" and fault_tolerant)
@@ -438,7 +438,7 @@ def test_who_was_left_out_of_a_start_has_no_part_in_it_and_others_make_theirs_wi
     assert node._elsewhere(kept, job) is (told is not None)
     assert [words[2] for words in said] == [told] * (told is not None)
     if told == LEFT_OUT:
-        assert "node 1 was lost at the start of the run, which was made again without it: the run goes on" in said[0][1]
+        assert "node 1 was lost at the start of the run, which started again without it: the run cont" in said[0][1]
         assert "recover-run --join --recover-coordinator 10.0.0.1:7" in said[0][1]
     elif told:
         assert said[0][3] == tuple(without)

@@ -66,17 +66,17 @@ def test_the_script_behind_python_is_the_one_that_is_checked_and_given_to_the_ru
 
 def test_flags_of_megatron_are_checked_behind_a_program(refused_here):
     words = ("python", "-u", "pretrain_gpt_recover.py", "--recover", "--tensor-model-parallel-size", "2")
-    assert "1 workers cannot hold whole replicas of 2" in refused_here("--no-python", "env", *words)
+    assert "1 workers cannot form complete replicas of 2" in refused_here("--no-python", "env", *words)
     assert not is_megatrons("pretrain_gpt.sh"), "it may give flags of its own to the script that it starts"
 
 
 @pytest.mark.parametrize(
     ("text", "mode", "reason"),
     [
-        (None, 0, "there is no such program, here or on the PATH"),
-        (BECOMES, 0o644, "it may not be executed: chmod +x"),
-        ("#!/no/such/sh\n", 0o755, "its interpreter /no/such/sh is not there"),
-        ('exec "$@"\n', 0o755, "it is a text without an interpreter: let its first line be #!/bin/sh"),
+        (None, 0, "no such program, here or on the PATH"),
+        (BECOMES, 0o644, "it is not executable: chmod +x"),
+        ("#!/no/such/sh\n", 0o755, "its interpreter /no/such/sh does not exist"),
+        ('exec "$@"\n', 0o755, "it is a text file without an interpreter: make its first line #!/bin/sh"),
     ],
     ids=["missing", "not executable", "no interpreter", "a text"],
 )
@@ -92,7 +92,7 @@ def test_what_is_no_script_of_python_is_refused_with_the_option_for_it(bench, re
     program(bench, BECOMES)
     for words in (["wrap"], [sys.executable], ["env", "A=1"], ["--nproc-per-node", "2", "wrap", "python", "x.py"]):
         assert "write --no-python before it" in refused_here(*words)
-    assert "give one of them" in refused_here("--no-python", "-m", "wrap")
+    assert "exclude each other" in refused_here("--no-python", "-m", "wrap")
     options, _ = arguments.parse([str(program(bench, BOTH))], {})
     assert arguments.check_files(options) == [], "it is Python, too"
 

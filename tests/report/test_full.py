@@ -109,8 +109,8 @@ def test_each_recovery_is_told_with_its_cause_and_the_time_of_its_phases(run: Pa
     _, page = report(run)
     first, second = page.table("iteration", "cause", "rerun", "total")
     assert first == {
-        "iteration": "20", "epoch": "2", "lost, put together": "workers 5; replicas 2",
-        "cause": "worker 5 on node1: SIGKILL (chaos: kill)", "they were in": "backward", "replicas after": "3",
+        "iteration": "20", "epoch": "2", "lost, formed": "workers 5; replicas 2",
+        "cause": "worker 5 on node1: SIGKILL (chaos: kill)", "phase": "backward", "replicas after": "3",
         "run again": "4", "detect": "3.0", "rendezvous": "16.0", "regroup": "20.0", "pull": "5.0", "rerun": "85.0",
         "reduce": "20.0", "agree": "4.0", "total": "150.0",
     }  # fmt: skip
@@ -211,24 +211,24 @@ def test_how_far_a_loss_may_leave_the_reference_is_said_by_a_flag(tmp_path: Path
     for refused in ([*argv, "--tolerance", "1.5"], [argv[0], "--tolerance", "0.1"]):
         with pytest.raises(SystemExit, match="2"):
             main(refused)
-        assert "--tolerance: a number from 0 to 1, with --reference DIR2" in capsys.readouterr().err
+        assert "--tolerance: give a number from 0 to 1, with --reference DIR2" in capsys.readouterr().err
 
 
 def test_other_samples_than_the_reference_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     shifted = [dataclasses.replace(s, consumed_samples=s.consumed_samples + 32) for s in steps(deaths={})]
     reference = write_steps(tmp_path / "reference", shifted)
     assert main([str(run), "--reference", str(reference)]) == 2
-    told = "another batch: 64 samples were consumed by the end of iteration 1, 32 in this run"
-    assert f"--reference {reference} is not of the same training: {told}" in capsys.readouterr().err
+    told = "another batch size: 64 samples consumed by the end of iteration 1, 32 in this run"
+    assert f"--reference {reference} is not a run of the same training: {told}" in capsys.readouterr().err
     assert not (run / "report.html").exists()
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"microbatches": {0: [0, 1, 2]}}, "another batch: 3 microbatches in iteration 1"),
+        ({"microbatches": {0: [0, 1, 2]}}, "another batch size: 3 microbatches in iteration 1"),
         ({"loss": 9.0}, "other data, or another model or seed: the loss of iteration 1 is 9.0"),
-        ({"iteration": 1000}, "it has no iteration of this run"),
+        ({"iteration": 1000}, "it has no iteration in common with this run"),
         ({"loss": steps()[0].loss * (1 + 1e-5)}, ""),
         ({"loss": None}, ""),
     ],
@@ -321,19 +321,19 @@ def test_a_short_run_has_whole_iterations_on_its_axes(tmp_path: Path) -> None:
 
 def test_other_changes_are_listed(run: Path) -> None:
     _, page = report(run)
-    rows = [(row["iteration"], row["what"], row[""]) for row in page.table("iteration", "what")]
+    rows = [(row["iteration"], row["change"], row[""]) for row in page.table("iteration", "change")]
     assert rows == [
-        ("33", "checkpoint abandoned", "a worker that wrote it in the background was lost"),
+        ("33", "checkpoint abandoned", "a worker that was writing it in the background was lost"),
         ("40", "quotas balanced", "1: 6, 3: 10"),
-        ("46", "checkpoint", "done again by those who were left"),
+        ("46", "checkpoint", "repeated by the remaining workers"),
     ]
 
 
 def test_a_run_without_events_is_reported_by_its_steps(tmp_path: Path) -> None:
     code, page = report(write_steps(tmp_path / "bare", steps()))
     assert code == 0
-    assert "No fault is recorded." in page.cells
-    assert page.beside("no end") == "no end was recorded: it still runs, or was killed as a whole"
+    assert "No fault was recorded." in page.cells
+    assert page.beside("no end") == "no end was recorded: the run is still running, or all of it was killed"
 
 
 def test_the_recoveries_of_the_workers_alone_and_of_the_coordinator_alone(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_the_page_goes_where_it_was_told_to(run: Path, tmp_path: Path, capsys) -
     assert main([str(run)]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"recover-report: error: cannot write {run / 'report.html'}: ")
-    assert told.endswith("; name another place for the page: --out FILE\n")
+    assert told.endswith("; choose another file for the page with --out FILE\n")
 
 
 @pytest.mark.parametrize("line", ['{"event": "plan", "time": 1}', '{"event": "fault", "time": 2}'])
@@ -461,7 +461,7 @@ def test_spoiled_lines_are_named_on_the_page_and_an_iteration_without_a_line_pas
     assert "AUDIT PASSED" not in page.cells
     assert page.beside("AUDIT INCOMPLETE").startswith("iteration 7 is not shown")
     assert main([str(run), "--trace", str(run / "trace.json")]) == 0
-    assert "left out: 2 spoiled lines" in capsys.readouterr().out
+    assert "left out: 2 damaged lines" in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, run: Path, capsys) -> None:

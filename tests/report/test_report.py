@@ -106,7 +106,7 @@ def test_a_last_line_cut_by_a_crash_is_left_out_and_a_spoiled_one_before_it_is_n
 ) -> None:
     assert "8 (1 to 8)" in summary(write_steps(tmp_path, GOOD, end=step(9).to_json()[:40]))
     told = summary(write_steps(tmp_path, GOOD, end="{}\n" + step(10).to_json() + "\n"), code=1)
-    assert "left out        1 spoiled line (NUL bytes, half a line, or two mixed): steps.jsonl:9" in told
+    assert "left out        1 damaged line (NUL bytes, half a line, or two mixed): steps.jsonl:9" in told
     assert "NOT each shown: iteration 9 is not shown" in told
     assert "counted exactly once" not in told
     told = summary(write_steps(tmp_path, [*GOOD, step(9)], end="{}\n" + step(10).to_json() + "\n"))
@@ -129,7 +129,7 @@ def test_spoiled_lines_of_every_file_cost_nobody_the_report(tmp_path: Path, summ
     told = summary(tmp_path)
     assert "8 (1 to 8)" in told
     assert (
-        "9 spoiled lines (NUL bytes, half a line, or two mixed): events-0.jsonl:1, events-0.jsonl:2, events.jsonl:1, "
+        "9 damaged lines (NUL bytes, half a line, or two mixed): events-0.jsonl:1, events-0.jsonl:2, events.jsonl:1, "
         "events.jsonl:2, chaos.jsonl:1, chaos.jsonl:2, corpus.json, workers.json, ..."
     ) in told
 
@@ -220,7 +220,7 @@ def test_the_summary_has_the_losses_beside_the_unigram_entropy(tmp_path: Path, s
         "2, 1 from iteration 9 (2 epochs)",
         "3: 2 finished, 1 killed (worker 1)",
         "first loss      4.0000 nats (5.771 bits)",
-        "1.3589 nats (1.961 bits) a token, mean of the last 8 iterations",  # 4 * (1 + 1/2 + ... + 1/8) / 8
+        "1.3589 nats (1.961 bits) per token, mean of the last 8 iterations",  # 4 * (1 + 1/2 + ... + 1/8) / 8
         "validation loss 1.5000 nats",
         "test loss       1.7500 nats",
         "unigram entropy 3.2500 nats",
@@ -237,7 +237,7 @@ def test_the_summary_says_what_was_run_twice(tmp_path: Path, summary: Summary) -
     write_lines(tmp_path / "events.jsonl", [{"time": 1.0, "worker": 0, **its} for its in backs])
     told = (
         "rolled back     to 4 from disk (iteration 5 run again), to 2 from memory (iterations 3 to 4 run again); "
-        "3 iterations lost; as they were before: steps.jsonl.1, ..."
+        "3 iterations lost; their first runs: steps.jsonl.1, ..."
     )
     assert told in summary(write_steps(tmp_path, GOOD))
     backs = [{"event": "rolled back", "time": 1.0, "worker": 0, "to": 8, "tier": "disk", "lost": 0}]

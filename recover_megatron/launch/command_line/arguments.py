@@ -1,7 +1,7 @@
-"""The command line of recover-run, and all checks on it that can be made before a process is started.
+"""Command line of recover-run, and all checks on it that are possible before a process is started.
 
-All problems are collected and reported together: a user who waits in a queue for nodes should not learn of them one by
-one.  Everything after SCRIPT belongs to the script and is not looked at.
+All problems are reported together: a user who waits in a queue for nodes should not find them one by one.  Everything
+after SCRIPT belongs to the script and is not checked here.
 
 Each option is a field of ``Options``; ``scripts/flag_tables.py`` writes the table in docs/launcher.md from them.
 """
@@ -49,29 +49,29 @@ _TORCHRUN_HINTS = {
     "--standalone": "leave it out: one node with a free port is the default",
     "--rdzv-endpoint": "use --master-addr and --master-port",
     "--rdzv-backend": "leave it out; use --master-addr and --master-port",
-    "--rdzv-id": "leave it out: the launchers agree on an id by themselves",
-    "--rdzv-conf": "leave it out; --rendezvous-timeout says how long nodes wait for each other",
+    "--rdzv-id": "leave it out: the launchers agree on an id automatically",
+    "--rdzv-conf": "leave it out; --rendezvous-timeout sets how long nodes wait for each other",
     "--redirects": "use --log-dir: output is shown and kept",
     "-r": "use --log-dir: output is shown and kept",
     "--tee": "use --log-dir: output is shown and kept",
     "-t": "use --log-dir: output is shown and kept",
-    "--local-ranks-filter": "leave it out; lines have the worker's number before them",
+    "--local-ranks-filter": "leave it out; each line begins with the worker's number",
     "--local-addr": "set RECOVER_HOST to the address at which the other nodes reach this one",
-    "--monitor-interval": "leave it out: the kernel tells at once that a worker has ended",
-    "--start-method": "leave it out: each worker is a process of its own",
+    "--monitor-interval": "leave it out: the kernel reports the end of a worker at once",
+    "--start-method": "leave it out: each worker is a separate process",
     "--shutdown-timeout": "use --grace-seconds",
     "--role": "leave it out",
     "--event-log-handler": "leave it out",
-    "--numa-binding": "have numactl start the script: --no-python numactl --cpunodebind=N python SCRIPT",
-    "--run-path": "give the script itself",
+    "--numa-binding": "start the script through numactl: --no-python numactl --cpunodebind=N python SCRIPT",
+    "--run-path": "give the script directly",
 }
 
 
 class UsageError(Exception):
-    """The command cannot be started; ``reasons`` says, one line each, what to change.
+    """Error for a command that cannot be started; each of ``reasons`` says in one line what to change.
 
-    ``options``: those of a command line that was understood; ``reserved``: on node 0 the store's socket; ``code``: the
-    exit code.
+    ``options``: of a command line that could be parsed; ``reserved``: on node 0 the store's socket; ``code``: the exit
+    code.
     """
 
     def __init__(
@@ -85,36 +85,36 @@ class UsageError(Exception):
 
 @dataclass
 class Options:
-    """The parsed command line.  ``script`` is None only while reasons against it are collected."""
+    """Parsed command line.  ``script`` is None only while reasons against it are collected."""
 
     nproc_per_node: int = option(
         1,
-        "workers on this node; gpu: as many as it has GPUs, cpu: as it has cores, auto: as it has GPUs, or else cores",
+        "workers on this node; gpu: one per GPU, cpu: one per core, auto: one per GPU, or per core without GPUs",
         metavar="N",
         check=workers_here,
-        default_text="1; with --slurm: its GPUs, where SLURM counts them",
+        default_text="1; with --slurm: the number of its GPUs, if SLURM reports it",
     )
-    nnodes: int = option(1, "nodes; one recover-run is started on each", metavar="N", check=nodes)
-    node_rank: int = option(0, "which node this is, from 0; node 0 keeps the store", metavar="R", check=whole(0))
+    nnodes: int = option(1, "nodes of the launch; start one recover-run on each", metavar="N", check=nodes)
+    node_rank: int = option(0, "rank of this node, from 0; node 0 serves the store", metavar="R", check=whole(0))
     master_addr: str = option(DEFAULT_ADDR, "address of node 0", metavar="A")
     master_port: int = option(
         0,
         "port of the store on node 0",
         metavar="P",
         check=whole(0, 65535),
-        default_text=f"a free one; {DEFAULT_PORT_SEVERAL_NODES} for several nodes",
+        default_text=f"a free port; {DEFAULT_PORT_SEVERAL_NODES} for several nodes",
     )
-    """0: take a free one."""
+    """Port; 0: a free one."""
     log_dir: Path | None = option(
         None,
-        "folder for worker-<id>.log and workers.json; made if missing",
+        "folder for worker-<id>.log and workers.json; created if missing",
         metavar="DIR",
         docs="[below](#files-in-the-log-folder)",
     )
     log_format: str = option(
         "plain",
-        "plain: lines as they come; iso: each with time (UTC), node and worker; json: the same as an object. On the "
-        "console and in the logs",
+        "plain: lines unchanged; iso: each with time (UTC), node and worker; json: the same as an object. Applies to "
+        "the console and the logs",
         metavar="FORMAT",
         check=one_of("plain", "iso", "json"),
     )
@@ -127,45 +127,45 @@ class Options:
     )
     rendezvous_timeout: float = option(
         300.0,
-        "how long the launchers of several nodes wait for each other",
+        "time that the launchers of several nodes wait for each other",
         metavar="S",
         check=seconds,
         default_text="300",
     )
     max_restarts: int = option(
         0,
-        "with --recover or --elastic: how many workers this launcher starts in place of others that died while the run "
-        "goes on, in all",
+        "with --recover or --elastic: most replacements, in total, that this launcher starts for workers that died "
+        "during the run",
         metavar="N",
         check=whole(0),
         docs="[newcomers](#newcomers)",
     )
     lease: str = option(
         "auto",
-        "several nodes: a file on storage that all of them see, by which one half of the workers may go on when the "
-        "other is not reached; auto: in the log folder, if all nodes see the same; off: none",
+        "several nodes: a file on shared storage, by which one half of the workers may continue if the other half is "
+        "unreachable; auto: in the log folder, if all nodes see the same folder; off: none",
         metavar="PATH",
         check=lease,
         docs="[below](#the-lease)",
     )
     witness: str = option(
         "auto",
-        "several nodes with a lease: who is asked whether the others' nodes are off for certain, when fewer than half "
-        "of the workers are left: slurm, kubernetes, off; auto: the one that runs this job, if it answers",
+        "several nodes with a lease: service that confirms, if fewer than half of the workers are left, that the other "
+        "nodes are off: slurm, kubernetes, off; auto: the one that runs this job, if it answers",
         metavar="KIND",
         check=one_of("auto", "slurm", "kubernetes", "off"),
         docs="[below](#the-witness)",
     )
     device_test: str = option(
         "",
-        "with --max-restarts: the command that tests the device of a worker before it is started in place of another; "
-        "exit code 0: it is well. On CUDA devices there is a test without it",
+        "with --max-restarts: command that tests a device before a replacement worker is started on it; exit code 0: "
+        "the device is healthy. Without this option, CUDA devices have a built-in test",
         metavar="COMMAND",
         docs="[a device that failed](#a-device-that-failed)",
     )
     device_test_timeout: float = option(
         60.0,
-        "how long such a test may take; then the device has failed it",
+        "time limit of such a test; after it the device has failed",
         metavar="S",
         check=seconds,
         default_text="60",
@@ -174,7 +174,7 @@ class Options:
         None,
         "with --join: the coordinators of the run",
         metavar="HOST:PORT,...",
-        docs="else those of the script's flag, or the environment",
+        docs="without it: the script's flag, or the environment",
     )
     world_size: int = option(
         0,
@@ -185,36 +185,36 @@ class Options:
     )
     join: bool = option(
         False,
-        "take part in a run that goes on, with --nproc-per-node workers more",
+        "join a running run with --nproc-per-node additional workers",
         docs="[newcomers](#a-launcher-that-joins)",
     )
     slurm: bool = option(
         False,
-        "under srun, one task a node: the nodes, this node's rank, address and port of the store are SLURM's",
+        "under srun, one task per node: take the nodes, this node's rank, and the store's address from SLURM",
         docs="[slurm.md](slurm.md#recover-run---slurm)",
     )
     elastic: bool = option(
         False,
-        "SCRIPT trains with the library, ElasticDataParallel: its workers may die, as with --recover",
+        "SCRIPT trains with the library (ElasticDataParallel): the run survives deaths of workers, as with --recover",
         docs="[library.md](library.md)",
     )
     check: bool = option(
         False,
-        "make all checks, those of the training's flags too, say what they find, and start nothing: for login nodes",
+        "run all checks, including the training's flags, print their results, and start nothing: for login nodes",
         docs="[below](#what-is-checked-before-anything-is-started)",
     )
     module: bool = option(False, "SCRIPT is the name of a module, as with python -m", short="-m")
     no_python: bool = option(
-        False, "SCRIPT is a program, which is executed as it is", docs="[below](#programs-that-start-the-script)"
+        False, "SCRIPT is a program, which is executed directly", docs="[below](#programs-that-start-the-script)"
     )
     wrapper: tuple[str, ...] = ()
-    """With ``no_python``: the words before the Python script that SCRIPT starts; empty: no word is known for one."""
+    """Words before the Python script that SCRIPT starts (``no_python``); empty: no Python script is known."""
     device_test_command: tuple[str, ...] = ()
-    """The words of ``device_test``."""
+    """Words of ``device_test``."""
     coordinators: tuple[tuple[str, int], ...] = ()
-    """Of the run to join."""
+    """Coordinators of the run to join."""
     taken: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the environment that stand in for options."""
+    """Environment variables used in place of options."""
     script: str | None = None
     script_args: list[str] = field(default_factory=list)
 
@@ -235,12 +235,12 @@ FLAGS = tuple(flags_of(Options))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser, for ``--help`` and for the command line: it raises ``argparse.ArgumentError`` and reads no values."""
+    """Return the parser, also for ``--help``: it raises ``argparse.ArgumentError`` and parses no values."""
     parser = argparse.ArgumentParser(
         prog="recover-run",
         usage="recover-run [options] SCRIPT [its arguments]",
-        description="Start the workers of a training job on this node and stay with them: a worker that dies does "
-        "not end the others, and no process outlives this one.",
+        description="Start the workers of a training job on this node and supervise them: the death of a worker does "
+        "not stop the others, and no process outlives this one.",
         epilog="Everything after SCRIPT belongs to the script. Manual: docs/launcher.md.",
         allow_abbrev=False,
         exit_on_error=False,
@@ -251,17 +251,17 @@ def make_parser() -> argparse.ArgumentParser:
         "script",
         metavar="SCRIPT",
         nargs=argparse.REMAINDER,
-        help="the training script (or module) and its arguments; pretrain_gpt_recover.py comes with recover-run, from "
-        "any folder",
+        help="the training script (or module) and its arguments; pretrain_gpt_recover.py ships with recover-run and "
+        "can be given in any folder",
     )
     return parser
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Options, list[str]]:
-    """Read the command line.  Returns the options and the reasons against them.
+    """Read the command line.  Return the options and the reasons against them.
 
-    ``--help`` and ``--version`` print and exit with 0.
-    ``environ``: torchrun's variables, and with ``--slurm`` SLURM's, which say what the command line leaves out.
+        ``--help`` and ``--version`` print and exit with 0.  Variables of torchrun, and with ``--slurm`` of SLURM, in
+    ``environ`` replace options that the command line leaves out.
     """
     namespace, reasons = _divide(argv)
     if namespace is None:
@@ -293,39 +293,39 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
             f"{options.nnodes - 1}"
         )
     if options.nnodes > 1 and options.master_port == 0 and "--master-port" not in failed:
-        reasons.append("--master-port 0 (any free port) works for one node only: name the same port on every node")
+        reasons.append("--master-port 0 (any free port) works for one node only: give the same port on every node")
     if options.lease not in ("auto", "off") and options.nnodes == 1 and "--nnodes" not in failed:
-        reasons.append("--lease is for several nodes: leave it out")
+        reasons.append("--lease needs several nodes: leave it out")
     if options.witness not in ("auto", "off") and options.nnodes == 1 and "--nnodes" not in failed:
-        reasons.append("--witness is for several nodes: leave it out")
+        reasons.append("--witness needs several nodes: leave it out")
     if options.script is not None:
         reasons += _check_newcomers(options)
     return options, reasons
 
 
 def _divide(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
-    """The launcher's part as text, with SCRIPT and all that follows as ``script``, and the reasons against it.
+    """Return the launcher's part as text, with SCRIPT and all that follows as ``script``, and the reasons against it.
 
-    None where it cannot be divided.  Of an unknown option nobody knows whether it takes a value, so neither where
-    SCRIPT is: there is none then.
+    None if it cannot be divided.  An unknown option may or may not take a value, so the position of SCRIPT is unknown,
+    too: ``script`` is empty then.
     """
     try:
         namespace, unknown = make_parser().parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         flag = next(flag for flag in FLAGS if flag.name in str(error.argument_name).split("/"))
         if flag.switch:
-            return None, [f"{flag.name} takes no value: write {flag.name} alone"]
+            return None, [f"{flag.name} takes no value: write only {flag.name}"]
         return None, [f"{flag.name} needs a value: {flag.name} {flag.option.metavar}; {MANUAL}"]
     if unknown:
         namespace.script = []
-    # torchrun's own are known, so all of them are told that stand before what looks like SCRIPT.
+    # torchrun's options are known, so all of them before the presumed SCRIPT are reported.
     before = itertools.takewhile(lambda word: word != "-m" and not word.endswith(".py"), argv)
     torchruns = [word for word in before if word.partition("=")[0].replace("_", "-") in _TORCHRUN_HINTS]
     return namespace, [_unknown(word) for word in dict.fromkeys([unknown[0], *torchruns])] if unknown else []
 
 
 def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
-    """Set what was given.  Raises ValueError with what it must be."""
+    """Set an option that was given.  Raises ValueError with the valid values."""
     if given is None or (given == "" and flag.option.check is None):
         return
     value: Any = flag.option.check(given) if flag.option.check else given
@@ -333,18 +333,18 @@ def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
 
 
 def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
-    """Fill in what the SLURM step says.  Returns the reasons against that."""
-    if namespace.check and "SLURM_STEP_ID" not in environ:  # before srun, as on a login node: who asks says the nodes
+    """Fill in options from the SLURM step.  Return the reasons against that."""
+    if namespace.check and "SLURM_STEP_ID" not in environ:  # before srun, as on a login node: the user gives the nodes
         namespace.nnodes = namespace.nnodes or environ.get("SLURM_JOB_NUM_NODES")
         namespace.nproc_per_node = namespace.nproc_per_node or environ.get("SLURM_GPUS_ON_NODE")
         return []
     reasons = [
-        f"--{name.replace('_', '-')}: leave it out; with --slurm it is SLURM's"
+        f"--{name.replace('_', '-')}: leave it out; with --slurm, SLURM defines it"
         for name in ("nnodes", "node_rank")
         if getattr(namespace, name) is not None
     ]
     if namespace.join:
-        reasons.append("--slurm is for the launch of a run: leave it out with --join; each launcher joins for itself")
+        reasons.append("--slurm is for the launch of a run: leave it out with --join; each launcher joins separately")
     if reasons:
         return reasons
     try:
@@ -359,9 +359,9 @@ def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) 
 
 
 def _take_program(options: Options, words: Sequence[str]) -> list[str]:
-    """Find the program, and the script that it starts, to which all checks then apply.  Returns the reasons against."""
+    """Find the program and the script that it starts, which is then checked.  Return the reasons against them."""
     if options.module:
-        return ["--no-python and -m: give one of them; behind --no-python write python -m MODULE"]
+        return ["--no-python and -m exclude each other: with --no-python, write python -m MODULE"]
     program = shutil.which(words[0]) or os.path.abspath(words[0])
     if why := readers.why_not_executed(program):
         return [f"--no-python {words[0]}: {why}"]
@@ -373,13 +373,13 @@ def _take_program(options: Options, words: Sequence[str]) -> list[str]:
 
 
 def _check_newcomers(options: Options) -> list[str]:
-    """The reasons against starting workers while the run goes on; fills in the coordinators of the run to join."""
+    """Return the reasons against starting workers during the run; fill in the coordinators of the run to join."""
     reasons = []
     recover = options.fault_tolerant
     if options.max_restarts and not recover:
         reasons.append(
-            "--max-restarts: a worker can be started again only in a run with --recover among the script's arguments, "
-            "or with --elastic; without them leave the option out"
+            "--max-restarts: workers can be replaced only in a run with --recover among the script's arguments, or "
+            "with --elastic; without them leave the option out"
         )
     reasons += _check_device_test(options)
     if not options.join:
@@ -391,16 +391,16 @@ def _check_newcomers(options: Options) -> list[str]:
             "--join: only a run with --recover or --elastic can be joined; give the script the arguments of that run"
         )
     if options.nnodes > 1 or options.node_rank > 0:
-        reasons.append("--join: leave out --nnodes and --node-rank; each launcher joins for itself")
+        reasons.append("--join: leave out --nnodes and --node-rank; each launcher joins separately")
     if not options.world_size:
         reasons.append("--join needs --world-size W, the number of workers that the run was launched with")
     if not options.master_port:
         reasons.append(
-            "--join needs the run's store: --master-addr A and --master-port P, as the run says at its start"
+            "--join needs the run's store: --master-addr A and --master-port P, as the run prints at its start"
         )
     text = options.recover_coordinator or config_or_defaults(options.script_args).coordinator
     if text is None:
-        reasons.append("--join needs --recover-coordinator HOST:PORT[,HOST:PORT...], as the run says at its start")
+        reasons.append("--join needs --recover-coordinator HOST:PORT[,HOST:PORT...], as the run prints at its start")
         return reasons
     try:
         options.coordinators = tuple(parse_addresses(text))
@@ -410,37 +410,37 @@ def _check_newcomers(options: Options) -> list[str]:
 
 
 def _check_device_test(options: Options) -> list[str]:
-    """The reasons against the test of devices; fills in where its program is."""
+    """Return the reasons against the device test; fill in the path of its program."""
     if not options.device_test:
         return []
     if not options.max_restarts:
-        return ["--device-test: devices are tested before a worker is started in place of another; add --max-restarts"]
+        return ["--device-test: devices are tested only before a replacement worker is started; add --max-restarts"]
     try:
         words = shlex.split(options.device_test)
     except ValueError as error:
         return [f"--device-test {options.device_test}: {error}"]
     if not words or (program := shutil.which(words[0])) is None:
-        return [f"--device-test {options.device_test}: there is no such program on the PATH"]
+        return [f"--device-test {options.device_test}: no such program on the PATH"]
     options.device_test_command = (program, *words[1:])
     return []
 
 
 def check_files(options: Options) -> list[str]:
-    """The reasons against the script and the log folder, which is made if it is missing, but not by ``--check``."""
+    """Return the reasons against the script and the log folder; create a missing folder, except with ``--check``."""
     reasons = []
     if options.script is not None and (options.wrapper or not options.no_python):
         reasons += check_module(options.script) if options.module else check_script(options.script)
     if options.log_dir is not None and (why := readers.why_not_written(options.log_dir, tried=not options.check)):
-        reasons.append(f"--log-dir {options.log_dir} cannot be written ({why}): name a folder that you may write to")
+        reasons.append(f"--log-dir {options.log_dir} cannot be written ({why}): choose a folder that you can write to")
     return reasons
 
 
 def _unknown(token: str) -> str:
     name = token.partition("=")[0].replace("_", "-")
     if name in _TORCHRUN_HINTS:
-        return f"option {token} of torchrun is not one of recover-run: {_TORCHRUN_HINTS[name]}"
+        return f"option {token} of torchrun is not an option of recover-run: {_TORCHRUN_HINTS[name]}"
     if any(flag.name == name for flag in SCRIPT_FLAGS):
-        return f"{token} is an option of the script: it goes after SCRIPT"
+        return f"{token} is an option of the script: write it after SCRIPT"
     known = [flag.name for flag in FLAGS]
     nearest = [option for option in known if len(name) > 3 and option.startswith(name)]
     nearest += difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""What a training takes of each node, and what the loss of a node or another domain would cost it, by its flags alone.
+"""Forecast from a training's flags: its needs of each node, and the cost of losing a node or another domain.
 
 For ``recover-run --check``, and at a start.
 """
@@ -30,40 +30,42 @@ MAPPING, SPREAD = "--use-tp-pp-dp-mapping", "--use-distributed-optimizer"
 FSDP, INSTANCES = "--use-megatron-fsdp", "--num-distributed-optimizer-instances"
 OUTER = "--outer-dp-sharding-strategy"
 SIZES_ELSEWHERE = ("--yaml-cfg", "--use-mp-args-from-checkpoint-args")
-"""With one of these the sizes of a replica are in a file."""
+"""Flags with which the sizes of a replica are in a file."""
 SHADOWS = "--recover-shadow-shards 2"
 FOLDERS, FORMAT, LAST_RESORT = ("--save", "--load"), "--ckpt-format", "--recover-last-resort"
 NO_SAVE = "no --save"
 MOST_NAMED = 4
-"""So many domains, or rows of nodes, are named in one line of a table."""
+"""Most domains, or ranges of nodes, named in one line of a table."""
 COUNTED = 64
-"""Number of workers up to which the limit of open files was tried; a larger run is asked for no more than these."""
+"""Number of workers up to which the limit of open files was measured; a larger run must meet no higher limit."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """What decides whether those go on who are left after a silent loss (``membership.leadership``)."""
+    """Conditions under which the survivors of a silent loss may continue (``membership.leadership``)."""
 
     hosts: Sequence[int]
-    """The nodes with a coordinator; the first one's leads."""
+    """Nodes with a coordinator; the first one's leads."""
     lease: bool = False
     witness: bool = False
     slack: int = 0
     replaced: bool = False
-    """Whether the run waits for workers in place of the lost (``--max-restarts``, ``--recover-spares``)."""
+    """True if the run waits for replacements of lost workers (``--max-restarts``, ``--recover-spares``)."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """``losses``: by domain.  ``then``, ``change``: of each, what happens, and what would change that, in words."""
+    """Table of ``losses`` by domain; ``then``: what happens after each, ``change``: what would avoid it, in words."""
 
     losses: list[Loss]
     then: list[str]
     change: list[str]
 
     def table(self) -> list[str]:
-        """Lines for people: one for all domains of which the same is to be said; one alone where no loss costs more
-        than the workers that go with it."""
+        """Return the table: one row per group of domains with the same outcome.
+
+        If no loss costs more than the workers of its domain, return a single line.
+        """
         fewest = min(self.losses, key=lambda loss: loss.whole)
         if all(then == _go(loss) for loss, then in zip(self.losses, self.then, strict=True)):
             kinds = sorted({loss.domain.partition(" ")[0] for loss in self.losses}, key="node".__ne__)
@@ -73,7 +75,7 @@ class Forecast:
             parts = f"{count(loss.workers)}, parts of {count(loss.broken, 'replica', 'replicas')}"
             lost = f"{parts}; {loss.lost}" if loss.lost else parts
             rows.setdefault((lost, then, change), []).append(loss.domain)
-        cells = [("domain", "lost with it", "then", "what would change that")]
+        cells = [("domain", "lost with it", "then", "what would avoid that")]
         cells += [(_named(domains), *what) for what, domains in rows.items()]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
@@ -83,7 +85,7 @@ LOSSES = "what the loss of a node or another domain would cost"
 
 
 def of_launch(plan: LaunchPlan, named: Domains, lease: bool, witness: bool) -> Forecast | None:
-    """That of a launch; ``named``: as in ``forecast``.  ``lease``, ``witness``: whether it has one."""
+    """Return the forecast of a launch; ``named``: as in ``forecast``.  ``lease``, ``witness``: True if it has one."""
     replaced = bool(plan.max_restarts or plan.spares)
     control = Control(hosting(plan), lease, witness, slack_of(plan), replaced)
     return forecast(plan.target, plan.script_args, plan.nnodes, plan.nproc_per_node, named, control)
@@ -97,10 +99,10 @@ def forecast(
     named: Sequence[Sequence[str]] = (),
     control: Control | None = None,
 ) -> Forecast | None:
-    """None where there is one node alone, or the training is none that survives, or none of Megatron's.
+    """Return the forecast of a training; None for a single node, without --recover, or if it is not Megatron's.
 
-    ``script_args``: checked (``preflight.check``).  The nodes' ranks are taken to lie in their order.  ``named``: by
-    node, the domains in which it stands.
+    ``script_args``: checked (``preflight.check``).  Ranks are assumed to be in the order of the nodes.  ``named``: the
+    domains of each node.
     """
     if nodes < 2 or "--recover" not in script_args or not is_megatrons(script):
         return None
@@ -123,13 +125,13 @@ def forecast(
                 change[at] = "; ".join(filter(None, (change[at], more)))
         return Forecast(losses, then, change)
     except (ValueError, IndexError, ArithmeticError, UserError):
-        return None  # what the checks did not understand either; Megatron says what is wrong with it
+        return None  # the checks did not understand it either; Megatron reports the mistake
 
 
 def training_of(script_args: Sequence[str], world: int) -> Training | None:
-    """What flags say of the shape of a training of ``world`` workers; None: it is told elsewhere.
+    """Return the shape of a training of ``world`` workers from its flags; None if it is defined elsewhere.
 
-    Raises ValueError and IndexError for what is no number, UserError for a wrong value of ``--recover-*``.
+    Raises ValueError and IndexError for an invalid number, UserError for a wrong value of ``--recover-*``.
     """
     names = [*SIZES.values(), EXPERT, EXPERT_TENSOR, MAPPING, SPREAD, FSDP, INSTANCES, OUTER, *SIZES_ELSEWHERE]
     found = given_flags(script_args, names)
@@ -143,7 +145,7 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
     expert, fsdp = number(EXPERT, 1), FSDP in found
     instances = number(INSTANCES, 1)
     if fsdp:
-        instances = max(instances, 2)  # --recover makes two of one (``megatron_hooks.entry.refused``)
+        instances = max(instances, 2)  # --recover turns one instance into two (``megatron_hooks.entry.refused``)
     expert_tensor = number(EXPERT_TENSOR, sizes["tensor"])
     inner_ranks = data_parallel_ranks_per_replica(
         tensor=sizes["tensor"], context=sizes["context"], expert=expert, expert_tensor=expert_tensor
@@ -168,9 +170,9 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a training takes of a node: as much as is enough, and what it cannot do without (0: not known).
+    """Needs of a training on one node: an amount that is enough, and a minimum (0: not known).
 
-    ``files``: open ones of one worker, connections included.  ``tasks``: processes and threads of the whole node.
+    ``files``: open files of one worker, including connections.  ``tasks``: processes and threads of the node.
     ``shared``: bytes of /dev/shm, for the batches of loader processes.
     """
 
@@ -182,13 +184,12 @@ class Needs:
 
 
 def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping[str, str], *, cpu: bool) -> Needs:
-    """Of a training of Megatron's with ``--recover``: ``here`` of ``world`` workers are on the node.
+    """Return the needs of a Megatron training with ``--recover``: ``here`` of ``world`` workers are on the node.
 
-    Counted on CPUs, where every group is gloo's (tests/launch/test_limits.py): 56 threads, and 118 descriptors and up
-    to 11 for each other worker.  Of its sockets a worker makes duplicates when it looks for gloo's.  A loader process
-    takes pipes, and a descriptor for each tensor of a batch.  ``cpu``: False: on GPUs, where nothing was counted, so
-    that no limit is known to be too low.
-    Raises ValueError or IndexError for a flag that is no number.
+    Measured on CPUs, where every group uses gloo (tests/launch/test_limits.py): 56 threads, and 118 descriptors plus up
+    to 11 for each other worker.  A worker duplicates its sockets when it searches for gloo's.  A loader process needs
+    pipes, and a descriptor for each tensor of a batch.  ``cpu`` is False on GPUs, where nothing was measured, so that
+    no limit is known to be too low.  Raises ValueError or IndexError for a flag with an invalid number.
     """
     names = ("--num-workers", SIZES["tensor"], "--micro-batch-size", "--seq-length")
     found = given_flags(script_args, [*names, "--no-create-attention-mask-in-dataloader"])
@@ -197,7 +198,7 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
     )
     omp = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     pool = int(omp) if omp.isdecimal() else 1 if here > 1 else len(os.sched_getaffinity(0))
-    # Tokens, labels and positions in 8 bytes each, weights in 4; each loader has two batches ahead, and makes one more.
+    # Tokens, labels and positions: 8 bytes each, weights: 4; each loader prefetches two batches and builds one more.
     mask = 0 if "--no-create-attention-mask-in-dataloader" in found else sequence
     batch = micro * sequence * (28 + mask)
     return Needs(
@@ -210,7 +211,7 @@ def needs_of(script_args: Sequence[str], world: int, here: int, environ: Mapping
 
 
 def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """The values of those flags that are there: of one that is repeated the last."""
+    """Return the values of the given flags; of a repeated flag the last one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in dict.fromkeys(names):
         parser.add_argument(name, nargs="*")
@@ -218,12 +219,12 @@ def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, l
         values, _ = parser.parse_known_args(list(script_args))
     except argparse.ArgumentError:
         return {}
-    told = {name: getattr(values, name[2:].replace("-", "_")) for name in names}
-    return {name: value for name, value in told.items() if value is not None}
+    values_of = {name: getattr(values, name[2:].replace("-", "_")) for name in names}
+    return {name: value for name, value in values_of.items() if value is not None}
 
 
 def _no_way_back(script_args: Sequence[str]) -> str:
-    """Why the run cannot go back to a checkpoint in place, as ``megatron_hooks.layout`` says it; empty: it can."""
+    """Return why the run cannot load a checkpoint in place (as ``megatron_hooks.layout``); empty if it can."""
     found = given_flags(script_args, [*FOLDERS, LAST_RESORT, FORMAT, SPREAD, FSDP, "--no-save-optim", "--optimizer"])
     formats = found.get(FORMAT, ["torch_dist"])[-1]
     if "off" in found.get(LAST_RESORT, []):
@@ -242,8 +243,10 @@ def _no_way_back(script_args: Sequence[str]) -> str:
 def _changes(
     training: Training, losses: Sequence[Loss], domains: Sequence[Sequence[str]], spares: int, save: str
 ) -> list[str]:
-    """Of each loss of state the first change by which it is none; tried, not guessed.  ``save``: the flag that would
-    have the run go back to a checkpoint; empty: it does not help."""
+    """Return, for each loss of state, the first change that avoids it, found by trying all changes.
+
+    ``save``: flag that would let the run go back to a checkpoint; empty if it would not help.
+    """
     changes: list[tuple[str, dict[str, Any]]] = []
     if any(loss.lost for loss in losses):
         if training.blocks and not training.pipeline_before_data:
@@ -267,14 +270,14 @@ def _changes(
 
 
 def _go(loss: Loss) -> str:
-    more = f", {loss.later} when the others are put together" if loss.later > loss.whole else ""
-    return f"{count(loss.whole, 'replica goes', 'replicas go')} on{more}"
+    more = f", {loss.later} after regrouping" if loss.later > loss.whole else ""
+    return f"{count(loss.whole, 'replica continues', 'replicas continue')}{more}"
 
 
 def _then(loss: Loss, fewest: int, no_way_back: str, replaced: bool) -> str:
     if not loss.later:
         wait = "waits five minutes for workers, else ends (10)"
-        return wait if replaced and loss.waits else "ends (10): too few are left for a replica"
+        return wait if replaced and loss.waits else "ends (10): too few workers are left for a replica"
     if loss.lost and not loss.back:
         return f"ends (12): no snapshots (--recover-memory-tier off), {no_way_back}"
     if loss.later < fewest:
@@ -283,13 +286,13 @@ def _then(loss: Loss, fewest: int, no_way_back: str, replaced: bool) -> str:
 
 
 def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_node: int) -> tuple[str, str]:
-    """What the coordinators need to go on without the domain, if it falls silent as a whole; and what would help."""
+    """Return what the coordinators need to continue if the complete domain falls silent; and what would help."""
     there = [loss.domain in domains[node * per_node] for node in control.hosts]
     every, left = len(domains), len(domains) - loss.workers
     if not left:
         return "", ""
     if all(there):
-        return "ends (11): all coordinators are there", "--recover-domain @FILE: they are put in several domains"
+        return "ends (11): it has all coordinators", "--recover-domain @FILE: spreads them over several domains"
     if not control.lease:
         enough = 2 * left > every if there[0] else 2 * left >= every
         return ("", "") if enough else ("silent: ends (11)", "a lease: a --log-dir that all nodes see")
@@ -301,7 +304,7 @@ def _silent(loss: Loss, control: Control, domains: Sequence[Sequence[str]], per_
 
 
 def _named(domains: Sequence[str]) -> str:
-    """``nodes 0 to 3, 5; domains r0, r1 and 6 more``."""
+    """Return the names in short: ``nodes 0 to 3, 5; domains r0, r1 and 6 more``."""
     kinds: dict[str, list[str]] = {}
     for domain in domains:
         kind, _, name = domain.partition(" ")
@@ -310,8 +313,8 @@ def _named(domains: Sequence[str]) -> str:
     for kind, names in kinds.items():
         shown = names
         if kind == "node":
-            rows = [[*its] for _, its in groupby(names, key=lambda name: int(name) - names.index(name))]
-            shown = [f"{its[0]} to {its[-1]}" if len(its) > 1 else its[0] for its in rows]
+            rows = [[*run] for _, run in groupby(names, key=lambda name: int(name) - names.index(name))]
+            shown = [f"{run[0]} to {run[-1]}" if len(run) > 1 else run[0] for run in rows]
         more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
         found.append(f"{kind}{'s' * (len(names) > 1)} {', '.join(shown[:MOST_NAMED])}{more}")
     return "; ".join(found)

@@ -1,8 +1,8 @@
-"""What a training's own flags show before anything is started, so within a second and on a login node.
+"""Checks of a training's flags before anything is started: within a second, also on a login node.
 
-``check``: what is wrong with them.  Only what can be seen without importing torch or Megatron: names and values of
-``--recover-*``; of Megatron's own scripts sizes against the number of workers, numbers that do not divide, and files
-that are not there; nothing that Megatron may take.  The script checks all (``megatron_hooks/entry/flags.py``).
+``check`` finds mistakes without importing torch or Megatron: names and values of ``--recover-*``; for Megatron's
+scripts, sizes against the number of workers, numbers that do not divide, and missing files; it never refuses flags that
+Megatron may accept.  The script checks everything (``megatron_hooks/entry/flags.py``).
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ OTHER_NUMBERS = {
     SEQUENCE: r"coder|checkpoint-args|hybrid-context",
     EXPERTS: r"heterogeneous|checkpoint-args",
 }
-"""Where a flag like this is given (a regular expression), Megatron may count with another number than this flag's."""
+"""Flags (regular expressions) with which Megatron may use another number than the value of the key's flag."""
 DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 BLENDS = ("--data-args-path", "--per-split-data-args-path")
 FILES = (*BLENDS, "--vocab-file", "--merge-file", "--yaml-cfg")
 ELSEWHERE = ("--yaml-cfg", "--sft", "--perform-rl-step")
-"""With one of these the data, or all flags, are found in another way."""
+"""Flags with which the data, or all flags, come from another source."""
 TOKENIZER, TOKENIZER_MODEL = "--tokenizer-type", "--tokenizer-model"
 TOKENIZER_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 """Tokenizers whose model is a file."""
 
 
 def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
-    """The reasons against the flags of a training of ``world`` workers, one line each with what to change."""
+    """Return the mistakes in the flags of a training of ``world`` workers, one line each with what to change."""
     megatrons, recover = is_megatrons(script), "--recover" in script_args
     if {"--help", "-h", "--version"} & set(script_args) or not (megatrons or recover):
         return []
@@ -80,7 +80,7 @@ def check(script: str, script_args: Sequence[str], world: int) -> list[str]:
 
 
 DASHES = "-\u2013\u2014"
-"""What begins a flag, and what word processors make of that."""
+"""Hyphen at the beginning of a flag, and the dashes with which word processors replace it."""
 
 
 def _names(script_args: Sequence[str]) -> list[str]:
@@ -97,7 +97,7 @@ def _names(script_args: Sequence[str]) -> list[str]:
 
 
 def _stray_words(script_args: Sequence[str]) -> list[str]:
-    """What stands behind a flag of ours and is not its value: Megatron's parser takes no such words."""
+    """Return words after one of our flags that are not its value: Megatron's parser rejects them."""
     flags, found = {flag.name: flag for flag in FLAGS}, []
     for at, word in enumerate(script_args):
         name, equals, _ = word.partition("=")
@@ -105,13 +105,13 @@ def _stray_words(script_args: Sequence[str]) -> list[str]:
             continue
         behind = script_args[at + 1 : at + (2 if flag.switch or equals else 3)]
         if len(behind) == (1 if flag.switch or equals else 2) and not any(each.startswith("-") for each in behind):
-            found.append(f"{name} takes {'no' if flag.switch else 'one'} value: {behind[-1]} is too much")
+            found.append(f"{name} takes {'no' if flag.switch else 'one'} value: remove {behind[-1]}")
     return found
 
 
 def _values(script_args: Sequence[str], world: int) -> list[str]:
     found = []
-    for flag in FLAGS:  # one by one, so that all mistakes are said
+    for flag in FLAGS:  # one by one, so that all mistakes are reported
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         add_options(parser, [flag])
         try:
@@ -124,28 +124,28 @@ def _values(script_args: Sequence[str], world: int) -> list[str]:
     if config.enabled:
         return [*problems(config), *_faults(config, world), *_metrics(config), *_log_dir(script_args)]
     if config.inject is not None:
-        return ["--recover-inject needs --recover: without it nothing is injected, and no death is survived"]
+        return ["--recover-inject needs --recover: without it no fault is injected, and the run survives no death"]
     return []
 
 
 def _in_words(flag: Flag, error: str) -> str:
     text = error.removeprefix("argument ")
     if "ignored explicit argument" in text:
-        return f"{flag.name} takes no value: write {flag.name} alone"
+        return f"{flag.name} takes no value: write only {flag.name}"
     for kind, words in (("int", "a whole number"), ("float", "a number, without a unit")):
         text = text.replace(f"invalid {kind} value: ", f"give {words}, not ")
     return text.replace("expected one argument", f"needs a value, {flag.name} {flag.option.metavar or 'WORD'}")
 
 
 def _log_dir(script_args: Sequence[str]) -> list[str]:
-    # Of the flag alone: its variable is set anew by the launcher.
+    # Only the flag: the launcher sets its variable itself.
     folders = given_flags(script_args, ["--recover-log-dir"]).get("--recover-log-dir", [])[-1:]
     found = [(folder, why_not_written(Path(folder))) for folder in folders]
     return [f"--recover-log-dir {folder} cannot be written ({why}): choose another" for folder, why in found if why]
 
 
 def _faults(config: RecoverConfig, world: int) -> list[str]:
-    """Of ``--recover-inject``; workers that come later have numbers of their own where a run may grow."""
+    """Return the mistakes of ``--recover-inject``; if a run may grow, later workers have ids of ``world`` and above."""
     try:
         parse_spec(config.inject or "", workers=None if config.max_replicas else world)
     except BadSpec as error:
@@ -166,41 +166,41 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
         sizes = {name: int(given[name][-1]) for name in SIZES.values() if name in given}
         expert, expert_tensor = (int(given[name][-1]) if name in given else 0 for name in (EXPERT, EXPERT_TENSOR))
     except (ValueError, IndexError):
-        return []  # ``_numbers`` says which is no number
+        return []  # ``_numbers`` reports the invalid number
     replica = prod(sizes.values())
     if any(name in given for name in SIZES_ELSEWHERE) or replica < 1 or expert < 0 or expert_tensor < 0:
         return []
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     change = "start a multiple of that (recover-run --nproc-per-node, --nnodes) or change these sizes"
     if world % replica:
-        return [f"{world} workers cannot hold whole replicas of {replica} ({product}): {change}"]
+        return [f"{world} workers cannot form complete replicas of {replica} workers ({product}): {change}"]
     tensor, pipeline = (sizes.get(SIZES[size], 1) for size in ("tensor", "pipeline"))
     experts = max(1, expert) * (expert_tensor or tensor) * pipeline
     if (expert > 1 or expert_tensor) and world % experts:
         of = f"EP {max(1, expert)}" + (f", {EXPERT_TENSOR} {expert_tensor}" if expert_tensor else "")
-        return [f"{world} workers cannot hold whole sets of experts, of {experts} workers ({of}): {change}"]
+        return [f"{world} workers cannot form complete sets of experts, of {experts} workers ({of}): {change}"]
     try:
         config, training = config_from_argv(script_args), training_of(script_args, world)
     except (UserError, ValueError, IndexError):
-        return []  # as above, or ``_values`` says it
+        return []  # as above, or ``_values`` reports it
     replicas = max(1, world // (replica * (training.inner_ranks if training else 1)))
     if config.enabled and config.min_replicas > replicas:
         return [
-            f"--recover-min-replicas {config.min_replicas}: this run has {replicas} at its launch ({world} workers, "
-            f"{world // replicas} to a replica): lower it, or start more workers"
+            f"--recover-min-replicas {config.min_replicas}: this run has {replicas} replicas at its launch ({world} "
+            f"workers, {world // replicas} per replica): lower it, or start more workers"
         ]
     if config.enabled and 0 < config.max_replicas < replicas:
         return [
-            f"--recover-max-replicas {config.max_replicas}: this run has {replicas} at its launch: give at least as "
-            "many, or leave it out"
+            f"--recover-max-replicas {config.max_replicas}: this run has {replicas} replicas at its launch: give at "
+            "least as many, or leave it out"
         ]
     return []
 
 
 def _numbers(script_args: Sequence[str], world: int) -> list[str]:
-    """What Megatron would refuse when every worker has imported it, or built its model: numbers that do not divide.
+    """Return numbers that do not divide, which Megatron would report only after its import or the model's building.
 
-    Only where no other flag has Megatron count in another way; it makes all of its checks itself.
+    Only if no other flag makes Megatron use another number; Megatron runs all of its checks itself.
     """
     alone = ("--save", "--save-interval", "--train-iters", "--train-samples", "--skip-train")
     given = given_flags(script_args, [*NUMBERS, *alone, *SIZES_ELSEWHERE])
@@ -238,13 +238,13 @@ def _numbers(script_args: Sequence[str], world: int) -> list[str]:
         found.append(f"{POSITIONS} {number[POSITIONS]} is below {SEQUENCE} {number[SEQUENCE]}: raise it")
     if "--save" in given and "--save-interval" not in given:
         found.append("--save needs --save-interval N: save a checkpoint every N iterations")
-    if LAYERS in given and MICRO in given and not any(name in given for name in alone[2:]):  # meant to be all flags
-        found.append("how long is the training? give --train-iters N, or --train-samples N")
+    if LAYERS in given and MICRO in given and not any(name in given for name in alone[2:]):  # looks like all flags
+        found.append("the length of the training is missing: give --train-iters N, or --train-samples N")
     return found
 
 
 def _data(script_args: Sequence[str], needs: bool) -> list[str]:
-    """``needs``: whether the script has no data but Megatron's."""
+    """Return missing files and data; ``needs``: the script has no data except Megatron's."""
     others = (TOKENIZER, TOKENIZER_MODEL, "--dataloader-type", "--mock-data", MICRO)
     given = given_flags(script_args, [*DATA, *FILES, *ELSEWHERE, *others])
     found = _tokenizer(given) + [
@@ -271,12 +271,12 @@ def _data(script_args: Sequence[str], needs: bool) -> list[str]:
 
 
 def _blend(paths: Sequence[str]) -> list[str]:
-    """The words of a file of ``BLENDS``; none of one that is not here, or has another form: Megatron says it."""
+    """Return the words of a file of ``BLENDS``; empty if it is missing or invalid, which Megatron reports."""
     try:
         text = Path(paths[-1]).read_text(encoding="utf-8") if paths else ""
         if not text.lstrip().startswith("{"):
             return text.split()
-        blends = [its.split() if isinstance(its, str) else its for its in json.loads(text).values() if its]
+        blends = [item.split() if isinstance(item, str) else item for item in json.loads(text).values() if item]
         return [word for blend in blends for word in map(str, blend)]
     except (OSError, ValueError, TypeError):
         return []
@@ -285,50 +285,50 @@ def _blend(paths: Sequence[str]) -> list[str]:
 def _tokenizer(given: dict[str, list[str]]) -> list[str]:
     kind, path = ((given.get(name) or [""])[-1] for name in (TOKENIZER, TOKENIZER_MODEL))
     missing = path and kind in TOKENIZER_FILES and not Path(path).is_file()
-    if kind == "HuggingFaceTokenizer":  # else it is the name of a model
+    if kind == "HuggingFaceTokenizer":  # otherwise it is the name of a model
         missing = path.startswith(("/", "./", "../")) and not Path(path).exists()
     return [f"{TOKENIZER_MODEL} {path}: no such file"] if missing and _is_here(path) else []
 
 
 GPUS = "/dev/nvidia[0-9]*"
-"""Processes may use GPUs only where such a file is, whatever the driver tells (in a container without them).
+"""Device files of GPUs: without one, processes cannot use GPUs, whatever the driver reports (in a container).
 
 A container may have GPUs without number 0.
 """
 
 
 def devices(script: str, script_args: Sequence[str], here: int, environ: Mapping[str, str]) -> list[str]:
-    """The reasons against ``here`` workers and spares on this node, as far as its GPUs are known to be fewer."""
+    """Return the reason against ``here`` workers and spares on this node, if it is known to have fewer GPUs."""
     gpus = 0 if _on_cpus(script_args) else count_gpus(environ)
     if not is_megatrons(script) or not 0 < gpus < here:
         return []
     return [
-        f"{count(here)} on this node, spares included, but it has {count(gpus, 'GPU', 'GPUs')}: lower "
+        f"{count(here)} on this node, including spares, but it has {count(gpus, 'GPU', 'GPUs')}: lower "
         "--nproc-per-node or --recover-spares (or train without GPUs: --recover-device cpu)"
     ]
 
 
 def _on_cpus(script_args: Sequence[str]) -> bool:
     device = given_flags(script_args, ["--recover-device"]).get("--recover-device")
-    without = device == ["cpu"] or any("+cpu" in its.version for its in importlib.metadata.distributions(name="torch"))
+    without = device == ["cpu"] or any("+cpu" in one.version for one in importlib.metadata.distributions(name="torch"))
     return without or not glob.glob(GPUS)
 
 
 def host() -> tuple[list[str], list[str]]:
-    """The reasons against this host and this Python for any launch; and, for people, what is done without something."""
+    """Return why this host and Python cannot launch any run; and notes about missing features."""
     notes = []
     if why := system.lacking("pidfd_open"):
         notes.append(f"{why}. A thread waits for the end of each process instead")
     if why := death_notice.lacking():
-        notes.append(f"{why}. A death is known when the kernel has taken the process apart, 0.1 to 0.6 s a gigabyte")
+        notes.append(f"{why}. A death is noticed only after its memory is freed, 0.1 to 0.6 s per gigabyte")
     if why := system.lacking("memfd_create"):
-        notes.append(f"{why}. Rings go over TCP, also between workers on one host, which is slower")
+        notes.append(f"{why}. Rings use TCP even between workers on one host, which is slower")
     return system.refused(), notes
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What this host allows a training.  ``counted``: what it takes, for people; ``notes``: what may be too little."""
+    """Limits of this host for a training.  ``counted``: its needs, in words; ``notes``: limits that may be too low."""
 
     reasons: list[str]
     notes: list[str]
@@ -336,13 +336,13 @@ class Limits:
 
 
 def limits(script: str, script_args: Sequence[str], world: int, here: int, environ: Mapping[str, str]) -> Limits | None:
-    """For ``here`` of ``world`` workers, spares included; None: it is not known what they take."""
+    """Check the limits for ``here`` of ``world`` workers, including spares; None if their needs are not known."""
     if not is_megatrons(script) or "--recover" not in script_args:
         return None
     try:
         needs = needs_of(script_args, world, here, environ, cpu=_on_cpus(script_args))
     except (ValueError, IndexError):
-        return None  # ``check`` says it, or Megatron
+        return None  # ``check`` or Megatron reports it
     return compare(
         needs, count(here), system.open_files(), system.task_limits(), system.longest_file(), system.shared_memory()
     )
@@ -351,14 +351,14 @@ def limits(script: str, script_args: Sequence[str], world: int, here: int, envir
 def compare(
     needs: Needs, workers: str, files: int, tasks: Sequence[system.TaskLimit], longest: int | None, shared: int
 ) -> Limits:
-    """``files``, ``tasks``, ``longest``, ``shared``: what ``network.system`` tells of this host."""
+    """Compare ``needs`` with this host's limits (``files``, ``tasks``, ``longest``, ``shared``: ``network.system``)."""
     reasons: list[str] = []
     notes: list[str] = []
     if files < needs.files:
         enough, never = 1 << needs.files.bit_length(), files < needs.least_files
         (reasons if never else notes).append(
             f"ulimit -n {files} {'is' if never else 'may be'} too low: a worker opens up to {needs.files} files and "
-            f"connections: run ulimit -n {enough} before recover-run (where that is not permitted: docker --ulimit "
+            f"connections: run ulimit -n {enough} before recover-run (if that is not permitted: docker --ulimit "
             f"nofile={enough}, LimitNOFILE={enough} of systemd)"
         )
     for limit in tasks:
@@ -366,18 +366,18 @@ def compare(
             never = limit.most < needs.least_tasks
             (reasons if never else notes).append(
                 f"{limit.name} {limit.most} {'is' if never else 'may be'} too low (in use: {limit.used}): {workers} "
-                f"and what is beside them are up to {needs.tasks} processes and threads: "
+                f"and their helpers need up to {needs.tasks} processes and threads: "
                 f"{limit.remedy(limit.used + needs.tasks)}"
             )
     if longest is not None:
         notes.append(
-            f"ulimit -f: no file may be longer than {longest} bytes, a part of a checkpoint neither, nor a log: run "
-            "ulimit -f unlimited before recover-run"
+            f"ulimit -f limits every file to {longest} bytes, including logs and parts of checkpoints: run ulimit -f "
+            "unlimited before recover-run"
         )
     if shared < needs.shared:
         notes.append(
-            f"/dev/shm has {_mib(shared)} left, and the batches of loaders may take {_mib(needs.shared)} there: give "
-            "it more (docker --shm-size, an emptyDir of medium Memory in Kubernetes), or --num-workers 0"
+            f"/dev/shm has {_mib(shared)} left, but the batches of loaders may need {_mib(needs.shared)}: enlarge "
+            "it (docker --shm-size, an emptyDir of medium Memory in Kubernetes), or use --num-workers 0"
         )
     few = min((limit.most - limit.used for limit in tasks), default=None)
     return Limits(
@@ -393,12 +393,12 @@ def _mib(size: int) -> str:
 
 
 def _is_here(path: str) -> bool:
-    """Whether a path is one of this host's file systems, as far as its name tells."""
+    """Return whether a path, by its name, is in a file system of this host."""
     return "://" not in path
 
 
 def _is_weight(word: str) -> bool:
-    """Blends have weights between their prefixes."""
+    """Return whether a word is a number: blends have weights between their prefixes."""
     try:
         float(word)
     except ValueError:

@@ -1,16 +1,16 @@
-"""What recover-run reads besides its flags: their values, SCRIPT, and the environment; all without torch.
+"""Readers of flag values, of SCRIPT and of the environment for recover-run, without torch.
 
-The readers of values take text and raise ValueError with what it must be.  The words of ``--nproc-per-node`` need the
-number of GPUs of this host, which is counted without torch: importing it takes seconds, and may open the devices.
+The readers of values parse text and raise ValueError with the valid values.  The words of ``--nproc-per-node`` need the
+number of GPUs of this host, which is counted without torch: importing torch takes seconds and may open the devices.
 
-SCRIPT must be there; ``recover-run ... pretrain_gpt_recover.py ...`` works in any folder: a file of that name in the
-current one is run, else the module that was installed with this package.
+SCRIPT must exist; ``recover-run ... pretrain_gpt_recover.py ...`` works in any folder: it runs a file of that name in
+the current folder, else the module that was installed with this package.
 
-Others have put into the environment what the shape of a launch is, or what looks like one::
+Other tools describe the shape of a launch in the environment::
 
-    PET_NNODES, PET_NODE_RANK, ...        the defaults of the options, as for torchrun: taken
-    RANK and WORLD_SIZE, OMPI_*, PMI_*    this process is one of several: a launch of one node is refused then, unless
-                                          --nnodes or --slurm says what is meant; each would train alone
+    PET_NNODES, PET_NODE_RANK, ...        defaults of the options, as for torchrun: used
+    RANK and WORLD_SIZE, OMPI_*, PMI_*    this process is one of several: a launch of one node is refused, unless
+                                          --nnodes or --slurm is given; each process would train alone
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from typing import Any
 from recover_megatron.log_writer import why_not_used
 
 PROC = Path("/proc/driver/nvidia/gpus")
-"""NVIDIA's driver has a folder here for each GPU."""
+"""Folder where NVIDIA's driver has a subfolder for each GPU."""
 
 
 def count_gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
-    """How many GPUs processes here may use: those of CUDA_VISIBLE_DEVICES if set, else all that the driver has."""
+    """Return the number of usable GPUs: those in CUDA_VISIBLE_DEVICES if set, else all of the driver."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         listed = [word.strip() for word in visible.split(",")]
-        # As CUDA reads it: what comes behind an entry that means no device is not seen.
+        # As in CUDA, entries after an invalid device are ignored.
         return next((n for n, word in enumerate(listed) if word in ("", "-1", "NoDevFiles")), len(listed))
     try:
         return sum(1 for _ in proc.iterdir())
@@ -51,10 +51,10 @@ def count_gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
 
 
 def workers_by_word(text: str, environ: Mapping[str, str], proc: Path = PROC) -> int | None:
-    """What torchrun's words for ``--nproc-per-node`` mean here; None: ``text`` is none of them.  Raises ValueError."""
+    """Resolve torchrun's words for ``--nproc-per-node``; return None for other text.  Raises ValueError."""
     count = count_gpus(environ, proc)
     if text == "gpu" and count == 0:
-        raise ValueError("this host has no GPU (CUDA_VISIBLE_DEVICES, NVIDIA's driver): give a number, or cpu")
+        raise ValueError("this host has no GPU (by CUDA_VISIBLE_DEVICES and NVIDIA's driver): give a number, or cpu")
     words = {"gpu": count, "cpu": len(os.sched_getaffinity(0)), "auto": count or len(os.sched_getaffinity(0))}
     return words.get(text)
 
@@ -80,7 +80,7 @@ def seconds(text: str) -> float:
 
 
 def lease(text: str) -> str:
-    """Reads ``--lease``: auto, off, or a path, which becomes absolute."""
+    """Read ``--lease``: auto, off, or a path, which becomes absolute."""
     if text in ("auto", "off"):
         return text
     if not os.path.basename(text) or os.path.isdir(text):
@@ -108,7 +108,7 @@ def workers_here(text: str) -> int:
 
 
 def nodes(text: str) -> int:
-    """Reads ``--nnodes``; of torchrun's MIN:MAX only what means one number."""
+    """Read ``--nnodes``; accept torchrun's MIN:MAX only if both are equal."""
     least, colon, most = text.partition(":")
     if not colon:
         return whole(1)(text)
@@ -116,10 +116,10 @@ def nodes(text: str) -> int:
         raise ValueError("MIN is above MAX")
     if int(least) != int(most):
         raise ValueError(
-            f"a run is launched with all of its nodes, for whose number batch and layout are checked. Give --nnodes "
-            f"{most}: the run goes on when nodes are lost, down to the script's --recover-min-replicas. Or --nnodes "
-            f"{least}, with --recover-max-replicas N among the script's arguments: further nodes come at any time, by "
-            "the command recover-run --join ... that the launch prints"
+            f"--nnodes MIN:MAX is not supported: a launch needs a fixed number of nodes. Give --nnodes {most}: the run "
+            "continues after the loss of nodes, down to the script's --recover-min-replicas. Or give --nnodes "
+            f"{least}, with --recover-max-replicas N among the script's arguments: further nodes can join at any time "
+            "with the command recover-run --join ... that the launch prints"
         )
     return int(least)
 
@@ -129,11 +129,11 @@ INSTALLED = {"pretrain_gpt_recover.py": "pretrain_gpt_recover"}
 
 
 RUNNER = "recover_megatron.megatron_hooks"
-"""The package that runs another script, so that it takes --recover (docs/patches.md)."""
+"""Package that runs another script with support for --recover (docs/patches.md)."""
 
 
 def takes_runner(script: str, module: bool) -> bool:
-    """Whether a script is Python's source, as it may be by any name, and none of this package's: these need none."""
+    """Return whether to run a script through RUNNER: Python source (by any name) that is not part of this package."""
     if Path(script).stem in INSTALLED.values():
         return False
     if module:
@@ -142,7 +142,7 @@ def takes_runner(script: str, module: bool) -> bool:
 
 
 def installed_module(script: str) -> tuple[str, str] | None:
-    """The module to run for the bare name ``script`` and where it lies; None: a file here, or nothing of ours."""
+    """Return the installed module for the bare name ``script``, and its file; None: a file here, or another script."""
     if script not in INSTALLED or os.path.lexists(script):
         return None
     spec = _find_module(INSTALLED[script])
@@ -150,32 +150,32 @@ def installed_module(script: str) -> tuple[str, str] | None:
 
 
 def check_script(script: str) -> list[str]:
-    """The reasons against running the file (or folder) ``script``."""
+    """Return the reasons why the file (or folder) ``script`` cannot be run."""
     path = Path(script)
     if path.name in ("python", "python3", "torchrun", "recover-run") and not path.exists():
-        return [f"SCRIPT is {script}: leave it out, and give the script itself; it is run by {sys.executable}"]
+        return [f"SCRIPT is {script}: leave it out and give the Python script; {sys.executable} runs it"]
     if path.is_dir():
         return [] if (path / "__main__.py").is_file() else [f"script {script} is a folder without a __main__.py"]
     if not path.exists():
         nearest = difflib.get_close_matches(path.name, _names_in(path.parent), n=1)
         hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
         if shutil.which(script):
-            hint = f"; to start the script by the program {script} write --no-python before it"
+            hint = f"; to start the script through the program {script}, write --no-python before it"
         if path.stem in INSTALLED.values():
-            hint = f"; the installed one is run by its bare name, {path.stem}.py"
+            hint = f"; to run the installed script, give its bare name, {path.stem}.py"
         return [f"script {script} does not exist (looked for {path.absolute()}){hint}"]
     if _is_other_program(path):
-        return [f"script {script} is not written in Python: to execute it as it is write --no-python before it"]
+        return [f"script {script} is not written in Python: to execute it directly, write --no-python before it"]
     return [] if os.access(path, os.R_OK) else [f"script {script} cannot be read: check its permissions"]
 
 
 def _is_other_program(path: Path) -> bool:
-    """Tell a shell script or a binary, at which Python would end with a SyntaxError."""
+    """Return whether ``path`` is a shell script or a binary, on which Python would raise a SyntaxError."""
     try:
         with path.open("rb") as file:
             first = file.readline(256)
             if re.match(rb"#!.*\b\w*sh\b", first):
-                ast.parse(file.read())  # a few are both
+                ast.parse(file.read())  # a few files are valid in both languages
             return first.startswith(b"\x7fELF")
     except OSError:
         return False
@@ -184,23 +184,23 @@ def _is_other_program(path: Path) -> bool:
 
 
 def why_not_executed(program: str) -> str:
-    """Say why the kernel would not execute the file ``program``; empty: nothing speaks against it."""
+    """Return why the kernel would not execute the file ``program``; empty if no reason is found."""
     if not os.path.isfile(program):
-        return "there is no such program, here or on the PATH"
+        return "no such program, here or on the PATH"
     if not os.access(program, os.X_OK):
-        return f"it may not be executed: chmod +x {program}"
-    with suppress(OSError), open(program, "rb") as file:  # that may be executed, and not read
+        return f"it is not executable: chmod +x {program}"
+    with suppress(OSError), open(program, "rb") as file:  # it may be executable but not readable
         first = file.readline(256)
         interpreter = os.fsdecode(b"".join(first[2:].split()[:1]))
         if first[:2] == b"#!" and not os.access(interpreter, os.X_OK):
-            return f"its interpreter {interpreter} is not there"
+            return f"its interpreter {interpreter} does not exist"
         if first.isascii() and first[:2] != b"#!":
-            return "it is a text without an interpreter: let its first line be #!/bin/sh, or as it needs"
+            return "it is a text file without an interpreter: make its first line #!/bin/sh, or another interpreter"
     return ""
 
 
 def script_behind_python(words: Sequence[str]) -> int | None:
-    """Find the script that Python runs in a command, or the ``-m`` before a module: its place; None: nothing tells."""
+    """Return the index of the script that Python runs in a command, or of ``-m`` before a module; None if unknown."""
     at = next((at for at, word in enumerate(words, 1) if re.fullmatch(r"python[\d.]*", Path(word).name)), len(words))
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "-c", "-m"):
         at += 2 if words[at] in ("-W", "-X") else 1
@@ -214,37 +214,37 @@ def check_module(module: str) -> list[str]:
         bare = f" (write -m {module[:-3]})" if module.endswith(".py") else ""
         return [f"module {module} is not found{bare}: check its name, and that it is installed or in PYTHONPATH"]
     if spec.submodule_search_locations is not None and _find_module(f"{module}.__main__") is None:
-        return [f"module {module} is a package without a __main__.py: name the module in it that is to be run"]
+        return [f"module {module} is a package without a __main__.py: name the module in it to run"]
     return []
 
 
 @cache
 def imports_pretrain(script: str) -> bool:
-    """Whether the file or module ``script`` imports Megatron's ``pretrain`` by name."""
+    """Return whether the file or module ``script`` imports Megatron's ``pretrain`` by name."""
     found = None if os.path.lexists(script) else _find_module(script)
     try:
         nodes = list(ast.walk(ast.parse(Path(found.origin or "" if found else script).read_bytes())))
     except (OSError, SyntaxError, ValueError):
-        return False  # it is not here, or no source
+        return False  # it does not exist here, or is not source code
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     return any(
         node.module in ("megatron.training", "megatron.training.training")
-        and "pretrain" in [its.name for its in node.names]
+        and "pretrain" in [alias.name for alias in node.names]
         for node in imports
     )
 
 
 def why_not_written(folder: Path, *, tried: bool = False) -> str:
-    """Why nobody here can write into ``folder``, which may have to be made; empty: nothing speaks against it.
+    """Return why this process cannot write into ``folder``, which may not exist yet; empty if no reason is found.
 
-    Unless it is to be ``tried``, nothing is made, so what only shows then (a full disk) is not seen.
+    Unless ``tried``, nothing is created, so an error that only a write shows (a full disk) is not found.
     """
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
-    if not there.is_dir():
-        return f"{there} is no folder"
-    if os.access(there, os.W_OK | os.X_OK):
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    if os.access(existing, os.W_OK | os.X_OK):
         return why_not_used(folder) if tried else ""
-    read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+    read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
     return os.strerror(errno.EROFS if read_only else errno.EACCES)
 
 
@@ -264,7 +264,7 @@ def _find_module(module: str) -> ModuleSpec | None:
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        # By its own name: of a folder without __init__.py in another one that other has to be imported.
+        # By the part's name: a nested folder without __init__.py would need an import of its parent.
         spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
@@ -281,10 +281,10 @@ SIZE_AND_RANK = (
 
 
 def take_from_environment(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Fill in what ``PET_*`` say and the command line does not.
+    """Fill in options from ``PET_*`` that the command line leaves out.
 
-    Returns what was taken, by variable, and the reasons against a launch in this environment.
-    A launch under ``--slurm``, or one that joins a run, has its shape from elsewhere.
+    Return the used variables, and the reasons against a launch in this environment.  A launch under ``--slurm``, or one
+    that joins a run, gets its shape from elsewhere.
     """
     elsewhere = namespace.slurm or namespace.join
     taken = {}
@@ -295,16 +295,16 @@ def take_from_environment(namespace: Any, environ: Mapping[str, str]) -> tuple[d
             setattr(namespace, name, environ[variable])
     if PET + "NNODES" in taken and namespace.nnodes.split(":")[-1] != "1" and namespace.node_rank is None:
         return taken, [
-            f"{PET}NNODES is {namespace.nnodes}, and nothing says which node this is: give --node-rank R (or set "
+            f"{PET}NNODES is {namespace.nnodes}, but the rank of this node is unknown: give --node-rank R (or set "
             f"{PET}NODE_RANK), from 0"
         ]
     if namespace.nnodes is not None or elsewhere:
         return taken, []
-    return taken, [_one_of_several(environ, *pair) for pair in SIZE_AND_RANK if _tells(environ, *pair)][:1]
+    return taken, [_one_of_several(environ, *pair) for pair in SIZE_AND_RANK if _is_one_of_several(environ, *pair)][:1]
 
 
-def _tells(environ: Mapping[str, str], size: str, rank: str) -> bool:
-    """Whether by these variables this process is one of several."""
+def _is_one_of_several(environ: Mapping[str, str], size: str, rank: str) -> bool:
+    """Return whether, by these variables, this process is one of several."""
     value = environ.get(size, "")
     return rank in environ and value.isdecimal() and int(value) > 1
 
@@ -315,7 +315,7 @@ def _one_of_several(environ: Mapping[str, str], size: str, rank: str) -> str:
     if "SLURM_STEP_ID" in environ:
         flags = "--slurm"
     return (
-        f"{rank} {environ[rank]} and {size} {environ[size]} are in the environment: this is one of several, each of "
-        f"which would train alone. Start one recover-run on each node, with {flags} where these are nodes; or give "
-        "--nnodes 1 for a launch of its own"
+        f"{rank} {environ[rank]} and {size} {environ[size]} are in the environment: this is one of several processes, "
+        f"each of which would train alone. If each is on a different node, start recover-run there with {flags}; or "
+        "give --nnodes 1 for a separate launch"
     )

@@ -1,1 +1,1 @@
-"""The launchers of several nodes, their store, and the coordinators that they host."""
+"""Launchers of several nodes, their store, and the coordinators that they host."""

@@ -1,16 +1,16 @@
-"""The job's coordinator, hosted by the launcher, and the launcher's own session with it.
+"""Job's coordinator, hosted by the launchers, and this launcher's session with it.
 
-The launcher of a single-node launch starts two candidate coordinators on loopback (when one is killed the workers turn
-to the other); of several launchers each of the first three starts one (plan.py); one that joins a running job starts
-one, too, of which the coordinator tells all (membership/admission.py): those of the launch may all be lost one day.  A
-launcher gives its workers the addresses and the job's secret, and is the node agent of its node: it says how its
-workers end, and kills those that the coordinator puts out.  A script that never opens a session is not affected.
+The launcher of a single-node launch starts two candidate coordinators on loopback (if one is killed, the workers
+connect to the other); on several nodes, three launchers start one each (plan.py); a launcher that joins a running job
+also starts one, which the coordinator announces (membership/admission.py), because all candidates of the launch may be
+lost some day.  A launcher passes the addresses and the job's secret to its workers, and is the node agent of its node:
+it reports how its workers end, and kills workers that the coordinator evicts.  A script that never opens a session is
+not affected.
 
-    RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in the order in which
-                                                the members turn to them
-    RECOVER_SECRET        the job's secret: the user's own, or a random one for this launch
-    RECOVER_NODE_AGENT          the name under which this launcher is a node agent
-    RECOVER_HOST          several nodes: the address by which the others reach this one
+    RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in order of preference
+    RECOVER_SECRET        the job's secret: the user's, or a random one for this launch
+    RECOVER_NODE_AGENT    the name of this launcher as a node agent
+    RECOVER_HOST          several nodes: the address at which the others reach this one
 """
 
 from __future__ import annotations
@@ -63,30 +63,30 @@ from recover_megatron.variables import (
 )
 
 HERE = 2
-"""Candidates of a launch on one node."""
+"""Number of candidates of a launch on one node."""
 STOPPING_SECONDS = 1.0
-"""How long the workers of a launch that is told to stop are kept for a coordinator that does not answer."""
+"""Time that a launch that must stop waits for a coordinator that does not answer."""
 LAST_WORD_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
 NOBODY_SECONDS = 10.0
-"""A run that had a coordinator has ended when the hosts of all candidates have refused connections for so long, and for
-longer than its workers wait."""
+"""A run that had a coordinator counts as ended if the hosts of all candidates have refused connections for so long, and
+for longer than its workers wait."""
 LOOK_SECONDS = 1.0
 
 
 def recorded(folder: Path, coordinators: Sequence[Address]) -> tuple[bool, tuple[int, str] | None]:
-    """Return whether one of ``coordinators`` has ever listened, as the logs in ``folder`` tell; and exit code and
-    reason of the run's end, as one of them has logged it there (None: none has).
+    """Return whether, by the logs in ``folder``, one of ``coordinators`` has ever listened; and exit code and reason of
+    the run's end, if one of them has logged it (else None).
 
-    A coordinator without a majority has logged the end of one side of a partition: the other side may go on.
+    A coordinator without a majority has logged the end of one side of a partition: the other side may continue.
     """
     addresses, listened = {join_addresses([address]) for address in coordinators}, False
     for path in folder.glob("events-*.jsonl"):
         ours, end = False, None
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError):  # a line that is being written, or is spoiled
+            with suppress(ValueError, TypeError, KeyError):  # a line that is being written, or is damaged
                 record = json.loads(line)
-                if record["event"] == "listening":  # a launch after an end that the file tells, too
+                if record["event"] == "listening":  # a new launch after an end that the file also contains
                     ours, end = record["address"] in addresses, None
                     listened |= ours
                 elif record["event"] == "stop" and ours and record["code"] != EXIT_LOST_MAJORITY:
@@ -101,7 +101,7 @@ def has_secret(environ: Mapping[str, str]) -> bool:
 
 
 def own_address(host: str) -> str:
-    """The address of this host among several of the name ``host``; the name itself where that is not exactly one."""
+    """Return this host's address among those of the name ``host``; the name itself if it is not exactly one."""
     try:
         addresses, found = addresses_of(host), interfaces()
     except (OSError, UnicodeError):
@@ -111,7 +111,7 @@ def own_address(host: str) -> str:
 
 
 def _own_address(others: Sequence[Address]) -> str:
-    """The address from which one of ``others``, of which hosts may be lost, is reached.  Raises OSError if none is."""
+    """Return the address from which one of ``others``, whose hosts may be lost, is reachable.  Raises OSError."""
     for other in others[:-1]:
         with suppress(OSError):
             return local_address(other)
@@ -119,7 +119,7 @@ def _own_address(others: Sequence[Address]) -> str:
 
 
 class _InMainThread:
-    """The session's events, handled by the event loop."""
+    """Events of the session, handled by the event loop."""
 
     def __init__(
         self, loop: EventLoop, orders: Orders, say: Callable[[str], None], may_host: Callable[..., None]
@@ -134,7 +134,7 @@ class _InMainThread:
 
 @dataclass(eq=False)
 class ControlPlane:
-    """Candidates and node agent of one launch; until ``open`` it knows nobody and has decided nothing.
+    """Candidates and node agent of one launch; without any state before ``open``.
 
     Callbacks that its methods take are called in the main thread, by the event loop.
     """
@@ -145,32 +145,32 @@ class ControlPlane:
     _loop: EventLoop
     _say: Callable[[str], None]
     _orders: Orders
-    """Called in this thread."""
+    """Handler of the coordinator's orders, called in this thread."""
 
     def __post_init__(self) -> None:
         plan = self._plan
-        # All processes of a run must use the same times: they are those of the script's flags.
+        # All processes of a run must use the same times: the script's flags define them.
         self._settings = Settings.of(times_from_argv(plan.script_args), start_needs_all=plan.needs_all)
         self._variables: dict[str, str] = {}
         self._environment: dict[str, str] = {}
         self._host_address = loopback()
         self._candidates: dict[Address, HostedCandidate] = {}
         self._joins_as_candidate = bool(plan.joins)
-        """Whether a candidate may still be started here."""
+        """True if a candidate may still be started here."""
         self.agent: NodeAgent | NoAgent = NoAgent()
-        """This launcher's session."""
+        """Session of this launcher."""
         self.found_ended: tuple[int, str] | None = None
-        """Exit code and reason of the end of the run that this launcher was to join."""
+        """Exit code and reason of the end of the run that this launcher should join."""
 
     def open(self, candidates: Candidates | None) -> None:
         """Start this launcher's candidates and open its session; once.
 
-        ``candidates``: of a launch over several nodes; their listener is this object's from now on.  Raises SecretError
-        for a secret of the user's that cannot be used, OSError where no process or socket can be had.
+        ``candidates``: of a launch on several nodes; this object owns their listener from now on.  Raises SecretError
+        for an invalid secret of the user, OSError if no process or socket can be created.
         """
         plan = self._plan
-        made_up = {} if has_secret(self._inherited) else {SECRET_VARIABLE: secrets.token_hex(32)}
-        self._environment = environment = {**self._inherited, **made_up, LAUNCH_ID_VARIABLE: plan.launch_id}
+        generated = {} if has_secret(self._inherited) else {SECRET_VARIABLE: secrets.token_hex(32)}
+        self._environment = environment = {**self._inherited, **generated, LAUNCH_ID_VARIABLE: plan.launch_id}
         secret = find_secret(environment)
         addresses, listeners, host = self._places(candidates)
         self._host_address = host or self._host_address
@@ -192,26 +192,26 @@ class ControlPlane:
             self.agent = NoAgent()
             raise
         own = {HOST_VARIABLE: host} if host is not None else {}
-        self._variables = {**made_up, NODE_VARIABLE: plan.node_name, **own}
+        self._variables = {**generated, NODE_VARIABLE: plan.node_name, **own}
 
     def _places(
         self, candidates: Candidates | None
     ) -> tuple[Sequence[Address], list[tuple[int, socket.socket]], str | None]:
-        """The addresses of all candidates; the numbers and sockets of those here; this host's address for others."""
+        """Return all candidates' addresses; numbers and sockets of those here; this host's address for others."""
         plan = self._plan
         if plan.joins:
             return plan.joins, [], plan.node_address or _own_address(plan.joins)
         if candidates is None:
             host = self._host_address
             listeners = [(number, listen(host)) for number in range(HERE)]
-            # LOOPBACK is what workers take by themselves.
-            told = None if plan.node_address or host == LOOPBACK else host
-            return [listener.getsockname()[:2] for _, listener in listeners], listeners, told
+            # LOOPBACK is the workers' default.
+            for_workers = None if plan.node_address or host == LOOPBACK else host
+            return [listener.getsockname()[:2] for _, listener in listeners], listeners, for_workers
         own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
         return candidates.addresses, own, candidates.host
 
     def _host(self, number: int, listener: socket.socket, shared: Shared) -> Address:
-        """Start a candidate; its address."""
+        """Start a candidate; return its address."""
         plan, address = self._plan, listener.getsockname()[:2]
         events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
         environment = {**self._environment, **plan.lines}
@@ -220,46 +220,46 @@ class ControlPlane:
         return address
 
     def _may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
-        """The coordinator has told a launcher that joins what a candidate of this run needs to know: start one, once.
+        """Start one candidate on a joining launcher, with the parameters that the coordinator has sent.
 
-        Without one here the run goes on all the same, as long as another is left.
+        Without a candidate here, the run continues as long as another one is left.
         """
         if not self._joins_as_candidate or self.agent.out is not None:
             return
         self._joins_as_candidate = False
         if world != self._plan.world_size:
-            self._say(f"no candidate coordinator on this node: the run was launched with {world} workers, --world-size "
-                      f"says {self._plan.world_size}")  # fmt: skip
+            self._say(f"no candidate coordinator on this node: the run was launched with {world} workers, but "
+                      f"--world-size is {self._plan.world_size}")  # fmt: skip
             return
         if lease is not None and (why_not := lease_is_here(Path(lease))):
-            self._say(f"no candidate coordinator on this node: it does not see the run's lease: {why_not}")
+            self._say(f"no candidate coordinator on this node: it cannot access the run's lease: {why_not}")
             return
         try:
             listener = listen(self._host_address)
-            number = FIRST_JOINED + secrets.randbelow(1 << 30)  # not that of another node
+            number = FIRST_JOINED + secrets.randbelow(1 << 30)  # differs from other nodes' numbers
             place = Path(lease) if lease is not None else None
             address = self._host(number, listener, Shared(place, slack, None, witnessed))
         except OSError as error:
             self._say(f"no candidate coordinator on this node: {error.strerror or error}")
             return
         self.agent.hosts(address)
-        self._say(f"this node has a candidate coordinator, too: {join_addresses([address])}")
+        self._say(f"this node also hosts a candidate coordinator: {join_addresses([address])}")
 
     def end_candidates(self) -> None:
-        """The launch is over: the candidates that run are killed with it, and no others are started."""
+        """Start no more candidates: the launch is over; running candidates are killed with it."""
         for candidate in self._candidates.values():
             candidate.close()
         self._candidates.clear()
 
     def close(self) -> None:
-        """End the node agent's session; the candidates end with the launch."""
+        """Close the node agent's session; the candidates end with the launch."""
         self.agent.close()
 
     def stopping(self, number: int) -> None:
-        """The signal ``number`` tells this launcher to end its workers: said before, or their ends would be losses."""
+        """Announce that the signal ``number`` stops this launcher's workers: their ends are no losses."""
         self.agent.stopping(number, STOPPING_SECONDS)
 
-    # --- what the launcher asks ---
+    # --- queries of the launcher ---
 
     @property
     def is_open(self) -> bool:
@@ -267,71 +267,71 @@ class ControlPlane:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the workers' environment needs; nothing before ``open``."""
+        """Return the variables for the workers' environment; empty before ``open``."""
         if not self._variables:
             return {}
         return {**self._variables, COORDINATOR_VARIABLE: join_addresses(self.agent.addresses)}
 
     @property
     def undecided(self) -> bool:
-        """Whether the run is under way, for all that this launcher knows: others may go on without its workers."""
+        """Return whether, as far as this launcher knows, the run is under way: it may continue without its workers."""
         return self.agent.led and self.agent.out is None
 
     @property
     def under_way(self) -> bool:
-        """Whether the run has had its first plan, and goes on."""
+        """Return whether the run has had its first plan and has not ended."""
         return self.agent.epoch > 0 and self.agent.out is None
 
     @property
     def told(self) -> bool:
-        """Whether a coordinator has said how the run ends; else what ``verdict`` says is that none was reached."""
+        """Return whether a coordinator has reported the end; otherwise ``verdict`` means that none was reached."""
         out = self.agent.out
         return isinstance(out, CoordinatorLost) and out.told
 
     @property
     def reason(self) -> str:
-        """Why the run has ended, as the coordinator told; empty if it has told nothing."""
+        """Return the coordinator's reason for the end of the run; empty if it has reported none."""
         out = self.agent.out
         return str(out) if isinstance(out, CoordinatorLost) else ""
 
     @property
     def missed(self) -> bool:
-        """Whether the coordinator has ended the run since workers are missing."""
+        """Return whether the coordinator has ended the run because workers are missing."""
         out = self.agent.out
         return isinstance(out, CoordinatorLost) and out.told and out.by is None and out.code == EXIT_NO_REPLICA
 
     # --- waiting ---
 
     def when_decided(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the run is over or no coordinator is reached any more."""
+        """Call ``callback`` when the run is over or no coordinator is reachable any more."""
         self._after(self.agent.wait_out, callback)
 
     def when_led(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when a coordinator leads, the run was ``found_ended``, or ``seconds`` are over."""
+        """Call ``callback`` when a coordinator leads, the run was ``found_ended``, or after ``seconds``."""
         self._after(partial(self._wait_led, time.monotonic() + seconds), callback)
 
     def _wait_led(self, until: float) -> None:
         agent, folder, say = self.agent, self._plan.log_dir, self._loop.from_thread(self._say)
-        patience = max(NOBODY_SECONDS, self._settings.lost_timeout)  # the workers wait so long for a coordinator
-        listened = told = False
+        patience = max(NOBODY_SECONDS, self._settings.lost_timeout)  # how long workers wait for a coordinator
+        listened = announced = False
         while not agent.wait_led(min(LOOK_SECONDS, until - time.monotonic())) and agent.out is None:
-            with suppress(OSError):  # then the folder tells nothing
+            with suppress(OSError):  # the folder cannot be read
                 listened, self.found_ended = recorded(folder, self._plan.joins) if folder else (False, None)
             refused, begun = agent.refused_seconds, listened or agent.attached
             if self.found_ended is None and begun and refused >= patience:
-                nobody = f"no process has listened at the coordinators' addresses for {patience:g} s; if it goes on "
+                gone = f"no process has listened at the coordinators' addresses for {patience:g} s; if the run uses "
                 self.found_ended = (
                     EXIT_NO_REPLICA,
-                    f"{nobody}under others, recover-status DIR --coordinators names them",
+                    f"{gone}other addresses, recover-status DIR --coordinators lists them",
                 )
             if self.found_ended or time.monotonic() >= until:
                 return
-            if refused and not begun and not told:
-                told = True
+            if refused and not begun and not announced:
+                announced = True
                 say(messages.no_coordinator_yet(self._plan))
 
     def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when all is known that the coordinator knows now, in ``seconds`` at most; or at once."""
+        """Call ``callback`` when this session has the coordinator's current state, or after ``seconds``."""
         if self.is_open:
             self._after(partial(self.agent.catch_up, seconds), callback)
         else:
@@ -344,16 +344,16 @@ class ControlPlane:
 
         try:
             threading.Thread(target=run, daemon=True, name="recover-launch-verdict").start()
-        except RuntimeError:  # no more threads: what is waited for is no reason to end the launch
+        except RuntimeError:  # no more threads: no reason to end the launch
             self._loop.call_later(AGAIN_SECONDS, lambda: self._after(wait, callback))
 
     def verdict(self) -> int | None:
-        """The run's exit code as the coordinator decided it: 0 when the last members left in order.
+        """Return the run's exit code as the coordinator decided it: 0 if the last members left in order.
 
-        Asked when all workers have ended; waits LAST_WORD_SECONDS.  None: it decided nothing, since no worker opened a
-        session, or the run did not get as far as its first epoch; unless a worker said that the run must end.
+        Called after all workers have ended; waits LAST_WORD_SECONDS.  None: it has decided nothing, because no worker
+        opened a session, or the run did not reach its first epoch; unless a worker reported that the run must end.
         """
-        self.agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have been told first
+        self.agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have received it first
         if not self.agent.led and self.agent.out is None:
             return None
         self.agent.wait_out(LAST_WORD_SECONDS)
@@ -363,10 +363,10 @@ class ControlPlane:
         return out.code
 
     def linger(self) -> None:
-        """After the verdict: let the coordinator that gave it end by itself, where it is one of this launch's own.
+        """Let the coordinator that gave the verdict exit by itself, if it is hosted by this launch.
 
-        It would be ended with the launch: before it has written to its log how the run has ended, and, of several
-        nodes, before it has told those that are on their way back to it. Waits for a bounded time.
+        Otherwise it would be killed with the launch, before it has logged the end of the run and, on several nodes,
+        before it has reported it to nodes that are reconnecting.  Waits for a bounded time.
         """
         turned_to = self.agent.turned_to
         candidate = self._candidates.get(turned_to) if turned_to is not None else None
@@ -374,7 +374,7 @@ class ControlPlane:
             candidate.wait(2 * self._settings.heartbeat_timeout + 1)
 
     def stopped(self) -> None:
-        """The workers of a launch that was told to stop have ended: as ``linger``, where the run is over with them."""
+        """Call ``linger`` after the workers of a stopped launch have ended, if the run is over with them."""
         if self.agent.had_all:
             self.agent.wait_out(LAST_WORD_SECONDS)
             self.linger()

@@ -1,4 +1,4 @@
-"""A node other than 0 among the launchers: it joins, tells, and obeys the end.  See peers.py for the keys."""
+"""Launcher of a node other than 0: joins, reports, and obeys the end of the launch.  See peers.py for the keys."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from recover_megatron.script_flags import codes, differences, listed
 
 _AGAIN_SECONDS = 0.25
 UNPROVED_SECONDS = 10.0
-"""So long a node waits for a ``job`` that proves the secret, before it takes the one that is there for node 0's."""
+"""Wait for a ``job`` that proves the secret, before an unproved one counts as node 0's."""
 
 
 @dataclass(eq=False)
 class Guest:
-    """``run`` in a thread of its own; ``say`` from any."""
+    """Side of a node other than 0; call ``run`` in a separate thread, ``say`` in any."""
 
     _plan: LaunchPlan
     _seal: Seal
@@ -58,17 +58,17 @@ class Guest:
         self._run_id = ""
         self._lock = threading.Lock()
         self._count = 0
-        self._words: dict[str, Any] = {"host": self._plan.host, "nonce": secrets.token_hex(16)}
+        self._message: dict[str, Any] = {"host": self._plan.host, "nonce": secrets.token_hex(16)}
         self._ignored: set[str] = set()
         self._coordinators = ""
         self._door: socket.socket | None = None
         self.heard = time.monotonic()
-        """When the store last answered."""
+        """Time of the store's last answer."""
         self.reached = False
-        """Whether it ever did."""
+        """True if the store has answered."""
 
     def run(self) -> None:
-        """Until the end of the launch, or of the store."""
+        """Join, report and obey until the end of the launch or of the store."""
         try:
             store, own = self._join()
             if own is None:
@@ -79,12 +79,12 @@ class Guest:
             self._tell(self._events.failed, f"the store of node 0 cannot be used: {one_line(error)}", code)
             return
         except OSError as error:
-            self._tell(self._events.failed, f"no coordinator can listen here: {one_line(error)}", LAUNCH_FAILED)
+            self._tell(self._events.failed, f"no coordinator can listen on this host: {one_line(error)}", LAUNCH_FAILED)
             return
         try:
             ended = self._plan.control_plane and not self._learn_candidates(store, own)
         except RuntimeError as error:
-            reason = f"node 0 is gone before all nodes had told where their coordinators are: {one_line(error)}"
+            reason = f"node 0 was lost before all nodes had reported their coordinators: {one_line(error)}"
             self._tell(self._events.failed, reason, EXIT_NO_REPLICA if self._plan.fault_tolerant else LAUNCH_FAILED)
             return
         while not ended:
@@ -97,20 +97,20 @@ class Guest:
                 store = again
                 self._tell(self._events.store_back)
 
-    def say(self, store: Store, words: dict[str, Any], ring: bool = True) -> None:
-        """Add ``words`` to what this node has said."""
+    def say(self, store: Store, message: dict[str, Any], ring: bool = True) -> None:
+        """Add the fields of ``message`` to the message of this node."""
         key = f"node/{self._plan.node_rank}"
         with self._lock:
-            self._words |= words
+            self._message |= message
             self._count += 1
-            store.set(PREFIX + key, self._seal.wrap(key, self._run_id, {**self._words, "count": self._count}))
+            store.set(PREFIX + key, self._seal.wrap(key, self._run_id, {**self._message, "count": self._count}))
         if ring:
             store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
 
     def refuse(self, reason: str, seconds: float) -> None:
-        """Instead of ``run``: tell node 0 that this node takes no part.
+        """Report to node 0, instead of ``run``, that this node takes no part.
 
-        Raises OSError where its store is not reached, or does not listen within ``seconds``.
+        Raises OSError if node 0's store is unreachable, or does not listen within ``seconds``.
         """
         address, until = (self._plan.master_addr, self._plan.master_port), time.monotonic() + seconds
         while True:
@@ -124,12 +124,12 @@ class Guest:
         store = join_store(*address)
         self._run_id = str(self._job(store)["run_id"])
         self.say(store, {"refusal": reason})
-        store.check([PREFIX + "job"])  # its answer shows that all before it has arrived
+        store.check([PREFIX + "job"])  # its answer shows that all earlier messages have arrived
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
     def _join(self) -> tuple[Store, OwnPlace | None]:
-        """As ``_take_part``, in the store of the start that this one belongs to: an earlier one may still be up."""
+        """Call ``_take_part`` in the store of this start: the store of an earlier one may still be up."""
         until = time.monotonic() + self._plan.rendezvous_timeout
         while True:
             try:
@@ -141,20 +141,20 @@ class Guest:
                 if not self._plan.attempt or time.monotonic() > until:
                     raise
             if time.monotonic() > until:
-                raise RuntimeError(f"it has not made the start again within {self._plan.rendezvous_timeout:g} s")
-            time.sleep(_AGAIN_SECONDS)  # for node 0, which tells nobody that it is about to end
+                raise RuntimeError(f"node 0 has not started again within {self._plan.rendezvous_timeout:g} s")
+            time.sleep(_AGAIN_SECONDS)  # node 0 does not announce that it is about to end
 
     def _attempt_of(self, store: Store) -> int:
         job = self._look(store, "job", "")
         return int(job["attempt"]) if job is not None else -1
 
     def _take_part(self, store: Store) -> OwnPlace | None:
-        """Join; None: it was refused.  Node 0's answer to our nonce proves that ``job`` is of this launch."""
+        """Join; return None if refused.  Node 0's answer to our nonce proves that ``job`` is of this launch."""
         plan = self._plan
         job = self._job(store)
         own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
         if plan.fault_tolerant:
-            with contextlib.suppress(OSError):  # the address is not this host's own (NAT): the loss is known later
+            with contextlib.suppress(OSError):  # the address is not this host's (NAT): a loss is noticed later
                 self._door = listen(own.host)
         while True:
             if self._elsewhere(store, job):
@@ -166,11 +166,11 @@ class Guest:
                 return None
             if self._run_id != job["run_id"]:
                 self._run_id = str(job["run_id"])
-                mine = self._candidate(own) if plan.control_plane else {"coordinator": None}
+                candidate = self._candidate(own) if plan.control_plane else {"coordinator": None}
                 door = self._door.getsockname()[:2] if self._door else None
-                self.say(store, {"door": door, **mine})
+                self.say(store, {"door": door, **candidate})
             welcome = self._next(store, f"welcome/{plan.node_rank}")
-            if welcome is not None and welcome["nonce"] == self._words["nonce"]:
+            if welcome is not None and welcome["nonce"] == self._message["nonce"]:
                 return own
             if welcome is not None:
                 self._come_second(store)
@@ -178,45 +178,47 @@ class Guest:
             job = self._job(store)
 
     def _elsewhere(self, store: Store, job: dict[str, Any]) -> bool:
-        """Whether this launcher has no part in this start: it was made again without some nodes, and this launcher is
-        of one of them, or does not know that yet and makes its own anew."""
+        """Return whether this launcher takes no part in this start, which leaves out some nodes.
+
+        Either it leaves out this node, or this launcher does not know them yet and must start again.
+        """
         plan, without = self._plan, tuple(map(int, job.get("without", ())))
         if plan.node_rank in without:
             self._run_id = str(job["run_id"])
-            told = self._look(store, "coordinators", self._run_id)
-            addresses = [address_from(value) for value in told["addresses"]] if told else []
+            reply = self._look(store, "coordinators", self._run_id)
+            addresses = [address_from(value) for value in reply["addresses"]] if reply else []
             self._left_out(join_addresses(addresses))
         elif without != plan.without:
             keep_attempt(int(job["attempt"]))
-            self._tell(self._events.failed, "node 0 has made the start again", START_AGAIN, without)
+            self._tell(self._events.failed, "node 0 has started the launch again", START_AGAIN, without)
         return plan.node_rank in without or without != plan.without
 
     def _left_out(self, coordinators: str = "") -> None:
-        """The start was made again without this node."""
-        why = f"node {self._plan.node_rank} was lost at the start of the run, which was made again without it"
+        """Stop: the launch started again without this node."""
+        why = f"node {self._plan.node_rank} was lost at the start of the run, which started again without it"
         self._tell(self._events.failed, goes_on_without(self._plan, why, coordinators), LEFT_OUT)
 
     def _come_second(self, store: Store) -> None:
-        """Another launcher was welcomed in this place: end, since it is there, or was lost and the run goes on.
+        """Stop: another launcher was welcomed as this node; it is live, or was lost and the run continues.
 
-        One that lives writes its words again every BEAT_SECONDS, over those of this one, which says no more.
+        A live launcher writes its message again every BEAT_SECONDS, over this launcher's, which writes no more.
         """
         plan, patience = self._plan, LOST_SECONDS + 2 * BEAT_SECONDS
         until = time.monotonic() + patience
         first = f"the first launcher of node {plan.node_rank}"
-        self._tell(self._events.note, f"{first} has taken its place: waiting {patience:g} s for word from that one")
+        self._tell(self._events.note, f"{first} has taken its place: waiting {patience:g} s for a message from it")
         while time.monotonic() < until:
             if self._obey(store, self._look(store, "end", self._run_id)):
                 return
-            words = self._look(store, f"node/{plan.node_rank}", self._run_id)
-            if words is not None and words["nonce"] != self._words["nonce"]:
+            message = self._look(store, f"node/{plan.node_rank}", self._run_id)
+            if message is not None and message["nonce"] != self._message["nonce"]:
                 self._refused(
                     f"node rank {plan.node_rank} has been taken by another launcher of this launch, on host "
-                    f"{words['host']}: give each node its own --node-rank"
+                    f"{message['host']}: give each node a different --node-rank"
                 )
                 return
-        told = self._look(store, "coordinators", self._run_id) if plan.control_plane else None
-        addresses = [address_from(value) for value in told["addresses"]] if told else []
+        reply = self._look(store, "coordinators", self._run_id) if plan.control_plane else None
+        addresses = [address_from(value) for value in reply["addresses"]] if reply else []
         reason = goes_on_without(plan, f"{first} is lost", join_addresses(addresses))
         self._tell(self._events.failed, reason, LEFT_OUT)
 
@@ -230,25 +232,25 @@ class Guest:
         return {"coordinator": own.address, "lease": try_lease(self._plan, self._run_id), **witness}
 
     def _job(self, store: Store) -> dict[str, Any]:
-        """What node 0 says that the launch is.  Raises KeyError or TypeError for what is none."""
+        """Return node 0's description of the launch.  Raises KeyError or TypeError for an invalid one."""
         until = time.monotonic() + UNPROVED_SECONDS
         while True:
             job = self._look(store, "job", "")
             if job is None and time.monotonic() > until and store.check([PREFIX + "job"]):
-                job = self._seal.peek(store.get(PREFIX + "job"))  # it serves to refuse, not to join
+                job = self._seal.peek(store.get(PREFIX + "job"))  # used to refuse, never to join
                 if _disagreement(self._plan, job) is None:
-                    raise ValueError(f"node 0 does not prove the job's secret: {SHARE_A_SECRET}")
+                    raise ValueError(f"node 0 does not prove that it has the job's secret: {SHARE_A_SECRET}")
             if job is not None:
                 return {"run_id": job["run_id"], "candidates": list(job["candidates"]), **job}
 
     def _learn_candidates(self, store: Store, own: OwnPlace) -> bool:
-        """False: the launch was ended before."""
+        """Wait for the candidates; return False if the launch was ended before."""
         while True:
-            told = self._next(store, "coordinators")
-            if told:
-                addresses = [address_from(value) for value in told["addresses"]]
-                lease = lease_path(self._plan, self._run_id) if told["lease"] else None
-                witness = Scope.from_json(told["witness"]) if told.get("witness") else None
+            reply = self._next(store, "coordinators")
+            if reply:
+                addresses = [address_from(value) for value in reply["addresses"]]
+                lease = lease_path(self._plan, self._run_id) if reply["lease"] else None
+                witness = Scope.from_json(reply["witness"]) if reply.get("witness") else None
                 self._coordinators = join_addresses(addresses)
                 self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener, lease, witness))
                 return True
@@ -258,12 +260,12 @@ class Guest:
     # -- following ----------------------------------------------------------------------------------------------------
 
     def _obey(self, store: Store, end: Any) -> bool:
-        """Whether the launch has ended."""
+        """Obey ``end``, if it is set and trusted; return whether the launch has ended."""
         if end is None:
             return False
         if not self._seal.proves and store.check([PREFIX + "everybody"]):
-            self._ignore("end", "nothing proves it, and all nodes take part")
-            time.sleep(BEAT_SECONDS)  # the key is there: there is nothing to wait for
+            self._ignore("end", "it has no proof, and all nodes take part")
+            time.sleep(BEAT_SECONDS)  # the key is set: there is no event to wait for
             return False
         without = tuple(map(int, end.get("without", ())))
         if self._plan.node_rank in without:
@@ -274,7 +276,7 @@ class Guest:
         return True
 
     def _next(self, store: Store, key: str) -> Any:
-        """The value of ``key``, waited for one beat; None: nothing that can be believed.  RuntimeError: no store."""
+        """Return the value of ``key`` within one beat; None: no trusted value.  RuntimeError: no store."""
         self.say(store, {}, ring=False)
         store.check([PREFIX + "job"])  # an answer, unlike set's
         self.heard = time.monotonic()
@@ -289,7 +291,7 @@ class Guest:
                 raise
         except ValueError as error:
             self._ignore(key, str(error))
-            time.sleep(BEAT_SECONDS / 4)  # its writer writes it again; there is no event for that
+            time.sleep(BEAT_SECONDS / 4)  # its writer will write it again; there is no event for that
         return None
 
     def _ignore(self, key: str, why: str) -> None:
@@ -298,8 +300,10 @@ class Guest:
             self._tell(self._events.note, f"{PREFIX}{key} in the store is ignored: {why}")
 
     def _find_again(self) -> Store | None:
-        """A new connection to the store of this launch; None: it is gone, or another launcher of node 0 has its place,
-        which is told of the run that goes on."""
+        """Reconnect to the store of this launch; return None if it is gone.
+
+        If a new launcher of node 0 serves another store at this address, report the running run to it.
+        """
         try:
             store = join_store(self._plan.master_addr, self._plan.master_port, refused=False)
             job = self._look(store, "job", "")
@@ -310,40 +314,40 @@ class Guest:
                 return None  # another training has the port of the lost node 0
             if int(job["attempt"]) > self._plan.attempt:
                 without = tuple(map(int, job.get("without", ())))
-                self._tell(self._events.failed, "node 0 makes the start again", START_AGAIN, without)
+                self._tell(self._events.failed, "node 0 starts the launch again", START_AGAIN, without)
             elif self._plan.control_plane and goes_on:
-                self._tell_of_the_run(store, str(job["run_id"]))
+                self._report_the_run(store, str(job["run_id"]))
         except (ConnectionRefusedError, RuntimeError):
             return None
         return None
 
-    def _tell_of_the_run(self, store: Store, run_id: str) -> None:
-        """In the store of a launch that cannot be complete, since this node has its part in another run."""
+    def _report_the_run(self, store: Store, run_id: str) -> None:
+        """Report the running run in the store of a launch that cannot complete without this node."""
         key = f"node/{self._plan.node_rank}"
         with self._lock:
             self._count += 1
-            words = {"host": self._words["host"], "nonce": self._words["nonce"], "count": self._count}
-            told = {**words, "goes_on": self._coordinators}
-            store.set(PREFIX + key, self._seal.wrap(key, run_id, told))
+            message = {"host": self._message["host"], "nonce": self._message["nonce"], "count": self._count}
+            notice = {**message, "goes_on": self._coordinators}
+            store.set(PREFIX + key, self._seal.wrap(key, run_id, notice))
         store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
 
 
 def _disagreement(plan: LaunchPlan, job: dict[str, Any]) -> str | None:
     if job.get("refused"):
-        return f"it cannot start itself: {job['refused']}"
+        return f"node 0 cannot start: {job['refused']}"
     found = []
     for key, own in (("nnodes", plan.nnodes), ("nproc_per_node", plan.nproc_per_node)):
         if job.get(key) != own:
             flag = "--" + key.replace("_", "-")
             found.append(f"{flag} is {own} here (node {plan.node_rank}) but {job.get(key)} on node 0")
     if found:
-        return "; ".join(found) + ": give the same on every node"
+        return "; ".join(found) + ": use the same value on every node"
     if job.get("control_plane") != plan.control_plane:
         here, there = ("a", "none") if plan.control_plane else ("no", "one")
         return f"there is {here} secret here (node {plan.node_rank}) but {there} on node 0: {SHARE_A_SECRET}"
     if differ := differences(codes(plan.flags), dict(job.get("flags", {})), shown=False):
         return (
-            f"the script's flags are not those of node 0 here (node {plan.node_rank}): {listed(differ)}. Give the same "
-            "on every node, or name what may differ with --recover-may-differ"
+            f"the script's flags here (node {plan.node_rank}) differ from those of node 0: {listed(differ)}. Use the "
+            "same flags on every node, or list flags that may differ with --recover-may-differ"
         )
     return None

@@ -1,4 +1,4 @@
-"""Node 0 among the launchers: it welcomes, knows who is there, and ends the launch.  See peers.py for the keys."""
+"""Launcher of node 0: welcomes the other nodes, tracks them, and ends the launch.  See peers.py for the keys."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from recover_megatron.script_flags import codes
 
 LOST_SECONDS = 20.0
 WAITING_SECONDS = 10.0
-"""A launcher that waits so long for others says so."""
+"""Time after which a launcher logs that it waits for others."""
 SEEN_SECONDS = 3.0
-"""How long node 0 waits, when it ends the launch, until all have read that."""
+"""Time that node 0 waits, when it ends the launch, until all nodes have read that."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Member:
 
 @dataclass(eq=False)
 class Host:
-    """``run`` in a thread of its own."""
+    """Side of node 0; call ``run`` in a separate thread."""
 
     _plan: LaunchPlan
     _store: Store
@@ -53,35 +53,35 @@ class Host:
     _events: NodeEvents
     _tell: Callable[..., None]
     _fail: Callable[[str, int, Sequence[int]], None]
-    """Has ``announce_end`` called, in another thread."""
+    """Calls ``announce_end`` in another thread."""
 
     def __post_init__(self) -> None:
-        self._hosting = hosting(self._plan)  # once: with thousands of nodes it takes long
+        self._hosting = hosting(self._plan)  # computed once: slow with thousands of nodes
         self._values: dict[str, str] = {}
         self._members: dict[int, _Member] = {}
-        """The nodes that take part and have not reported."""
+        """Nodes that take part and have not reported the ends of their workers."""
         self._candidates: dict[int, Address] = {}
-        """By rank: those of other nodes, until all are known."""
+        """Candidates of other nodes by rank, until all are known."""
         self._trial: LeaseTrial | None = None
         self._looks: dict[int, Any] = {}
-        """What other nodes with candidates say of the lease."""
+        """Reports of other nodes with candidates about the lease."""
         self._places: dict[int, Any] = {}
-        """What all nodes say of the witness."""
+        """Reports of all nodes about the witness."""
         self._domains: dict[int, tuple[str, ...]] = {}
-        """What all nodes say of their domains."""
+        """Domains of all nodes, as reported."""
         self._given = (False, False)
-        """Whether there is a lease, and a witness."""
-        self._told = False
-        """Whether all know of the candidates."""
+        """Pair of flags: there is a lease, there is a witness."""
+        self._announced = False
+        """True if the candidates have been announced."""
         self._missing = set(range(1, self._plan.nnodes)) - {*self._plan.without}
         self._ignored: set[tuple[int, str]] = set()
         self._deadline = time.monotonic() + self._plan.rendezvous_timeout
 
     def run(self) -> None:
-        """Until every node has reported, or the launch cannot be completed: one that is lost may come back."""
+        """Serve until every node has reported, or the launch cannot be completed; a lost node may come back."""
         plan = self._plan
         if plan.control_plane:
-            self._trial = LeaseTrial(plan)  # before anybody can look for it
+            self._trial = LeaseTrial(plan)  # before any node can look for it
             self._places[0] = leasing.look_for_witness(plan)
             self._domains[0] = plan.own_domains
         self._open({"flags": codes(plan.flags)})
@@ -90,26 +90,26 @@ class Host:
             ranks = self._rung()
             if sweep := time.monotonic() - swept >= BEAT_SECONDS:
                 for key, value in self._values.items():
-                    self._store.set(PREFIX + key, value)  # whatever a stranger has made of it
+                    self._store.set(PREFIX + key, value)  # a stranger may have changed it
                 ranks = [*self._missing, *self._members]
             for rank in ranks:
-                if (words := self._words(rank)) is not None and not self._heard(rank, words):
+                if (message := self._message_of(rank)) is not None and not self._heard(rank, message):
                     return
-            # After what they have said: this process may have been stopped itself, or have had many to welcome.
+            # After their messages: this process may have been stopped itself, or may have welcomed many nodes.
             if sweep:
                 swept = time.monotonic()
                 if not self._check_members():
                     return
 
     def refuse(self, reason: str, seconds: float) -> None:
-        """Instead of ``run``: this launcher has refused its own command line; tell who comes within ``seconds``."""
+        """Notify launchers that come within ``seconds``, instead of ``run``, that this one refused its command line."""
         self._open({"refused": reason})
         until = time.monotonic() + seconds
         while self._missing and time.monotonic() < until:
             self._missing.difference_update(self._rung())
 
     def _open(self, more: dict[str, Any]) -> None:
-        """Say what the launch is."""
+        """Publish the description of the launch."""
         plan = self._plan
         job = {
             "nnodes": plan.nnodes,
@@ -126,15 +126,15 @@ class Host:
     def announce_end(
         self, store: Store, reason: str, code: int, without: Sequence[int] = (), gone: Collection[int] = ()
     ) -> None:
-        """Have all others stop with ``code``, and wait until they know; over the connection ``store``.
+        """Make all other nodes stop with ``code``, over the connection ``store``, and wait until they know.
 
-        ``without``: the start is made again without these nodes; ``gone``: nodes that are lost.
+        ``without``: nodes that the next start leaves out; ``gone``: nodes that are lost.
         """
         value = {"reason": f"node 0 ended the launch: {reason}", "code": code, "without": list(without)}
-        # A launcher that waits for the coordinators looks at the end next.
-        for key, told in {"end": value, "coordinators": {}}.items():
+        # A launcher that waits for the coordinators reads the end next.
+        for key, content in {"end": value, "coordinators": {}}.items():
             if key not in self._values:
-                self._values[key] = self._seal.wrap(key, self._plan.run_id, told)
+                self._values[key] = self._seal.wrap(key, self._plan.run_id, content)
                 store.set(PREFIX + key, self._values[key])
         seen = [f"{PREFIX}end/seen/{rank}" for rank, m in list(self._members.items()) if not (m.lost or rank in gone)]
         try:
@@ -146,7 +146,7 @@ class Host:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _rung(self) -> list[int]:
-        """The node that rings, waited for one beat: it may be anybody's ringing."""
+        """Wait one beat for the bell; return the rank in its message, which is not authenticated."""
         try:
             rank = int(self._store.queue_pop(PREFIX + "bell"))
         except RuntimeError as error:
@@ -157,25 +157,25 @@ class Host:
             return []
         return [rank] if rank in self._missing or rank in self._members else []
 
-    def _words(self, rank: int) -> dict[str, Any] | None:
-        """What node ``rank`` has said, if that is new and can be believed."""
+    def _message_of(self, rank: int) -> dict[str, Any] | None:
+        """Return the message of node ``rank``, if it is new and trusted."""
         key = f"node/{rank}"
         if not self._store.check([PREFIX + key]):
             return None
         try:
-            words: dict[str, Any] = self._seal.open(key, self._plan.run_id, self._store.get(PREFIX + key))
+            message: dict[str, Any] = self._seal.open(key, self._plan.run_id, self._store.get(PREFIX + key))
             member = self._members.get(rank)
-            if member is not None and words["nonce"] != member.nonce:
-                self._note(rank, "another", f"another launcher, on host {words['host']}, wanted to be node {rank}, too")
+            if member is not None and message["nonce"] != member.nonce:
+                self._note(rank, "another", f"a second launcher, on host {message['host']}, claims to be node {rank}")
                 return None
-            if member is not None and words["count"] <= member.count:
+            if member is not None and message["count"] <= member.count:
                 return None
-            return words
+            return message
         except Unproved as error:
             why = f"{error}; if it is yours, {SHARE_A_SECRET}"
-            self._note(rank, "proof", f"what comes for node {rank} is ignored: {why}")
+            self._note(rank, "proof", f"a message for node {rank} is ignored: {why}")
         except (ValueError, TypeError, KeyError) as error:
-            self._note(rank, "form", f"what comes for node {rank} is ignored: {one_line(error)}")
+            self._note(rank, "form", f"a message for node {rank} is ignored: {one_line(error)}")
         return None
 
     def _note(self, rank: int, kind: str, text: str) -> None:
@@ -183,48 +183,48 @@ class Host:
             self._ignored.add((rank, kind))
             self._tell(self._events.note, text)
 
-    def _heard(self, rank: int, words: dict[str, Any]) -> bool:
-        """False: the launch cannot be completed."""
+    def _heard(self, rank: int, message: dict[str, Any]) -> bool:
+        """Handle a new message; return False if the launch cannot be completed."""
         try:
             if rank in self._missing:
-                return self._newcomer(rank, words)
+                return self._newcomer(rank, message)
             member = self._members[rank]
-            member.count, member.seen = int(words["count"]), time.monotonic()
+            member.count, member.seen = int(message["count"]), time.monotonic()
             if member.lost:
                 member.lost = False
                 self._tell(self._events.node_back, rank)
-            if failure := words.get("failure"):
+            if failure := message.get("failure"):
                 reason, code = failure
                 return self._end(f"node {rank}: {reason}", int(code))
-            if "report" in words:
-                outcomes = [_outcome(*fields) for fields in words["report"]]
+            if "report" in message:
+                outcomes = [_outcome(*fields) for fields in message["report"]]
                 del self._members[rank]
                 self._tell(self._events.report, rank, outcomes)
         except (ValueError, TypeError, KeyError) as error:
-            self._note(rank, "form", f"what comes for node {rank} is ignored: {one_line(error)}")
+            self._note(rank, "form", f"a message for node {rank} is ignored: {one_line(error)}")
         return True
 
-    def _newcomer(self, rank: int, words: dict[str, Any]) -> bool:
+    def _newcomer(self, rank: int, message: dict[str, Any]) -> bool:
         plan = self._plan
-        if (coordinators := words.get("goes_on")) is not None and self._seal.proves:
-            why = f"node {rank} on host {words['host']} has workers in the run of an earlier launcher of node 0"
+        if (coordinators := message.get("goes_on")) is not None and self._seal.proves:
+            why = f"node {rank} on host {message['host']} has workers in the run of an earlier launcher of node 0"
             return self._end(goes_on_without(plan, why, str(coordinators)), LEFT_OUT)
-        if reason := words.get("refusal"):
-            text = f"the launcher of node {rank} on host {words['host']} was refused: {reason}"
+        if reason := message.get("refusal"):
+            text = f"the launcher of node {rank} on host {message['host']} was refused: {reason}"
             return self._end(text + "; the launch cannot be complete", LAUNCH_FAILED)
         if plan.control_plane and rank in self._hosting:
-            self._candidates[rank] = address_from(words["coordinator"])
-            self._looks[rank] = words.get("lease")
-        self._places[rank] = words.get("witness")
-        self._domains[rank] = tuple(str(name)[:100] for name in words.get("domains") or ())
-        self._members[rank] = _Member(str(words["nonce"]), int(words["count"]), time.monotonic())
+            self._candidates[rank] = address_from(message["coordinator"])
+            self._looks[rank] = message.get("lease")
+        self._places[rank] = message.get("witness")
+        self._domains[rank] = tuple(str(name)[:100] for name in message.get("domains") or ())
+        self._members[rank] = _Member(str(message["nonce"]), int(message["count"]), time.monotonic())
         self._missing.remove(rank)
-        if (door := words.get("door")) is not None:
+        if (door := message.get("door")) is not None:
             self._tell(self._events.welcomed, rank, address_from(door))
-        self._put(f"welcome/{rank}", {"nonce": words["nonce"]})
-        # A witness has to know all nodes; else nobody waits longer than for the candidates.
+        self._put(f"welcome/{rank}", {"nonce": message["nonce"]})
+        # A witness must know all nodes; otherwise only the candidates are awaited.
         awaited = self._missing if self._places.get(0, {}).get("kind") else {*self._hosting} & self._missing
-        if plan.control_plane and not awaited and not self._told and not self._tell_candidates():
+        if plan.control_plane and not awaited and not self._announced and not self._announce_candidates():
             return False
         if not self._missing:
             self._put("everybody", True)
@@ -240,8 +240,8 @@ class Host:
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
-    def _tell_candidates(self) -> bool:
-        """False: there can be none here."""
+    def _announce_candidates(self) -> bool:
+        """Announce the candidates; return False if node 0 can have none and the launch ends."""
         try:
             own = OwnPlace(self._plan, next(iter(self._candidates.values())), 0 in self._hosting)
         except OSError as error:
@@ -264,7 +264,7 @@ class Host:
         self._given = lease is not None, witness is not None
         shared = witness.to_json() if witness else None
         self._put("coordinators", {"addresses": addresses, "lease": lease is not None, "witness": shared})
-        self._told = True
+        self._announced = True
         self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener, lease, witness))
         return True
 
@@ -277,13 +277,13 @@ class Host:
         nodes = ", ".join(str(rank) for rank in sorted(self._missing))
         patience = self._plan.rendezvous_timeout
         if self._missing and now > self._deadline - patience + WAITING_SECONDS:
-            self._note(0, "waiting", f"waiting for node {nodes}, {patience:g} s in all (--rendezvous-timeout)")
+            self._note(0, "waiting", f"waiting for node {nodes}, at most {patience:g} s (--rendezvous-timeout)")
         if self._missing and now > self._deadline:
             without = (*self._plan.without, *sorted(self._missing))
             if self._plan.attempt and self._plan.attempt + 1 < self._plan.starts and self._plan.spared(without):
-                # It was lost while the others made the start again for another loss.
-                again = f"it is made again{spared(self._plan, without)}"
-                return self._end(f"node {nodes} has not come to this start: {again}", START_AGAIN, without)
+                # It was lost while the others started again because of another loss.
+                again = f"the launch starts again{spared(self._plan, without)}"
+                return self._end(f"node {nodes} has not joined this start: {again}", START_AGAIN, without)
             return self._end(
                 f"node {nodes} of {self._plan.nnodes} did not appear within {self._plan.rendezvous_timeout:g} s "
                 "(--rendezvous-timeout): start recover-run on every node, with the same --master-addr and "
@@ -293,7 +293,7 @@ class Host:
         return True
 
     def _end(self, reason: str, code: int, without: tuple[int, ...] = ()) -> bool:
-        """False.  ``without``: the start is made again without these nodes, too."""
+        """End the launch; return False.  ``without``: further nodes that the next start leaves out."""
         self._tell(self._events.failed, reason, code, without or self._plan.without)
         self._fail(reason, code, without or self._plan.without)
         return False

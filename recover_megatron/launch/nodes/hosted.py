@@ -1,13 +1,13 @@
-"""What runs beside the workers for the whole run: candidate coordinators that this launcher hosts, and the exporter.
+"""Processes next to the workers during the run: candidate coordinators that this launcher hosts, and the exporter.
 
-A candidate is its socket, and its process, which is started again::
+A candidate is a socket and a process, which is restarted::
 
-    RUNNING --killed, or ended while the run goes on--> DOWN --after a pause--> RUNNING (a fresh candidate)
+    RUNNING --killed, or ended during the run--> DOWN --after a pause--> RUNNING (a new candidate)
        '--has led the run to its end--> OVER
 
-The socket stays open while it is DOWN, so that a worker that turns to the address waits in its backlog. A fresh
-candidate knows nothing, and need not: see membership/coordinator.py. A candidate that ends soon after each start is
-started ever less often (``PAUSES``), for as long as the run lasts.
+The socket stays open while it is DOWN, so that a worker that connects waits in its backlog.  A new candidate needs no
+state: see membership/coordinator.py.  A candidate that ends soon after each start is restarted less and less often
+(``PAUSES``), as long as the run lasts.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ from recover_megatron.network.system import memory_file
 from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Seconds before the next start, by how many candidates have ended soon one after the other."""
+"""Seconds before the next start, by the number of candidates in a row that ended soon."""
 SOON = 60.0
 LAST_WORD_SECONDS = 0.5
-"""One that ends by itself has usually ended the run: so long after it the launcher's session knows that, unless the
-launcher was stopped meanwhile and its connection given up."""
+"""Time after which the launcher's session usually knows that a candidate that exited has ended the run, unless the
+launcher was stopped meanwhile and its connection dropped."""
 _OF_RUNS = (0, EXIT_NO_REPLICA, EXIT_STATE_LOST)
-"""The exit codes of one that has led the run to its end, and of no other."""
+"""Exit codes of a candidate that has led the run to its end, and of no other."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What the candidates of a run have in common, beside its settings."""
+    """Parameters that the candidates of a run share, in addition to its settings."""
 
     lease: Path | None
     slack: int
     """See ``leadership.standing``."""
     witness: Scope | None
-    """The witness, which may tell the candidates which nodes are off; one that is added later is not told of it."""
+    """Witness, which may report to the candidates which nodes are off; not known to candidates added later."""
     witnessed: bool
-    """Whether the run has such a witness, so that a candidate keeps to what follows from that."""
+    """True if the run has such a witness, so that every candidate follows its rules."""
 
 
 @dataclass(frozen=True)
 class CandidateCommand:
-    """How the process of one candidate is started."""
+    """Command that starts the process of one candidate."""
 
     number: int
     world_size: int
     events: Path
-    """The file of its event log."""
+    """File of its event log."""
     settings: Settings
     environment: Mapping[str, str]
-    """The job's secret included."""
+    """Environment, including the job's secret."""
     shared: Shared
 
     def start(self, listener: socket.socket) -> tuple[int, int]:
-        """Start a candidate that serves ``listener``.  Returns pid and pidfd; raises OSError if it cannot."""
+        """Start a candidate that serves ``listener``.  Return pid and pidfd; raises OSError."""
         command = [*program("recover_megatron.membership.__main__"), "--world", str(self.world_size)]
         command += ["--listen-fd", str(listener.fileno()), "--events", str(self.events)]
         numbers = ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "grace", "min_replicas")
@@ -82,13 +82,13 @@ class CandidateCommand:
         command += ["--witnessed"] * self.shared.witnessed
         opened = [os.open(os.devnull, os.O_WRONLY)]
         try:
-            if self.shared.witness is not None:  # of many nodes more than a command line takes
+            if self.shared.witness is not None:  # too long for a command line if there are many nodes
                 opened.append(memory_file("recover-witness"))
                 with open(opened[1], "w", encoding="utf-8", closefd=False) as scope:
                     json.dump(self.shared.witness.to_json(), scope)
                 os.lseek(opened[1], 0, os.SEEK_SET)
                 command += ["--witness-fd", str(opened[1])]
-            # What it has to say on stderr (a disk that fails it, a fault of its own) is for the launcher's user.
+            # Its stderr (a failing disk, a bug) is for the launcher's user.
             inherited = [listener.fileno(), *opened[1:]]
             return spawn(command, self.environment, opened[0], sys.stderr.fileno(), inherit=inherited, deaf=True)
         finally:
@@ -98,24 +98,24 @@ class CandidateCommand:
 
 @dataclass(eq=False)
 class HostedCandidate:
-    """Made and used in the main thread; starts the first process.  Raises OSError where that cannot be started."""
+    """Candidate hosted here, used in the main thread; starts the first process.  Raises OSError if that fails."""
 
     _loop: EventLoop
     _command: CandidateCommand
     _listener: socket.socket
     _agent: NodeAgent | NoAgent
-    """The launcher's own session, which knows whether the run has ended, so that nobody needs another candidate."""
+    """The launcher's session, which knows whether the run has ended, so that no new candidate is needed."""
     _say: Callable[[str], None]
     _timer: Timer | None = None
     _soon: int = 0
     _process: Child | None = None
-    """None: it is down."""
+    """Running process; None: it is down."""
 
     def __post_init__(self) -> None:
         self._run()
 
     def close(self) -> None:
-        """Start no more; the process that runs is left to the end of the launch."""
+        """Start no more processes; the running one is killed at the end of the launch."""
         if self._timer is not None:
             self._timer.cancel()
         if self._process is not None:
@@ -124,7 +124,7 @@ class HostedCandidate:
         self._listener.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait until the process that runs, if one does, has ended; so long at most."""
+        """Wait until the running process, if any, has ended, at most ``seconds``."""
         if self._process is not None:
             self._process.wait(seconds)
 
@@ -138,7 +138,7 @@ class HostedCandidate:
         what = f"candidate coordinator {self._command.number} (pid {self._process.pid}) {has_ended(status)}"
         self._process = None
         if status in _OF_RUNS:
-            self._listener.close()  # or whoever dials it would wait for an answer
+            self._listener.close()  # or clients that connect would wait for an answer
             self._timer = self._loop.call_later(LAST_WORD_SECONDS, lambda: self._agent.run_over(status, what))
             return
         if time.monotonic() - self._started >= SOON:
@@ -146,12 +146,12 @@ class HostedCandidate:
         self._again(what, LAST_WORD_SECONDS if status > 0 else 0.0)
 
     def _again(self, what: str, at_least: float, why_not: str = "") -> None:
-        """``why_not``: what kept another one from being started in place of ``what``, which is told anew each time."""
+        """Schedule a new candidate in place of ``what``; ``why_not``: why the last attempt failed, logged each time."""
         pause = max(at_least, PAUSES[min(self._soon, len(PAUSES) - 1)])
         self._soon += 1
         self._timer = self._loop.call_later(pause, lambda: self._replace(what))
         if pause > LAST_WORD_SECONDS:
-            self._say(f"{what}{why_not}; the run goes on with the others, and with another one in {pause:g} s")
+            self._say(f"{what}{why_not}; the run continues with the others, and with a new candidate in {pause:g} s")
 
     def _replace(self, what: str) -> None:
         self._timer = None
@@ -160,23 +160,23 @@ class HostedCandidate:
         try:
             process = self._run()
         except OSError as error:
-            self._again(what, 1.0, f", and another one cannot be started ({error})")
+            self._again(what, 1.0, f", and a new one cannot be started ({error})")
         else:
-            self._say(f"{what}; another one (pid {process.pid}) has its place")
+            self._say(f"{what}; a new one (pid {process.pid}) has taken its place")
 
 
 END_SECONDS = 5.0
-"""How long it may take to tell of the end of the run."""
+"""Time limit for the exporter to report the end of the run."""
 MOST_REASON = 2000
-"""Characters: so that a pipe takes them at once."""
+"""Most characters of a reason, so that a pipe takes them at once."""
 
 
 @dataclass(eq=False)
 class ExporterProcess:
-    """The exporter beside this launcher (``status/exporter.py``): metrics and events, where flags ask for them.
+    """Exporter next to this launcher (``status/exporter.py``): metrics and events, if flags request them.
 
-    It is no part of the run: where it cannot be started, or ends, a line says so and the run goes on.  Nothing on a
-    node whose candidate does not lead at first.
+    The run does not depend on it: if it cannot be started, or ends, a line is logged and the run continues.  It runs
+    only on the node whose candidate leads first.
     """
 
     _plan: LaunchPlan
@@ -186,16 +186,16 @@ class ExporterProcess:
     _say: Callable[[str], None]
     _process: Child | None = None
     _to: int = -1
-    """The pipe by which it is told that the launch has ended: signals are sent to every process of a SLURM step."""
+    """Pipe that notifies it of the end of the launch: SLURM sends signals to every process of a step."""
 
     def start(self, variables: Mapping[str, str]) -> None:
-        """``variables``: the addresses of the coordinators and the secret, as workers get them."""
+        """Start it, if requested.  ``variables``: coordinators' addresses and the secret, as workers get them."""
         plan = self._plan
         here = not plan.joins and plan.node_rank == hosting(plan)[0]
         if not here or not (flags := _flags(plan)):
             return
         if plan.log_dir is None:
-            self._say("no metrics and events of this run: they are read from its files, so give recover-run --log-dir")
+            self._say("no metrics and events of this run: they need its log files; start recover-run with --log-dir")
             return
         command = [*program("recover_megatron.status.exporter"), "--log-dir", str(plan.log_dir), *flags]
         end, self._to = os.pipe()
@@ -212,25 +212,28 @@ class ExporterProcess:
         self._process = Child(self._loop, started, self._ended)
 
     def end(self, how: tuple[int | None, str] | None) -> None:
-        """The run is over: let it tell so, for a while.  ``how``: the exit code and why, where this launcher knows;
-        a coordinator that has told it as well is believed more, but before the training begins none leads."""
+        """Notify it of the end of the run, and give it END_SECONDS to report that.
+
+        ``how``: exit code and reason, if this launcher knows them; a coordinator's report has priority, but before the
+        training begins no coordinator leads.
+        """
         if self._process is not None:
-            told = None if how is None else {"code": how[0], "reason": how[1][:MOST_REASON]}
+            message = None if how is None else {"code": how[0], "reason": how[1][:MOST_REASON]}
             with suppress(BrokenPipeError):  # it has ended meanwhile
-                os.write(self._to, json.dumps(told).encode())
+                os.write(self._to, json.dumps(message).encode())
             self._process.wait(END_SECONDS)
             self._process.forget()
-            self._process = None  # what is left of it ends with the launch
+            self._process = None  # its remains end with the launch
 
     def _ended(self, status: int) -> None:
         assert self._process is not None
         which = f"the process for metrics and events (pid {self._process.pid})"
-        self._say(f"{which} {has_ended(status)}; the run goes on without it")
+        self._say(f"{which} {has_ended(status)}; the run continues without it")
         self._process = None
 
 
 def _flags(plan: LaunchPlan) -> list[str]:
-    """What it is asked for; empty: nothing."""
+    """Return the exporter's flags; empty if no metrics or events are requested."""
     config = config_or_defaults(plan.script_args)
     flags = []
     if config.metrics:

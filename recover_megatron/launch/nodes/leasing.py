@@ -1,13 +1,13 @@
-"""What a launch over several nodes finds out at its start: whether its candidates share a lease, and have a witness.
+"""Lease and witness of a launch on several nodes: find out at the start whether its candidates have them.
 
-The lease (membership/io/lease.py) is tried out. Node 0 writes a random word to PATH.try, by the call that takes a
-lease. A node with a candidate tries to write that file, too: it must be refused, read the word, and tell it to node
-0 with what it says when it joins. So all of them see one folder, and of two hosts that want the same name there one
-gets it. Storage that hangs is no storage.
+The lease (membership/io/lease.py) is tested.  Node 0 writes a random word to PATH.try, by the call that takes a lease.
+A node with a candidate tries to write that file, too: it must be refused, read the word, and report it to node 0 when
+it joins.  So all of them see one folder, where only one of two hosts can create a file name.  Storage that hangs does
+not count.
 
-The witness (membership/witness.py) is SLURM or Kubernetes. Each node tells node 0 which of the two runs it, and what
-that calls it; nodes with a candidate have asked it about themselves before. All must tell the same kind. Node 0 gives
-the candidates all names.
+The witness (membership/witness.py) is SLURM or Kubernetes.  Each node reports to node 0 which of the two runs it, and
+its name there; nodes with a candidate have queried it about themselves before.  All must report the same kind.  Node 0
+sends all names to the candidates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRY_SECONDS = 5.0
 
 
 def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
-    """The lease's files on this node are this path and a number; None: it has none, see ``why_no_lease``."""
+    """Return the path of the lease's files on this node, without their number; None: see ``why_no_lease``."""
     if plan.lease == OFF or (plan.lease == AUTO and plan.log_dir is None):
         return None
     place = plan.log_dir / "lease" if plan.lease == AUTO and plan.log_dir else Path(plan.lease)
@@ -37,12 +37,12 @@ def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
 
 
 def slack_of(plan: LaunchPlan) -> int:
-    """By so many workers two nodes may differ, each of which has one left (``leadership.standing``)."""
+    """Return the most workers by which two nodes, each with a live worker, may differ (``leadership.standing``)."""
     return plan.nproc_per_node - 1 + plan.spares
 
 
 def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
-    """Another node's part of the trial, for node 0: the word, or why there is none."""
+    """Run another node's part of the test; return the word for node 0, or the reason why there is none."""
     path = lease_path(plan, run_id)
     if path is None:
         return {"reason": why_no_lease(plan)}
@@ -51,7 +51,7 @@ def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
     def attempt() -> dict[str, str]:
         if publish(trial, "another folder"):
             trial.unlink()
-            return {"reason": f"{trial.parent} is not the folder of node 0"}
+            return {"reason": f"{trial.parent} is not the same folder as on node 0"}
         return {"word": trial.read_text()}
 
     return _within(attempt)
@@ -62,10 +62,10 @@ def why_no_lease(plan: LaunchPlan) -> str:
 
 
 class LeaseTrial:
-    """Node 0's part of the trial of the lease."""
+    """Node 0's part of the test of the lease."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        """Write the word; waits ``TRY_SECONDS`` for the storage."""
+        """Write the word; wait at most ``TRY_SECONDS`` for the storage."""
         self._plan = plan
         self._path = lease_path(plan, plan.run_id)
         self._word = secrets.token_hex(16)
@@ -73,24 +73,24 @@ class LeaseTrial:
             self._own = {"reason": why_no_lease(plan)}
             return
         trial, word = _trial(self._path), self._word
-        self._own = _within(lambda: {"word": word} if publish(trial, word) else {"reason": f"{trial} is there already"})
+        self._own = _within(lambda: {"word": word} if publish(trial, word) else {"reason": f"{trial} exists already"})
 
-    def end(self, told: Mapping[int, Any]) -> str:
-        """Why there is no lease, by what the other nodes with candidates have told; empty: there is one."""
-        answers = {0: self._own, **told}
+    def end(self, reports: Mapping[int, Any]) -> str:
+        """Return why there is no lease, from the answers of other nodes with candidates; empty if there is one."""
+        answers = {0: self._own, **reports}
         if self._path is not None:
             _within(partial(_trial(self._path).unlink, missing_ok=True))
         for rank, answer in sorted(answers.items()):
             if not isinstance(answer, dict) or answer.get("word") != self._word:
                 reason = answer.get("reason") if isinstance(answer, dict) else None
                 return f"node {rank}: {str(reason or 'it does not see the folder of node 0')[:300]}"
-        if self._path is not None:  # a node that joins later knows by this file that it sees the same folder
+        if self._path is not None:  # by this file, a node that joins later knows that it sees the same folder
             _within(partial(self._path.touch, mode=0o600))
         return ""
 
     def in_words(self, why_not: str) -> str:
         if not why_not:
-            return f"either half of the workers may be lost: the lease is at {self._path}"
+            return f"the run can survive the loss of either half of the workers: the lease is at {self._path}"
         return (
             f"no lease ({why_not}): the loss of half of the workers at once ends the run if the leading coordinator is "
             "among them"
@@ -98,8 +98,8 @@ class LeaseTrial:
 
 
 def lease_is_here(path: Path) -> str:
-    """Why a node that joins the run later cannot use the lease at ``path``; empty: it sees what node 0 has left."""
-    answer = _within(lambda: {} if path.exists() else {"reason": f"{path} is not there"})
+    """Return why a node that joins later cannot use the lease at ``path``; empty if it sees node 0's file."""
+    answer = _within(lambda: {} if path.exists() else {"reason": f"{path} does not exist"})
     return answer.get("reason", "")
 
 
@@ -109,7 +109,7 @@ def _trial(path: Path | None) -> Path:
 
 
 def _within(attempt: Callable[[], dict[str, str] | None]) -> dict[str, str]:
-    """What ``attempt`` returns, if anything, or the reason if it fails or takes too long."""
+    """Return the result of ``attempt``, or the reason if it fails or takes too long."""
     answer: dict[str, str] = {"reason": f"the storage has not answered for {TRY_SECONDS:g} s"}
 
     def run() -> None:
@@ -129,7 +129,7 @@ CALLED = {SLURM: "SLURM's controller", KUBERNETES: "Kubernetes' API server"}
 
 
 def place_of(kind: str, environ: Mapping[str, str], account: Path = ACCOUNT) -> str:
-    """What a witness of this kind calls this node; empty: it is none of its nodes, for all that is known here."""
+    """Return the name of this node for a witness of this kind; empty if it is not known to be its node."""
     if kind == SLURM:
         return environ.get("SLURMD_NODENAME", "") if "SLURM_JOB_ID" in environ else ""
     name, uid, namespace = environ.get("POD_NAME"), environ.get("POD_UID"), environ.get("POD_NAMESPACE")
@@ -142,44 +142,44 @@ def place_of(kind: str, environ: Mapping[str, str], account: Path = ACCOUNT) -> 
 
 
 def look_for_witness(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What this node tells node 0: its kind and place, or why it has none. Takes a few seconds at most."""
-    told = {"node": plan.node_name}
+    """Return this node's report to node 0: kind and name, or why it has none.  Takes a few seconds at most."""
+    own = {"node": plan.node_name}
     if plan.witness == OFF:
-        return told
+        return own
     kinds = [SLURM, KUBERNETES] if plan.witness == AUTO else [plan.witness]
     kind, place = next(((kind, place) for kind in kinds if (place := place_of(kind, environ))), ("", ""))
     if not kind:
-        return told if plan.witness == AUTO else {**told, "reason": f"this is no node of {CALLED[kinds[0]]}"}
+        return own if plan.witness == AUTO else {**own, "reason": f"this is not a node of {CALLED[kinds[0]]}"}
     if plan.node_rank in hosting(plan):
         try:
             known = SOURCES[kind]().look([place])
         except NoAnswer as error:
-            return {**told, "reason": f"{CALLED[kind]}: {error}"}
+            return {**own, "reason": f"{CALLED[kind]}: {error}"}
         if known.get(place) is not False:
-            return {**told, "reason": f"{CALLED[kind]} does not know that {place} runs"}
-    return {**told, "kind": kind, "place": place}
+            return {**own, "reason": f"{CALLED[kind]} does not report that {place} is running"}
+    return {**own, "kind": kind, "place": place}
 
 
-def agree_on_witness(plan: LaunchPlan, told: Mapping[int, Any], lease: bool) -> tuple[Scope | None, str]:
-    """What the candidates are to know, and what to tell people (empty: nothing); ``told``: by all nodes.
+def agree_on_witness(plan: LaunchPlan, reports: Mapping[int, Any], lease: bool) -> tuple[Scope | None, str]:
+    """Return the scope for the candidates, and a log line (empty: none), from the reports of all nodes.
 
-    None with AUTO: there is none, and the line says why, if there is anything to say. Else a reason against the launch.
+    The scope is None if there is no witness: the line may say why; unless AUTO, it is a reason against the launch.
     """
-    words = {rank: answer if isinstance(answer, dict) else {} for rank, answer in sorted(told.items())}
-    kinds = {str(answer.get("kind", "")) for answer in words.values()}
-    for rank, answer in words.items():
+    by_rank = {rank: answer if isinstance(answer, dict) else {} for rank, answer in sorted(reports.items())}
+    kinds = {str(answer.get("kind", "")) for answer in by_rank.values()}
+    for rank, answer in by_rank.items():
         if answer.get("reason"):
             return None, f"no witness (node {rank}: {str(answer['reason'])[:300]})"
     if kinds == {""}:
         return None, ""
     if len(kinds) > 1:
-        return None, "no witness (not all nodes are SLURM's, or Kubernetes')"
+        return None, "no witness (the nodes are not all of SLURM or all of Kubernetes)"
     if not lease:
-        return None, "no witness (it needs a lease, and there is none)"
-    scope = Scope(kinds.pop(), {str(answer["node"]): str(answer["place"]) for answer in words.values()})
-    if scope.kind not in CALLED or len(scope.places) != len(words):
-        return None, "no witness (the nodes tell no names of their own)"
+        return None, "no witness (it needs a lease, and there is no lease)"
+    scope = Scope(kinds.pop(), {str(answer["node"]): str(answer["place"]) for answer in by_rank.values()})
+    if scope.kind not in CALLED or len(scope.places) != len(by_rank):
+        return None, "no witness (the nodes do not report different names)"
     return scope, (
-        f"fewer than half of the workers may be left: {CALLED[scope.kind]} is asked then whether the others' nodes are "
-        "off for certain"
+        f"the run can survive the loss of more than half of the workers, if {CALLED[scope.kind]} confirms that the "
+        "lost nodes are off"
     )

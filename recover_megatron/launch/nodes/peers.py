@@ -1,37 +1,37 @@
-"""This launcher among those of the other nodes: whether it takes part, and whom it waits for at the end.
+"""Coordination with the launchers of other nodes: whether this launcher takes part, and the wait at the end.
 
-The launchers of a launch tell each other through the store, under ``recover/launch/``::
+The launchers of a launch exchange messages through the store, under ``recover/launch/``::
 
     key                      written by     meaning
     job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "candidates", "run_id"}
-    node/R                   node R > 0     all that it has said so far: who it is, where its door and its candidate
-                                            listen, why it was refused, that it cannot go on, how its workers ended;
-                                            and a count that grows every BEAT_SECONDS while the launcher lives
-    bell                     nodes R > 0    queue: wakes node 0, which looks at node/R; nothing in it is believed
+    node/R                   node R > 0     all its messages so far: its identity, the addresses of its door and its
+                                            candidate, its refusal, its failure, the ends of its workers; and a count
+                                            that grows every BEAT_SECONDS while the launcher is live
+    bell                     nodes R > 0    queue: wakes node 0, which reads node/R; its content is not trusted
     welcome/R                node 0         {"nonce"}: of the launcher that is node R, the first that came
     coordinators             node 0         {"addresses", "lease", "witness"}: of the candidates, in order, whether
-                                            they have a lease, and who may tell which nodes are off; empty when the
-                                            launch is ended before
+                                            they have a lease, and the witness; empty if the launch is ended before
     everybody                node 0         all nodes take part
     end                      node 0         {"reason", "code", "without"}: the launch cannot be completed; all stop with
-                                            that code, or make the start again, without some nodes
+                                            that code, or start again, without some nodes
     end/seen/R               node R > 0     node R has read ``end``
 
-Every value but the bell and ``end/seen`` is sealed (``store.Seal``).  What does not open is passed over, with one
-line, and the launcher that wrote the true one writes it again every BEAT_SECONDS, so a stranger that writes into the
-store delays a launch at most.
+Every value except the bell and ``end/seen`` is sealed (``store.Seal``).  A value that cannot be opened is ignored, with
+one log line, and the launcher that wrote the true value writes it again every BEAT_SECONDS, so a stranger that writes
+into the store can only delay a launch.
 
 A node that disagrees with ``job`` is refused before it starts a worker; if it was still missing, the launch can never
-be complete, and node 0 ends it.  A launcher that has refused its own command line tells the others, too
-(``tell_refusal``): node 0 by ``refused`` in ``job``, another one by its refusal in node/R.  Each node of ``candidates``
-tells where its coordinator listens (plan.py); no worker starts before all know all of them.  Node 0 keeps the store up
-until it knows from every node how its workers ended, or the node's count has stopped for LOST_SECONDS.
+be complete, and node 0 ends it.  A launcher that has refused its command line also notifies the others
+(``tell_refusal``): node 0 by ``refused`` in ``job``, other nodes by their refusal in node/R.  Each node of
+``candidates`` reports the address of its coordinator (plan.py); no worker starts before all nodes know all of them.
+Node 0 keeps the store up until every node has reported the ends of its workers, or its count has stopped for
+LOST_SECONDS.
 
-The start needs all nodes, and knows the loss of one sooner: each launcher holds a connection (``Line``) to the others'
-side, node 0 to the door of each other one, another one to the store of node 0.
+The start needs all nodes and must notice a loss sooner, so launchers also hold connections (``Line``): node 0 to the
+door of each other node, each other node to the store of node 0.
 
 Store operations block, so each side (guest.py, host.py) runs in a thread and calls back through the event loop; failure
-reports go over a connection of their own.  ``Peers`` decides, in the main thread.
+reports use a separate connection.  ``Peers`` decides, in the main thread.
 """
 
 from __future__ import annotations
@@ -57,32 +57,32 @@ from recover_megatron.membership.records import EXIT_NO_REPLICA, Settings, range
 from recover_megatron.membership.wire import Secret
 
 REPORT_SECONDS = 10.0
-"""How long another node tries to deliver its report to node 0."""
+"""Time limit for another node to deliver its report to node 0."""
 LAST_WORD_SECONDS = 0.5
-"""A launcher that has ended may have said why: so long its words may be on their way."""
+"""Time for the last message of an ended launcher, which may name the cause, to arrive."""
 FAILURE_SECONDS = 5.0
-"""How long a launcher that ends the launch for all tries to tell the others."""
+"""Time limit for a launcher that ends the launch to notify the others."""
 
 
 REACHED_SECONDS, REFUSAL_SECONDS = 5.0, 30.0
-"""How long a launcher that has refused its own command line looks for the others, and how long that may take in all."""
+"""Time for a launcher that has refused its command line to reach the others, and time limit in total."""
 
 
 def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socket | None, reason: str) -> None:
-    """This launcher takes no part: tell the others, which would wait for it until the rendezvous times out.
+    """Notify the other launchers, which would wait until the rendezvous timeout, that this launcher takes no part.
 
-    ``listener``: the store's, on node 0.  Of other nodes node 0 is told, which ends the launch.  Most often all have
-    been refused, for the same reason; so nobody is looked for long.
+    ``listener``: the store's, on node 0.  Other nodes notify node 0, which ends the launch.  Usually all launchers have
+    refused, for the same reason; so this does not take long.
     """
-    nobody: Any = SimpleNamespace(note=None)
+    no_events: Any = SimpleNamespace(note=None)
 
     def run() -> None:
         with contextlib.suppress(OSError, RuntimeError, ImportError, ValueError, KeyError, TypeError):
             if listener is None:
-                Guest(plan, Seal(secret), nobody, lambda *_: None).refuse(reason, REACHED_SECONDS)
+                Guest(plan, Seal(secret), no_events, lambda *_: None).refuse(reason, REACHED_SECONDS)
             else:
                 store = serve_store(plan.master_addr, listener)
-                Host(plan, store, Seal(secret), nobody, lambda *_: None, lambda *_: None).refuse(
+                Host(plan, store, Seal(secret), no_events, lambda *_: None, lambda *_: None).refuse(
                     reason, REACHED_SECONDS
                 )
 
@@ -90,10 +90,10 @@ def tell_refusal(plan: LaunchPlan, secret: Secret | None, listener: socket.socke
 
 
 class Line:
-    """A connection to another launcher, on which nothing is ever said: the kernels tell what becomes of that one.
+    """Silent connection to another launcher, whose end or silence the kernels report.
 
-    ``lost`` is called once, in the main thread: with True when the launcher's process has ended, with False when its
-    host has answered nothing for ``seconds`` (a stopped process's does).  Never, where no connection can be made.
+    ``lost`` is called once, in the main thread: with True if the launcher's process has ended, with False if its host
+    has not answered for ``seconds`` (the host of a stopped process does).  Never, if no connection can be made.
     """
 
     def __init__(self, loop: EventLoop, address: Address, seconds: float, lost: Callable[[bool], object]) -> None:
@@ -129,39 +129,39 @@ class Line:
 
 
 class PeerEvents(Protocol):
-    """What this launcher does about the others.  Called in the main thread."""
+    """Reactions of this launcher to the others.  Called in the main thread."""
 
     def start_workers_if_ready(self) -> None:
-        """This node takes part: ``Peers.joined`` and ``Peers.run_id`` are set."""
+        """Start the workers: this node takes part, ``Peers.joined`` and ``Peers.run_id`` are set."""
 
     def start_control_plane(self, candidates: Candidates) -> None:
-        """All candidate coordinators are known (several nodes with a control plane).  Never before that."""
+        """Start the control plane: all candidate coordinators are known (several nodes)."""
 
     def stop_with_peers(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None:
-        """The launch cannot go on here: the reason, and the exit code; for START_AGAIN: without which nodes."""
+        """Stop the launch here: reason and exit code; for START_AGAIN, the nodes to leave out."""
 
     def goes_on(self) -> bool:
-        """Whether workers of this node are in the run, which goes on; called in any thread."""
+        """Return whether the run is under way with workers of this node; called in any thread."""
 
     def store_failed(self, reason: str) -> None:
-        """The store here is not served."""
+        """Handle that the store of this node cannot be served."""
 
     def peers_ended(self) -> None:
-        """Nobody needs this launcher any more; called only after ``own_workers_ended`` returned True."""
+        """Finish: no other node needs this launcher; called only after ``own_workers_ended`` returned True."""
 
 
 @dataclass(eq=False)
 class Peers:
-    """Made once per launch, also for one node.  Its threads tell it what the others say (``NodeEvents``)."""
+    """Other launchers, as seen by this one; created once per launch.  Its threads report ``NodeEvents``."""
 
     _loop: EventLoop
     _plan: LaunchPlan
     secret: InitVar[Secret | None]
-    """That of the job; None where the launchers share none."""
+    """Secret of the job; None if the launchers share none."""
     _listener: socket.socket | None
-    """The store's, on node 0, until it is served."""
+    """Socket of the store, on node 0, until it is served."""
     _launcher_lost: Callable[..., None]
-    """A node is lost: what it was, in words; what to say where the training has begun; its rank."""
+    """Callback for a lost node: description; log line if the training has begun; rank."""
     _say: Callable[[str], None]
     _events: PeerEvents
 
@@ -170,15 +170,15 @@ class Peers:
         self.joined = plan.node_rank == 0
         self.run_id = plan.run_id
         self.outcomes: list[ExitOutcome] = []
-        """Of the workers of other nodes (known to node 0 only)."""
+        """Ends of the workers of other nodes (known to node 0 only)."""
         self._lost: set[int] = set()
         self._gone: set[int] = set()
-        """The nodes whose lines have ended: nobody can be told anything there."""
+        """Nodes whose lines have ended: no message reaches them."""
         self._silence = Settings.of(times_from_argv(plan.script_args)).heartbeat_timeout
         self._unreported = set(range(1, plan.nnodes)) - {*plan.without} if plan.node_rank == 0 else set()
         self._store_lost = self._silent = self._waiting = False
         self._timer: Timer | None = None
-        # Of NodeEvents: what is passed on as it comes.
+        # NodeEvents that are passed on unchanged.
         self.note, self.delivered = self._say, self._stop_waiting
         self.coordinators, self.failed = self._events.start_control_plane, self._events.stop_with_peers
         self.store_failed, self.goes_on = self._events.store_failed, self._events.goes_on
@@ -190,24 +190,24 @@ class Peers:
 
     @property
     def any_lost(self) -> bool:
-        """Whether a node's launcher was lost, and not heard of again (known to node 0 only)."""
+        """Return whether a node's launcher was lost and has not returned (known to node 0 only)."""
         return bool(self._lost)
 
     def join(self) -> None:
-        """Another node than 0: ask node 0 to take part."""
+        """Ask node 0 to take part, if this is another node."""
         if not self.joined:
             self._run(self._guest.run)
             self._timer = self._loop.call_later(self._plan.rendezvous_timeout, self._on_timeout)
             self._loop.call_later(WAITING_SECONDS, self._on_waiting)
 
     def serve_store(self) -> None:
-        """Node 0: have the store served, once; call it only after what imports for long was started beside it."""
+        """Serve the store on node 0, once; call it after the workers, which import torch meanwhile, were started."""
         if self._listener is not None:
             self._run(partial(self._serve, self._listener))
             self._listener = None
 
     def own_workers_ended(self, outcomes: list[ExitOutcome]) -> bool:
-        """Report them.  Whether the launcher must stay until ``peers_ended`` is called."""
+        """Report the ends; return whether the launcher must stay until ``peers_ended`` is called."""
         if self._plan.node_rank > 0 and not self._store_lost:
             self._run(partial(self._deliver, {"report": outcomes}))
             self._loop.call_later(REPORT_SECONDS, self._stop_waiting)
@@ -219,17 +219,17 @@ class Peers:
         return self._waiting
 
     def fail(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
-        """End the launch on the other nodes; this one ends by itself.  ``without``: see ``Host.announce_end``."""
+        """End the launch on the other nodes; the caller stops this one.  ``without``: see ``Host.announce_end``."""
         if self.joined and not self._store_lost and 0 not in self._gone:
             self._tell_failure(reason, code, without)
 
     def settle(self) -> None:
-        """Before the process ends: wait until the others have been told of ``fail``."""
+        """Wait, before the process exits, until the others have been notified of ``fail``."""
         until = time.monotonic() + FAILURE_SECONDS
         for thread in self._telling:
             thread.join(max(0.0, until - time.monotonic()))
 
-    # --- what its threads tell (NodeEvents) ---
+    # --- events from its threads (NodeEvents) ---
 
     def accepted(self, run_id: str) -> None:
         if self._timer:
@@ -243,11 +243,11 @@ class Peers:
     def _node_0_silent(self, ended: bool) -> None:
         if not ended:  # else its store has ended, too
             self._gone.add(0)
-            self._launcher_lost(f"node 0 (its host has answered nothing for {self._silence:g} s)")
+            self._launcher_lost(f"node 0 (its host has not answered for {self._silence:g} s)")
 
     def welcomed(self, node_rank: int, door: Address) -> None:
         if not self._plan.fault_tolerant:
-            return  # it needs all to its end, and no silence of a few seconds ends it
+            return  # it needs all nodes to its end, and must survive a silence of a few seconds
         lost = partial(self._line_ended, node_rank)
         Line(
             self._loop,
@@ -259,7 +259,7 @@ class Peers:
     def _line_ended(self, node_rank: int, ended: bool) -> None:
         if node_rank in self._unreported:
             self._gone.add(node_rank)
-            why = "its launcher has ended" if ended else f"its host has answered nothing for {self._silence:g} s"
+            why = "its launcher has ended" if ended else f"its host has not answered for {self._silence:g} s"
             self._launcher_lost(f"node {node_rank} ({why})", node=node_rank)
 
     def store_lost(self, reason: str) -> None:
@@ -268,8 +268,8 @@ class Peers:
         self._store_lost = True
         plan = self._plan
         goes_on = (
-            f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is gone: its launcher ended or its host "
-            f"is lost ({reason}); the workers here go on, but cannot use the store any more"
+            f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is lost: its launcher ended or its host "
+            f"is lost ({reason}); the workers here continue, but cannot use the store any more"
         )
         self._launcher_lost(
             f"node 0 (its launcher ended or its host is lost: {reason})", "" if self._waiting else goes_on
@@ -278,28 +278,28 @@ class Peers:
     def store_back(self) -> None:
         if self._store_lost:
             self._store_lost = False
-            self._say("the store of node 0 is reached again")
+            self._say("the store of node 0 is reachable again")
 
     def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None:
         self.outcomes += outcomes
         self._node_ended(node_rank)
 
     def node_lost(self, node_rank: int) -> None:
-        silent = "its launcher has not been heard of for a while"
+        silent = "its launcher has been silent for too long"
         self._lost.add(node_rank)
         goes_on = f"node {node_rank} is lost: {silent}; not waiting for it"
         self._launcher_lost(f"node {node_rank} ({silent})", goes_on, node=node_rank)
         self._node_ended(node_rank)
 
     def node_back(self, node_rank: int) -> None:
-        self._say(f"the launcher of node {node_rank} is heard of again")
+        self._say(f"the launcher of node {node_rank} is reachable again")
         self._lost.discard(node_rank)
         self._unreported.add(node_rank)
 
     # --- watching and waiting ---
 
     def _watch_store(self) -> None:
-        """A host that lost its power answers nothing, and no operation of the store says so."""
+        """Check the store's last answer: a host without power does not answer, and no store operation reports that."""
         silence = time.monotonic() - self._guest.heard
         if silence > LOST_SECONDS and not self._store_lost:
             self._silent = True
@@ -313,7 +313,7 @@ class Peers:
         if not self.joined and not self._guest.reached:
             plan = self._plan
             where = f"{plan.master_addr}:{plan.master_port}"
-            self._say(f"waiting for node 0 at {where}, {plan.rendezvous_timeout:g} s in all (--rendezvous-timeout)")
+            self._say(f"waiting for node 0 at {where}, at most {plan.rendezvous_timeout:g} s (--rendezvous-timeout)")
 
     def _on_timeout(self) -> None:
         plan = self._plan
@@ -333,7 +333,7 @@ class Peers:
             self._waiting = False
             self._events.peers_ended()
 
-    # --- its threads, and what runs in them ---
+    # --- its threads ---
 
     @staticmethod
     def _run(target: Callable[[], None]) -> threading.Thread:
@@ -345,7 +345,7 @@ class Peers:
         self._loop.call_from_thread(partial(callback, *arguments))
 
     def _tell_failure(self, reason: str, code: int, without: Sequence[int] = ()) -> None:
-        """In any thread: have all nodes end the launch with ``code``."""
+        """Make all nodes end the launch with ``code``; may be called in any thread."""
         if self._plan.nnodes > 1:
             self._telling.append(self._run(partial(self._deliver_failure, reason, code, without)))
 
@@ -360,7 +360,7 @@ class Peers:
             self._tell(self.store_failed, f"the store cannot be served: {one_line(error)}")
 
     def _deliver(self, words: dict[str, Any]) -> None:
-        # A connection of its own: the other one is blocked in wait.
+        # A separate connection: the other one is blocked in wait.
         try:
             self._guest.say(join_store(self._plan.master_addr, self._plan.master_port), words)
         except RuntimeError as error:
@@ -375,4 +375,4 @@ class Peers:
                 store = join_store(self._plan.master_addr, self._plan.master_port)
                 self._host.announce_end(store, reason, code, without, self._gone)
             except RuntimeError as error:
-                self._tell(self.note, f"the other nodes could not be told: {one_line(error)}")
+                self._tell(self.note, f"the other nodes could not be notified: {one_line(error)}")

@@ -1,9 +1,9 @@
-"""The rendezvous store of a launch: a torch TCPStore, served by the launcher of node 0; what launchers believe of it
-(``Seal``), and what they are told of each other (``NodeEvents``).
+"""Rendezvous store of a launch: a torch TCPStore, served by the launcher of node 0; proof of its values (``Seal``),
+and events of the other launchers (``NodeEvents``).
 
-Its socket is bound, and listens, before anything is started, so no port can be lost in between, and workers that
-connect early wait in its backlog.  The only module of launch/ that imports torch, and only inside its functions:
-importing takes seconds, so it is done in a thread while the workers start.
+Its socket listens before any process is started, so its port cannot be lost meanwhile, and workers that connect early
+wait in its backlog.  This is the only module of launch/ that imports torch, and only inside its functions: the import
+takes seconds, so it runs in a thread while the workers start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recover_megatron.membership.wire import Secret
 from recover_megatron.network import connection
 
 PREFIX = "recover/launch/"
-"""Of the launchers' own keys."""
+"""Beginning of the launchers' keys."""
 BEAT_SECONDS = 2.0
 TIMEOUT = timedelta(minutes=30)
 _RETRY_SECONDS = 0.25
@@ -35,7 +35,7 @@ _NAME_SECONDS = 1.0
 
 
 class Store(Protocol):
-    """What peers.py uses of torch's Store."""
+    """Part of torch's Store that peers.py uses."""
 
     def get(self, key: str, /) -> bytes: ...
     def set(self, key: str, value: str, /) -> None: ...
@@ -47,7 +47,7 @@ class Store(Protocol):
 
 
 def serve_store(address: str, listener: socket.socket) -> Store:
-    """Serve a store on ``listener``, whose ownership passes to it.  Raises RuntimeError or ImportError."""
+    """Serve a store on ``listener``, which the store owns from now on.  Raises RuntimeError or ImportError."""
     tcp_store, port = _tcp_store_class(), listener.getsockname()[1]
     descriptor = listener.detach()
     return tcp_store(address, port, None, True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=descriptor)
@@ -56,8 +56,8 @@ def serve_store(address: str, listener: socket.socket) -> Store:
 def join_store(address: str, port: int, refused: bool = True) -> Store:
     """Connect to the store of node 0, waiting until its port answers.  Raises RuntimeError or ImportError.
 
-    It waits for as long as it takes: the caller, in a thread, is given up by the supervisor's own deadline.
-    ``refused``: whether to wait for a host that answers, but has nobody at the port; else ConnectionRefusedError.
+    It waits without a limit: the supervisor's deadline abandons the calling thread.  ``refused``: also wait for a host
+    that refuses the connection; else raise ConnectionRefusedError.
     """
     while True:
         try:
@@ -71,19 +71,19 @@ def join_store(address: str, port: int, refused: bool = True) -> Store:
 
 
 def timed_out(error: RuntimeError) -> bool:
-    """Whether ``error``, raised by a store operation, only means that nothing happened in the time allowed."""
+    """Return whether ``error``, raised by a store operation, is only a timeout."""
     from torch.distributed import DistStoreError
 
     return isinstance(error, DistStoreError)
 
 
 def one_line(error: BaseException) -> str:
-    """What to tell people of an error of the store, whose text may hold a C++ stack."""
+    """Return the first line of a store error, whose text may contain a C++ stack."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _tcp_store_class() -> Any:
-    # What goes wrong here is said by the supervisor in one line, without C++ stack traces beside it.
+    # The supervisor reports errors in one line, without C++ stack traces.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     _load_libraries()
     from torch.distributed import TCPStore
@@ -92,11 +92,11 @@ def _tcp_store_class() -> Any:
 
 
 def _load_libraries() -> None:
-    """Load torch's big libraries without holding the interpreter's lock.
+    """Load torch's big libraries without holding the GIL.
 
-    An import holds it while it loads libraries, a second or, from a slow file system, many: for that long the
-    supervisor would see no death and no signal.  A foreign call releases it; the import then finds the libraries
-    loaded.  Where they are not found so, the import does it all.
+    An import holds the GIL while it loads libraries, for a second or, from a slow file system, many: for that time the
+    supervisor would notice no death and no signal.  A ctypes call releases it; the import then finds the libraries
+    loaded.  If they are not found this way, the import loads them.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -105,16 +105,16 @@ def _load_libraries() -> None:
     dlopen.restype = ctypes.c_void_p
     dlopen.argtypes = [ctypes.c_char_p, ctypes.c_int]
     libraries = Path(spec.origin).parent / "lib"
-    # The flags are those of torch's own import.
+    # The same flags as torch's import uses.
     dlopen(os.fsencode(libraries / "libtorch_global_deps.so"), os.RTLD_NOW | os.RTLD_GLOBAL)
     dlopen(os.fsencode(libraries / "libtorch.so"), os.RTLD_NOW)
 
 
 def open_listener(address: str, port: int, nnodes: int) -> tuple[socket.socket | None, str | None]:
-    """Bind and listen on ``address``:``port`` (0: a free port).  Returns the socket, or None and the reason.
+    """Bind and listen on ``address``:``port`` (0: a free port).  Return the socket, or None and the reason.
 
-    Only ``address`` is bound, never all interfaces, with one exception: a host name that this host resolves to its own
-    loopback (as Debian's /etc/hosts does), which the other nodes resolve to the real interface.
+    Only ``address`` is bound, never all interfaces, with one exception: a host name that this host resolves to loopback
+    (as Debian's /etc/hosts does), but the other nodes resolve to the real interface.
     """
     found, reason = resolve(address)
     if reason:
@@ -137,38 +137,38 @@ def open_listener(address: str, port: int, nnodes: int) -> tuple[socket.socket |
 
 
 def resolve(address: str) -> tuple[list[tuple[socket.AddressFamily, str]], str | None]:
-    """The addresses of the name ``address``; or none, and the reason."""
+    """Resolve the name ``address``; return its addresses, or none and the reason."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         return [], (
-            f"--master-addr {address} is not known on host {socket.gethostname()} ({error}): "
+            f"--master-addr {address} cannot be resolved on host {socket.gethostname()} ({error}): "
             "give a host name or an address that every node can reach"
         )
-    # IPv4 first: "localhost" usually means both, and a worker may try only the first it gets.
+    # IPv4 first: "localhost" usually means both, and a worker may try only the first address.
     in_order = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
     return [(family, str(name[0])) for family, _, _, _, name in in_order], None
 
 
 def await_names(option: str, names: Sequence[str], seconds: float, say: Callable[[str], None]) -> str | None:
-    """Wait until one of ``names`` is known here, ``seconds`` at most: that of a new pod takes a while.
+    """Wait at most ``seconds`` until one of ``names`` can be resolved: the name of a new pod takes a while.
 
-    Returns why none is.  ``option``: where the names are from; ``say``: told once, if there is something to wait for.
+    Return the reason if none can.  ``option``: the source of the names; ``say``: called once, if this has to wait.
     """
-    until, told = time.monotonic() + seconds, False
+    until, announced = time.monotonic() + seconds, False
     while (error := _why_unknown(names)) is not None:
-        why = f"{option} {','.join(names)} is not known on host {socket.gethostname()} ({error})"
+        why = f"{option} {','.join(names)} cannot be resolved on host {socket.gethostname()} ({error})"
         if not isinstance(error, socket.gaierror) or time.monotonic() >= until:
             return f"{why}: give a host name or an address that every node can reach"
-        if not told:
-            told = True
-            say(f"{why} yet: asking again, for {seconds:g} s at most (--rendezvous-timeout)")
+        if not announced:
+            announced = True
+            say(f"{why} yet: trying again, for at most {seconds:g} s (--rendezvous-timeout)")
         time.sleep(_NAME_SECONDS)  # name servers give no event to wait for
     return None
 
 
 def _why_unknown(names: Sequence[str]) -> OSError | UnicodeError | None:
-    """None: one of them is known."""
+    """Return the last error of resolving ``names``; None if one can be resolved."""
     why: OSError | UnicodeError | None = None
     for name in names:
         try:
@@ -193,18 +193,18 @@ def _hides_interface(address: str, ip: str) -> bool:
 def _bind_reason(error: OSError, address: str, port: int, nnodes: int) -> str:
     host = socket.gethostname()
     if error.errno == errno.EADDRINUSE and port == 0:
-        return f"no free port on host {host}: end the programs that hold them"
+        return f"no free port on host {host}: stop the programs that use them"
     if error.errno == errno.EADDRINUSE:
         fix = (
-            "leave it out for a free one"
+            "leave it out to use a free port"
             if nnodes == 1
-            else "make sure that node rank 0 is started once; the port must be the same on every node"
+            else "make sure that node rank 0 is started only once; the port must be the same on every node"
         )
         return f"port {port} on host {address} is in use by another process: choose another --master-port or {fix}"
     if error.errno == errno.EADDRNOTAVAIL:
         return (
-            f"--master-addr {address} is not an address of this host ({host}), but node rank 0 keeps the store: "
-            "start node rank 0 there, or give an address of this host"
+            f"--master-addr {address} is not an address of this host ({host}), but node rank 0 serves the store: "
+            "start node rank 0 on that host, or give an address of this host"
         )
     if error.errno == errno.EACCES:
         return f"port {port} on host {address} may not be used by this user: choose a --master-port above 1023"
@@ -212,44 +212,44 @@ def _bind_reason(error: OSError, address: str, port: int, nnodes: int) -> str:
 
 
 class NodeEvents(Protocol):
-    """What the threads that talk to the other launchers tell this one.  The event loop calls it in the main thread."""
+    """Events from the threads that talk to the other launchers.  The event loop calls them in the main thread."""
 
-    def note(self, text: str) -> None: ...  # for people
+    def note(self, text: str) -> None: ...  # a log line
     def failed(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None: ...  # the launch ends here;
-    # ``without``: START_AGAIN, without these nodes
+    # ``without``: START_AGAIN without these nodes
     def coordinators(self, candidates: Candidates) -> None: ...  # all are known
 
     # Node 0.
-    def store_failed(self, reason: str) -> None: ...  # it is not served
-    def welcomed(self, node_rank: int, door: Address) -> None: ...  # it takes part, and has a door
-    def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None: ...  # its workers have ended so
-    def node_lost(self, node_rank: int) -> None: ...  # its launcher is silent, and has not reported
+    def store_failed(self, reason: str) -> None: ...  # the store cannot be served
+    def welcomed(self, node_rank: int, door: Address) -> None: ...  # a node takes part, and has a door
+    def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None: ...  # the ends of a node's workers
+    def node_lost(self, node_rank: int) -> None: ...  # a launcher is silent, and has not reported
     def node_back(self, node_rank: int) -> None: ...
 
     # Other nodes.
     def accepted(self, run_id: str) -> None: ...  # this node takes part in the run
-    def store_lost(self, reason: str) -> None: ...  # the store of node 0 is gone, or not reached
+    def store_lost(self, reason: str) -> None: ...  # the store of node 0 is lost or unreachable
     def store_back(self) -> None: ...
     def goes_on(self) -> bool: ...  # the run is under way with workers of this node; in any thread
-    def delivered(self) -> None: ...  # our report is in the store, or the store is gone
+    def delivered(self) -> None: ...  # our report is in the store, or the store is lost
 
 
 _LONGEST = 1024 * 1024
 
 
 class Unproved(ValueError):
-    """The value is not of a launcher of this run: it is not to be believed."""
+    """Error for a value that no launcher of this run has written: it must not be trusted."""
 
 
 class Seal:
-    """Proves what launchers put into the store, which anybody on the network can read and write.
+    """Authenticates the launchers' values in the store, which any host on the network can read and write.
 
     A value is JSON text with a MAC by the job's secret over the key, the run and the text, so that it cannot be forged,
-    put under another key, or taken from another run of the same secret.  A run's id is random and made by node 0; that
-    a ``job`` is not of an earlier run shows when node 0 answers a node's own nonce (peers.py).  An old value of the
-    same run can be put back: counters in the values, and that all of them only ever say more, make that harmless.
+    put under another key, or copied from another run with the same secret.  Node 0 chooses a random run id; its answer
+    to a node's nonce proves that a ``job`` is not of an earlier run (peers.py).  An old value of the same run can be
+    replayed: this is harmless, because values have counters and only ever add information.
 
-    ``secret``: None where the launchers share none: they have nothing to tell a stranger's word by (docs/security.md).
+    ``secret``: None if the launchers share none: then values cannot be authenticated (docs/security.md).
     """
 
     def __init__(self, secret: Secret | None) -> None:
@@ -260,12 +260,12 @@ class Seal:
         return self._key is not None
 
     def wrap(self, key: str, run_id: str, value: Any) -> str:
-        """What to put under ``key``; ``run_id``: empty before it is known."""
+        """Return the sealed value for ``key``; ``run_id``: empty before it is known."""
         text = json.dumps(value)
         return json.dumps({"text": text, "mac": self._mac(key, run_id, text)})
 
     def open(self, key: str, run_id: str, data: bytes) -> Any:
-        """The value.  Raises ``Unproved``, and ValueError for what is no such value at all."""
+        """Return the value.  Raises ``Unproved``, or ValueError for other data."""
         if len(data) > _LONGEST:
             raise ValueError(f"a value of {len(data)} bytes")
         try:
@@ -274,13 +274,13 @@ class Seal:
             if not isinstance(text, str) or not isinstance(mac, str):
                 raise ValueError("not a launcher's value")
             if self._key is not None and not connection.proves(mac, self._mac(key, run_id, text)):
-                raise Unproved("it does not prove the job's secret")
+                raise Unproved("its author does not have the job's secret")
             return json.loads(text)
         except (TypeError, KeyError, RecursionError, UnicodeDecodeError, UnicodeEncodeError) as error:
             raise ValueError("not a launcher's value") from error
 
     def peek(self, data: bytes) -> Any:
-        """The value without its proof: to tell people what may be wrong, for nothing else.  Raises ValueError."""
+        """Return the value without checking its proof, only to log what may be wrong.  Raises ValueError."""
         return Seal(None).open("", "", data)
 
     def _mac(self, key: str, run_id: str, text: str) -> str:

@@ -1,1 +1,1 @@
-"""The processes of one node: how they are started, watched, replaced and ended, and what becomes of their output."""
+"""Processes of one node: start, watch, replacement and end, and their output."""

@@ -1,13 +1,13 @@
-"""A worker's process that is being ended: how that is known before the process has gone, and when it may be told.
+"""Dying workers: how a death is noticed before the process has gone, and when it may be reported.
 
 ::
 
-    RUNNING --its robust mutex is given up (network/death_notice.py)------------> DYING --pidfd--> ended (worker_table)
-       '--its stderr begins to tell of a fatal signal--> LOOKED AT --it writes a core--> DYING
-                                                             '--the mutex is given up--> DYING
+    RUNNING --its robust mutex is released (network/death_notice.py)-----------> DYING --pidfd--> ended (worker_table)
+       '--its stderr reports a fatal signal---------> LOOKED AT --it writes a core------> DYING
+                                                             '--the mutex is released--> DYING
 
-The kernel has sent SIGKILL to each of its threads in both cases, or (``Ending.goes_on``) the launcher does before it
-tells anybody: docs/membership.md says why that is a death, and what has to wait for the pidfd all the same.
+In both cases the kernel has sent SIGKILL to each of its threads, or (``Ending.goes_on``) the launcher does so before it
+reports the death: docs/membership.md explains why this counts as a death, and what must still wait for the pidfd.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from recover_megatron.network.death_notice import FATAL, DeathWatch
 
 _PF_EXITING = 0x4  # include/linux/sched.h; in field 9 of /proc/PID/stat
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS, LOOKS_SECONDS = 0.0005, 0.05, 60.0
-"""The first pause, the longest one and the time in all, while a process that handles a fatal signal is looked at."""
+"""First pause, longest pause and total time, in seconds, of polling a process that handles a fatal signal."""
 _LONGEST = 300
 WRITES_CORE = "writing a core"
-UNKNOWN = "killed, or ended: the kernel has not said how yet"
+UNKNOWN = "killed or exited: the kernel has not reported yet which"
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a process that has not gone yet."""
+    """End of a process that has not gone yet."""
 
     code: int | None
-    """The exit code, or minus the number of the signal; None: this kernel (before Linux 5.17) does not tell yet."""
+    """Exit code, or minus the signal; None: this kernel (before Linux 5.17) does not report it yet."""
     writes_core: bool = False
-    """The memory is written to a core before it is given back, which may take minutes."""
+    """True if the kernel writes the memory to a core before it frees it, which may take minutes."""
     goes_on: bool = False
-    """The process is not being ended: it has executed another program, or a bug has ended the one thread."""
+    """True if the process is not dying: it has executed another program, or a bug has ended the watched thread."""
 
     @property
     def how(self) -> str:
-        """The end in the words of ``WorkerProcess.how``, for the coordinator."""
+        """Return the end in the words of ``WorkerProcess.how``, for the coordinator."""
         if self.code is None:
             return UNKNOWN
         how = signal_name(-self.code) if self.code < 0 else describe_end(self.code, None)
@@ -52,8 +52,8 @@ class Ending:
 
 
 def ending(pid: int) -> Ending:
-    """Return how the process ``pid``, whose robust mutex was given up, is being ended."""
-    for _ in range(3):  # the first of its threads may have ended before the others have begun to
+    """Return the end of the process ``pid``, whose robust mutex was released."""
+    for _ in range(3):  # the first thread may have ended before the others have begun to exit
         try:
             state, flags, status = _stat(pid)
             exiting = flags & _PF_EXITING or _has_sigkill(pid)
@@ -67,7 +67,7 @@ def ending(pid: int) -> Ending:
 
 
 def writes_core(pid: int) -> Ending | None:
-    """Return the end of the process ``pid`` if the kernel writes its core: no thread of it runs user code any more."""
+    """Return the end of ``pid`` if the kernel writes its core: none of its threads runs user code any more."""
     with suppress(OSError):
         if "CoreDumping:\t1\n" in _status(pid):
             return Ending(os.waitstatus_to_exitcode(_stat(pid)[2]) or None, writes_core=True)
@@ -75,7 +75,7 @@ def writes_core(pid: int) -> Ending | None:
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """Return state, flags and wait status, which is 0 as long as the kernel does not tell.  Raises OSError."""
+    """Return state, flags and wait status, which is 0 until the kernel reports it.  Raises OSError."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[6]), int(fields[49])
@@ -93,7 +93,7 @@ def _has_sigkill(pid: int) -> bool:
 
 @dataclass
 class FatalError:
-    """Reads, on one of a worker's streams, the text of Python's faulthandler about a fatal signal."""
+    """Reads the text of Python's faulthandler about a fatal signal from one of a worker's streams."""
 
     _on_first_line: Callback
     _text: bytes = b""
@@ -101,7 +101,7 @@ class FatalError:
 
     @property
     def text(self) -> str:
-        """The first line of that text, and the innermost Python frame; empty: there was none."""
+        """Return the first line of that text and the innermost Python frame; empty if there was none."""
         return self._text.decode(errors="replace")
 
     def take(self, lines: Iterable[bytes]) -> None:
@@ -117,41 +117,40 @@ class FatalError:
 
 @dataclass(eq=False)
 class ProcessWatch:
-    """Watches one worker's process; ``on_dying`` is called at most once, in the main thread, before the process has
-    gone."""
+    """Watches one worker's process; calls ``on_dying`` at most once, in the main thread, before the process is gone."""
 
     _loop: EventLoop
     _on_dying: Callable[[Ending], None]
     _watch: DeathWatch | None
     _pid: int = 0
     _over: bool = False
-    """Nothing is told from now on."""
+    """True: nothing is reported from now on."""
 
     def begin(self, pid: int) -> None:
-        """The worker's process was started."""
+        """Begin to watch the worker's process, which was started."""
         self._pid = pid
         if self._watch is not None:
-            self._watch.begin(partial(self._loop.call_from_thread, self._given_up))
+            self._watch.begin(partial(self._loop.call_from_thread, self._released))
 
     def fatal(self) -> None:
-        """A fatal signal is being handled in the worker, as its output says."""
+        """Poll the worker, whose output says that it handles a fatal signal."""
         if self._pid:
             self._look(FIRST_LOOK_SECONDS, LOOKS_SECONDS)
 
     def fence(self, end: Ending) -> None:
-        """Send SIGKILL to the worker's process group; under a wrapper, which has more to do, to the worker alone.
+        """Send SIGKILL to the worker's process group; under a wrapper, which must keep running, to the worker only.
 
-        Nothing is sent while a core is written, which that would cut short.  Raises OSError where it cannot be sent.
+        Nothing is sent while a core is written, which SIGKILL would truncate.  Raises OSError if it cannot be sent.
         """
         if end.writes_core:
             return
         if self._holder == self._pid:
-            os.killpg(self._pid, signal.SIGKILL)  # not reaped yet: nobody else can have its pid
+            os.killpg(self._pid, signal.SIGKILL)  # not reaped yet: no other process can have its pid
         elif self._watch is not None:
             self._watch.kill_holder()
 
     def close(self) -> None:
-        """The process has been reaped, or was not started."""
+        """Stop watching: the process has been reaped, or was not started."""
         self._over = True
         if self._watch is not None:
             self._watch.close()
@@ -164,20 +163,20 @@ class ProcessWatch:
     def _in_order(self) -> bool:
         return self._watch is not None and self._watch.left
 
-    def _tell(self, end: Ending) -> None:
+    def _report(self, end: Ending) -> None:
         if not self._over and not self._in_order:
             self._over = True
             self._on_dying(end)
 
-    def _given_up(self) -> None:
+    def _released(self) -> None:
         if not self._over:
-            self._tell(ending(self._holder))
+            self._report(ending(self._holder))
 
     def _look(self, pause: float, left: float) -> None:
         if self._over:
             return
         if end := writes_core(self._holder):
-            self._tell(end)
+            self._report(end)
         elif left > 0:
             longer = min(1.5 * pause, LONGEST_LOOK_SECONDS)
             self._loop.call_later(pause, partial(self._look, longer, left - pause))

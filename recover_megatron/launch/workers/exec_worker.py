@@ -1,8 +1,8 @@
-"""Runs in a new process: tie its life to the launcher's, then become the worker.
+"""Entry point of a new worker process: tie its life to the launcher's, then execute the worker's command.
 
 Started as a file by an isolated interpreter (``python -I -S``), so it imports nothing of the package.  Arguments: the
-launcher's pid, then the command.  The parent-death signal survives exec; a launcher that died before it was set is
-noticed by the changed parent, so there is no moment at which the launcher's death goes unseen.
+launcher's pid, then the command.  The parent-death signal survives exec; if the launcher died before the signal was
+set, the parent has changed.  So the launcher's death is never missed.
 """
 
 import ctypes
@@ -16,11 +16,11 @@ if __name__ == "__main__":
     launcher, command = int(sys.argv[1]), sys.argv[2:]
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         sys.exit(f"recover-run: prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
-    if os.getsid(0) != os.getpid():  # not every Python can start a process in a session of its own
+    if os.getsid(0) != os.getpid():  # not every Python can start a process in a new session
         os.setsid()
     if os.getppid() != launcher:
         os._exit(1)
-    # The interpreter ignores these two, and exec would hand that down.
+    # The interpreter ignores these two signals, and exec would inherit that.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     os.execv(command[0], command)

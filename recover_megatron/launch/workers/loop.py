@@ -1,8 +1,8 @@
-"""One event loop on the main thread: descriptors, signals, timers, and calls from other threads.
+"""Event loop of the main thread: descriptors, signals, timers, and calls from other threads.
 
-Nothing is polled: ``run_once`` sleeps until a descriptor is ready, a signal comes in, a timer is due or another thread
-calls.  Signals and calls from threads arrive as bytes in pipes, so they are events like all others, handled between two
-callbacks and never in the middle of one.  ``LaunchSignals`` knows what a signal to recover-run means.
+Nothing is polled: ``run_once`` sleeps until a descriptor is ready, a signal arrives, a timer is due or another thread
+calls.  Signals and calls from threads arrive as bytes in pipes, so they are handled between two callbacks, never in the
+middle of one.  ``LaunchSignals`` defines the meaning of a signal to recover-run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Callback = Callable[[], object]
 
 
 class Timer:
-    """A call that is due later; ``cancel`` it while it is not."""
+    """Pending call; ``cancel`` it before it is due."""
 
     def __init__(self, due: float, callback: Callback) -> None:
         self.due = due
@@ -34,7 +34,7 @@ class Timer:
 
 
 class EventLoop:
-    """Make it in the main thread; ``close`` it there, too."""
+    """Event loop; create and close it in the main thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -63,7 +63,7 @@ class EventLoop:
         return timer
 
     def call_from_thread(self, callback: Callback) -> None:
-        """From any thread: have the loop call ``callback``; it does not once it is closed."""
+        """Make the loop call ``callback``, unless it is closed; may be called in any thread."""
         if self._closed:
             return
         self._calls.put(callback)
@@ -73,7 +73,7 @@ class EventLoop:
             return  # the pipe is full of wake-ups already
 
     def from_thread(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """``callback`` for other threads: what is returned has the loop call ``callback`` with the same arguments."""
+        """Return a function for other threads that makes the loop call ``callback`` with the same arguments."""
 
         def call(*args: object, **kwargs: object) -> None:
             self.call_from_thread(partial(callback, *args, **kwargs))
@@ -81,7 +81,7 @@ class EventLoop:
         return call
 
     def handle_signals(self, signals: Iterable[int], callback: Callable[[int], None]) -> None:
-        """From now on call ``callback`` with the number of each of ``signals`` that arrives."""
+        """Call ``callback`` with the number of each of ``signals`` that arrives from now on."""
         numbers = list(signals)
         self._signal_callback = callback
         signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
@@ -91,26 +91,26 @@ class EventLoop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def give_back_signals(self) -> None:
-        """Give signals back to the handlers of before, and call what is due for those that have come until then.
+        """Restore the previous signal handlers, and call the callback for signals that arrived until then.
 
-        In this order none is lost, whichever thread of the process gets it.
+        In this order no signal is lost, whichever thread of the process receives it.
         """
         self._restore_handlers()
         with suppress(BlockingIOError):
             self._on_signals()
 
     def run_once(self) -> None:
-        """Sleep until something happens, then call what is due.
+        """Sleep until an event occurs, then call all callbacks that are due.
 
-        A callback that raises keeps no other from being called, now or in the next round: the first error is raised
-        when all have been.
+        If a callback raises, the others are still called, now and in the next round: the first error is raised after
+        all calls.
         """
         errors: list[Exception] = []
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
         timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
         for key, _ in self._selector.select(timeout):
-            # An earlier callback of this round may have unwatched it, and its number may mean another one by now.
+            # An earlier callback of this round may have unwatched the descriptor, and its number may be reused by now.
             current = self._selector.get_map().get(key.fd)
             if current is not None and current.data is key.data:
                 self._call(key.data, errors)
@@ -130,7 +130,7 @@ class EventLoop:
             errors.append(error)
 
     def close(self) -> None:
-        """Give signals back to the handlers of before, and close the loop's descriptors."""
+        """Restore the previous signal handlers, and close the loop's descriptors."""
         self._closed = True
         self._restore_handlers()
         self._selector.close()
@@ -160,29 +160,28 @@ class EventLoop:
 
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _TWICE_SECONDS = 1.0
-"""A closed terminal sends SIGHUP twice, by the kernel and by the shell: that is one wish, not two."""
+"""A closed terminal causes two SIGHUPs, by the kernel and by the shell, which count as one request."""
 
 
 class SignalEvents(Protocol):
-    """What is done about signals.  Called in the main thread, between two other callbacks."""
+    """Handler of signals.  Called in the main thread, between two other callbacks."""
 
     def child_ended(self) -> None: ...
     def pass_on(self, number: int) -> None: ...  # to all workers
-    def stop_asked(self, number: int) -> None: ...  # nothing to do if the end of the launch is on its way already
+    def stop_asked(self, number: int) -> None: ...  # no effect if the launch is stopping already
     def kill_asked(self) -> None: ...
 
 
 class LaunchSignals:
-    """What a signal to recover-run means, from the making of this object on until the loop is closed.
+    """Maps signals to recover-run to events, from its creation until the loop is closed.
 
     ::
 
-        SIGCHLD                     a child has ended, perhaps one that the launcher has inherited
-        SIGUSR1, SIGUSR2            for the workers: batch systems send these ahead of a time limit
-        SIGINT, SIGTERM, SIGHUP     the first: stop the launch; another one: kill it at once
+        SIGCHLD                     a child has ended, perhaps an inherited one
+        SIGUSR1, SIGUSR2            passed on to the workers: batch systems send these ahead of a time limit
+        SIGINT, SIGTERM, SIGHUP     the first: stop the launch; a second: kill all workers at once
 
-    SIGINT and SIGHUP are left alone where they were ignored at the start: by nohup, by a script's shell for what it
-    starts in the background.  They are meant for others then.
+    SIGINT and SIGHUP stay ignored if they were ignored at the start: by nohup, or by a shell for background jobs.
     """
 
     def __init__(self, loop: EventLoop, events: SignalEvents) -> None:
@@ -195,11 +194,11 @@ class LaunchSignals:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether a signal has asked for the end, since ``forget`` if that was called."""
+        """Return whether a signal has requested the end, since the last ``forget``."""
         return self._asked_at is not None
 
     def forget(self) -> None:
-        """The next signal is the first."""
+        """Treat the next signal as the first."""
         self._asked_at = None
 
     def _arrived(self, number: int) -> None:

@@ -1,10 +1,10 @@
-"""The workers' output: shown with a prefix per line, kept as it came in one log file per worker.
+"""Output of the workers: shown with a prefix per line, kept unchanged in one log file per worker.
 
-Bytes are never decoded.  A line is shown when it is complete; a line that stays incomplete (a progress bar) is shown as
-far as it is after ``PARTIAL_SECONDS``, and a very long one in pieces of ``LONGEST_LINE`` bytes, so that memory is
-bounded and lines of different workers are never mixed.  ``Voice`` says which lines are shown at all.  When the reader
-of the launcher's own output is slow, the launcher stops reading the workers' pipes for a moment, as if they wrote to it
-directly; when it does not read at all, lines are dropped on the console and kept in the logs (``Sink``).
+Bytes are never decoded.  A line is shown when it is complete; the available part of an incomplete line (a progress bar)
+is shown after ``PARTIAL_SECONDS``, and a very long line in pieces of ``LONGEST_LINE`` bytes, so that memory is bounded
+and lines of different workers are never mixed.  ``Voice`` decides which lines are shown at all.  If the reader of the
+launcher's output is slow, the launcher stops reading the workers' pipes for a moment, as if they wrote to the reader
+directly; if it does not read at all, lines are dropped on the console and kept in the logs (``Sink``).
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
 
 MOST_PENDING = 1024 * 1024
-"""Bytes."""
+"""Bytes that may wait for the reader before the workers are paused."""
 PAUSE_SECONDS = 2.0
 _MOST_AT_ONCE = 64 * 1024
 
 
 class Sink:
-    """One of the launcher's own two streams, which may be read slowly, later, or never; ``put`` never blocks.
+    """Output stream of the launcher, which may be read slowly, later, or never; ``put`` never blocks.
 
-    A thread writes, so that no terminal (Ctrl-S), pipe (``| less``), or file on a file system that does not answer ever
-    holds up the launcher.  What waits is bounded::
+    A thread writes, so that no terminal (Ctrl-S), pipe (``| less``), or file on a hanging file system ever blocks the
+    launcher.  The queue is bounded::
 
         TAKING --more than MOST_PENDING waits--> FULL --half of it is written--> TAKING
                                                   | PAUSE_SECONDS of it (the console asks)
                                                   v
-                                               DROPPING --half of it is written--> TAKING, and says how much was dropped
+                                               DROPPING --half of it is written--> TAKING, reports how much was dropped
 
-    While it is FULL the workers are not read: a reader that is only slow loses nothing.  For no longer than
-    PAUSE_SECONDS: a worker that blocks in ``print`` is one that hangs.
+    While it is FULL, the workers' pipes are not read, so a slow reader loses nothing; but for at most PAUSE_SECONDS,
+    because a worker that blocks in ``print`` hangs.
 
-    ``on_room`` is called, in another thread, when what was too much, or everything, has been written; ``told`` makes
-    the line that says how many lines were dropped.
+    ``on_room`` is called, in another thread, when the excess, or everything, has been written; ``dropped_line`` returns
+    the line that reports how many lines were dropped.
     """
 
-    def __init__(self, descriptor: int, on_room: Callable[[], None], told: Callable[[int], bytes]) -> None:
+    def __init__(self, descriptor: int, on_room: Callable[[], None], dropped_line: Callable[[int], bytes]) -> None:
         self._descriptor = descriptor
         self._on_room = on_room
-        self._told = told
+        self._dropped_line = dropped_line
         self._news = threading.Condition()
         self._pending: deque[bytes] = deque()
         self._size = 0
@@ -64,18 +64,18 @@ class Sink:
 
     @property
     def empty(self) -> bool:
-        """Whether everything has been written that ever will be."""
+        """Return whether nothing is left to write."""
         with self._news:
             return self._broken or not self._pending
 
     @property
     def full(self) -> bool:
-        """Whether it wants no more for now."""
+        """Return whether the workers must be paused."""
         with self._news:
             return self._full and not self._dropping
 
     def put(self, data: bytes) -> None:
-        """Write ``data``, whole lines, as soon as that is possible, or drop it."""
+        """Write ``data``, complete lines, as soon as possible, or drop it."""
         with self._news:
             if self._broken or not data:
                 return
@@ -93,7 +93,7 @@ class Sink:
             self._news.notify_all()
 
     def drop(self) -> None:
-        """Take no more until half of what waits has been written."""
+        """Drop further lines until half of the queue has been written."""
         with self._news:
             self._dropping = self._full
 
@@ -114,16 +114,16 @@ class Sink:
                 data = self._pending[0]
             try:
                 written = os.write(self._descriptor, data[:_MOST_AT_ONCE])
-            except BlockingIOError:  # somebody else has made the terminal so
+            except BlockingIOError:  # another process has made the terminal non-blocking
                 select.select([], [self._descriptor], [])
                 continue
             except OSError:
-                # Nobody reads any more (closed pipe, lost terminal, full disk).  The run goes on, and so do the logs.
+                # The reader is gone (closed pipe, lost terminal, full disk).  The run and the logs continue.
                 self._break()
                 return
-            self._took(written)
+            self._count_written(written)
 
-    def _took(self, written: int) -> None:
+    def _count_written(self, written: int) -> None:
         with self._news:
             first = self._pending.popleft()
             if first[written:]:
@@ -133,7 +133,7 @@ class Sink:
             if room:
                 self._full = self._dropping = False
                 if self._dropped:
-                    self._append(self._told(self._dropped))
+                    self._append(self._dropped_line(self._dropped))
                     self._dropped = 0
             self._written += written
             room |= not self._pending
@@ -152,21 +152,21 @@ class Sink:
 
 
 class Voice:
-    """Which lines of a process the console shows: all, or, of a newcomer that builds its model once more, its own.
+    """Filter of a process's console lines: all, or only this package's while a newcomer builds its model.
 
-    Megatron tells of its flags and its model in hundreds of lines, as all workers did at the start. They are in the
-    newcomer's log; on the console it is heard from when it has a place.
+    Megatron prints its flags and its model in hundreds of lines, as all workers did at the start.  They are in the
+    newcomer's log; the console shows its other output once it has a place.
     """
 
     OURS = b"recover: "
     PLACED = b" takes position "
-    """In the line with which a newcomer begins to train."""
+    """Part of the line with which a newcomer begins to train."""
 
     def __init__(self, *, newcomer: bool) -> None:
         self._quiet = newcomer
 
     def is_for_people(self, line: bytes) -> bool:
-        """Of the next line, whichever stream it came by."""
+        """Return whether to show the next line, of either stream."""
         ours = line.startswith(self.OURS)
         if ours and self.PLACED in line:
             self._quiet = False
@@ -175,10 +175,10 @@ class Voice:
 
 PARTIAL_SECONDS = 0.5
 STALL_SECONDS = 5.0
-"""How long the launcher waits, at its end, for a reader of its output that reads nothing."""
+"""Time that the launcher waits, at its end, for a reader of its output that reads nothing."""
 LONGEST_LINE = 64 * 1024
 LONGEST_LAST = 300
-"""Bytes kept of a worker's last line."""
+"""Most bytes kept of a worker's last line."""
 _READ = 64 * 1024
 _MOST_DRAINED = 4 * 1024 * 1024
 _MOST_UNWRITTEN = 16 * 1024 * 1024
@@ -186,21 +186,21 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class LogFile(LogWriter):
-    """A worker's log: both its streams, unprefixed, in order of arrival.
+    """Log of one worker: both streams, without prefix, in order of arrival.
 
-    The file of an earlier run is kept as ``<name>.old``.  The disk neither stops nor ends the launcher
-    (``log_writer``): if it is well, what was written is on it when ``write`` returns.
+    The file of an earlier run is kept as ``<name>.old``.  A failing disk neither blocks nor terminates the launcher
+    (``log_writer``); if the disk is well, the data is on it when ``write`` returns.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        """``say``, called in any thread, tells of a log that cannot be written."""
+        """Create the file; ``say``, called in any thread, reports a log that cannot be written."""
         super().__init__(path, say, self._open, _missing, most_bytes=_MOST_UNWRITTEN)
         self._first = True
         self.make()
         self._last: tuple[object, bool] = (None, True)
 
     def write(self, source: object, data: bytes) -> None:
-        """Append ``data`` of the stream ``source``; a line that the other stream left incomplete is ended first."""
+        """Append ``data`` of the stream ``source``, after completing an incomplete line of the other stream."""
         last_source, complete = self._last
         if not complete and last_source is not source:
             data = b"\n" + data
@@ -209,7 +209,7 @@ class LogFile(LogWriter):
         self.settle()
 
     def _open(self, path: Path) -> int:
-        """In the writer's thread."""
+        """Open the log, after renaming an old one; runs in the writer's thread."""
         if self._first:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(path, path.with_name(path.name + ".old"))
@@ -218,12 +218,12 @@ class LogFile(LogWriter):
 
 
 def _missing(pieces: int) -> bytes:
-    return f"\nrecover-run: {pieces} pieces of output are missing here, which the disk did not take\n".encode()
+    return f"\nrecover-run: {pieces} pieces of output are missing here: the disk could not write them\n".encode()
 
 
 @dataclass(eq=False)
 class Stream:
-    """One output stream of one process: a pipe, read by the loop."""
+    """Output stream of one process: a pipe, read by the loop."""
 
     _console: Console
     pipe: int
@@ -233,11 +233,11 @@ class Stream:
     _voice: Voice
     _lines: LineFormat
     _name: str
-    """stdout or stderr."""
+    """Name of the stream: stdout or stderr."""
     fatal: FatalError
     open: bool = True
     wanted: bool = False
-    """Whether it may be read."""
+    """True if it may be read."""
     _held: bytes = b""
     _last: bytes = b""
     _timer: Timer | None = None
@@ -248,7 +248,7 @@ class Stream:
 
     @property
     def last_line(self) -> str:
-        """The last line that was not empty, or its beginning."""
+        """Return the last non-empty line, or its beginning."""
         return self._last.decode(errors="replace").strip()
 
     def pause(self) -> None:
@@ -257,13 +257,13 @@ class Stream:
             self._watched = False
 
     def resume(self) -> None:
-        """Read whenever there is something, once that is wanted."""
+        """Read whenever there is data, once ``wanted`` is set."""
         if self.open and self.wanted and not self._watched:
             self._console.loop.watch(self.pipe, self._read)
             self._watched = True
 
     def drain_and_close(self) -> None:
-        """Take what is in the pipe now, and close it: a process that still holds the other end is not waited for."""
+        """Read the rest of the pipe, and close it, without waiting for a process that still holds the other end."""
         drained = 0
         while self.open and drained < _MOST_DRAINED:
             count = self._read()
@@ -273,7 +273,7 @@ class Stream:
         self._close()
 
     def _read(self) -> int:
-        """Read once.  Returns the number of bytes; 0: nothing there now, or the end."""
+        """Read once.  Return the number of bytes; 0: no data now, or the end."""
         try:
             data = os.read(self.pipe, _READ)
         except BlockingIOError:
@@ -305,9 +305,9 @@ class Stream:
             self._held = b""
 
     def _emit(self, data: bytes) -> None:
-        """Show ``data``, whole lines or a piece of one, and log it."""
+        """Show ``data``, complete lines or a piece of a line, and log it."""
         lines = data.removesuffix(b"\n").split(b"\n")
-        # What a progress bar overwrote by a carriage return is not shown; the log has it.
+        # Text that a progress bar overwrote by a carriage return is not shown; the log has it.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         self._last = next((line for line in reversed(shown) if line.strip()), self._last)[:LONGEST_LAST]
         self.fatal.take(shown)
@@ -333,12 +333,12 @@ class Stream:
 
 
 class Console:
-    """The launcher's own two streams, and all streams that are shown on them."""
+    """The launcher's two output streams, and all streams that are shown on them."""
 
     def __init__(
         self, loop: EventLoop, highest_id: int, log_dir: Path | None, form: str = "plain", node: str = ""
     ) -> None:
-        """``form``: see ``LineFormat``; ``node``: the name of this one, for it."""
+        """Open the sinks.  ``form``: see ``LineFormat``; ``node``: name of this node, for ``LineFormat``."""
         self.loop = loop
         self._form = form
         self._node = node
@@ -351,7 +351,7 @@ class Console:
 
     @property
     def flushed(self) -> bool:
-        """Whether everything shown has reached the launcher's streams."""
+        """Return whether everything shown has reached the launcher's streams."""
         return self._out.empty and self._err.empty
 
     @property
@@ -359,7 +359,7 @@ class Console:
         return self._out.written + self._err.written
 
     def say(self, text: str) -> None:
-        """A line of the launcher itself, on stderr."""
+        """Print a line of the launcher on stderr."""
         self._err.put(self._own(text))
         self.check_pressure()
 
@@ -372,11 +372,11 @@ class Console:
     def attach(
         self, label: str, colour: int, log: LogFile | None, on_fatal: Callback = bool, *, newcomer: bool = False
     ) -> tuple[list[Stream], int, int]:
-        """Make the two pipes of a process.  Returns its streams, and the ends for its stdout and its stderr.
+        """Create the two pipes of a process.  Return its streams, and the ends for its stdout and its stderr.
 
-        ``newcomer``: see ``Voice``; with a log alone, or its lines would be nowhere.  ``on_fatal``: called when
-        Python's faulthandler begins to tell of a fatal signal.
-        The caller closes these two ends once the process has them, and calls ``read`` when its output may be shown.
+        ``newcomer``: see ``Voice``; only with a log, or its lines would be lost.  ``on_fatal``: called when Python's
+        faulthandler begins to report a fatal signal.  The caller closes these two ends once the process has them, and
+        calls ``read`` when its output may be shown.
         """
         streams, ends, voice = [], [], Voice(newcomer=newcomer and log is not None)
         lines = LineFormat(self._form, self._node, label)
@@ -395,7 +395,7 @@ class Console:
                 stream.resume()
 
     def check_pressure(self) -> None:
-        """Stop reading the workers while the launcher's own reader is too slow, for PAUSE_SECONDS at most."""
+        """Stop reading the workers' pipes while the launcher's reader is too slow, for PAUSE_SECONDS at most."""
         full = self._out.full or self._err.full
         if full and self._paused is None:
             self._paused = self.loop.call_later(PAUSE_SECONDS, self._stop_waiting)
@@ -416,8 +416,8 @@ class Console:
         self.loop.call_from_thread(self.check_pressure)
 
     def _dropped(self, lines: int) -> bytes:
-        kept = f"{self._log_dir} has them" if self._log_dir else "they are kept nowhere (--log-dir)"
-        return self._own(f"{lines} lines are missing here, while nobody read this output; {kept}")
+        kept = f"{self._log_dir} has them" if self._log_dir else "they are lost (no --log-dir)"
+        return self._own(f"{lines} lines are missing here, because this output was not read; {kept}")
 
     def _prefix(self, label: str, colour: int, coloured: bool) -> bytes:
         text = f"[{label}]"
@@ -428,8 +428,10 @@ class Console:
 
 
 def flush(loop: EventLoop, console: Console, given_up: Callable[[], bool], *, patient: bool) -> None:
-    """Wait until our own reader has taken everything, as long as it takes something in STALL_SECONDS; not ``patient``:
-    for so long in all."""
+    """Wait until the reader has taken all output, or takes nothing for STALL_SECONDS; not ``patient``: at most so long.
+
+    ``given_up`` ends the wait early.
+    """
     stalled = False
 
     def look(written: int) -> None:

@@ -1,14 +1,14 @@
-"""Start processes that die with the launcher; find and kill whatever is left of them; execute the launcher anew.
+"""Start processes that die with the launcher; find and kill their descendants; execute the launcher again.
 
 A process belongs to a launch if any of these holds:
 
-- its initial environment (/proc/PID/environ) carries the launch id: inherited by every descendant, also by those that
-  called setsid or lost their parent;
-- it is in the session of a worker: each worker leads a session of its own;
+- its initial environment (/proc/PID/environ) contains the launch id: every descendant inherits it, even after setsid or
+  the loss of its parent;
+- it is in the session of a worker: each worker leads a separate session;
 - its parent belongs to the launch, or it is in the session of a process that does.
 
 So a process escapes only if it cleared its environment, left the session *and* lost its parent.  While the launcher
-lives not even that helps: it is the subreaper of its descendants, so they become its children.
+is live, not even such a process escapes: the launcher is the subreaper of its descendants, which become its children.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ASK_TO_END = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 _RESET_SIGNALS = [*_ASK_TO_END, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ]
 
 DEAF_TO = [*_ASK_TO_END, signal.SIGUSR1, signal.SIGUSR2]
-"""What helpers of the launch block: SLURM sends a signal to *every* process of a step, and these must outlive it, since
-the workers that were asked to end still need them.  They end with the launcher."""
+"""Signals that helper processes of the launch block: SLURM sends a signal to *every* process of a step, but workers
+that were asked to exit still need the helpers, which end with the launcher."""
 
 
 class Process(NamedTuple):
-    """One line of the process table.  ``start`` (clock ticks since boot) tells two users of one pid apart."""
+    """Line of the process table.  ``start`` (clock ticks since boot) distinguishes two users of one pid."""
 
     pid: int
     state: str
@@ -53,7 +53,7 @@ class Process(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Whether it can still run: a zombie only waits for its parent."""
+        """Return whether it can still run: a zombie only waits for its parent."""
         return self.state not in "ZX"
 
 
@@ -66,11 +66,11 @@ def spawn(
     *,
     deaf: bool = False,
 ) -> tuple[int, int]:
-    """Start ``command`` in a session of its own; the kernel kills it when the calling thread ends.
+    """Start ``command`` in a new session; the kernel kills it when the calling thread ends.
 
     Call it from the main thread (the parent-death signal follows the thread).  stdin is /dev/null; of the caller's
-    other descriptors only ``inherit`` is passed on.  ``deaf``: it begins with ``DEAF_TO`` blocked.  Returns the pid and
-    a pidfd.  Raises OSError if it cannot be started, or its end not be seen: then there is none.
+    other descriptors only ``inherit`` is passed on.  ``deaf``: it starts with ``DEAF_TO`` blocked.  Returns the pid and
+    a pidfd.  Raises OSError, with no process left, if it cannot be started or watched.
     """
     for descriptor in inherit:
         os.set_inheritable(descriptor, True)
@@ -93,9 +93,9 @@ def spawn(
 
 
 def spawn_leader(command: list[str], environment: Mapping[str, str], **options: Any) -> int:
-    """Start this interpreter, which leads a session of its own.  Returns its pid; raises OSError.
+    """Start ``command``, an interpreter, as the leader of a new session.  Return its pid; raises OSError.
 
-    ``options``: posix_spawn's.  Where Python cannot ask for a session what is started has to call ``lead_session``.
+    ``options``: of posix_spawn.  If Python cannot request a session, the started program must call ``lead_session``.
     """
     try:
         return os.posix_spawn(command[0], command, environment, setsid=True, **options)
@@ -104,19 +104,19 @@ def spawn_leader(command: list[str], environment: Mapping[str, str], **options: 
 
 
 def lead_session() -> None:
-    """Lead a session, if this process does not yet."""
+    """Make this process a session leader, if it is not one yet."""
     if os.getsid(0) != os.getpid():
         os.setsid()
 
 
 _own_children: set[int] = set()
-"""Pids of those that were started here, each to be reaped when its end is handled; all others are inherited."""
+"""Pids of children started here, each reaped when its end is handled; all other children are inherited."""
 
 
 def open_pidfd(pid: int) -> int:
-    """A pidfd of a child that was just started.  Where none can be had it is ended; raises OSError.
+    """Open a pidfd of a child that was just started; on failure, kill the child and raise OSError.
 
-    Without pidfds the reading end of a pipe, which becomes readable at the same moment: a thread waits.
+    If the kernel has no pidfds, return the reading end of a pipe, which a thread closes when the child has ended.
     """
     _own_children.add(pid)
     try:
@@ -128,38 +128,38 @@ def open_pidfd(pid: int) -> int:
 
 
 def _wait_in_thread(pid: int) -> int:
-    ends, its = os.pipe()
+    ends, writing_end = os.pipe()
 
     def wait() -> None:
-        with contextlib.suppress(ChildProcessError):  # it was forgotten, and reaped as any other
+        with contextlib.suppress(ChildProcessError):  # it was forgotten, and reaped with the inherited children
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        os.close(its)
+        os.close(writing_end)
 
     try:
         threading.Thread(target=wait, name="recover-wait", daemon=True).start()
     except RuntimeError as error:
         os.close(ends)
-        os.close(its)
+        os.close(writing_end)
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
     return ends
 
 
 def reap(pid: int) -> int:
-    """Wait for the end of a child that was started here: its exit code, or minus the signal that killed it."""
+    """Wait for the end of a child that was started here; return its exit code, or minus the signal that killed it."""
     _, status = os.waitpid(pid, 0)
     _own_children.discard(pid)
     return os.waitstatus_to_exitcode(status)
 
 
 class Child:
-    """A process that this launcher has started, watched by its loop."""
+    """Child process of this launcher, watched by its loop."""
 
     def __init__(
         self, loop: EventLoop, started: tuple[int, int], on_end: Callable[[int], None], *, with_group: bool = False
     ) -> None:
-        """``started``: pid and pidfd.  ``on_end`` gets the exit code, or minus the signal, when it has been reaped.
+        """Watch the child.  ``started``: pid and pidfd; ``on_end`` receives the exit code, or minus the signal.
 
-        ``with_group``: what is left of its process group is killed before.
+        ``with_group``: the rest of its process group is killed before it is reaped.
         """
         self.pid, self._pidfd = started
         self._loop = loop
@@ -167,7 +167,7 @@ class Child:
         loop.watch(self._pidfd, lambda: on_end(self.reap()))
 
     def reap(self) -> int:
-        """Wait until it has ended.  Returns what ``on_end`` gets, which is not called."""
+        """Wait until it has ended; return its exit code, or minus the signal, without calling ``on_end``."""
         if self._with_group:
             kill_group(self.pid)
         status = reap(self.pid)
@@ -175,23 +175,23 @@ class Child:
         return status
 
     def forget(self) -> None:
-        """Its end is of no interest from now on."""
+        """Stop watching it; its end does not matter any more."""
         _own_children.discard(self.pid)
         self._loop.unwatch(self._pidfd)
         os.close(self._pidfd)
 
     def send(self, number: int) -> None:
-        os.kill(self.pid, number)  # it is ours to reap: nobody else can have its pid
+        os.kill(self.pid, number)  # not reaped yet: no other process can have its pid
 
     def wait(self, seconds: float) -> None:
-        """Wait until it has ended; so long at most."""
+        """Wait until it has ended, at most ``seconds``."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         poll.poll(1000 * seconds)
 
 
 def program(module: str, *options: str) -> list[str]:
-    """The command that runs a module's ``main`` whatever folder and variables are; ``options``: the interpreter's."""
+    """Return a command that runs a module's ``main`` in any folder and environment; ``options``: of the interpreter."""
     boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
     return [sys.executable, "-I", *options, "-c", boot, str(Path(__file__).resolve().parents[3])]
 
@@ -204,7 +204,7 @@ def become_subreaper() -> None:
 
 
 def process_table() -> dict[int, Process]:
-    """All processes of this machine (of this pid namespace) by pid."""
+    """Return all processes of this machine (of this pid namespace) by pid."""
     table = {}
     for name in os.listdir("/proc"):
         if name.isdecimal() and (process := _read_process(int(name))):
@@ -218,14 +218,14 @@ def _read_process(pid: int) -> Process | None:
             # The name, in parentheses, may contain anything, also spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
-        return None  # it ended while we looked
+        return None  # it ended meanwhile
     if len(fields) < 20:
         return None
     return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
 def carries(pid: int, variables: Mapping[str, str]) -> bool:
-    """Whether the initial environment of ``pid`` contains all of ``variables``; False if it cannot be read."""
+    """Return whether the initial environment of ``pid`` contains all of ``variables``; False if it cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = file.read().split(b"\0")
@@ -237,9 +237,9 @@ def carries(pid: int, variables: Mapping[str, str]) -> bool:
 def belonging(
     table: Mapping[int, Process], seeds: Iterable[int], sessions: Iterable[int], spared: Iterable[int]
 ) -> set[int]:
-    """The closure described at the top of this module: pids of ``table`` that belong with ``seeds`` or ``sessions``.
+    """Return the closure of the module docstring: pids of ``table`` that belong to ``seeds`` or ``sessions``.
 
-    ``spared`` are never included, nor anything that belongs only through them.
+    ``spared`` are never included, nor processes that belong only through them.
     """
     spared = set(spared)
     sessions = set(sessions)
@@ -261,7 +261,7 @@ def find_launch(
     subreaper: int | None = None,
     worker_id: int | None = None,
 ) -> list[Process]:
-    """The living processes of a launch, or of one worker; all children of ``subreaper``, the launcher, belong."""
+    """Return the live processes of a launch, or of one worker; all children of ``subreaper``, the launcher, belong."""
     table, variables = process_table(), {LAUNCH_ID_VARIABLE: launch_id}
     if worker_id is not None:
         variables[WORKER_ID_VARIABLE] = str(worker_id)
@@ -270,14 +270,13 @@ def find_launch(
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL the process group of ``leader``.  Its pid must not have been reaped, or it may mean another group."""
+    """SIGKILL the process group of ``leader``, which must not have been reaped, or the pid may name another group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def tracks_resources(pid: int) -> bool:
-    """Whether it is a resource tracker of Python's: when all are gone that hold what it tracks, it removes from
-    /dev/shm what they have left there, and ends."""
+    """Return whether ``pid`` is Python's resource tracker, which cleans up /dev/shm after its users have ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()
@@ -286,10 +285,10 @@ def tracks_resources(pid: int) -> bool:
 
 
 def kill_found(find: Callable[[], list[Process]], *, trackers: bool = False) -> set[Process]:
-    """SIGKILL what ``find`` returns, again while it returns processes not yet signalled.  Returns those signalled.
+    """SIGKILL the processes that ``find`` returns, until it returns no new ones.  Return the signalled processes.
 
-    Killed processes may take a moment to disappear; processes that fork while we look are met in the next round.
-    ``trackers``: resource trackers, too; else they are left to their work.
+    Killed processes may take a moment to disappear; processes that fork meanwhile are found in the next round.
+    ``trackers``: also kill resource trackers, which otherwise finish their work.
     """
     signalled: set[Process] = set()
     for _ in range(_MOST_ROUNDS):
@@ -304,10 +303,10 @@ def kill_found(find: Callable[[], list[Process]], *, trackers: bool = False) -> 
 
 
 def kill_until_none_left(find: Callable[[], list[Process]], timeout: float) -> list[Process]:
-    """SIGKILL what ``find`` returns and wait until nothing is left.  Returns what is still there after ``timeout`` s.
+    """SIGKILL the processes that ``find`` returns and wait until none is left.  Return the rest after ``timeout`` s.
 
-    A process in the middle of exec has no environment for a moment; so "nothing left" is believed when seen twice.
-    Resource trackers have TRACKER_SECONDS to end by themselves.
+    A process in the middle of exec has no environment for a moment, so ``find`` must return nothing twice.  Resource
+    trackers have TRACKER_SECONDS to exit.
     """
     began = time.monotonic()
     deadline = began + timeout
@@ -332,10 +331,10 @@ def _kill(process: Process) -> None:
     except ProcessLookupError:
         return
     try:
-        now = _read_process(process.pid)
-        if now and _identity(now) == _identity(process):
+        current = _read_process(process.pid)
+        if current and _identity(current) == _identity(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if pidfd is None:  # nothing keeps another one from getting its pid at this very moment
+                if pidfd is None:  # race: another process may get its pid at this moment
                     os.kill(process.pid, signal.SIGKILL)
                 else:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -345,7 +344,7 @@ def _kill(process: Process) -> None:
 
 
 def _wait_for_exits(pids: Sequence[int], timeout: float) -> None:
-    """Wait until one of ``pids`` ends (at once if one has), at most ``timeout`` seconds; without pidfds a moment."""
+    """Wait until one of ``pids`` has ended, at most ``timeout`` seconds; without pidfds, wait 0.02 s."""
     if lacking("pidfd_open"):
         pids, timeout = (), min(timeout, 0.02)
     poll = select.poll()
@@ -368,18 +367,18 @@ TRACKER_SECONDS = 5.0
 
 
 class Subreaper:
-    """Makes descendants that lost their parent the launcher's children, to be reaped, and killed at the end.
+    """Makes orphaned descendants the launcher's children, reaps them, and kills them at the end.
 
-    Make it before anything is started.  Raises OSError where the kernel refuses.
+    Create it before any process is started.  Raises OSError if the kernel refuses.
     """
 
     def __init__(self) -> None:
-        # Children from before (of a shell that became recover-run by exec) are none of ours; once there are any, an
-        # orphan that we inherit might be theirs.
+        # Earlier children (of a shell that became recover-run by exec) do not belong to the launch; if there are any,
+        # an inherited orphan may be their descendant.
         self._owns_all_children = all(process.parent != os.getpid() for process in process_table().values())
         become_subreaper()
         self.due = False
-        """Whether there may be inherited children to reap."""
+        """True if there may be inherited children to reap."""
 
     def reap(self) -> None:
         """Reap the inherited children that have ended."""
@@ -392,56 +391,56 @@ class Subreaper:
             if ended is None:
                 return
             if ended.si_pid in _own_children:
-                self.due = True  # it hides other zombies; once it is reaped, after its event, look again
+                self.due = True  # it hides other zombies; look again after its event, when it is reaped
                 return
-            # A library may start processes of its own in another thread (torch's import does), and reap them first.
+            # A library may start processes in another thread (torch's import does), and reap them first.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(ended.si_pid, 0)
 
     def kill_all(self, launch_id: str, spared: Iterable[int]) -> list[Process]:
-        """Kill every process of the launch.  Returns those that are there after LAST_SWEEP_SECONDS all the same."""
+        """Kill every process of the launch.  Return the processes that still exist after LAST_SWEEP_SECONDS."""
         parent = os.getpid() if self._owns_all_children else None
         return kill_until_none_left(partial(find_launch, launch_id, (), spared, parent), timeout=LAST_SWEEP_SECONDS)
 
 
 START_AGAIN = -1
-"""In place of an exit code: all launchers make the start again."""
+"""Stands for an exit code: all launchers start again."""
 AGAIN_SECONDS = 30.0
-"""So long the launchers wait for each other then, at most: all of them have just been there."""
+"""Longest wait of the launchers for each other after a new start: all of them have just been live."""
 
 
 def take_attempt() -> int:
-    """How often the start was made before; the variable that says so is removed, so that no other process finds it."""
+    """Return the number of earlier attempts to start; removes the variable, so that no other process inherits it."""
     text = os.environ.pop(ATTEMPT_VARIABLE, "")
     return int(text) if text.isdecimal() else 0
 
 
 def take_left_out() -> tuple[int, ...]:
-    """The nodes without which the start is made again; the variable is removed, as that of ``take_attempt``."""
+    """Return the nodes that this start leaves out; removes the variable, as ``take_attempt`` does."""
     return tuple(int(word) for word in os.environ.pop(WITHOUT_VARIABLE, "").split(",") if word.isdecimal())
 
 
 def keep_attempt(attempt: int) -> None:
-    """Have ``start_again`` make the same start, the one that is made by now for the ``attempt``-th time again."""
+    """Make ``start_again`` use the attempt number ``attempt``, which the other launchers have."""
     os.environ[ATTEMPT_VARIABLE] = str(attempt)
 
 
 def leave_out(nodes: Iterable[int]) -> None:
-    """Have ``start_again`` make the start without ``nodes``."""
+    """Make ``start_again`` leave out ``nodes``."""
     os.environ[WITHOUT_VARIABLE] = ",".join(map(str, nodes))
 
 
 def start_again(attempt: int) -> None:
-    """Make the start of a launch again: execute this launcher's own command line anew, with the same process id.
+    """Repeat the start of a launch: execute this launcher's command line again, with the same process id.
 
-    All launchers call it when they have ended all of their workers, as for the end of the launch (``StartUp``): another
-    store, other coordinators, another run id, so nothing of the first try can be mistaken for anything of the next.
+    All launchers call it after they have stopped all of their workers (``StartUp``).  The store, the coordinators and
+    the run id are new, so no message of one attempt can be mistaken for one of the next.
 
-    ``attempt``: how often the start has been made by now.  Raises OSError; else never returns.
+    ``attempt``: number of attempts so far.  Raises OSError; else never returns.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    for number in map(int, os.listdir("/proc/self/fd")):  # not all up to the limit: there may be a billion
+    for number in map(int, os.listdir("/proc/self/fd")):  # not all numbers up to the limit, which may be a billion
         if number > 2:
-            os.closerange(number, number + 1)  # ignores the one that listed them, which is closed
+            os.closerange(number, number + 1)  # ignores the descriptor that listed them, which is closed
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {ATTEMPT_VARIABLE: str(attempt), **os.environ})

@@ -1,4 +1,4 @@
-"""The states of a worker and of a launch, the record of each worker, and the exit code that follows from their ends.
+"""States of a worker and of a launch, the record of a worker, and the exit code that follows from the workers' ends.
 
 A worker::
 
@@ -29,19 +29,19 @@ from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, Wo
 
 OK = 0
 LAUNCH_FAILED = 1
-"""The launch itself failed: the store could not be made, a node did not appear or was lost."""
+"""Exit code: the launch failed, because the store could not be created, or a node did not appear or was lost."""
 REFUSED = 2
-"""The command line, or its agreement with the other nodes, is wrong; no worker was started here."""
+"""Exit code: the command line is wrong or differs from other nodes'; no worker was started here."""
 LEFT_OUT = 14
-"""The run goes on without this node, whose launcher was started once more; nothing was started here."""
+"""Exit code: the run continues without this node, whose launcher was started again; no worker was started here."""
 RUN_VERDICTS = (10, 11, 12)
-"""Not enough live workers for one replica; lost the majority; state lost."""
+"""Exit codes: not enough live workers for one replica; lost the majority; state lost."""
 NO_FAULT = (*RUN_VERDICTS, EXIT_FENCED)
-"""What a worker ends with that has nothing wrong itself."""
+"""Exit codes of workers that have no fault themselves."""
 
 
 class ExitOutcome(NamedTuple):
-    """The end of one worker: exactly one of ``exit_code`` and ``signal`` is set; ``ended`` orders the ends."""
+    """End of one worker: exactly one of ``exit_code`` and ``signal`` is set; ``ended`` orders the ends."""
 
     worker_id: int
     exit_code: int | None
@@ -50,24 +50,24 @@ class ExitOutcome(NamedTuple):
 
     @property
     def code(self) -> int:
-        """As a shell would report it: the exit code, or 128 + the signal."""
+        """Return the exit code as a shell reports it: 128 + the signal if killed by one."""
         return 128 + self.signal if self.signal is not None else self.exit_code or 0
 
 
 def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
-    """The exit code of a launch that lost a worker before the training began; ``outcomes``: of those that have ended.
+    """Return the exit code of a launch that lost a worker before the training began; ``outcomes``: of ended workers.
 
     The first row that fits decides:
 
     ===================================================  ==========================================================
     the workers                                          exit code
     ===================================================  ==========================================================
-    fault_tolerant is false                              that of the earliest that failed; 128 + S if killed by S
-    any failed with a code other than 10 to 13           that code (the earliest such): a fault of the work
-    else                                                 10: workers are missing, and another try may have them
+    fault_tolerant is false                              of the earliest that failed; 128 + S if killed by S
+    any failed with a code other than 10 to 13           that code (the earliest such): an error of the training
+    else                                                 10: workers are missing; another attempt may succeed
     ===================================================  ==========================================================
 
-    A worker that ends because it lost touch with another one says so with 10; nor are 11 to 13 faults of the work.
+    A worker that lost the connection to another one exits with 10; 11 to 13 are no errors of the training either.
     """
     if not fault_tolerant:
         return run_exit_code(outcomes, fault_tolerant)
@@ -76,17 +76,17 @@ def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> in
 
 
 def exit_code_after(outcomes: Sequence[ExitOutcome], *, only_node: bool = True) -> int:
-    """The exit code of a launcher whose run was finished; ``outcomes``: of its workers that had left the run in order.
+    """Return the exit code of a launcher whose run finished; ``outcomes``: of its workers that left in order.
 
-    ``only_node``: the run has no other launcher, whose workers may have ended well.  The first row that fits decides:
+    ``only_node``: no other launcher has workers that may have finished.  The first row that fits decides:
 
     ===================================================  ==========================================================
     after the training                                   exit code
     ===================================================  ==========================================================
-    any failed with a code other than 10 to 13           that code (the earliest such): a fault of the script's end
-    the only node: all were killed by signals, or        that of the earliest, 128 + S; 1 for 10 to 13
+    any failed with a code other than 10 to 13           that code (the earliest such): an error at the script's end
+    the only node: all were killed by signals, or        of the earliest, 128 + S; 1 for 10 to 13
     failed
-    else                                                 0: a signal to one of them is a death as in the training
+    else                                                 0: a killed worker counts as a death in the training
     ===================================================  ==========================================================
     """
     in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
@@ -97,10 +97,10 @@ def exit_code_after(outcomes: Sequence[ExitOutcome], *, only_node: bool = True) 
 
 
 def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
-    """The exit code of a run that ended by itself (a run ended by signal S exits with 128 + S instead).
+    """Return the exit code of a run that was not stopped by a signal (after signal S it is 128 + S).
 
-    A run whose workers had sessions ends as their coordinator decided (``ControlPlane.verdict``), with the code that a
-    worker gave up with if one did, or, if it was finished, with ``exit_code_after``; this is for the others.
+        This is for runs without a coordinator.  Else the coordinator decides (``ControlPlane.verdict``):
+    with the code of a worker that gave up, or, if it was finished, with ``exit_code_after``.
 
     The first row that fits decides:
 
@@ -109,7 +109,7 @@ def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
     ===================================================  ==========================================================
     any exited with 10, 11 or 12                         that code (the earliest such)
     all finished with 0 (or there were none)             0
-    some did not, fault_tolerant is false                that of the earliest that did not; 128 + S if killed by S
+    some did not, fault_tolerant is false                of the earliest that did not; 128 + S if killed by S
     some finished with 0, fault_tolerant                 0: the survivors finished the run
     none finished with 0, fault_tolerant                 the most frequent; of equally frequent ones the earliest
     ===================================================  ==========================================================
@@ -131,7 +131,7 @@ def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
 
 
 class WorkerState(enum.StrEnum):
-    """What workers.json says of a worker."""
+    """State of a worker in workers.json."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -153,10 +153,10 @@ LIVE = (WorkerState.STARTING, WorkerState.RUNNING)
 
 @dataclass
 class WorkerProcess:
-    """One worker as the launcher knows it; the fields, in this order, are the objects of workers.json.
+    """Launcher's record of one worker; the fields, in this order, are the objects of workers.json.
 
-    Times are seconds since the epoch (UTC).  ``exit_code`` and ``signal`` are None while it lives, and one of them
-    stays None afterwards.
+    Times are seconds since the epoch (UTC).  ``exit_code`` and ``signal`` are None while the worker is live; one
+    of them stays None afterwards.
     """
 
     worker_id: WorkerId
@@ -171,13 +171,13 @@ class WorkerProcess:
     ended: float | None = None
     log: str | None = None
     rank: int | None = None
-    """Its rank at launch, or that of the one in whose place it is; None: a spare, or one that joined."""
+    """Rank at launch, or rank of the worker that it replaces; None: a spare, or a worker that joined."""
     replaces: int | None = None
-    """The worker in whose place it was started."""
+    """Worker that it replaces."""
     note: str = ""
-    """What it says of itself: why it has no place in the training although it runs."""
+    """Status text of the worker: why it has no place in the training although it runs."""
     kernel: str = ""
-    """What the kernel has told of its end, for all that is known: "out of memory", "Xid 79 of GPU 0000:c1:00"."""
+    """Cause of its end that the kernel reported, if known: "out of memory", "Xid 79 of GPU 0000:c1:00"."""
 
     @property
     def live(self) -> bool:
@@ -185,20 +185,20 @@ class WorkerProcess:
 
     @property
     def outcome(self) -> ExitOutcome:
-        """Its end, for the exit code of the run."""
+        """Return its end, for the exit code of the run."""
         return ExitOutcome(self.worker_id, self.exit_code, self.signal, self.ended or 0.0)
 
     @property
     def how(self) -> str:
-        """Its end, for the coordinator: "SIGKILL", "exit code 1", "SIGKILL, out of memory"."""
+        """Return its end, for the coordinator: "SIGKILL", "exit code 1", "SIGKILL, out of memory"."""
         how = signal_name(self.signal) if self.signal is not None else f"exit code {self.exit_code}"
         return f"{how}, {self.kernel}" if self.kernel else how
 
     @property
     def end_in_words(self) -> str:
-        """ "exit code 3", "SIGKILL (signal 9)", "SIGKILL (signal 9), out of memory by the kernel's account,"."""
+        """Return "exit code 3", "SIGKILL (signal 9)", "SIGKILL (signal 9), according to the kernel out of memory,"."""
         end = describe_end(self.exit_code, self.signal)
-        return f"{end}, {self.kernel} by the kernel's account," if self.kernel else end
+        return f"{end}, according to the kernel {self.kernel}," if self.kernel else end
 
     def end(self, status: int, now: float) -> None:
         """Record its end: ``status`` is the exit code, or the negative number of the signal that killed it."""
@@ -210,7 +210,7 @@ class WorkerProcess:
 
 
 def describe_end(exit_code: int | None, signal_number: int | None) -> str:
-    """The end of a process in words: "exit code 3", "SIGKILL (signal 9)"."""
+    """Return the end of a process in words: "exit code 3", "SIGKILL (signal 9)"."""
     if signal_number is None:
         return f"exit code {exit_code}"
     name = signal_name(signal_number)
@@ -218,12 +218,12 @@ def describe_end(exit_code: int | None, signal_number: int | None) -> str:
 
 
 def has_ended(status: int) -> str:
-    """The end of a process as a part of a sentence; ``status``: the exit code, or minus the signal that killed it."""
+    """Return the end of a process as a predicate; ``status``: the exit code, or minus the signal that killed it."""
     return f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
 
 
 def signal_name(number: int) -> str:
-    """ "SIGKILL"; "signal 40" for one that has no name, as most real-time signals."""
+    """Return "SIGKILL", or "signal 40" for a signal without a name, as most real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:

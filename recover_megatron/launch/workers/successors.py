@@ -1,27 +1,27 @@
-"""Workers that are started while the run goes on: which, under which ids, after which test; those that come too late.
+"""Workers started during the run: when, with which ids, after which test; and newcomers that are too late.
 
 ::
 
-    worker ended --of()--> nobody
+    worker ended --of()--> no replacement
                      '---> STARTING, in the table --start()--> its device is tested --passed--> RUNNING
                                                     |  |              '--failed--> left out: KILLED, with a note
-                                                    |  '--(no test: the host device)--> RUNNING
-                                                    '--those before it have failed alike--> it waits, then the same
+                                                    |  '--(host device: no test)--> RUNNING
+                                                    '--earlier ones have failed alike--> it waits, then the same
                                                                                       '--the run ends--> KILLED
 
 The ids::
 
     launch         0 .. W-1                   the ranks
-    spares         W .. W+S-1                 started with the launch by its last node (--recover-spares S)
-    replacements   W+S + k*nodes + node       the k-th of that node, k = 0, 1, ..; at most --max-restarts of them
-    joined         JOINED_FROM and above      a block at a random place, by a launcher with --join
+    spares         W .. W+S-1                 started at the launch by the last node (--recover-spares S)
+    replacements   W+S + k*nodes + node       the k-th of a node, k = 0, 1, ..; at most --max-restarts
+    joined         JOINED_FROM and above      a random block for each launcher with --join
 
-No id is used twice, so that no process is ever taken for one that has died. All but the first are newcomers to the
-coordinator: they are admitted while the run goes on, when they are ready.
+No id is used twice, so that no process is ever mistaken for a dead one.  All but the first are newcomers to the
+coordinator, which admits them during the run, when they are ready.
 
-Replacements that fail one after the other in the same words (a folder that cannot be written), or that one signal kills
-before they have a place in the training (no memory is left), would use up all that may be started within a
-minute: from the second on the next one waits, each time twice as long, and the last one is kept for another cause.
+Replacements that fail one after the other with the same message (a folder that cannot be written), or that the same
+signal kills before they have a place in the training (out of memory), would use up --max-restarts within a minute.  So
+from the second failure on, each replacement waits twice as long as before, and the last is reserved for another cause.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EXIT_FENCED, JOINED_FROM, MAX_WORKERS, WorkerId
 
 WAIT_SECONDS, LONGEST_WAIT_SECONDS = 30.0, 600.0
-"""How long the next replacement waits after two in a row have failed alike, and at most."""
+"""Wait of the next replacement after two in a row have failed alike, and its upper bound."""
 JOIN_SECONDS = 60.0
 
 
 def launched(plan: LaunchPlan) -> list[WorkerProcess]:
-    """The workers of this node that the launch has from the beginning; of one that joins: none yet."""
+    """Return the workers with which this node starts; empty for a launcher that joins a run."""
     if plan.joins:
         return []
     workers = [_worker(plan, plan.worker_id(n), n, plan.worker_id(n)) for n in range(plan.nproc_per_node)]
@@ -60,7 +60,7 @@ def launched(plan: LaunchPlan) -> list[WorkerProcess]:
 
 
 def joined(plan: LaunchPlan, taken: frozenset[int], draw: Callable[[int], int]) -> list[WorkerProcess]:
-    """The workers of a launcher that joins a run; ``draw(n)``: a random number below n."""
+    """Return the workers of a launcher that joins a run; ``draw(n)``: a random number below n."""
     count = plan.nproc_per_node + plan.max_restarts
     while True:
         first = JOINED_FROM + draw(MAX_WORKERS - JOINED_FROM - count)
@@ -69,31 +69,31 @@ def joined(plan: LaunchPlan, taken: frozenset[int], draw: Callable[[int], int]) 
 
 
 class Replacements:
-    """What is started in place of a worker that has ended."""
+    """Decides about the replacement of a worker that has ended."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
         self._started = 0
         self._words = ""
         self.alike = 0
-        """So many replacements have failed in the same words, one after the other."""
+        """Number of consecutive replacements that have failed with the same message."""
         self.wait = 0.0
-        """Seconds before the one that ``of`` has returned last is started."""
+        """Seconds before the last replacement that ``of`` returned is started."""
         self.kept = False
-        """Whether there is one more, which is kept for another cause than that of the last end."""
+        """True if one more replacement is left, but reserved for another cause than the last one."""
         self.put_out: set[int] = set()
-        """Workers that the coordinator has put out of the run."""
+        """Workers that the coordinator has evicted from the run."""
 
     def of(
         self, worker: WorkerProcess, first_joined: int, words: str = "", *, had_place: bool = True
     ) -> WorkerProcess | None:
-        """The one that takes the place of ``worker``, which has ended while the run goes on; None: there is none.
+        """Return the replacement of ``worker``, which has ended during the run; None if there is none.
 
-        ``words``: the last ones of ``worker``, or how it was killed; ``had_place``: it has been in a plan.
+        ``words``: the last line of ``worker``, or how it was killed; ``had_place``: it has been in a plan.
         ``first_joined``: the lowest id of a launcher that joins.
 
-        A worker that finished, or ended by what is decided about the run or about itself, or was refused, would end so
-        again; one that was put out for a hang is left to people.
+        A worker that finished, was refused, or ended by a decision about the run or about itself, would end the same
+        way again; the replacement of a worker that was evicted for a hang is left to the operator.
         """
         plan = self._plan
         self.kept, repeated = False, False
@@ -127,16 +127,16 @@ def _worker(plan: LaunchPlan, worker_id: int, local_rank: int, rank: int | None)
 
 @dataclass(eq=False)
 class Successors:
-    """What starts replacements, when their devices have passed their tests."""
+    """Starts replacements after their devices have passed the test."""
 
     _plan: LaunchPlan
     _loop: EventLoop
     _table: WorkerTable
     _say: Callable[[str], None]
     _launch: Callable[[WorkerProcess], None]
-    """Starts the process of a worker; raises OSError."""
+    """Callback that starts the process of a worker; raises OSError."""
     _left_out: Callable[[], None]
-    """Is told of a worker that was not started."""
+    """Callback after a worker was not started."""
 
     def __post_init__(self) -> None:
         self._replacements = Replacements(self._plan)
@@ -145,18 +145,18 @@ class Successors:
         self._tests = DeviceTests(self._loop, self._plan.device_test, self._plan.device_test_timeout)
 
     def put_out(self, worker_id: int) -> None:
-        """The coordinator has put this worker out of the run: nobody takes its place."""
+        """Note that the coordinator has evicted this worker: it is not replaced."""
         self._replacements.put_out.add(worker_id)
 
     def stop(self, stopped: bool = True) -> bool:
-        """Start no replacement from now on, nor one that is tested now; False: do again.  Returns whether it is new."""
+        """Start no replacement from now on, or (False) resume.  Return whether this changes anything."""
         before, self._stopped = self._stopped, stopped
         return before is not stopped
 
     def of(self, worker: WorkerProcess, *, had_place: bool = True) -> WorkerProcess | None:
-        """The worker that is to take the place of one that has ended; it is in the table from now on.
+        """Return the replacement of a worker that has ended, if there is one, and add it to the table.
 
-        ``had_place``: the one that has ended was in a plan of the run.
+        ``had_place``: the ended worker was in a plan of the run.
         """
         if self._stopped:
             return None
@@ -170,7 +170,7 @@ class Successors:
         return successor
 
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> None:
-        """Start ``worker``, which ``of`` has just returned, when its device has passed its test."""
+        """Start ``worker``, which ``of`` has just returned, after its device has passed the test."""
         if wait := self._replacements.wait:
             self._waiting.append(worker)
             self._loop.call_later(wait, partial(self._begin, worker, environment))
@@ -178,7 +178,7 @@ class Successors:
             self._begin(worker, environment)
 
     def run_over(self) -> None:
-        """A replacement that still waits is not started any more."""
+        """Drop the replacements that still wait for their start."""
         if waiting := [worker for worker in self._waiting if worker.live and worker.pid is None]:
             self._table.abandon(waiting)
             self._left_out()
@@ -198,7 +198,7 @@ class Successors:
 
     def _tested(self, worker: WorkerProcess, failed: str) -> None:
         if not worker.live:
-            return  # the launch ends
+            return  # the launch is ending
         if self._stopped:
             worker.note = messages.DRAINED_BEFORE_ITS_START
             self._table.abandon([worker])
@@ -221,9 +221,9 @@ class Successors:
 
 @dataclass(eq=False)
 class LateNewcomers:
-    """Kills newcomers that no plan has had when the run is over: nobody tells them so, and they would wait for ever.
+    """Kills newcomers without a place when the run is over: no message would reach them, and they would wait for ever.
 
-    While the run goes on it says which newcomer of the library has not come JOIN_SECONDS after its start.
+    During the run, it logs a newcomer of the library that has not joined JOIN_SECONDS after its start.
     """
 
     _plan: LaunchPlan
@@ -235,16 +235,16 @@ class LateNewcomers:
     _killed: set[int] = field(default_factory=set)
 
     def run_over(self) -> None:
-        """From now on no newcomer is admitted."""
+        """Kill the newcomers that are too late, and all that start from now on."""
         self._run_is_over = True
         self.look()
 
     def told_of(self, worker: WorkerProcess) -> bool:
-        """Whether the end of ``worker`` is no news."""
+        """Return whether the end of ``worker`` was logged already."""
         return worker.worker_id in self._killed
 
     def started(self, worker: WorkerProcess) -> None:
-        """``worker`` has been started, perhaps too late."""
+        """Check ``worker``, which has just been started, perhaps too late."""
         self.look()
         if self._plan.elastic and worker.worker_id >= self._plan.world_size:
             self._loop.call_later(JOIN_SECONDS, partial(self._look_for, worker))
@@ -252,10 +252,10 @@ class LateNewcomers:
     def _look_for(self, worker: WorkerProcess) -> None:
         if worker.state is WorkerState.RUNNING and worker.worker_id not in self._control.agent.planned:
             self._say(messages.not_joined(worker, JOIN_SECONDS))
-            self._table.note(worker.worker_id, f"it had not joined the run {JOIN_SECONDS:g} s after its start")
+            self._table.note(worker.worker_id, f"this worker had not joined the run {JOIN_SECONDS:g} s after its start")
 
     def look(self) -> None:
-        """Kill those that are too late, if the run is over."""
+        """Kill the newcomers that are too late, if the run is over."""
         if not self._run_is_over:
             return
         for worker in self._table.running:

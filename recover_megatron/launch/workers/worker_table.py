@@ -1,11 +1,11 @@
-"""The workers of one node: the record of each, what the launcher holds of its process, and how all are made to end.
+"""Workers of one node: their records, the launcher's handles of their processes, and their shutdown.
 
-A worker's end, step by step: it is known to be dying (``dying``), which may be told at once, when ``fence`` has made
-sure of it; its pidfd becomes readable while it is still a zombie, so that its pid, process group and session cannot
-mean others yet; ``reap`` kills what is left of it, then reaps it; ``close`` takes the last of its output.  Between the
-two its end can be told to those who wait for it.
+A worker's end, step by step: it is known to be dying (``dying``), which may be reported at once, after ``fence`` has
+made sure of it; its pidfd becomes readable while it is still a zombie, so that its pid, process group and session are
+not reused yet; ``reap`` kills its descendants, then reaps it; ``close`` reads the last of its output.  Between the two,
+its end can be reported.
 
-All of it is called in the main thread.
+All functions are called in the main thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from recover_megatron.network.death_notice import DeathWatch
 
 @dataclass
 class _Handles:
-    """Of a process that has been started and is not forgotten yet."""
+    """Handles of a process that has been started and is not closed yet."""
 
     pidfd: int
     streams: list[Stream]
@@ -43,7 +43,7 @@ class _Handles:
 
 @dataclass(eq=False)
 class WorkerTable:
-    """All workers that this launcher has started or is about to start, by worker id."""
+    """Workers that this launcher has started or is about to start, by worker id."""
 
     _plan: LaunchPlan
     _loop: EventLoop
@@ -51,18 +51,18 @@ class WorkerTable:
     _folder: LogFolder
     _reaper: Reaper
     _on_exit: Callable[[WorkerProcess], None]
-    """Called when a worker's process has ended; it calls ``reap`` and ``close``."""
+    """Callback when a worker's process has ended; it calls ``reap`` and ``close``."""
     _on_dying: Callable[[WorkerProcess, Ending], None]
-    """Called before that, if it is known that the process is being ended, unless the worker has left in order."""
+    """Callback before that, if the process is known to be dying, unless the worker has left in order."""
 
     def __post_init__(self) -> None:
         self._reaper.dropped = self._output_dropped
         self._workers: dict[int, WorkerProcess] = {}
         self._handles: dict[int, _Handles] = {}
         self.changed = True
-        """Whether workers.json is to be written."""
+        """True if workers.json must be written."""
         self.last_words: dict[int, str] = {}
-        """Of workers that have ended: the last line of each on stderr."""
+        """Last line on stderr of each worker that has ended."""
         self._killed: set[int] = set()  # by this launcher
         self._memory_kills = system.memory_kills()  # when a worker ended last
         self._kernel_log = system.KernelLog()
@@ -82,7 +82,7 @@ class WorkerTable:
 
     @property
     def launched(self) -> list[WorkerProcess]:
-        """The workers that were launched with the run."""
+        """Return the workers that were launched with the run."""
         return [worker for worker in self._workers.values() if worker.worker_id < self._plan.world_size]
 
     @property
@@ -95,23 +95,23 @@ class WorkerTable:
 
     @property
     def outcomes(self) -> list[ExitOutcome]:
-        """Of all, for the exit code; of one that has not ended: as if it had finished."""
+        """Return the ends of all workers, for the exit code; a worker that has not ended counts as finished."""
         return [worker.outcome for worker in self._workers.values()]
 
     def running_worker(self, worker_id: int) -> WorkerProcess | None:
-        """None: there is none of this id, or its process does not run."""
+        """Return the worker of this id; None if it does not exist or its process does not run."""
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.state is WorkerState.RUNNING else None
 
     def note(self, worker_id: int, text: str) -> None:
-        """Keep what a worker says of itself, for people."""
+        """Keep the status text of a worker for workers.json."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.note, self.changed = text, True
 
     # --- the processes ---
 
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> int:
-        """Start the process of ``worker``, and watch it.  Returns the pid; raises OSError if it cannot be started."""
+        """Start and watch the process of ``worker``.  Return the pid; raises OSError if it cannot be started."""
         log = self._folder.open_log(path) if (path := self._plan.log_file(worker.worker_id)) else None
         newcomer = worker.worker_id >= self._plan.world_size and self._plan.is_megatrons
         notice = DeathWatch.make() if self._plan.control_plane else None
@@ -143,17 +143,17 @@ class WorkerTable:
         return pid
 
     def signal(self, workers: Iterable[WorkerProcess], number: int) -> None:
-        """Send the signal ``number`` to ``workers``, which run."""
+        """Send the signal ``number`` to ``workers``, which are running."""
         for worker in workers:
             if number == signal.SIGKILL:
                 self._killed.add(worker.worker_id)
-            if worker.pid is not None:  # not reaped yet: nobody else can have its pid
+            if worker.pid is not None:  # not reaped yet: no other process can have its pid
                 os.kill(worker.pid, number)
 
     def fence(self, worker: WorkerProcess, end: Ending) -> str:
-        """Make sure that ``worker``, which is dying, does nothing more.  Returns how it ends, for the coordinator.
+        """Make sure that ``worker``, which is dying, does nothing more.  Return its end, for the coordinator.
 
-        Raises OSError where it is not sure: then nobody may be told.
+        Raises OSError if that is uncertain: then the death must not be reported yet.
         """
         self._handles[worker.worker_id].watch.fence(end)
         if end.goes_on:
@@ -163,7 +163,7 @@ class WorkerTable:
         return f"{end.how}, {worker.kernel}" if worker.kernel else end.how
 
     def reap(self, worker: WorkerProcess) -> int:
-        """``worker`` has ended: kill what it left behind, then reap it.  Returns how many processes it had left."""
+        """Kill the processes that ``worker``, which has ended, left behind, then reap it.  Return their number."""
         assert worker.pid is not None
         self._loop.unwatch(self._handles[worker.worker_id].pidfd)
         self._handles[worker.worker_id].watch.close()
@@ -177,7 +177,7 @@ class WorkerTable:
         return len(killed - {worker.pid})
 
     def _ask_kernel(self, worker: WorkerProcess, status: int) -> None:
-        """Note what the kernel tells of the end of ``worker``; ``status``: exit code, or minus the signal."""
+        """Note the kernel's report about the end of ``worker``; ``status``: exit code, or minus the signal."""
         before, self._memory_kills = self._memory_kills, system.memory_kills()
         if worker.kernel or worker.worker_id in self._killed:
             return
@@ -187,7 +187,7 @@ class WorkerTable:
             worker.kernel = self._kernel_log.xid(worker.pid)
 
     def close(self, worker: WorkerProcess) -> str:
-        """Forget the process of ``worker``, which was reaped.  Returns its last line on stderr."""
+        """Close the handles of ``worker``, which was reaped.  Return its last line on stderr."""
         assert worker.pid is not None
         self._reaper.remove_session(worker.pid)
         handles = self._handles.pop(worker.worker_id)
@@ -201,15 +201,15 @@ class WorkerTable:
         return self.last_words[worker.worker_id]
 
     def _output_dropped(self, pid: int, lines: int) -> None:
-        """While this launcher did not run so many lines were taken out of a worker's pipes, or it would wait."""
+        """Log that the reaper dropped lines of a worker while this launcher did not run."""
         if (worker := next((worker for worker in self.running if worker.pid == pid), None)) is not None:
-            text = f"{lines} lines of worker {worker.worker_id} are missing here, while this launcher did not run"
+            text = f"{lines} lines of worker {worker.worker_id} are missing here, because this launcher was stopped"
             self._console.say(text)
             if (log := self._handles[worker.worker_id].log) is not None:
                 log.write(None, f"recover-run: {text}\n".encode())
 
     def abandon(self, workers: Iterable[WorkerProcess]) -> None:
-        """``workers`` were not started, or could not be killed: they count as killed."""
+        """Record ``workers``, which were not started or could not be killed, as killed."""
         for worker in workers:
             worker.end(-signal.SIGKILL, time.time())
             self.changed = True
@@ -220,13 +220,13 @@ UNKILLABLE_SECONDS = 10.0
 
 @dataclass(eq=False)
 class Shutdown:
-    """Tells the workers of this node to end, and makes them.
+    """Stops the workers of this node: by request, then by force.
 
     ::
 
-        begin --SIGTERM--> they end by themselves --grace--> kill --SIGKILL--> --UNKILLABLE_SECONDS--> given up
+        begin --SIGTERM--> they exit --grace--> kill --SIGKILL--> --UNKILLABLE_SECONDS--> given up
 
-    Made once per launch.  ``given_up``: called in the main thread when SIGKILL has had its time, whatever is left.
+    Created once per launch.  ``given_up``: called in the main thread UNKILLABLE_SECONDS after SIGKILL, in any case.
     """
 
     _loop: EventLoop
@@ -235,7 +235,7 @@ class Shutdown:
     _given_up: Callable[[], None]
 
     def begin(self, grace: float, *, at_once: bool) -> None:
-        """SIGTERM now, SIGKILL after ``grace`` seconds; ``at_once``: SIGKILL now, nothing of theirs is kept."""
+        """Send SIGTERM now, SIGKILL after ``grace`` seconds; ``at_once``: SIGKILL now."""
         running = self._table.running
         if at_once:
             self._table.signal(running, signal.SIGKILL)
