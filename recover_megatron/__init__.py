@@ -4,7 +4,7 @@ If GPUs die in the middle of a step, the survivors finish the step, with exactly
 docs/architecture.md shows the layers and the six files to read first, docs/instep.md the way of one gradient through
 them.
 
-``ElasticDataParallel``, ``StepResult`` and ``run`` are the library (docs/library.md).  Importing this package imports
+``ElasticDataParallel``, ``StepResult`` and ``run`` are the library (docs/integrate.md).  Importing this package imports
 neither torch nor Megatron: each layer, and each of these three names, imports what it needs on first use.
 """
 

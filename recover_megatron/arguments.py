@@ -2,7 +2,7 @@
 
 The flags extend Megatron's parser (``add_recover_arguments`` is an ``extra_args_provider``), so a user adds them to an
 existing command line.  Nothing here imports torch or Megatron: the launcher and the device layer read the definitions
-before either is loaded.  ``scripts/flag_tables.py`` writes the table in docs/operations.md from them.
+before either is loaded.  ``scripts/reference.py`` writes the table in docs/operations.md from them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RecoverConfig:
         "auto (default): cuda if there is a CUDA device, else cpu",
         choices=("auto", "cuda", "cpu"),
         default_text="",
-        docs="[hostdevice.md](hostdevice.md)",
+        docs="[CPU](hostdevice.md)",
     )
     coordinator: str | None = option(
         None,
@@ -155,7 +155,7 @@ class RecoverConfig:
         "timeout",
         metavar="S",
         check=seconds_above_0,
-        docs="[below](#timeouts)",
+        docs="[timeouts](operations.md#timeouts)",
     )
     stall_timeout: float = option(
         600.0,
@@ -163,7 +163,7 @@ class RecoverConfig:
         "also wait so long for its data; 0: never wait",
         metavar="S",
         check=seconds_from_0,
-        docs="[below](#a-stall-that-many-share): raise it if storage or hosts stall for more than ten minutes; 0 to "
+        docs="[stalls](operations.md#a-stall-of-many-replicas): raise it if storage or hosts stall for more than ten minutes; 0 to "
         "never wait",
     )
     grace: float = option(
@@ -173,7 +173,7 @@ class RecoverConfig:
         "interval. 0: never",
         metavar="S",
         check=seconds_from_0,
-        docs="[below](#a-replica-that-is-late)",
+        docs="[late replicas](operations.md#a-replica-that-is-late)",
     )
     domain: str = option(
         "",
@@ -183,7 +183,7 @@ class RecoverConfig:
         metavar="NAME[,NAME...]|@FILE",
         check=listed_domains,
         default_text="the switches of SLURM's topology, if SLURM reports them (SLURM_TOPOLOGY_ADDR)",
-        docs="[sharded.md](sharded.md#failure-domains)",
+        docs="[failure domains](sharded.md#keep-copies-in-different-failure-domains)",
     )
     collective: str = option(
         "auto",
@@ -205,7 +205,7 @@ class RecoverConfig:
         None,
         "for tests: faults to inject, WORKER@ITERATION:PHASE[:KIND][,...]",
         metavar="SPEC",
-        docs="to try recovery: [chaos.md](chaos.md). Refused without `--recover`",
+        docs="to try recovery: [try a death](operations.md#try-a-death). Refused without `--recover`",
     )
     balance: bool = option(
         False,
@@ -219,7 +219,7 @@ class RecoverConfig:
         "needs N additional devices",
         metavar="N",
         check=at_least(0),
-        docs="[getting workers back](#getting-workers-back)",
+        docs="[get workers back](operations.md#get-workers-back)",
     )
     max_replicas: int = option(
         0,
@@ -228,7 +228,7 @@ class RecoverConfig:
         "become spares",
         metavar="N",
         check=at_least(0),
-        docs="to let a run grow by `recover-run --join` ([growing](regroup.md#growing)). At most the number of "
+        docs="to let a run grow by `recover-run --join` ([growing](regroup.md#let-the-run-grow)). At most the number of "
         "microbatches of an iteration. Give it to every launcher",
     )
     allow_cross_node_tp: bool = option(
@@ -244,7 +244,7 @@ class RecoverConfig:
         metavar="N",
         check=at_least(0),
         default_text="",
-        docs="[comparing replicas](regroup.md#comparing-replicas). Each comparison costs a digest, a rendezvous "
+        docs="[comparing replicas](regroup.md#compare-replicas). Each comparison costs a digest, a rendezvous "
         "and new rings",
     )
     shadow_shards: int = option(
@@ -255,7 +255,7 @@ class RecoverConfig:
         metavar="N",
         check=at_least(0, 2),
         docs="with `--use-distributed-optimizer`: 2 if neighbours fail together; 0 to save the cost, but then any "
-        "death rolls the run back or ends it: [sharded.md](sharded.md)",
+        "death rolls the run back or ends it: [shadows](sharded.md#choose-the-number-of-shadows)",
     )
     shadow_device: str = option(
         "device",
@@ -271,7 +271,7 @@ class RecoverConfig:
         choices=("auto", "always", "off"),
         default_text="",
         docs="`off` if hosts do not have the memory, `always` to keep snapshots for losses of several workers, too: "
-        "[regroup.md](regroup.md#the-memory-tier)",
+        "[snapshots](checkpoints.md#keep-snapshots-in-host-memory)",
     )
     memory_interval: int = option(
         0,
@@ -288,7 +288,7 @@ class RecoverConfig:
         choices=("auto", "off"),
         default_text="",
         docs="`off` to end the run after a loss of the state, so that an operator can inspect it or a job script "
-        "restarts it; snapshots in memory have their own flag: [regroup.md](regroup.md#back-to-a-checkpoint-in-place)",
+        "restarts it; snapshots in memory have their own flag: [rollback](checkpoints.md#go-back-after-the-state-is-lost)",
     )
     untested: bool = option(
         False,
@@ -303,7 +303,7 @@ class RecoverConfig:
         "worker with another value is refused",
         metavar="FLAG[,FLAG...]",
         docs="if a flag must have another value on some nodes (names without dashes); `code`: the program "
-        "([footguns.md](footguns.md#do-not-edit-the-code-of-a-run)). Give it to every launcher",
+        "([refused workers](troubleshooting.md#a-worker-is-refused-other-flags-or-other-code)). Give it to every launcher",
     )
     metrics: str | None = option(
         None,
@@ -311,14 +311,14 @@ class RecoverConfig:
         "the first candidate coordinator; needs recover-run --log-dir",
         metavar="[HOST:]PORT",
         check=metrics_address,
-        docs="[metrics.md](metrics.md)",
+        docs="[metrics](monitoring.md#export-metrics-to-prometheus)",
     )
     metrics_file: str | None = option(
         None,
         "write the same metrics to a file every two seconds, for node-exporter's textfile collector (name it *.prom)",
         metavar="PATH",
         check=some_path,
-        docs="[metrics.md](metrics.md)",
+        docs="[metrics](monitoring.md#export-metrics-to-prometheus)",
     )
     on_event: str | None = option(
         None,
@@ -326,7 +326,7 @@ class RecoverConfig:
         "stdin; the run does not wait for it",
         metavar="COMMAND",
         check=words_of,
-        docs="[metrics.md](metrics.md#a-command-for-events)",
+        docs="[event command](monitoring.md#run-a-command-for-each-event)",
     )
 
 

@@ -4,7 +4,7 @@
         spares: int = option(0, "...", metavar="N")  checked          lists all values that cannot be used
 
 The flag of a field is its name with dashes (prefix ``recover``: ``--recover-spares``), unless ``name`` is set.
-``scripts/flag_tables.py`` makes the tables in the docs.
+``scripts/reference.py`` makes the tables in the docs.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def flag_table(flags: Sequence[Flag]) -> str:
         default = flag.default_in_words or ("" if flag.default is None else str(flag.default))
         meaning = flag.option.help.replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*")
         rows.append((f"{short}`{name}`", "off" if flag.switch else default, meaning, flag.option.docs))
-    return table(("flag", "default", "meaning", "when to change it"), rows)
+    return table(("flag", "default", "meaning", "when to change it"), rows).replace("](", "](../")
 
 
 def command_line() -> str:

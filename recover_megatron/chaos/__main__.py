@@ -4,7 +4,7 @@ The times between strikes are exponentially distributed; their mean is the mean 
 job.  The seed determines the sequence of times, lots and kinds, so two runs with the same live workers at the same
 times are struck alike.  Only workers of this host are struck.
 
-workers.json (docs/launcher.md) lists pids, and the kernel may reuse the pid of a worker that has ended.  So a process
+workers.json (docs/operations.md) lists pids, and the kernel may reuse the pid of a worker that has ended.  So a process
 is struck only if the launcher started it: its start time is the one in workers.json, and it is the leader of its
 session, as all workers are.  From then on a pidfd refers to exactly this process; signals go through the pidfd.
 

@@ -7,7 +7,7 @@ ring              schedule (pure), executor: the ring as a group, progress: the 
 native            the backend's own collectives behind the same interface
 transport         what carries a ring's messages: TCP and shared memory, host memory for a device without NCCL
 nccl              communicators of our own by nccl4py, and both kinds of group over them
-gloo              what gloo cannot do: be aborted, change its members (docs/gloo.md)
+gloo              what gloo cannot do: be aborted, change its members (docs/ring.md)
 tree              operations of some members over connections of their own
 epoch             what a group knows of the membership, the token that cancels it, the errors, waiting for a key
 peers             how members find each other, read from each other, and try whether they can be reached

@@ -1,6 +1,6 @@
 """torch's groups over NCCL: their kind, the environment that they need, and how one is made.
 
-Written to NCCL's and torch's documented behaviour; run on one GPU, over sockets (docs/results/gpu.md).
+Written to NCCL's and torch's documented behaviour; run on one GPU, over sockets (docs/reference/gpu_results.md).
 
 Every value of ``environment`` answers something that torch does by itself (``ProcessGroupNCCL``, ``NCCLUtils``):
 

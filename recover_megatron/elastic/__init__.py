@@ -14,7 +14,7 @@ standing         what workers join with: whose state it is, which worker runs wh
 state            the state of a run, given to workers that come
 verification     whether all workers have the same state
 
-docs/library.md has the promises, a worked example and torchft's names beside ours.
+docs/integrate.md has the promises, a worked example and torchft's names beside ours.
 """
 
 from recover_megatron.elastic.data_parallel import ElasticDataParallel

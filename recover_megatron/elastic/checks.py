@@ -144,7 +144,7 @@ def check(
         reasons.append(
             f"there is a process group of {dist.get_world_size()} workers, and a worker that is started in place of a "
             "lost one cannot take part in it: leave init_process_group() out, make a group of one process "
-            "(docs/library.md), or leave --max-restarts out"
+            "(docs/integrate.md), or leave --max-restarts out"
         )
     if reasons and COORDINATOR_VARIABLE in os.environ and not traceback_wanted():
         refuse(os.path.basename(sys.argv[0]), reasons)

@@ -1,6 +1,6 @@
 """recover-run: the supervisor that starts the workers of a training job on one node and watches them to the end.
 
-``python -m recover_megatron.launch`` is the same command.  docs/launcher.md is its manual.  Everything here uses the
+``python -m recover_megatron.launch`` is the same command.  docs/operations.md is its manual.  Everything here uses the
 standard library only, except nodes/store.py and the device test, which import torch when needed, and psutil in
 command_line/plan.py.
 

@@ -1,4 +1,4 @@
-"""The command ``recover-run``: see docs/launcher.md."""
+"""The command ``recover-run``: see docs/operations.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry points for a Megatron whose scripts accept ``--recover`` (docs/patches.md).
+"""Entry points for a Megatron whose scripts accept ``--recover`` (docs/integrate.md).
 
     megatron/core/__init__.py         before_megatron()                  at its top: checks the version, sets the device
     megatron/training/arguments.py    parse_args = parsing(parse_args)   adds our flags to Megatron's; refuses flags
@@ -44,7 +44,7 @@ SCRIPTS = (
 UNKNOWN = (
     "{} is not one of Megatron's training scripts; it is accepted because it calls Megatron's pretrain(). It must get "
     "each microbatch from the iterator of its forward step, and must not draw random numbers or keep counters of its "
-    "own (docs/patches.md#scripts-of-your-own)"
+    "own (docs/integrate.md#make-your-code-safe-to-re-run)"
 )
 ANOTHER_LOOP = (
     "--recover: this script creates Megatron's process groups without Megatron's pretrain(), so its training is not "

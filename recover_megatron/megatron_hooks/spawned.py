@@ -5,7 +5,7 @@ from recover_megatron.megatron_hooks import patched
 
 RUNNER = Runner(
     "recover_megatron.megatron_hooks",
-    "Run a training script that calls Megatron-LM's pretrain(), with support for --recover (docs/patches.md).",
+    "Run a training script that calls Megatron-LM's pretrain(), with support for --recover (docs/integrate.md).",
     patched.as_imported,
     patched.say_if_unprotected,
 )

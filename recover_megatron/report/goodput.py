@@ -2,7 +2,7 @@
 
     steps.jsonl, events.jsonl, events-<n>.jsonl --accounts--> seconds by use --svg--> shares of the time, stacked
 
-docs/report.md defines the five uses.  Pure; only iterations that count in the end are included, not those that a
+docs/monitoring.md defines the five uses.  Pure; only iterations that count in the end are included, not those that a
 rollback or a restart discarded.
 """
 

@@ -1,4 +1,4 @@
-"""Faults of a run and their cost, from the event files (docs/report.md has their schema).
+"""Faults of a run and their cost, from the event files (docs/reference/events.md has their schema).
 
 A recovery is one change of the membership after the start: a plan of a new epoch, the deaths that led to it, the
 microbatches that were run again, and the time of each phase.  Different writers know different parts: the coordinator

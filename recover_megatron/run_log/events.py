@@ -1,4 +1,4 @@
-"""events.jsonl: events of a run, one JSON object a line (schema: docs/report.md).
+"""events.jsonl: events of a run, one JSON object a line (schema: docs/reference/events.md).
 
     {"event": "plan", "time": 1700000000.123456, "worker": 3, "iteration": 7, "epoch": 2, "replicas": [0, 1, 3], ...}
 

@@ -2,7 +2,7 @@
 
 Pure functions: no I/O, no clock, no random numbers.  All workers that call one with the same arguments get the same
 result, so they need to agree only on a plan's inputs.  Replicas are always taken in the order of their ids, whatever
-the order of the arguments.  Decisions of each module: docs/workload.md.
+the order of the arguments.  Decisions of each module: docs/instep.md.
 """
 
 from recover_megatron.workload.assign import assign, reassign

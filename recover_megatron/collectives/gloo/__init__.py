@@ -1,1 +1,1 @@
-"""What gloo cannot do by itself: be aborted, and change its members.  Why, and until when: docs/gloo.md."""
+"""What gloo cannot do by itself: be aborted, and change its members.  Why, and until when: docs/ring.md."""

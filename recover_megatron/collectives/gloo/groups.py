@@ -5,7 +5,7 @@
     gloo            has been told everybody's: it connects, and the threads end
     one look        at the sockets of this process: the connections of these groups
 
-What wakes an operation is shutdown(2) of the connected sockets (docs/gloo.md), and those are found exactly: a device of
+What wakes an operation is shutdown(2) of the connected sockets (docs/ring.md), and those are found exactly: a device of
 gloo has one listener, every connection of its groups has the address of some member's listener at one of its ends, and
 the members tell each other theirs.
 
@@ -378,7 +378,7 @@ class Waiter:
 
     For one thread: the next operation is waited for when the last one is over or has been left.
 
-    gloo can miss that its connections were shut (docs/gloo.md).  A thread that waits for ever then is left behind here;
+    gloo can miss that its connections were shut (docs/ring.md).  A thread that waits for ever then is left behind here;
     what arrives there goes to memory that its operation keeps alive.
     """
 

@@ -1,4 +1,4 @@
-"""What a group needs of NCCL, opened for it.  On one GPU over sockets alone (docs/results/gpu.md).
+"""What a group needs of NCCL, opened for it.  On one GPU over sockets alone (docs/reference/gpu_results.md).
 
 ``NcclNative``: NCCL's own collectives, on a stream of the group's own.
 

@@ -326,7 +326,7 @@ class Traffic:
         self._in_turn(group, made)
         message = (
             f"{_call(made, group)} {where}. --recover itself exchanges all data that replicas need: switch off the "
-            "code that makes this call, move it behind the step, or train without --recover (docs/footguns.md)"
+            "code that makes this call, move it behind the step, or train without --recover (docs/troubleshooting.md)"
         )
         if self.recovery is not None:
             self.recovery.session.give_up(1, message)

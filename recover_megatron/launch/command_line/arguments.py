@@ -3,7 +3,7 @@
 All problems are reported together: a user who waits in a queue for nodes should not find them one by one.  Everything
 after SCRIPT belongs to the script and is not checked here.
 
-Each option is a field of ``Options``; ``scripts/flag_tables.py`` writes the table in docs/launcher.md from them.
+Each option is a field of ``Options``; ``scripts/reference.py`` writes the table in docs/reference from them.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Options:
         None,
         "folder for worker-<id>.log and workers.json; created if missing",
         metavar="DIR",
-        docs="[below](#files-in-the-log-folder)",
+        docs="[files of a run](operations.md#files-of-a-run)",
     )
     log_format: str = option(
         "plain",
@@ -138,7 +138,7 @@ class Options:
         "during the run",
         metavar="N",
         check=whole(0),
-        docs="[newcomers](#newcomers)",
+        docs="[get workers back](operations.md#get-workers-back)",
     )
     lease: str = option(
         "auto",
@@ -146,7 +146,7 @@ class Options:
         "unreachable; auto: in the log folder, if all nodes see the same folder; off: none",
         metavar="PATH",
         check=lease,
-        docs="[below](#the-lease)",
+        docs="[lease](operations.md#survive-the-loss-of-half-of-the-nodes)",
     )
     witness: str = option(
         "auto",
@@ -154,14 +154,14 @@ class Options:
         "nodes are off: slurm, kubernetes, off; auto: the one that runs this job, if it answers",
         metavar="KIND",
         check=one_of("auto", "slurm", "kubernetes", "off"),
-        docs="[below](#the-witness)",
+        docs="[witness](operations.md#survive-the-loss-of-most-nodes)",
     )
     device_test: str = option(
         "",
         "with --max-restarts: command that tests a device before a replacement worker is started on it; exit code 0: "
         "the device is healthy. Without this option, CUDA devices have a built-in test",
         metavar="COMMAND",
-        docs="[a device that failed](#a-device-that-failed)",
+        docs="[get workers back](operations.md#get-workers-back)",
     )
     device_test_timeout: float = option(
         60.0,
@@ -186,26 +186,28 @@ class Options:
     join: bool = option(
         False,
         "join a running run with --nproc-per-node additional workers",
-        docs="[newcomers](#a-launcher-that-joins)",
+        docs="[add a host](operations.md#add-a-host-to-a-running-job)",
     )
     slurm: bool = option(
         False,
         "under srun, one task per node: take the nodes, this node's rank, and the store's address from SLURM",
-        docs="[slurm.md](slurm.md#recover-run---slurm)",
+        docs="[SLURM](slurm.md#use-recover-run---slurm-in-a-script-of-your-own)",
     )
     elastic: bool = option(
         False,
         "SCRIPT trains with the library (ElasticDataParallel): the run survives deaths of workers, as with --recover",
-        docs="[library.md](library.md)",
+        docs="[your own loop](integrate.md#write-your-own-loop-without-megatron)",
     )
     check: bool = option(
         False,
         "run all checks, including the training's flags, print their results, and start nothing: for login nodes",
-        docs="[below](#what-is-checked-before-anything-is-started)",
+        docs="[check a command](operations.md#check-a-command-before-you-start-it)",
     )
     module: bool = option(False, "SCRIPT is the name of a module, as with python -m", short="-m")
     no_python: bool = option(
-        False, "SCRIPT is a program, which is executed directly", docs="[below](#programs-that-start-the-script)"
+        False,
+        "SCRIPT is a program, which is executed directly",
+        docs="[flags and variables](operations.md#flags-and-variables)",
     )
     wrapper: tuple[str, ...] = ()
     """Words before the Python script that SCRIPT starts (``no_python``); empty: no Python script is known."""
@@ -241,7 +243,7 @@ def make_parser() -> argparse.ArgumentParser:
         usage="recover-run [options] SCRIPT [its arguments]",
         description="Start the workers of a training job on this node and supervise them: the death of a worker does "
         "not stop the others, and no process outlives this one.",
-        epilog="Everything after SCRIPT belongs to the script. Manual: docs/launcher.md.",
+        epilog="Everything after SCRIPT belongs to the script. Manual: docs/operations.md.",
         allow_abbrev=False,
         exit_on_error=False,
     )

@@ -129,7 +129,7 @@ INSTALLED = {"pretrain_gpt_recover.py": "pretrain_gpt_recover"}
 
 
 RUNNER = "recover_megatron.megatron_hooks"
-"""Package that runs another script with support for --recover (docs/patches.md)."""
+"""Package that runs another script with support for --recover (docs/integrate.md)."""
 
 
 def takes_runner(script: str, module: bool) -> bool:

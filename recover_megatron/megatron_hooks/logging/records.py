@@ -218,7 +218,7 @@ def _still_in(manager: Manager) -> bool:
 
 
 def _to_megatrons_writers(manager: Manager, outcome: Outcome, seconds: float, recoveries: int) -> None:
-    """Write scalars to TensorBoard and W&B, on the rank that has Megatron's writers; names as in docs/metrics.md.
+    """Write scalars to TensorBoard and W&B, on the rank that has Megatron's writers; names as in docs/reference/metrics.md.
 
     A metric that is a counter there is the increment of this iteration here: a new writer does not know the sums.
     """

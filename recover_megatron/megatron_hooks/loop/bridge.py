@@ -46,7 +46,7 @@ def pretrain(config: Any, forward_step_func: Any, callbacks: Any = None, recover
     """Call Bridge's ``pretrain`` with the same arguments; with ``--recover`` the run survives deaths.
 
     ``recover``: by default from the ``--recover-*`` flags of the command line.  If the run cannot start, exits with
-    code 2 and all reasons; if it ends before its last iteration, with the codes of docs/launcher.md.
+    code 2 and all reasons; if it ends before its last iteration, with the codes of docs/operations.md.
     """
     try:
         recover = config_from_argv(sys.argv[1:]) if recover is None else recover
