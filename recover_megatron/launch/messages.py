@@ -107,8 +107,12 @@ def _outcome(worker: WorkerProcess) -> str:
     return {
         WorkerState.FINISHED: "finished",
         WorkerState.FAILED: f"failed with {end}",
-        WorkerState.KILLED: f"was killed by {end}",
+        WorkerState.KILLED: f"was {_evicted(worker)}killed by {end}",
     }[worker.state]
+
+
+def _evicted(worker: WorkerProcess) -> str:
+    return f"{EVICTED}, and " if worker.note.startswith(f"{EVICTED}:") else ""
 
 
 def _swept(left_behind: int) -> str:
@@ -133,6 +137,8 @@ def left_out(worker: WorkerProcess, why: str) -> str:
     )
 
 
+EVICTED = "evicted"
+"""Note of a worker that the coordinator has evicted begins with this word and a colon; its launcher then kills it."""
 DRAINING = (
     "this node is being drained: its workers leave the run at the next iteration, and no worker is started here any "
     "more; recover-status shows when the node may be switched off"
@@ -208,14 +214,14 @@ def ends(workers: Sequence[WorkerProcess]) -> str:
     for worker in sorted(workers, key=lambda worker: worker.ended or 0.0):
         failed = worker.state in (WorkerState.FAILED, WorkerState.KILLED) and worker.note != TOO_LATE
         if failed and worker.pid is not None:
-            groups.setdefault(worker.end_in_words, []).append(worker)
+            verb = f"{_evicted(worker)}killed by" if worker.signal is not None else "failed with"
+            groups.setdefault(f"{verb} {worker.end_in_words}", []).append(worker)
     late = sum(worker.note == TOO_LATE for worker in workers)
     parts = [f"{len(finished)} of {count(len(workers) - late)} finished"]
     for end, group in groups.items():
         noun = "worker" if len(group) == 1 else "workers"
         after = seconds(group[0]) if len(group) == 1 else f"{seconds(group[0])} and later"
-        verb = "killed by" if group[0].signal is not None else "failed with"
-        parts.append(f"{noun} {ranges([worker.worker_id for worker in group])} {verb} {end} after {after}")
+        parts.append(f"{noun} {ranges([worker.worker_id for worker in group])} {end} after {after}")
     if late:
         parts.append(f"{count(late)} more, started as replacements, had not joined the run yet")
     if never:

@@ -292,6 +292,7 @@ class Supervisor:
         worker = self._table.running_worker(worker_id)
         if worker is not None:
             self._successors.put_out(worker_id)
+            self._table.note(worker_id, f"{messages.EVICTED}: {reason}")
             alone = "; it is not replaced: its host or device may need a check" * bool(self._plan.max_restarts)
             self._console.say(f"worker {worker_id} is evicted from the run ({reason}): killing it{alone}")
             self._table.signal([worker], signal.SIGKILL)

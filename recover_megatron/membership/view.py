@@ -55,6 +55,8 @@ class History:
         self.committed_at: float | None = None
         self.ends: dict[WorkerId, tuple[float, str]] = {}
         """Worker -> time and reason of its end (or of the report that it will end)."""
+        self.evicted: set[WorkerId] = set()
+        """Workers that were evicted; their launchers kill them, which is no other end."""
         self.replicas: set[int] = set()
         """Ids of all replicas of any plan."""
         self.replica_size = 0
@@ -85,6 +87,8 @@ class History:
         why = why or f"all workers wait for each other in epoch {record['epoch']}"
         fault = {"kind": kind, "worker": record.get("worker"), "host": _cut(record.get("host", ""), _NAME)}
         self.faults.append((now, {**fault, "why": _cut(why, _REASON)}))
+        if kind == "out":
+            self.evicted.add(record["worker"])
         if event in ("fault", "exception"):
             # An exception is reported before the connection ends, an eviction before the process: the first is the
             # cause.
@@ -198,7 +202,7 @@ class Observing:
         progress, epoch = worker.progress, self._epochs.formed.epoch
         row: dict[str, Json] = {
             "worker": worker.number,
-            "fate": worker.fate.value,
+            "fate": "out" if worker.number in self.history.evicted else worker.fate.value,
             "host": _cut(worker.host, _NAME),
             "node": _cut(worker.node_agent, _NAME),
         }

@@ -124,7 +124,9 @@ def _details(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> di
             kind, host, why = (printable(str(record.get(name, ""))) for name in ("kind", "host", "reason"))
             why = errors.get(record["worker"], "") + why
             fate = "stopped" if record.get("time", 0.0) >= since + STOPPING_SECONDS * (kind != "dead") else kind
-            gone[record["worker"]] = Gone(record["worker"], fate, host, why, _age(record.get("time", 0.0)))
+            evicted = gone.get(record["worker"])
+            if evicted is None or evicted.fate != "out":  # the launcher kills an evicted worker
+                gone[record["worker"]] = Gone(record["worker"], fate, host, why, _age(record.get("time", 0.0)))
     return {
         "epoch": last.get("plan", {}).get("epoch", 0),
         "term": last.get("lead", {}).get("term", 0),

@@ -214,11 +214,12 @@ def test_restarts_are_counted_for_the_whole_node(bench):
 def test_a_worker_that_the_coordinator_has_put_out_is_not_started_again(bench):
     launch = training(bench, 3, 1, *LONGER)
     bench.kill(1, 3, signal.SIGSTOP)
-    launch.wait_for("worker 1 is out of the run")
+    launch.wait_for("worker 1 is evicted from the run")
     bench.go()
     assert launch.wait() == 0, launch.err
     assert len(bench.workers()) == 3
     assert "killing it; it is not replaced" in launch.err
+    assert re.search(r"worker 1 on \S+ \(pid \d+\) was evicted, and killed by SIGKILL", launch.err)
 
 
 def test_a_fault_that_every_worker_has_ends_the_run_restarts_or_not(bench):

@@ -59,7 +59,8 @@ def test_the_view_of_any_state_is_a_message_and_looking_changes_nothing(
             coordinator.handle(Closed(10**6 + len(world.log), True, "it has seen enough"), world.now)
             assert picture(coordinator, world.now) == before
             fates = {row["worker"]: row["fate"] for row in before["workers"]}
-            assert fates == {number: worker.fate.value for number, worker in coordinator.roster.workers.items()}
+            evicted = dict.fromkeys(coordinator.history.evicted, "out")
+            assert fates == {n: worker.fate.value for n, worker in coordinator.roster.workers.items()} | evicted
 
 
 @given(JSON | st.dictionaries(st.sampled_from(["statuses", "members"]), JSON | st.dictionaries(st.text(), JSON)))
@@ -90,6 +91,15 @@ def test_a_view_of_the_largest_run_with_the_longest_texts_fits_a_message() -> No
     assert parse(frame[4:], TO_MEMBER)["hidden"] == 1000
     assert MAX_ROWS + 500 in {row["worker"] for row in message["workers"]}  # who is gone is shown first
     assert len(message["faults"]) == LAST
+
+
+def test_an_evicted_worker_stays_evicted_when_its_launcher_has_killed_it() -> None:
+    coordinator = Coordinator(2, SETTINGS, salt=1)
+    for kind, reason in (("out", "no progress for 7.1 s"), ("dead", "its process has ended (SIGKILL)")):
+        coordinator.history.note({"event": "fault", "kind": kind, "worker": 1, "reason": reason}, None, 1.0)
+    coordinator.roster.workers[1].fate = Fate.DEAD
+    (row,) = [row for row in picture(coordinator, 2.0)["workers"] if row["worker"] == 1]
+    assert (row["fate"], row["why"]) == ("out", "no progress for 7.1 s; its process has ended (SIGKILL)")
 
 
 def test_an_observer_is_answered_by_a_candidate_that_does_not_lead_too() -> None:

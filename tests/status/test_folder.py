@@ -238,6 +238,7 @@ def test_workers_that_a_signal_to_the_launcher_ended_are_not_lost_and_ages_count
         lost,
         hung,
         sooner,
+        {**death, "worker": 3, "time": now - 700},  # its launcher has killed it
         stopping,
         ended,
         stopped,

@@ -99,8 +99,8 @@ def exit_code_after(outcomes: Sequence[ExitOutcome], *, only_node: bool = True) 
 def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
     """Return the exit code of a run that was not stopped by a signal (after signal S it is 128 + S).
 
-        This is for runs without a coordinator.  Else the coordinator decides (``ControlPlane.verdict``):
-    with the code of a worker that gave up, or, if it was finished, with ``exit_code_after``.
+    This is for runs without a coordinator.  Else the coordinator decides (``ControlPlane.verdict``): with the code of a
+    worker that gave up, or, if the run was finished, with ``exit_code_after``.
 
     The first row that fits decides:
 
