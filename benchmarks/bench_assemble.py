@@ -1,12 +1,12 @@
-"""How long it takes to plan new replicas out of the orphans of broken ones, and how many there are.
+"""Measure how long it takes to plan new replicas from the orphans of broken ones, and how many result.
 
     python benchmarks/bench_assemble.py [--layouts 8x8 4x8] [--workers 1024 16384] [--per-node 8] [--dead 0.1]
 
-A launch grid in Megatron's order (the workers of a tensor group are neighbours; a stage of all replicas comes before
-the next stage), of which random workers die at once.  The first call of `assemble` forms replicas of those who stand
-right and says who should change position; the second one, when these have done so, forms the rest.  Seconds are
-processor time; each number is the median of --repeat draws of the dead; "possible" is what the live workers of the
-nodes allow.
+A launch grid has Megatron's order (the workers of a tensor group are neighbours; a stage of all replicas comes before
+the next stage); random workers of it die at once.  The first call of `assemble` forms replicas of orphans whose
+positions fit, and selects orphans that must change position; the second call, after these changes, forms the rest.
+Seconds are processor time; each number is the median of --repeat random draws; "possible" is the number of replicas
+that the live workers of the nodes allow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recover_megatron.workload import Candidate, Placement, Shape, assemble
 
 
 def launch(tp: int, pp: int, workers: int) -> tuple[Shape, list[list[int]]]:
-    """The shape of a replica, and the workers of each by position."""
+    """Return the shape of a replica, and the workers of each replica by position."""
     replicas = workers // (tp * pp)
     shape = Shape(tp * pp, tuple(tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(pp)))
     grid = [[(stage * replicas + r) * tp + t for stage in range(pp) for t in range(tp)] for r in range(replicas)]
@@ -34,14 +34,14 @@ def launch(tp: int, pp: int, workers: int) -> tuple[Shape, list[list[int]]]:
 
 
 def timed(*arguments: Any) -> tuple[float, Placement]:
-    """Seconds of processor time of one call of `assemble`, which waits for nothing; and its answer."""
+    """Call `assemble`, which never blocks; return the seconds of processor time, and its result."""
     start = time.process_time()
     placement = assemble(*arguments)
     return time.process_time() - start, placement
 
 
 def measure(tp: int, pp: int, workers: int, options: argparse.Namespace, seed: int) -> dict[str, float]:
-    """One draw of the dead: the seconds of both calls, and the replicas after each."""
+    """Draw the dead workers once; return the seconds of both calls, and the replicas after each."""
     shape, grid = launch(tp, pp, workers)
     dead = set(random.Random(seed).sample(range(workers), round(workers * options.dead)))
     whole = [r for r, members in enumerate(grid) if dead.isdisjoint(members)]
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["8x8", "4x8", "2x4", "1x16", "1x64"], help="TPxPP")
     parser.add_argument("--workers", nargs="+", type=int, default=[1024, 16384])
     parser.add_argument("--per-node", type=int, default=8)
-    parser.add_argument("--dead", type=float, default=0.1, help="part of the workers that die")
+    parser.add_argument("--dead", type=float, default=0.1, help="fraction of the workers that die")
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     rows = []
@@ -84,8 +84,8 @@ def main() -> None:
             medians = {name: statistics.median(draw[name] for draw in draws) for name in draws[0]}
             rows.append({"workers": workers, "TP x PP": f"{tp} x {pp}", **medians})
     head(*(f"{name}:" for name in rows[0]))
-    for its in rows:
-        row(*(f"{cell:.4f}" if name.endswith(", s") else cell for name, cell in its.items()))
+    for cells in rows:
+        row(*(f"{cell:.4f}" if name.endswith(", s") else cell for name, cell in cells.items()))
     write(options, rows)
 
 

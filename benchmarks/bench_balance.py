@@ -1,14 +1,14 @@
-"""What a replica at half speed costs, with and without --recover-balance.
+"""Measure the cost of a replica at half speed, with and without --recover-balance.
 
     python benchmarks/bench_balance.py --pace 0.1 --workers 4 --microbatches 32
     python benchmarks/bench_balance.py --simulate
 
-Four replicas of one worker each; a microbatch takes --pace seconds, on the slow one twice as long (see
-timed_pretrain.py).  Three runs: all equally fast; one slow; one slow with --recover-balance.  The bound is what the
-workers' joint speed allows: (n) / (n - 1/2) of the time when all are fast, rounded to whole microbatches.
+Four replicas of one worker each; a microbatch takes --pace seconds, on the slow replica twice as long (see
+timed_pretrain.py).  Three runs: all equally fast; one slow; one slow with --recover-balance.  The bound follows from
+the workers' total speed: n / (n - 1/2) times the iteration of equally fast workers, rounded to complete microbatches.
 
---simulate: the controller alone (tests/workload/paces.py), for measurements of several noises of which 2 % are three
-times too long: how often quotas change, and the time of an iteration over the best for the true speeds.
+--simulate: the controller alone (tests/workload/paces.py), with noisy measurements, 2 % of which are three times too
+long: how often quotas change, and the time of an iteration relative to the optimum for the true speeds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.workload.paces import Speeds, constant, simulate
 
 
 def measure(server: ForkServer, paces: list[float], options: argparse.Namespace, *flags: str) -> dict[str, Any]:
-    """Median seconds of an iteration of one run, the first ones dropped, and its last quotas."""
+    """Run once; return the median seconds of an iteration without the first ones, and the last quotas."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
         argv = [*MODELS["toy"].argv, "--global-batch-size", str(options.microbatches), "--recover", *flags]
@@ -55,7 +55,7 @@ SIMULATED: dict[str, Speeds] = {
 
 
 def print_simulation(iterations: int = 1000) -> None:
-    """The table of --simulate."""
+    """Print the table of --simulate."""
     head("replicas", "microbatches:", "noise:", "changes per 1,000:", "mean:", "longest:")
     for name, speeds in SIMULATED.items():
         for each in (6, 32):
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--pace", type=float, default=0.1, help="seconds for one microbatch on a fast worker")
     parser.add_argument("--iterations", type=int, default=14)
-    parser.add_argument("--drop", type=int, default=4, help="first iterations that are not counted")
+    parser.add_argument("--drop", type=int, default=4, help="number of first iterations that are not counted")
     parser.add_argument("--simulate", action="store_true")
     options = parser.parse_args()
     if options.simulate:
@@ -90,10 +90,10 @@ def main() -> None:
     best = quotas(options.microbatches, range(options.workers), speeds={n: 1 / pace for n, pace in enumerate(slow)})
     bound = max(best[n] * pace for n, pace in enumerate(slow)) / (options.microbatches / options.workers * options.pace)
     head("", "iteration, s", "over all fast", "quotas", "loss")
-    for name, its in rows.items():
-        shares = ", ".join(map(str, its["quotas"].values()))
-        row(name, f"{its['seconds']:.3f}", f"{its['seconds'] / base:.3f}", shares, f"{its['loss']:.6f}")
-    print(f"\nno sharing of whole microbatches is better than {bound:.3f} times all fast")
+    for name, result in rows.items():
+        shares = ", ".join(map(str, result["quotas"].values()))
+        row(name, f"{result['seconds']:.3f}", f"{result['seconds'] / base:.3f}", shares, f"{result['loss']:.6f}")
+    print(f"\nbound for complete microbatches: {bound:.3f} times the iteration with all fast")
     write(options, rows)
 
 

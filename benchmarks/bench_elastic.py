@@ -1,26 +1,26 @@
-"""Measures what a step of the library costs: ElasticDataParallel against torch's DistributedDataParallel, side by side.
+"""Measure the cost of a library step: ElasticDataParallel against torch's DistributedDataParallel, in turns.
 
     python benchmarks/bench_elastic.py [--cases small-8 medium-1] [--json FILE]
 
-recover-run starts the workers, one compute thread each.  Every worker holds two copies of one model, each with an AdamW
-of its own: ElasticDataParallel trains one copy, the reference the other, on the same microbatches.  With two workers
-the reference is DistributedDataParallel with gloo, with ``no_sync()`` for all but a worker's last microbatch and with
-``gradient_as_bucket_view``, which is faster here (--copies: without it); with one worker ("alone") it is a plain loop,
-which communicates with nobody.  Both sides take turns in the same processes, a block of steps each, and the side that
-begins changes from block to block: other work on the machine slows both alike.
+recover-run starts the workers, one compute thread each.  Every worker holds two copies of one model, each with its own
+AdamW: ElasticDataParallel trains one copy, the reference the other, on the same microbatches.  With two workers the
+reference is DistributedDataParallel with gloo, with ``no_sync()`` for all microbatches of a worker except the last, and
+with ``gradient_as_bucket_view``, which is faster here (--copies: without it); with one worker ("alone") it is a plain
+loop without communication.  Both sides take turns in the same processes, a block of steps each, and the first side
+alternates from block to block: other load on the machine slows both equally.
 
-Each pair of blocks gives one ratio of medians; the table has the median of the ratios with their quartiles, and the
-same of the processor time of all workers.  The first pair is not counted: it runs without dropout, so that both sides
-must have the same losses, which is asserted.  Then the models have dropout, and only ElasticDataParallel seeds torch's
-random numbers before each microbatch.
+Each pair of blocks gives one ratio of medians; the table has the median of the ratios with their quartiles, and
+likewise for the processor time of all workers.  The first pair is not counted: it runs without dropout, and the losses
+of both sides must be equal, which is asserted.  Afterwards the models use dropout, and only ElasticDataParallel seeds
+torch's random numbers before each microbatch.
 
-    small       2,177 parameters: shows what the library's own code costs a step
-    medium      12.9 million parameters: shows what the sums cost
-    -8, -1      microbatches of a worker in a step
+    small       2,177 parameters: shows the cost of the library's own code
+    medium      12.9 million parameters: shows the cost of the sums
+    -8, -1      microbatches per worker and step
     -verified   the workers compare digests of their states after every step (``verify_interval=1``)
-    -unverified they never compare; the difference is told in ms, and in ms for a MiB of state
+    -unverified they never compare; the difference is printed in ms, and in ms per MiB of state
 
-The last two are left out where ElasticDataParallel has no ``verify_interval``; the others have its default.
+The last two are skipped if ElasticDataParallel has no ``verify_interval``; the other cases use its default.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ SIDES = ("reference", "elastic")
 NEVER = 10**9
 """Steps between two comparisons of the states."""
 BATCHES = 64
-"""Different microbatches."""
+"""Number of different microbatches."""
 MOST_DIFFERENCE = 1e-3
-"""The largest relative difference of both sides' losses after the block without dropout."""
+"""Largest accepted relative difference of the losses after the block without dropout."""
 HIDDEN = 512
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table."""
+    """Case of the benchmark: a row of the table."""
 
     model: str
     workers: int
     microbatches: int
-    """The microbatches of one worker in a step."""
+    """Microbatches per worker and step."""
     block: int
-    """Steps in a turn."""
+    """Steps per turn."""
     verify: int | None = None
     """``verify_interval``; None: the default."""
 
@@ -90,7 +90,7 @@ VERIFIED, UNVERIFIED = "medium-1-verified", "medium-1-unverified"
 
 
 def build(name: str) -> tuple[Sequential, list[torch.Tensor]]:
-    """A model, the same in each call, and the inputs of its microbatches."""
+    """Return a model, the same in each call, and the inputs of its microbatches."""
     torch.manual_seed(1)
     if name == "small":
         model = Sequential(Linear(32, 64), Tanh(), Dropout(0.1), Linear(64, 1))
@@ -100,7 +100,7 @@ def build(name: str) -> tuple[Sequential, list[torch.Tensor]]:
 
 
 class Elastic:
-    """This worker's copy that the library trains."""
+    """Copy of the model that the library trains on this worker."""
 
     def __init__(self, case: Case) -> None:
         self.model, self._batches = build(case.model)
@@ -110,7 +110,7 @@ class Elastic:
         self.elastic = ElasticDataParallel(self.model, optimizer, microbatches=self._all, **options)
 
     def step(self, step: int) -> float:
-        """The loss of the step, which is the mean of all workers."""
+        """Return the loss of the step, the mean over all workers."""
         del step  # ElasticDataParallel counts
         return self.elastic.step(self._microbatch).loss
 
@@ -120,17 +120,17 @@ class Elastic:
 
 
 class Reference:
-    """This worker's copy that DistributedDataParallel trains, or, with one worker, a plain loop."""
+    """Copy of the model that DistributedDataParallel (with one worker: a plain loop) trains on this worker."""
 
     def __init__(self, case: Case, rank: int, in_place: bool = True) -> None:
         model, self._batches = build(case.model)
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=in_place) if case.workers > 1 else model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self._all, self._mine = case.workers * case.microbatches, case.microbatches
+        self._all, self._each = case.workers * case.microbatches, case.microbatches
         self._share = range(rank, self._all, case.workers)
 
     def step(self, step: int) -> float:
-        """The loss of this worker's microbatches."""
+        """Return the loss of this worker's microbatches."""
         self._optimizer.zero_grad()
         total = torch.zeros(())
         for j in self._share:
@@ -138,7 +138,7 @@ class Reference:
             last, model = j == self._share[-1], self.model
             alone = nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
             with alone:
-                loss = (model(x) - x[..., :1]).square().mean() / self._mine
+                loss = (model(x) - x[..., :1]).square().mean() / self._each
                 loss.backward()
             total += loss.detach()
         self._optimizer.step()
@@ -146,7 +146,7 @@ class Reference:
 
 
 def blocks(case: Case, number: int, sides: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Let the sides take so many turns; of each: its seconds by step, and processor seconds of a step."""
+    """Run ``number`` turns per side; yield for each turn the seconds by step, and processor seconds per step."""
     done = dict.fromkeys(sides, 0)
     for at in range(number):
         for name in list(sides)[:: 1 if at % 2 else -1]:
@@ -165,7 +165,7 @@ def blocks(case: Case, number: int, sides: dict[str, Any]) -> Iterator[dict[str,
 
 
 def work(case: Case, number: int, out: Path, in_place: bool) -> None:
-    """Train both copies, in a worker of recover-run, and write what each block took."""
+    """Train both copies in a worker of recover-run, and write the times of each block."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     if case.workers > 1:
@@ -173,7 +173,7 @@ def work(case: Case, number: int, out: Path, in_place: bool) -> None:
     ours = Elastic(case)
     found = list(blocks(case, number, {"reference": Reference(case, rank, in_place), "elastic": ours}))
     tensors = torch.utils._pytree.tree_leaves(ours.elastic.state_dict())
-    state = sum(its.nbytes for its in tensors if isinstance(its, torch.Tensor))
+    state = sum(item.nbytes for item in tensors if isinstance(item, torch.Tensor))
     ours.elastic.leave()
     with (out / f"blocks-{rank}.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({**block, "state": state}) + "\n" for block in found)
@@ -182,7 +182,7 @@ def work(case: Case, number: int, out: Path, in_place: bool) -> None:
 
 
 def measure(name: str, options: Any) -> dict[str, Any]:
-    """Run a case: by side seconds of each step by block, processor seconds of a step, and the loss of block 0."""
+    """Run a case; return by side the seconds of each step by block, processor seconds per step, and loss of block 0."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "recover_megatron.launch", "--elastic", "--log-dir", f"{folder}/logs"]
@@ -197,36 +197,36 @@ def measure(name: str, options: Any) -> dict[str, Any]:
         workers = [lines(Path(folder) / f"blocks-{rank}.jsonl") for rank in range(case.workers)]
     measured: dict[str, Any] = {"state": workers[0][0]["state"]}
     for side in SIDES:
-        mine = [[block for block in its if block["side"] == side] for its in workers]
+        blocks_ = [[block for block in item if block["side"] == side] for item in workers]
         measured[side] = {
-            "seconds": [block["seconds"] for block in mine[0]],
-            "cpu": [sum(block["cpu"] for block in together) for together in zip(*mine, strict=True)],
+            "seconds": [block["seconds"] for block in blocks_[0]],
+            "cpu": [sum(block["cpu"] for block in together) for together in zip(*blocks_, strict=True)],
             # A worker of the reference has the loss of its own microbatches.
-            "loss": statistics.mean(its[0]["loss"] for its in mine),
+            "loss": statistics.mean(item[0]["loss"] for item in blocks_),
         }
     difference = abs(measured["elastic"]["loss"] / measured["reference"]["loss"] - 1)
-    assert difference <= MOST_DIFFERENCE, f"{name}: the sides do not train alike: losses {difference:.1e} apart"
+    assert difference <= MOST_DIFFERENCE, f"{name}: the losses of the sides differ by {difference:.1e}"
     return measured
 
 
 def added(measured: dict[str, Any]) -> float:
-    """Milliseconds that a step of the library takes more than one of the reference: the median of the pairs."""
+    """Return the additional milliseconds of a library step over a reference step: the median of the pairs."""
     pairs = [*zip(measured["elastic"]["seconds"], measured["reference"]["seconds"], strict=True)][WARM_UP:]
-    return 1e3 * statistics.median(statistics.median(ours) - statistics.median(its) for ours, its in pairs)
+    return 1e3 * statistics.median(statistics.median(ours) - statistics.median(item) for ours, item in pairs)
 
 
 def main() -> None:
     parser = command_line(__doc__, timeout=1800)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--blocks", type=int, default=17, help="turns of each side")
-    parser.add_argument("--block", type=int, default=0, help="steps in a turn (0: that of the case)")
+    parser.add_argument("--block", type=int, default=0, help="steps per turn (0: the case's default)")
     parser.add_argument("--copies", action="store_true", help="DistributedDataParallel without gradient_as_bucket_view")
-    parser.add_argument("--out", type=Path, help="of a worker: where it writes")
+    parser.add_argument("--out", type=Path, help="output folder of a worker")
     options = parser.parse_args()
     if COORDINATOR_VARIABLE in os.environ:
-        its = CASES[options.cases[0]]
-        block = options.block or its.block
-        case = Case(its.model, its.workers, its.microbatches, block, its.verify)
+        item = CASES[options.cases[0]]
+        block = options.block or item.block
+        case = Case(item.model, item.workers, item.microbatches, block, item.verify)
         work(case, options.blocks, options.out, not options.copies)
         return
     verifies = "verify_interval" in inspect.signature(ElasticDataParallel).parameters
@@ -247,7 +247,7 @@ def main() -> None:
         )  # fmt: skip
     if VERIFIED in found and UNVERIFIED in found:
         cost, mib = added(found[VERIFIED]) - added(found[UNVERIFIED]), found[VERIFIED]["state"] / 2**20
-        print(f"\na comparison of the states: {cost:.2f} ms, {cost / mib:.4f} ms for a MiB of {mib:.1f} MiB of state")
+        print(f"\na comparison of the states: {cost:.2f} ms, {cost / mib:.4f} ms per MiB of {mib:.1f} MiB of state")
     print(f"\n{options.blocks - WARM_UP} pairs of turns; torch {torch.__version__}, {platform.machine()}")
     write(options, found)
 

@@ -1,20 +1,20 @@
-"""What it takes to open an epoch: the group of all workers, and the rings of two columns, at 8 to 1,024 members.
+"""Measure how long it takes to open an epoch: the group of all workers, and the rings of two columns.
 
     python benchmarks/bench_epochs.py --members 8 64 256 1024
 
-Members are simulated: each is a thread with a peer store of its own, in one of a few processes; their sockets are real,
-on loopback.  Every member is in every group (as with one worker a replica).  Two ways, in one run:
+Members are simulated: each is a thread with its own peer store, in one of a few processes; their sockets are real, on
+loopback.  Every member is in every group (as with one worker per replica).  Two methods, in one run:
 
-    mesh   gloo's group of all, then the rings one after the other: as it was
-    tree   the tree of all, then the rings side by side: as it is
+    mesh   a gloo group of all members, then the rings sequentially: the old method
+    tree   a tree of all members, then the rings concurrently: the current method
 
-*world* and *rings*: seconds until the slowest member has them.  *barrier*: the first one of all over the group.
-*connections*: of the group of all and of both rings, all members together; *most*: of one member.  The peer stores'
-own connections, by which neighbours ask for addresses, are not counted: they are closed with the epoch.
+*world* and *rings*: seconds until the slowest member has opened them.  *barrier*: the first barrier of all members.
+*connections*: of the group of all and of both rings, over all members; *most*: of one member.  Connections to peer
+stores, over which neighbours read addresses, are not counted: they are closed with the epoch.
 
-Not simulated: distance, and that members have processors of their own; so seconds grow with the members here, since
-all share this machine's.  The mesh is opened up to ``MOST_IN_A_MESH`` members, since gloo's groups of one process would
-find each other's sockets; beyond that only its connections are counted.
+Network latency and separate processors of the members are not simulated: the seconds grow with the members, since all
+share this machine's processors.  The mesh is opened only up to ``MOST_IN_A_MESH`` members, since gloo groups in one
+process would find each other's sockets; beyond that only its connections are computed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TIMEOUT = 600.0
 
 
 class Member:
-    """One worker of the simulation.  ``addresses``: of all peer stores, by rank, when they are known."""
+    """Simulated worker.  ``addresses``: addresses of all peer stores, by rank, when they are known."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -59,7 +59,7 @@ class Member:
         self.addresses: list[str] = []
 
     def open(self, way: str, epoch: int, met: Callable[[], float]) -> dict[str, float]:
-        """Open everything and close it again.  ``met``: waits for all members; the time then."""
+        """Open all groups and close them again.  ``met``: waits for all members, and returns the time."""
         token, size = CancelToken(epoch), len(self.addresses)
         began = met()
         group: Any
@@ -67,12 +67,12 @@ class Member:
             first = PeerStoreClient(self.addresses[0], SECRET, epoch)
             mesh = {"all": range(size)}
             group = GlooGroups(self.rank, mesh, first, token, ring=f"world/{epoch}", timeout=TIMEOUT)
-            mine = size - 1
+            own = size - 1
         else:
             where = self.addresses, self.peer_store, SECRET
             tree = Tree(self.rank, range(size), *where, token, name=f"tree/{epoch}", timeout=TIMEOUT)
             group = TreeBackend(tree)
-            mine = len(tree.children) + (tree.parent is not None)
+            own = len(tree.children) + (tree.parent is not None)
         world = met()
         if way == "mesh":
             group.backends["all"].barrier(dist.BarrierOptions()).wait()
@@ -94,8 +94,8 @@ class Member:
             "world": world - began,
             "barrier": passed - world,
             "rings": opened - passed,
-            "connections": mine / 2 + COLUMNS,
-            "most": mine + 2 * COLUMNS,
+            "connections": own / 2 + COLUMNS,
+            "most": own + 2 * COLUMNS,
         }
 
     def _ring(self, column: int, epoch: int, token: Any) -> Any:
@@ -118,16 +118,16 @@ class Member:
 
 
 def opened(member: Member, way: str, epoch: int, met: Callable[[], float]) -> dict[str, float]:
-    """As ``Member.open``; a member that fails keeps nobody waiting."""
+    """Call ``Member.open``; exit the process if it fails, so that the others do not wait."""
     try:
         return member.open(way, epoch, met)
-    except BaseException:  # noqa: BLE001  the others would wait for it
+    except BaseException:  # noqa: BLE001  the others would wait for this member
         traceback.print_exc()
         os._exit(1)
 
 
 def one_process(shares: list[range], ways: list[str], port: int, barrier: Any, number: int, report: TextIO) -> None:
-    """The members of some ranks; a line for each of ``ways``, with what each member found."""
+    """Run the members of one process; write a line for each of ``ways``, with the results of its members."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -156,16 +156,16 @@ def one_process(shares: list[range], ways: list[str], port: int, barrier: Any, n
 
 
 def measured(size: int, processes: int, ways: list[str]) -> list[dict[str, float]]:
-    """For each of ``ways`` a row."""
+    """Return a row for each of ``ways``."""
     shares = [range(n, size, processes) for n in range(min(processes, size))]
     barrier = FORK.Barrier(len(shares))
     with store() as port:
         by_process = reported(len(shares), partial(one_process, shares, ways, port, barrier))
     rows = []
     for parts in zip(*by_process, strict=True):
-        found = [its for part in parts for its in part]
-        most = {name: max(its[name] for its in found) for name in found[0]}
-        rows.append(most | {"connections": sum(its["connections"] for its in found)})
+        found = [found_ for part in parts for found_ in part]
+        most = {name: max(found_[name] for found_ in found) for name in found[0]}
+        rows.append(most | {"connections": sum(found_["connections"] for found_ in found)})
     return rows
 
 
@@ -178,14 +178,14 @@ def main() -> None:
     table = []
     for size in options.members:
         ways = ["tree", *(["mesh"] if size <= MOST_IN_A_MESH else [])]
-        # The first round warms up: modules are imported, threads made.
+        # The first round warms up: imports modules, starts threads.
         rows = dict(zip(ways, measured(size, options.processes, [*ways, *ways])[len(ways) :], strict=True))
         for way in ("mesh", "tree"):
-            its = rows.get(way)
-            seconds = ["" if its is None else f"{its[name]:.3f}" for name in ("world", "barrier", "rings")]
-            many = size * (size - 1) / 2 + COLUMNS * size if its is None else its["connections"]
-            most = size - 1 + 2 * COLUMNS if its is None else its["most"]
-            table.append({"members": size, "way": way, **(its or {})})
+            found_ = rows.get(way)
+            seconds = ["" if found_ is None else f"{found_[name]:.3f}" for name in ("world", "barrier", "rings")]
+            many = size * (size - 1) / 2 + COLUMNS * size if found_ is None else found_["connections"]
+            most = size - 1 + 2 * COLUMNS if found_ is None else found_["most"]
+            table.append({"members": size, "way": way, **(found_ or {})})
             row(size, way, *seconds, f"{many:.0f}", f"{most:.0f}")
     print(f"\n{load_average()}")
     write(options, table)

@@ -1,28 +1,28 @@
-"""Useful tokens for the workers' time under failures: --recover, and checkpoint-and-restart with stock Megatron.
+"""Measure useful tokens per worker-second under failures: --recover against checkpoint-and-restart with stock Megatron.
 
     python benchmarks/bench_goodput.py --png goodput.png
 
-The same schedule of real SIGKILLs (worker W in its backward pass of iteration I) against
+The same schedule of real SIGKILLs (worker W in its backward pass of iteration I) with
 
-    none       stock Megatron, nobody dies
-    recover    --recover, no checkpoints: the run goes on with those who are left, with the same batch
-    replaced   stock Megatron with checkpoints: a death ends the launch, a supervisor starts all anew from the last
-               checkpoint at once, with as many workers as before: lost ones are replaced for nothing
-    shrinking  the same, but lost workers stay lost: the launch has as many workers as the batch can be divided by, the
+    none       stock Megatron, no death
+    recover    --recover, no checkpoints: the run continues with the live workers, with the same batch
+    replaced   stock Megatron with checkpoints: a death ends the launch, a supervisor restarts all workers from the
+               last checkpoint at once, with the same number of workers: lost workers are replaced at no cost
+    shrinking  the same, but lost workers are not replaced: the launch has as many workers as divide the batch, the
                others wait and are paid for
 
-Start-up is favourable to checkpoint-and-restart here: workers are forked from a process that has imported Megatron, and
-deaths are seen at once.  The checkpoint interval is the one of Young and Daly, sqrt(2 x cost x time between failures),
-from the costs measured first (--interval N to set another).  All runs do the same iterations, so the same tokens.
+Startup favours checkpoint-and-restart here: workers are forked from a process that has imported Megatron, and deaths
+are noticed at once.  The checkpoint interval follows Young and Daly, sqrt(2 x cost x time between failures), from
+costs measured first (--interval N sets another).  All runs do the same iterations, so the same tokens.
 
-A worker's time counts from its launch (from the first launch on, where lost workers are replaced) until it is dead or
-the run is over; "without start-up" leaves out the time from each launch to its first iteration.  Each worker plays a
+A worker's time counts from its launch (from the first launch, if lost workers are replaced) until its death or the end
+of the run; "without start-up" excludes the time from each launch to its first iteration.  Each worker simulates a
 device of fixed speed (--microbatch-seconds): on a machine with fewer cores than workers the survivors would otherwise
-be faster for every death.
+become faster with every death.
 
---hsdp trains with Megatron-FSDP: a replica is a shard group of workers, two or as many as are named.  With --recover
-what is left of a broken shard group waits, paid for, until there are enough workers for a whole one; without it a
-launch has whole shard groups.
+--hsdp trains with Megatron-FSDP: a replica is a shard group of two workers, or of the given number.  With --recover the
+workers of a broken shard group wait, paid for, until they suffice for a complete one; without it a launch has complete
+shard groups.
 
 Prints a table; --json FILE writes every measurement, --png FILE draws tokens over worker-seconds.
 """
@@ -60,24 +60,24 @@ MAX_LAUNCHES = 50
 
 @dataclass
 class Launch:
-    """One start of workers.  Times are seconds on the clock of the machine."""
+    """Start of all workers.  Times are seconds of the monotonic clock."""
 
     workers: int
     paid: int
-    """Workers that are held, those that wait included."""
+    """Allocated workers, including those that wait."""
     started: float
     ended: float
     first: float
-    """When the first iteration began; ``ended`` if none did."""
+    """Start of the first iteration; ``ended`` if none began."""
     deaths: list[float]
     began: dict[int, float]
-    """Iteration -> when it began, at the last worker of those that live."""
+    """Iteration -> its start on the last live worker."""
     losses: dict[int, float]
 
 
 @dataclass
 class Result:
-    """A whole run."""
+    """Result of a complete run."""
 
     name: str
     launches: list[Launch]
@@ -85,10 +85,10 @@ class Result:
     interval: int | None = None
 
     def paid_until(self, moment: float, *, startup: bool = True) -> float:
-        """Worker-seconds by then, with or without those between a launch and its first iteration."""
+        """Return the worker-seconds until ``moment``, with or without the time from a launch to its first iteration."""
         total = 0.0
         for number, launch in enumerate(self.launches):
-            # Between two launches the workers are held as well.
+            # Between two launches the workers are allocated as well.
             after = self.launches[number + 1 :]
             end = min(moment, after[0].started if after else launch.ended)
             begin = launch.started if startup else launch.first
@@ -98,12 +98,12 @@ class Result:
         return total
 
     def per_worker_second(self, *, startup: bool = True) -> float:
-        """Tokens."""
+        """Return tokens per worker-second."""
         return self.tokens / self.paid_until(math.inf, startup=startup)
 
 
 def sharded(replica: int, workers: int) -> list[str]:
-    """The flags of a launch of so many workers, of which ``replica`` are a shard group of Megatron-FSDP; 1: without."""
+    """Return flags of a launch; ``replica``: workers per shard group of Megatron-FSDP; 1: without FSDP."""
     return (
         []
         if replica == 1
@@ -122,7 +122,7 @@ class Bench:
         self.model = MODELS[options.model]
 
     def launch(self, workers: int, paid: int, kills: list[str], *flags: str) -> Launch:
-        """Start ``workers`` and wait for their end; kills that have struck are taken off ``kills``."""
+        """Start ``workers`` and wait for their end; remove executed kills from ``kills``."""
         self._count += 1
         out = self._folder / f"launch-{self._count}"
         out.mkdir()
@@ -152,7 +152,7 @@ class Bench:
         return Launch(workers, paid, started, ended, first, sorted(struck.values()), began, losses)
 
     def run(self, name: str, kills: list[str], interval: int | None = None) -> Result:
-        """A whole run: ``name`` as in the module's text."""
+        """Make a complete run; ``name`` as in the module's docstring."""
         options = self._options
         iterations, left, alive = options.iterations, list(kills), options.workers
         flags = ["--train-iters", str(iterations)]
@@ -167,28 +167,28 @@ class Bench:
             workers = alive
             while not launches or max(launches[-1].began, default=0) <= iterations:
                 before = len(left)
-                # With Megatron-FSDP stock Megatron trains another model where there is nothing to load yet.
+                # With Megatron-FSDP and --load without a checkpoint, stock Megatron trains another model.
                 load = ["--load", str(save)] if any(save.glob("latest*")) else []
                 launches.append(self.launch(workers, alive, left, *flags, *load))
                 if len(launches) > MAX_LAUNCHES:
-                    raise RuntimeError("the run does not get on")
+                    raise RuntimeError("the run did not finish within the limit of launches")
                 if name == "shrinking":
                     alive -= before - len(left)
-                    # A schedule names workers of the first launch: those that are left have the first numbers now.
+                    # The schedule names workers of the first launch; the remaining workers have the lowest numbers now.
                     left = [_renamed(kill, alive) for kill in left]
                     workers = self._most(alive)
                     if not workers:
-                        raise RuntimeError(f"{alive} workers are left, which are no replica")
+                        raise RuntimeError(f"the {alive} remaining workers cannot form a replica")
                     left = [_renamed(kill, workers) for kill in left]
         return Result(name, launches, iterations * self.model.tokens, interval)
 
     def _most(self, alive: int) -> int:
-        """The most of ``alive`` that make whole replicas and by which the batch can be divided; 0: there are none."""
+        """Return the most workers of ``alive`` that form complete replicas and divide the batch; 0 if none."""
         microbatches, replica = self.model.global_batch // self.model.micro_batch, self._options.hsdp
         return max((n for n in range(replica, alive + 1, replica) if microbatches % n == 0), default=0)
 
     def costs(self) -> tuple[float, float]:
-        """Seconds of an iteration and of a checkpoint, measured."""
+        """Measure the seconds of an iteration and of a checkpoint."""
         workers = self._options.workers
         flags = ["--train-iters", "7"]
         plain = self.launch(workers, workers, [], *flags)
@@ -206,12 +206,12 @@ def _renamed(kill: str, workers: int) -> str:
 
 
 def young_daly(iteration: float, checkpoint: float, between: float) -> int:
-    """The best number of iterations between checkpoints; ``between``: seconds between failures."""
+    """Return the best number of iterations between checkpoints; ``between``: seconds between failures."""
     return max(1, round(math.sqrt(2 * checkpoint * between) / iteration))
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Tokens trained over worker-seconds spent; what is lost by a restart falls back."""
+    """Draw trained tokens over worker-seconds; tokens that a restart loses make the curve fall."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -245,7 +245,7 @@ def main() -> None:
     parser = command_line(__doc__, model="toy", microbatch_seconds=0.25)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=25)
-    parser.add_argument("--kills", default="7@5,1@10,4@15,2@20", metavar="W@I,...", help="the schedule")
+    parser.add_argument("--kills", default="7@5,1@10,4@15,2@20", metavar="W@I,...", help="schedule of the kills")
     parser.add_argument(
         "--hsdp", nargs="?", type=int, const=2, default=1, metavar="S", help="shard groups of S workers (default: 2)"
     )

@@ -1,15 +1,15 @@
-"""Tokens for the workers' time of a run that grows and shrinks, against runs of constant size.
+"""Measure tokens per worker-second of a run that grows and shrinks, against runs of constant size.
 
     python benchmarks/bench_growing.py
 
-    grown      2 replicas at the launch; 4 workers more come, and are taken as soon as they have built their models; in
-               iteration --shrink-at 3 of the 6 are killed
-    constant   the same launch with 2, 3 and 6 replicas from its first iteration to its last, nobody comes or goes
+    grown      2 replicas at the launch; 4 more workers join, and get a place as soon as they have built their models;
+               in iteration --shrink-at 3 of the 6 are killed
+    constant   the same launch with 2, 3 and 6 replicas from the first iteration to the last
 
 All train the same iterations of the same batch, so the same tokens.  A worker's time counts while it has a place in the
-plan, from the begin of the first iteration on; so what forming the new replicas and losing some costs is in it, and the
-building of models, which goes on beside the training, is not.  Each worker plays a device of fixed speed
-(--microbatch-seconds): on a machine with fewer cores than workers more of them would be slower each.
+plan, from the start of the first iteration.  So it includes the cost of forming new replicas and of losing some, but
+not the building of models, which runs in parallel with the training.  Each worker simulates a device of fixed speed
+(--microbatch-seconds): on a machine with fewer cores than workers each would become slower with more workers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from recover_megatron.run_log.steps import read_steps, violations
 from tests.harness.forkserver import ForkServer
 
 MICROBATCHES = 48
-"""Of an iteration, each of one sample: whole shares for 2, 3 and 6 replicas."""
+"""Microbatches per iteration, of one sample each: divisible by 2, 3 and 6 replicas."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A whole run, without its start-up."""
+    """Complete run, without its startup."""
 
     name: str
     replicas: list[int]
-    """Of each iteration."""
+    """Replicas of each iteration."""
     seconds: float
     worker_seconds: float
     tokens: int
@@ -48,7 +48,7 @@ class Measured:
 
 
 def measured(name: str, out: Path, tokens: int) -> Measured:
-    """Of the run in ``out``; ``tokens``: of an iteration."""
+    """Evaluate the run in ``out``; ``tokens``: tokens per iteration."""
     steps = sorted(read_steps(out / "steps.jsonl"), key=lambda step: step.iteration)
     if found := violations(steps, MICROBATCHES):
         raise RuntimeError(f"{name}: {found}")
@@ -67,7 +67,7 @@ def measured(name: str, out: Path, tokens: int) -> Measured:
 def run(
     server: ForkServer, folder: Path, options: Any, name: str, replicas: int, *flags: str, newcomers: int = 0
 ) -> Measured:
-    """One run of ``replicas`` at its launch."""
+    """Make one run, launched with ``replicas``."""
     out, model = folder / name.replace(" ", "-"), MODELS["toy"]
     out.mkdir()
     more = [*RECOVER, *flags, *["--use-distributed-optimizer"] * options.sharded]
@@ -96,13 +96,13 @@ def main() -> None:
     grown = found[0]
     numbers = "wall, s:", "worker-seconds:", "tokens per worker-second:", "grown / it:"
     head("replicas", "iterations with 2 to 6", *numbers)
-    for its in found:
-        spent = ", ".join(str(its.replicas.count(size)) for size in range(2, 7))
-        ratio = grown.per_worker_second / its.per_worker_second
-        figures = its.seconds, its.worker_seconds, its.per_worker_second
-        row(its.name, spent, *(f"{figure:.1f}" for figure in figures), f"{ratio:.3f}")
+    for line in found:
+        spent = ", ".join(str(line.replicas.count(size)) for size in range(2, 7))
+        ratio = grown.per_worker_second / line.per_worker_second
+        figures = line.seconds, line.worker_seconds, line.per_worker_second
+        row(line.name, spent, *(f"{figure:.1f}" for figure in figures), f"{ratio:.3f}")
     print(f"\n{load_average()}")
-    write(options, [asdict(its) for its in found])
+    write(options, [asdict(line) for line in found])
 
 
 if __name__ == "__main__":

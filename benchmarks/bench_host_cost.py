@@ -1,17 +1,16 @@
-"""What an iteration costs the host: Python time per bucket, with nothing to wait for.
+"""Measure the host's cost of an iteration: Python time per bucket, without any waiting.
 
     python benchmarks/bench_host_cost.py [--members 8] [--buckets 40] [--iterations 50] [--most 100] [--json FILE]
 
-A device's data-parallel sums cost its host the planning, ordering, launching and marking, and that is under the
-interpreter's lock, which backward needs as well.  Here one member of a group hands in all buckets of an iteration and
-waits for them; the processor time of the whole process counts (both threads).  The quickest iteration is told: the
-others paid for what the machine did beside them.
+The host plans, orders, launches and marks a device's data-parallel sums, under the GIL, which backward needs as well.
+Here one member of a group submits all buckets of an iteration and waits for them; the processor time of the complete
+process counts (both threads).  The fastest iteration is printed: others include other load of the machine.
 
-    native     reduce_scatter and all_gather, each bucket as a whole, by the code for NCCL, over a communicator and
-               events that are over as soon as they are asked for (without NCCL's own time, and that of nccl4py)
-    ring       one segment per chunk, over a transport that does nothing; its sums are part of it
+    native     reduce_scatter and all_gather of complete buckets, by the code for NCCL, over a communicator and events
+               that are done at once (without the time of NCCL and nccl4py)
+    ring       one segment per chunk, over a transport that does nothing; includes the sums
 
-Exits with 1 when the native collectives or the ring take more than ``--most`` microseconds per bucket.
+Exits with 1 if the native collectives or the ring take more than ``--most`` microseconds per bucket.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 MOST = 100.0
-"""Microseconds per bucket."""
+"""Limit in microseconds per bucket."""
 NUMEL = 8 * 1024
-"""Elements of a bucket: so few that moving them costs next to nothing."""
+"""Elements of a bucket: so few that moving them costs almost nothing."""
 
 
 @dataclass(frozen=True)
 class Over:
-    """Whatever it was, it is over."""
+    """Operation that is done."""
 
     tensor: torch.Tensor
     done: bool = True
@@ -61,7 +60,7 @@ NOTHING = Over(torch.empty(0))
 
 
 class IdleTransport(Transport):
-    """All arrivals of one length are the same zeros."""
+    """Transport without any transfer: all arrivals of one length are the same zeros."""
 
     scratch_peak = 0
 
@@ -83,7 +82,7 @@ class IdleTransport(Transport):
 
 
 class Idle:
-    """A communicator of NCCL's that has done whatever it is asked for; a stream, or an event, where all is over."""
+    """NCCL communicator, stream or event whose operations are done at once."""
 
     is_valid = True
 
@@ -123,7 +122,7 @@ def groups(members: int) -> dict[str, Group]:
 
 
 def per_bucket(group: Group, buckets: Sequence[Bucket], iterations: int) -> float:
-    """Microseconds of processor time per bucket, of the quickest iteration."""
+    """Return the microseconds of processor time per bucket, of the fastest iteration."""
     found = []
     for _ in range(iterations):
         for bucket in buckets:
@@ -141,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--buckets", type=int, default=40)
     parser.add_argument("--iterations", type=int, default=50)
-    parser.add_argument("--most", type=float, default=MOST, help="microseconds per bucket that are still accepted")
+    parser.add_argument("--most", type=float, default=MOST, help="limit in microseconds per bucket")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     buckets = [Bucket(torch.zeros(NUMEL)) for _ in range(options.buckets)]

@@ -1,18 +1,18 @@
-"""What --recover costs with Megatron-FSDP when nobody dies: bytes on the wire and memory, against stock Megatron's.
+"""Measure the cost of --recover with Megatron-FSDP without deaths: bytes and memory, against stock Megatron.
 
     python benchmarks/bench_hsdp.py
 
-Two shard groups of two workers train the same model with and without --recover, one run after the other.  What came
-over all connections of all workers in an iteration is counted by the kernel (``TCP_INFO``, message headers and all that
-is said besides included; no shared memory); memory is that of all of torch's tensors of a worker before the last
-iteration, and the most that a process had resident since the iteration before.  Counted, so other work on the machine
-changes nothing.
+Two shard groups of two workers train the same model with and without --recover, one run after the other.  The kernel
+counts the bytes received over all connections of all workers in an iteration (``TCP_INFO``, including message headers
+and control messages; without shared memory).  Memory is the size of all torch tensors of a worker before the last
+iteration, and the peak resident memory of a process since the previous iteration.  All numbers are counts, so other
+load on the machine does not matter.
 
-The time of an iteration is measured by bench_overhead.py:
+bench_overhead.py measures the time of an iteration:
 
     python benchmarks/bench_overhead.py --models small medium --layouts dp4 --overlap yes --flags "$FLAGS"
 
-with FLAGS as ``--flags`` prints them here.
+with FLAGS as printed by ``--flags`` here.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ KINDS = {"fp32": [], "bf16": ["--bf16", "--megatron-fsdp-main-grads-dtype", "fp3
 
 
 def run(server: ForkServer, folder: Path, flags: list[str], options: Any) -> dict[str, Any]:
-    """Of one training: bytes an iteration, all workers together; of a worker, bytes of tensors and resident KiB."""
+    """Train once; return bytes per iteration over all workers; per worker, bytes of tensors and peak resident KiB."""
     train(
         server, folder, WORKERS, [*MODELS[options.model].argv, *FLAGS, "--overlap-grad-reduce", *flags],
         iterations=ITERATIONS, environment={"BENCH_TRAFFIC": "1", "BENCH_MEMORY": "1"}, timeout=options.timeout,
     )  # fmt: skip
     rows = [times(folder, rank) for rank in range(WORKERS)]
-    counted = [(its[ITERATIONS - 1]["received"] - its[ITERATIONS - 1 - COUNTED]["received"]) / COUNTED for its in rows]
-    last = [its[ITERATIONS - 1] for its in rows]
+    counted = [(out[ITERATIONS - 1]["received"] - out[ITERATIONS - 1 - COUNTED]["received"]) / COUNTED for out in rows]
+    last = [out[ITERATIONS - 1] for out in rows]
     return {
         "received": sum(counted),
         "tensors": statistics.mean(row["tensors"] for row in last),
@@ -61,7 +61,7 @@ def run(server: ForkServer, folder: Path, flags: list[str], options: Any) -> dic
 
 def main() -> None:
     parser = command_line(__doc__, model="medium", timeout=1800)
-    parser.add_argument("--flags", action="store_true", help="print the flags for bench_overhead.py, and do nothing")
+    parser.add_argument("--flags", action="store_true", help="print the flags for bench_overhead.py and exit")
     options = parser.parse_args()
     if options.flags:
         print(" ".join(FLAGS))
@@ -76,14 +76,14 @@ def main() -> None:
             stock: dict[str, Any] = {}
             for side, flags in SIDES.items():
                 with tempfile.TemporaryDirectory() as folder:
-                    its = run(server, Path(folder), [*more, *flags], options)
-                stock = its if side.startswith("stock") else stock
+                    out = run(server, Path(folder), [*more, *flags], options)
+                stock = out if side.startswith("stock") else stock
                 cells = [
-                    f"{its[name] / unit:{form}}" for name in ("received", "tensors")
+                    f"{out[name] / unit:{form}}" for name in ("received", "tensors")
                     for unit, form in ((2**20, ".3f"), (stock[name], ".4f"))
                 ]  # fmt: skip
-                row(kind, side, *cells, f"{its['peak'] / 2**10:.0f}")
-                found.append({"kind": kind, "side": side, **its})
+                row(kind, side, *cells, f"{out['peak'] / 2**10:.0f}")
+                found.append({"kind": kind, "side": side, **out})
     print(f"\n{options.model}, {WORKERS} workers, {COUNTED} iterations; {platform.machine()}")
     write(options, found)
 

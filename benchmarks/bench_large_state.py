@@ -1,27 +1,27 @@
-"""Measures what of a recovery grows with the state of a worker: time by phase, and memory, for models of several sizes.
+"""Measure how a recovery grows with the state of a worker: time by phase, and memory, for models of several sizes.
 
     python benchmarks/bench_large_state.py --sizes 1 10 110
 
 Each case trains with --recover and loses workers (--recover-inject: real SIGKILLs from inside):
 
-    all-reduce   four replicas; a worker dies in its forward pass, one when two thirds of the sums are everywhere
-                 (they are set aside while its microbatches are run again), one when all has been summed
-    shards       four replicas, the distributed optimizer, shadows; a newcomer takes the place of the dead worker
-    places       two replicas; a spare takes the place of the first dead worker, a newcomer that of the second
-    snapshots    TP 2 x DP 2 with the memory tier; both workers of a position die: all go back to a snapshot, one of
-                 those who are left builds the model of that position, and newcomers make up the second replica
+    all-reduce   four replicas; a worker dies in its forward pass, one when two thirds of the sums are finished at all
+                 members (they are saved while its microbatches are run again), one when all is summed
+    shards       four replicas, the distributed optimizer, shadows; a newcomer replaces the dead worker
+    places       two replicas; a spare replaces the first dead worker, a newcomer the second
+    snapshots    TP 2 x DP 2 with the memory tier; both workers of a position die: all roll back to a snapshot, a
+                 survivor builds the model of that position, and newcomers complete the second replica
 
-Of each case, times in milliseconds, the longest of all its recoveries (the accounts in events.jsonl; training, that is
-the re-run, is left out); and MiB of resident memory of a worker:
+Times in milliseconds, the maximum over all recoveries of a case (from events.jsonl; without the re-run, which is
+training); and MiB of resident memory of a worker:
 
-    state        a newcomer or a spare has its state, and what came
-    repartition  the optimizer's shards have changed hands
-    waited, behind   the training waited for a snapshot, it was everywhere
-    back         all have loaded a snapshot
-    training     before the first death: between two iterations (median), and at the peak of one
-    peak, kept   from the first death on, of the worker launched with the run that has most: the highest peak less the
-                 one before, and what is resident at the end less what was before
-    newcomer     resident at the end, of one that came later, less ``training``
+    state        until a newcomer or a spare has its state, and the size of the state
+    repartition  redistribution of the optimizer's shards
+    waited, behind   wait of the training for a snapshot, and time until all holders have it
+    back         until all workers have loaded a snapshot
+    training     before the first death: between two iterations (median), and the peak within one
+    peak, kept   after the first death, maximum over the launched workers: increase of the peak, and of the resident
+                 memory at the end
+    newcomer     resident memory at the end of a worker that joined later, less ``training``
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ SIZES = {
     "10": Model(8, 256, 64, 16000, 1, 4),
     "110": Model(12, 768, 64, 32000, 1, 4),
 }
-"""Millions of parameters, about."""
+"""Models by millions of parameters, approximately."""
 STRIKE = 5
-"""The iteration of the first death: by then all memory is in use that the training needs."""
+"""Iteration of the first death: by then the training has allocated all its memory."""
 MICROBATCH = 0.5
-"""Seconds that a microbatch takes at least: a small model would be trained before a newcomer has come."""
+"""Minimum seconds of a microbatch: a small model would be trained before a newcomer has joined."""
 PHASES = ("rendezvous", "regroup", "pull", "reduce", "agree")
 TAKES = re.compile(r"takes position .*: groups [\d.]+ s, state ([\d.]+) s, (\d+) bytes")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run.  ``kills``: as for --recover-inject; ``AT``: the visit at which two thirds of the sums are everywhere."""
+    """Run of the benchmark.  ``kills``: as for --recover-inject; ``AT``: visit at which two thirds are summed."""
 
     layout: str
     kills: str
@@ -87,9 +87,9 @@ CASES = {
 
 
 def measure(server: ForkServer, folder: Path, case: Case, model: Model, timeout: float) -> dict[str, float]:
-    """Train once; returns the numbers of the two tables, by column."""
+    """Train once; return the numbers of the two tables, by column."""
     workers, shape = LAYOUTS[case.layout]
-    # Segments of half a MiB arrive one after the other, those of three quarters of the bucket.
+    # Segments of half a MiB arrive one after the other, for three quarters of the bucket.
     visit = max(1, model.parameters * 4 // (512 << 10) // 2)
     kills = case.kills.replace("AT", str(visit))
     flags = [*model.argv, *shape.split(), *case.flags.split(), "--recover", "--recover-inject", kills]
@@ -123,23 +123,23 @@ def measure(server: ForkServer, folder: Path, case: Case, model: Model, timeout:
 
 
 def memory(folder: Path) -> dict[str, float]:
-    """MiB of the workers: see above."""
+    """Return the MiB of the workers: see above."""
     processes: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for its in (its for path in folder.glob("times-*.jsonl") for its in lines(path)):
-        if its["iteration"] is not None:
-            sizes = {name: its[name] / 1024 for name in ("peak", "resident")}
-            processes[its["pid"]].append({"iteration": its["iteration"], **sizes})
-    end = max(its["iteration"] for rows in processes.values() for its in rows)
+    for item in (item for path in folder.glob("times-*.jsonl") for item in lines(path)):
+        if item["iteration"] is not None:
+            sizes = {name: item[name] / 1024 for name in ("peak", "resident")}
+            processes[item["pid"]].append({"iteration": item["iteration"], **sizes})
+    end = max(item["iteration"] for rows in processes.values() for item in rows)
     launched = [rows for rows in processes.values() if rows[0]["iteration"] == 1]
-    # A row's peak is that of the iteration before it; in the first two the moments are made.
-    quiet = [its for rows in launched for its in rows if 2 < its["iteration"] <= STRIKE]
+    # A row has the peak of the previous iteration; the first two iterations allocate the moments.
+    quiet = [item for rows in launched for item in rows if 2 < item["iteration"] <= STRIKE]
     found = {
-        "training": statistics.median(its["resident"] for its in quiet),
-        "training, peak": max(its["peak"] for its in quiet),
+        "training": statistics.median(item["resident"] for item in quiet),
+        "training, peak": max(item["peak"] for item in quiet),
     }
     for rows in (rows for rows in launched if rows[-1]["iteration"] == end):
-        last = max(at for at, its in enumerate(rows[: STRIKE + 1]) if its["iteration"] <= STRIKE)
-        more = max(its["peak"] for its in rows[last + 1 :]) - max(its["peak"] for its in rows[2 : last + 1])
+        last = max(at for at, item in enumerate(rows[: STRIKE + 1]) if item["iteration"] <= STRIKE)
+        more = max(item["peak"] for item in rows[last + 1 :]) - max(item["peak"] for item in rows[2 : last + 1])
         kept = rows[-1]["resident"] - rows[last]["resident"]
         found |= {"peak": max(more, found.get("peak", more)), "kept": max(kept, found.get("kept", kept))}
     came = [rows[-1]["resident"] for rows in processes.values() if rows[0]["iteration"] > 1]
@@ -152,9 +152,9 @@ SIZES_OF = ("training", "training, peak", "set aside", "came", "peak", "kept", "
 
 def table(rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
     head("case", "million parameters:", *(f"{name}:" for name in columns), "load:")
-    for its in rows:
-        cells = (f"{its[column]:.0f}" if column in its else "" for column in columns)
-        row(its["case"], its["size"], *cells, its["load"])
+    for item in rows:
+        cells = (f"{item[column]:.0f}" if column in item else "" for column in columns)
+        row(item["case"], item["size"], *cells, item["load"])
     print()
 
 

@@ -1,26 +1,26 @@
-"""From the loss of a node to the next committed iteration: in place, and by a restart from the same checkpoint.
+"""Measure the time from the loss of a node to the next committed iteration: in place, and by a restart.
 
     python benchmarks/bench_lost_node.py --runs 3
 
-Two launchers of recover-run on one machine are two nodes of two workers, two pipelines of two stages in Megatron's
-default order: a node has all that hold a stage.  When iteration STRIKE is committed every process of the second node
-gets SIGKILL at once, launcher, coordinator and workers; the two workers that are left make one replica.
+Two launchers of recover-run on one machine are two nodes of two workers: two pipelines of two stages in Megatron's
+default order, so a node has all workers of a stage.  When iteration STRIKE is committed, every process of the second
+node gets SIGKILL at once: launcher, coordinator and workers.  The two remaining workers form one replica.
 
-    memory       they go back to a snapshot, in the same processes
-    checkpoint   the same, to a checkpoint (--recover-memory-tier off)
-    restart      the run ends with exit code 12 (--recover-last-resort off, too), and recover-run is started at once on
-                 the node that is left, with --load of that checkpoint
+    memory       they roll back to a snapshot, in the same processes
+    checkpoint   they roll back to a checkpoint (--recover-memory-tier off)
+    restart      the run ends with exit code 12 (also --recover-last-resort off), and recover-run is started at once on
+                 the remaining node, with --load of that checkpoint
 
-A snapshot or a checkpoint is taken after every EVERY-th iteration, so all three run the same iterations again.  Seconds
+A snapshot or a checkpoint is taken after every EVERY-th iteration, so all three repeat the same iterations.  Seconds
 from the kill:
 
-    noticed         until the coordinator that leads takes the first worker of the node for lost: at once here, where
-                    the kernel lives and closes its connections; of a silent host a heartbeat timeout
+    noticed         until the leading coordinator declares the first worker of the node lost: at once here, since the
+                    kernel closes its connections; for a silent host, a heartbeat timeout
     next committed  until an iteration is committed again
-    caught up       until one is that had not been committed before
+    caught up       until a new iteration is committed
 
-The three take turns, so that a busy machine slows all alike.  The ratios are of restart to the others, run by run; in
-"less noticed" both are without the first column, which is the same for all three.
+The three take turns, so that other load slows all equally.  The ratios are restart over the others, run by run; "less
+noticed" excludes the first column, which is the same for all three.
 """
 
 from __future__ import annotations
@@ -50,37 +50,37 @@ WAYS = {
 }
 EVERY, STRIKE = 10, 25
 MARK = "BENCH_NODE"
-"""In the environment of all processes of a node."""
+"""Variable in the environment of all processes of a node."""
 CLOCK = time.time() - time.monotonic()
-"""What the clock here is behind the events."""
+"""Offset from the monotonic clock to the clock of the events."""
 COLUMNS = ("noticed", "next committed", "caught up")
 
 
 def lose(node: str) -> float:
-    """Kill every process of a node, as a host that loses its power; when."""
+    """Kill every process of a node, as a power failure does; return the time."""
     doomed = processes_with(f"{MARK}={node}")
     at = time.monotonic()
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in doomed:
-            with suppress(ProcessLookupError):  # it has ended with its launcher
+            with suppress(ProcessLookupError):  # it has exited with its launcher
                 os.kill(pid, number)
     return at
 
 
 def noticed(logs: Path, after: float) -> float:
-    """When the first worker of the second node was taken for lost."""
+    """Return when the first worker of the second node was declared lost."""
     files = [path for path in logs.glob("events-*.jsonl") if path.stat().st_size]
     faults = [e for path in files for e in lines(path) if e["event"] == "fault" and e.get("worker") in (2, 3)]
     return min(e["time"] for e in faults if e["time"] > after + CLOCK) - CLOCK
 
 
 def went_back(logs: Path) -> list[int]:
-    """The iterations to which the run has gone back."""
+    """Return the iterations to which the run has rolled back."""
     return [event["to"] for event in read_events(logs / EVENTS_FILE) if event["event"] == "rolled back"]
 
 
 def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
-    """One loss of a node."""
+    """Measure one loss of a node."""
     model, saved = MODELS[options.model], folder / "checkpoints"
     training = [SCRIPT, *COMMON, *model.argv, "--global-batch-size", str(12 * model.micro_batch), "--train-iters"]
     training += ["100000", "--pipeline-model-parallel-size", "2", "--log-interval", "1000", "--recover", *WAYS[way]]
@@ -105,7 +105,7 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
         again = run.wait(run.steps)
         kept = run.steps()[0].iteration - 1
     else:
-        # What was run so far is in another file when all have gone back.
+        # When all workers have rolled back, the earlier steps are in another file.
         run.wait(lambda: went_back(run.logs) and (run.logs / "steps.jsonl.1").exists())
         (kept,) = went_back(run.logs)
         again = run.wait(lambda: run.steps() and run.steps()[-1].iteration > kept)
@@ -122,7 +122,7 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
 
 def main() -> None:
     parser = command_line(__doc__, model="small", microbatch_seconds=0.1)
-    parser.add_argument("--runs", type=int, default=3, help="of each way; the table has their median")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each method; the table has their median")
     options = parser.parse_args()
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(options.runs):
@@ -130,15 +130,15 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows[way].append(measure(way, Path(folder), options))
     head("", *(f"{name}:" for name in (*COLUMNS, "run again", "restart over this", "less noticed")))
-    for way, its in rows.items():
-        median = [statistics.median(loss[name] for loss in its) for name in (*COLUMNS, "lost")]
-        pairs = list(zip(rows[RESTART], its, strict=True))
+    for way, losses in rows.items():
+        median = [statistics.median(loss[name] for loss in losses) for name in (*COLUMNS, "lost")]
+        pairs = list(zip(rows[RESTART], losses, strict=True))
         ratio = statistics.median(r["next committed"] / o["next committed"] for r, o in pairs)
         less = statistics.median(
             (r["next committed"] - r["noticed"]) / (o["next committed"] - o["noticed"]) for r, o in pairs
         )
         row(way, *(f"{seconds:.2f}" for seconds in median[:3]), f"{median[3]:.0f}", f"{ratio:.2f}", f"{less:.2f}")
-    print(f"\n{options.model}, {options.microbatch_seconds} s a microbatch, {options.runs} each; {load_average()}")
+    print(f"\n{options.model}, {options.microbatch_seconds} s per microbatch, {options.runs} each; {load_average()}")
     write(options, rows)
 
 

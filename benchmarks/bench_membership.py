@@ -1,11 +1,11 @@
-"""How the coordinator scales: one coordinator process, N simulated workers in one other process.
+"""Measure how the coordinator scales: one coordinator process, N simulated workers in one other process.
 
     python benchmarks/bench_membership.py [--workers 100 1000 4000] [--deaths 5] [--seconds 10] [--json PATH]
 
-For each N: the time until all have the first plan; the processor time of the coordinator per second of steady state
-(heartbeats of all workers each second); the time and processor time of one agreed iteration; and, over several deaths,
-the time from a worker's death to the moment when the last survivor holds the new plan (revoke to all, join from all,
-plan to all). The simulated workers share one process and one core with each other, so the times include their work.
+For each N: the time until all workers have the first plan; the processor time of the coordinator per second of steady
+state (heartbeats of all workers each second); the time and processor time of one agreed iteration; and, over several
+deaths, the time from a worker's death until the last survivor has the new plan (revoke to all, join from all, plan to
+all).  The simulated workers share one process and one core, so the times include their work.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ HEARTBEAT = 1.0
 
 @lru_cache(100)
 def parsed(body: bytes) -> dict[str, Any]:
-    """A message. What all workers get alike is parsed once: real workers do that side by side."""
+    """Parse a message; equal messages are parsed once, since real workers parse them in parallel."""
     return dict(json.loads(body))
 
 
 @dataclass
 class Simulated:
-    """One worker: a socket and what it last heard."""
+    """Simulated worker: a socket and the last received commit."""
 
     number: int
     sock: socket.socket
@@ -67,7 +67,7 @@ class Crowd:
         self._beat_at = time.monotonic() + HEARTBEAT
         self._beats = 0
         self.newest = 0
-        self.holding: Counter[tuple[str, int]] = Counter()  # how many have heard of ("plan", e), ("commit", t)
+        self.holding: Counter[tuple[str, int]] = Counter()  # number of workers that received ("plan", e), ("commit", t)
         for number in range(workers):
             sock = socket.create_connection(address, timeout=30)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -79,7 +79,7 @@ class Crowd:
                 self.serve(0.0)
 
     def serve(self, seconds: float) -> None:
-        """Handle what is ready within ``seconds``; send heartbeats when due."""
+        """Handle messages that arrive within ``seconds``; send heartbeats when due."""
         for key, _ in self.selector.select(seconds):
             self._read(key.data)
         if time.monotonic() >= self._beat_at:
@@ -88,26 +88,26 @@ class Crowd:
             self.send(type="heartbeat", count=self._beats, iteration=1, phase="compute", waiting=False, allow=0)
 
     def until(self, reached: Callable[[], bool], seconds: float = 300.0) -> float:
-        """Serve until the condition holds; the seconds it took."""
+        """Serve until the condition is true; return the seconds it took."""
         start = time.monotonic()
         while not reached():
             if time.monotonic() - start > seconds:
-                raise TimeoutError("the crowd never got there")
+                raise TimeoutError("the simulated workers did not reach the condition in time")
             self.serve(0.05)
         return time.monotonic() - start
 
     def all_hold(self, kind: str, number: int) -> bool:
-        """Whether all live workers have heard of it."""
+        """Return whether all live workers have received it."""
         return self.holding[kind, number] == len(self.workers)
 
     def die(self, number: int) -> None:
-        """The kernel closes the session."""
+        """Close the session of a worker, as the kernel does at its death."""
         worker = self.workers.pop(number)
         self.selector.unregister(worker.sock)
         worker.sock.close()
 
     def send(self, **message: object) -> None:
-        """All workers that have attached send it."""
+        """Send a message from all attached workers."""
         frame = wire.encode(message)
         for worker in self.workers.values():
             if worker.attached:
@@ -143,13 +143,13 @@ class Crowd:
 
 
 def processor_seconds(process: psutil.Process) -> float:
-    """User and system time of a process so far."""
+    """Return the user and system time of a process so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
-    """One size."""
+    """Measure one number of workers."""
     secret = secrets.token_hex(16)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -196,7 +196,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--deaths", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of steady state")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of the steady state")
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

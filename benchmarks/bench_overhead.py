@@ -1,14 +1,14 @@
-"""What --recover costs when nothing fails: iteration time with it over iteration time without.
+"""Measure the cost of --recover without failures: iteration time with it over iteration time without.
 
     python benchmarks/bench_overhead.py --models small medium --layouts dp4 tp2-dp2 pp2-dp2
 
-Both runs (same script, same flags but for --recover) are alive at the same time and take turns, a block of iterations
-each (ABBA): whatever else the machine does slows both alike.  The clock is the same in both (timed_pretrain.py): an
-iteration lasts from one train_step to the next, all that Megatron does in between included; the first of a block, after
-the pause, is dropped.  Each pair of neighbouring blocks gives one ratio of medians; the table has the median of the
-ratios with their quartiles, the same of the processor time of all workers (which other work on the machine hardly
-changes), and the relative difference of the losses after the last iteration.  With --microbatch-seconds each worker
-plays a device of fixed speed, so that the processors are free most of the time.
+Both runs (same script, same flags except --recover) are alive at the same time and take turns, a block of iterations
+each (ABBA): other load of the machine slows both equally.  Both use the same clock (timed_pretrain.py): an iteration
+lasts from one train_step to the next, including all of Megatron's work in between; the first one of a block, after the
+pause, is dropped.  Each pair of adjacent blocks gives one ratio of medians; the table has the median of the ratios with
+their quartiles, likewise for the processor time of all workers (which other load hardly changes), and the relative
+difference of the losses after the last iteration.  With --microbatch-seconds each worker simulates a device of fixed
+speed, so that the processors are idle most of the time.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from tests.harness.forkserver import ForkServer
 SIDES: dict[str, list[str]] = {"without": [], "with": RECOVER}
 OVERLAPS = {"no": [False], "yes": [True], "both": [False, True]}
 WARM_UP = 1
-"""Blocks of each side that are not counted."""
+"""Number of first blocks of each side that are not counted."""
 
 
 class Turns:
-    """The pipes by which a run is told to do its next block."""
+    """Pipes that start the next block of a run."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         names = ["done", *(f"go-{rank}" for rank in range(workers))]
         for name in names:
             os.mkfifo(folder / name)
-        # Open for both directions: no end of file, and no waiting for the other side to open.
+        # Open in both directions: no end of file, and no wait for the other side to open.
         self._done, *self._go = (os.open(folder / name, os.O_RDWR) for name in names)
 
     def wait(self) -> None:
-        """Until every worker stands still."""
+        """Wait until every worker has finished its block."""
         for _ in self._go:
             if os.read(self._done, 1) != b"x":
-                raise RuntimeError("a run ended before its time")
+                raise RuntimeError("a run ended before its last block")
 
     def go(self) -> None:
         for pipe in self._go:
             os.write(pipe, b"x")
 
     def stop(self) -> None:
-        """The run has ended: nobody waits for it any more."""
+        """Wake a thread in ``wait``: the run has ended."""
         os.write(self._done, b"-" * len(self._go))
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ def compare(
     options: Any,
     sides: dict[str, list[str]] = SIDES,
 ) -> dict[str, Any]:
-    """Run all sides (name -> its own flags) in turns; their seconds per iteration by block, and their last losses."""
+    """Run all sides (name -> flags) in turns; return their seconds per iteration by block, and their last losses."""
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(sides)) as pool:
         folders = {side: Path(temporary) / side for side in sides}
         for folder in folders.values():
@@ -111,51 +111,51 @@ def compare(
             for side in sides:
                 turns[side].go()
         finally:
-            for its in runs:
-                its.result()  # raises, where a run has failed, why
+            for item in runs:
+                item.result()  # raises the error of a failed run
             for turn in turns.values():
                 turn.close()
         return {side: blocks(folders[side], workers, options.block) for side in sides}
 
 
 def blocks(folder: Path, workers: int, length: int) -> dict[str, Any]:
-    """By block: seconds of each iteration but the first, on the last worker's clock; processor seconds of an iteration,
-    over all workers.  And the last loss."""
+    """Return by block the seconds of each iteration except the first, on the last worker's clock, and processor seconds
+    per iteration over all workers; and the last loss."""
     rows = [times(folder, rank) for rank in range(workers)]
     last = rows[-1]
     seconds, used = [], []
     for start in range(0, len(last) - length - 1, length):
         part = last[start : start + length + 1]
         seconds.append([after["at"] - before["go"] for before, after in pairwise(part[1:])])
-        used.append(sum(its[start + length]["cpu"] - its[start]["cpu"] for its in rows) / length)
-    return {"seconds": seconds, "cpu": used, "loss": next(its[-1]["loss"] for its in rows[::-1])}
+        used.append(sum(item[start + length]["cpu"] - item[start]["cpu"] for item in rows) / length)
+    return {"seconds": seconds, "cpu": used, "loss": next(item[-1]["loss"] for item in rows[::-1])}
 
 
 def ratios(measured: dict[str, Any], with_: str = "with", without: str = "without") -> dict[str, list[float]]:
-    """Of each pair of blocks of two sides: of the medians of their seconds, and of their processor time."""
+    """Return for each pair of blocks the ratios of the medians of their seconds, and of their processor time."""
     ours, stock = measured[with_], measured[without]
     return {
         "wall": [
-            statistics.median(mine) / statistics.median(its)
-            for mine, its in [*zip(ours["seconds"], stock["seconds"], strict=True)][WARM_UP:]
+            statistics.median(a) / statistics.median(b)
+            for a, b in [*zip(ours["seconds"], stock["seconds"], strict=True)][WARM_UP:]
         ],
-        "cpu": [mine / its for mine, its in [*zip(ours["cpu"], stock["cpu"], strict=True)][WARM_UP:]],
+        "cpu": [a / b for a, b in [*zip(ours["cpu"], stock["cpu"], strict=True)][WARM_UP:]],
     }
 
 
 def spread(values: list[float]) -> str:
-    """Median and quartiles."""
+    """Return median and quartiles as text."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
 def typical(measured: dict[str, Any], side: str) -> float:
-    """Milliseconds of an iteration."""
+    """Return the median milliseconds of an iteration."""
     return 1e3 * statistics.median(seconds for block in measured[side]["seconds"][WARM_UP:] for seconds in block)
 
 
 def loss_difference(measured: dict[str, Any], stock: str, ours: str) -> str:
-    """Of the last losses, relative."""
+    """Return the relative difference of the last losses."""
     losses = [measured[side]["loss"] for side in (stock, ours)]
     return "?" if None in losses else f"{abs(losses[1] / losses[0] - 1):.1e}"
 
@@ -164,10 +164,10 @@ def main() -> None:
     parser = command_line(__doc__, microbatch_seconds=0.0)
     parser.add_argument("--models", nargs="+", default=["small", "medium"], choices=MODELS)
     parser.add_argument("--layouts", nargs="+", default=["dp4", "tp2-dp2", "pp2-dp2"], choices=LAYOUTS)
-    parser.add_argument("--block", type=int, default=6, help="iterations in a turn")
+    parser.add_argument("--block", type=int, default=6, help="iterations per turn")
     parser.add_argument("--blocks", type=int, default=17, help="turns of each side")
     parser.add_argument("--overlap", choices=OVERLAPS, default="both", help="--overlap-grad-reduce")
-    parser.add_argument("--log-interval", type=int, default=10, help="Megatron's")
+    parser.add_argument("--log-interval", type=int, default=10, help="Megatron's --log-interval")
     parser.add_argument("--flags", default="", help="more flags for both sides")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one comparison")
     options = parser.parse_args()

@@ -1,16 +1,16 @@
-"""What one lost replica costs a step of a pipeline, against the optimum of whole microbatches.
+"""Measure the cost of one lost replica for a step of a pipeline, against the optimum for complete microbatches.
 
     python benchmarks/bench_pipelines.py --runs 3
 
-Four replicas of two stages; one worker is killed (a real SIGKILL), and three replicas go on: with the plain schedule
-(1F1B), and with an interleaved one of two chunks of layers, by turns.  Every microbatch takes as long as --seconds
-says, as a host waits for its GPU, shared out over the chunks; what else it takes is the same before and after.
+Four replicas of two stages; one worker is killed (a real SIGKILL), and three replicas continue: with the plain schedule
+(1F1B), and with an interleaved one of two chunks of layers, in turns.  Every microbatch takes --seconds, as if a host
+waited for its GPU, divided over the chunks; the additional time is the same before and after.
 
     before, after   median seconds of an iteration (steps.jsonl), with four replicas and with three
-    optimum         before * passes(most) / passes(quota): the slots of time that a stage needs, with the pipeline's
-                    bubble, for the fewest microbatches that somebody must have, over those of before
-    ratio           after / optimum: at most 1.05 is wanted
-    multiples       optimum's slots with quotas that are multiples of the stages, over those of the optimum, as it was
+    optimum         before * passes(most) / passes(quota): time slots of a stage, including the pipeline's bubble, for
+                    the smallest possible maximum of microbatches, relative to those before
+    ratio           after / optimum: the goal is at most 1.05
+    multiples       slots with quotas that are multiples of the stages (the old rule), relative to the optimum
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tests.harness.forkserver import ForkServer
 
 REPLICAS, STAGES, MICROBATCHES, KILLED_AT, ITERATIONS = 4, 2, 8, 6, 14
 SCHEDULES = {"1f1b": (1, ""), "interleaved": (2, "--num-layers-per-virtual-pipeline-stage 1")}
-"""Name -> chunks of layers in a stage, flags."""
+"""Schedules: name -> chunks of layers per stage, flags."""
 
 
 def slots(quota: int, chunks: int) -> int:
-    """What a stage does one after the other, its bubble with it, in forward passes of one chunk."""
+    """Return the sequential work of a stage, including its bubble, in forward passes of one chunk."""
     return quota * chunks + STAGES - 1
 
 
 def seconds(server: ForkServer, folder: Path, schedule: str, pace: float) -> tuple[float, float]:
-    """Before and after the loss."""
+    """Return the median seconds of an iteration before and after the loss."""
     chunks, flags = SCHEDULES[schedule]
     shape = ["--num-layers", "4", "--pipeline-model-parallel-size", str(STAGES), *flags.split()]
     shape += ["--global-batch-size", str(MICROBATCHES), "--recover", "--recover-inject", f"2@{KILLED_AT}:forward"]
@@ -57,7 +57,7 @@ def seconds(server: ForkServer, folder: Path, schedule: str, pace: float) -> tup
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.2, metavar="S", help="of a microbatch; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=0.2, metavar="S", help="per microbatch; default %(default)s")
     options = parser.parse_args()
     measured: dict[str, list[tuple[float, float]]] = {schedule: [] for schedule in SCHEDULES}
     print(load_average())

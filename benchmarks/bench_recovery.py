@@ -1,31 +1,31 @@
-"""From SIGKILL of a worker to the first completed all-reduce among the survivors, phase by phase.
+"""Measure the phases from SIGKILL of a worker to the first completed all-reduce of the survivors.
 
     python benchmarks/bench_recovery.py --workers 4 8 --kills 30
     python benchmarks/bench_recovery.py --workers 4 --resident 0 1 3 --kills 10 --beside gloo torchft
 
-Each kill: a real coordinator and fresh workers, forked from a process that has imported torch, all-reduce 1 MiB over
-and over; one of them gets SIGKILL.  --resident: each worker holds so many GiB more, all of it touched: the kernel takes
-that apart before it closes the worker's connections and makes its pidfd readable.  --tell: by what the launcher (a node
-agent, as recover-run is) knows of the death and tells it:
+Each kill: a real coordinator and fresh workers, forked from a process that has imported torch, all-reduce 1 MiB
+repeatedly; one of them gets SIGKILL.  --resident: each worker has this many additional GiB, all pages touched: the
+kernel frees them before it closes the worker's connections and makes its pidfd readable.  --tell: signal by which the
+launcher (a node agent, like recover-run) notices the death and reports it:
 
-    pidfd       the process has gone; the coordinator may have seen the end of the worker's connection before
-    mutex       a thread of the worker has ended that held a robust mutex (network/death_notice.py), or the pidfd
+    pidfd       the process has exited; the coordinator may have seen the closed connection earlier
+    mutex       a thread of the worker that held a robust mutex has ended (network/death_notice.py), or the pidfd
 
-The phases, each from the end of the one before until the last survivor has done it (0 if that was earlier: a neighbour
-of the dead notices by its connection, before it is told):
+Each phase lasts from the end of the previous one until the last survivor has finished it (0 if that was earlier: a
+neighbour of the dead worker notices by its connection, before the revoke arrives):
 
-    detect      the coordinator has taken the worker for dead (its event log says when)
-    revoke      every survivor has been told
+    detect      the coordinator has declared the worker dead (time from its event log)
+    revoke      every survivor has received the revoke
     unwind      every survivor's all-reduce has raised EpochRevoked and its group is closed
-    rendezvous  every survivor holds the plan of the next epoch
+    rendezvous  every survivor has the plan of the next epoch
     regroup     every survivor has the group of the next epoch, ledgers exchanged
     reduce      every survivor has the sum over the survivors
 
---beside has the same death befall others, in turn with ours, in the first --beside-kills rounds.  gloo: that of torch,
+--beside measures the same death with other libraries, in turns, in the first --beside-kills rounds.  gloo: torch's,
 reconfigured among the survivors (beside_gloo.py; detect: the launcher knows, by each --tell).  torchft: a version of
 its own in build/, with its defaults, with the timeouts of its example, and tuned (beside_torchft.py).
 
-Prints a table of medians and maxima in milliseconds; ratio: the median total over that of the last --tell of ours.
+Prints a table of medians and maxima in milliseconds; ratio: the median total over that of our last --tell.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ PHASES = ("detect", "revoke", "unwind", "rendezvous", "regroup", "reduce")
 TELLS = ("pidfd", "mutex")
 NODE = "node"
 OTHERS_GIB = 0.5
-"""The most that a worker takes beside --resident."""
+"""Maximum memory of a worker in addition to --resident."""
 
 
 def work(address: tuple[str, int], secret: bytes, store_port: int, me: int, report: TextIO) -> None:
-    """Be one worker: reduce until the epoch is revoked, recover, reduce once more, report the times."""
+    """Run one worker: reduce until the epoch is revoked, recover, reduce once more, report the times."""
     torch.set_num_threads(1)
     times: dict[str, float] = {}
 
@@ -133,18 +133,18 @@ def work(address: tuple[str, int], secret: bytes, store_port: int, me: int, repo
 
 
 class Launcher:
-    """Tells of the deaths of the workers, as recover-run does."""
+    """Reports the deaths of the workers, as recover-run does."""
 
     def __init__(self, workers: int, tell: str) -> None:
         self._watches = [watch for _ in range(workers) if tell == "mutex" and (watch := death_notice.DeathWatch.make())]
 
     def hold(self, me: int) -> None:
-        """Let this process's death be known by its mutex, where that is asked for; in each worker."""
+        """Hold the mutex that reports this process's death, if --tell mutex; called in each worker."""
         if self._watches and not death_notice.hold(self._watches[me].variables):
             raise RuntimeError("this worker cannot share a mutex with its launcher")
 
     def begin(self, pids: Sequence[int], tell: Callable[[int, str], object]) -> None:
-        """Tell the deaths, worker and how, from now on."""
+        """Call ``tell`` with worker and reason of every death from now on."""
         for worker, (watch, pid) in enumerate(zip(self._watches, pids, strict=False)):
             watch.begin(partial(self._dying, worker, pid, tell))
         threading.Thread(target=self._wait_gone, args=(pids, tell), daemon=True).start()
@@ -152,7 +152,7 @@ class Launcher:
     @staticmethod
     def _dying(worker: int, pid: int, tell: Callable[[int, str], object]) -> None:
         how = ending(pid).how
-        os.kill(pid, signal.SIGKILL)  # recover-run does so, to the process group
+        os.kill(pid, signal.SIGKILL)  # as recover-run does, to the process group
         tell(worker, how)
 
     @staticmethod
@@ -163,20 +163,20 @@ class Launcher:
                 tell(handles.pop(handle), "SIGKILL")
 
     def of_no_interest(self, *told: object) -> None:
-        """Take what else a coordinator tells a node agent."""
+        """Ignore other messages of a coordinator to a node agent."""
 
     put_out = epoch_wanted = noted = draining = said = may_host = of_no_interest
 
 
 def prepared(launcher: Launcher, gib: float, worker: Callable[[int, TextIO], object], me: int, report: TextIO) -> None:
-    """Be ``worker``, watched by the launcher, with so much memory."""
+    """Run ``worker``, watched by the launcher, with ``gib`` of additional memory."""
     launcher.hold(me)
     held = occupy(gib)  # noqa: F841  as long as the process lives
     worker(me, report)
 
 
 def our_recovery(workers: int, gib: float, tell: str, victim: int, pause: float) -> dict[str, float]:
-    """Measure a recovery of ours; returns the milliseconds of its phases."""
+    """Measure a recovery of ours; return the milliseconds of its phases."""
     secret, launcher = secrets.token_hex(16), Launcher(workers, tell)
     with ExitStack() as stack:
         events = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "events.jsonl"
@@ -188,13 +188,13 @@ def our_recovery(workers: int, gib: float, tell: str, victim: int, pause: float)
         launcher.begin(pids, lambda worker, how: agent.ended(WorkerId(worker), how))
         killed, survivors = strike(pids, reports, victim, pause)
         process.wait(30)
-        # When the coordinator took the victim for dead, on the clock that all processes of the machine share.
+        # Time at which the coordinator declared the victim dead, on the clock that all processes share.
         faults = (e for e in lines(events) if e["event"] == "fault" and e.get("worker") == victim)
         return phases(killed, {"detect": next(faults)["mono"]}, survivors)
 
 
 def gloo_recovery(workers: int, gib: float, tell: str, victim: int, pause: float) -> dict[str, float]:
-    """Measure a recovery of torch's gloo; returns the milliseconds of its phases."""
+    """Measure a recovery of torch's gloo; return the milliseconds of its phases."""
     launcher = Launcher(workers, tell)
     with ExitStack() as stack:
         port = stack.enter_context(store())
@@ -207,7 +207,7 @@ def gloo_recovery(workers: int, gib: float, tell: str, victim: int, pause: float
 
 
 def phases(killed: float, known: Mapping[str, float], survivors: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the milliseconds of each phase that a survivor or ``known`` tells the end of (in seconds), and the sum."""
+    """Return the milliseconds of each phase whose end a survivor or ``known`` reports (in seconds), and the sum."""
     result, before = dict[str, float](), killed
     for phase in PHASES:
         ends = [times[phase] for times in [known, *survivors] if phase in times]
@@ -219,29 +219,29 @@ def phases(killed: float, known: Mapping[str, float], survivors: Sequence[Mappin
 
 
 def in_a_child(recovery: Callable[..., dict[str, float]], **case: Any) -> dict[str, float]:
-    """Measure one recovery in a process of its own: this one never starts a thread, so it may always fork."""
+    """Measure one recovery in a child process: the parent starts no threads, so that it can always fork."""
     ((found,),) = reported(1, lambda _, report: print(json.dumps(recovery(**case)), file=report))
     return found
 
 
 def summary(kills: Iterable[Mapping[str, Any]], base: str) -> list[list[object]]:
-    """Return the rows of the table: medians and maxima of each way, and its median total over that of ``base``."""
+    """Return the rows of the table: medians and maxima of each method, and its median total over that of ``base``."""
     by_way: dict[tuple[int, float, str], list[Mapping[str, Any]]] = {}
     for kill in kills:
         by_way.setdefault((kill["workers"], kill["GiB"], kill["way"]), []).append(kill)
     rows: list[list[object]] = []
-    for (workers, gib, way), its in by_way.items():
-        of = {name: [kill[name] for kill in its if name in kill] for name in (*PHASES, "total")}
+    for (workers, gib, way), item in by_way.items():
+        of = {name: [kill[name] for kill in item if name in kill] for name in (*PHASES, "total")}
         cells = [f"{statistics.median(ms):.1f} ({max(ms):.1f})" if ms else "" for ms in of.values()]
         usual = statistics.median(kill["total"] for kill in by_way[workers, gib, base])
-        rows.append([workers, f"{gib:g}", way, len(its), *cells, f"{statistics.median(of['total']) / usual:.2f}"])
+        rows.append([workers, f"{gib:g}", way, len(item), *cells, f"{statistics.median(of['total']) / usual:.2f}"])
     return rows
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--resident", type=float, nargs="+", default=[0], help="GiB of each worker", metavar="GIB")
+    parser.add_argument("--resident", type=float, nargs="+", default=[0], help="more GiB of each worker", metavar="GIB")
     parser.add_argument("--tell", choices=TELLS, nargs="+", default=list(TELLS))
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--beside", choices=("gloo", "torchft"), nargs="+", default=[])
@@ -250,7 +250,7 @@ def main() -> None:
     options = parser.parse_args()
     needed = max(options.workers) * (max(options.resident) + OTHERS_GIB)
     if not enough_memory(needed):
-        parser.error(f"{needed:g} GiB are needed, and this machine does not have as much left")
+        parser.error(f"this needs {needed:g} GiB, and less memory is available on this machine")
     if "gloo" in options.beside and beside_gloo.lacking():
         parser.error(beside_gloo.lacking())
     choose, found = random.Random(options.seed), list[dict[str, Any]]()
@@ -260,13 +260,13 @@ def main() -> None:
         if "gloo" in options.beside:
             others = {f"gloo, {tell}": partial(in_a_child, gloo_recovery, tell=tell) for tell in options.tell}
         if "torchft" in options.beside:
-            its = partial(stack.enter_context(Torchft()).recovery, elements=ELEMENTS, warm_up=WARM_UP)
-            others |= {f"torchft, {setting}": partial(its, setting=setting) for setting in SETTINGS}
+            item = partial(stack.enter_context(Torchft()).recovery, elements=ELEMENTS, warm_up=WARM_UP)
+            others |= {f"torchft, {setting}": partial(item, setting=setting) for setting in SETTINGS}
         head("workers", "GiB each", "way", "kills", *PHASES, "total", "ratio")
         for workers, gib in ((workers, gib) for workers in options.workers for gib in options.resident):
             kills = list[dict[str, Any]]()
             for number in range(options.kills):
-                # Anywhere in an all-reduce, and all ways the same.
+                # Anywhere in an all-reduce, and the same for all methods.
                 case = {"victim": choose.randrange(workers), "pause": choose.random() * 0.05}
                 for way, recovery in (ways | others if number < options.beside_kills else ways).items():
                     took = recovery(workers=workers, gib=gib, **case)

@@ -1,4 +1,4 @@
-"""What it takes to put a replica together again from orphans, phase by phase, and how fast a state travels.
+"""Measure the phases of forming a replica from orphans, and the speed of a state transfer.
 
     python benchmarks/bench_regroup.py --models toy small medium --runs 2
     python benchmarks/bench_regroup.py --transfer
@@ -6,30 +6,30 @@
 
 Twelve workers train with TP 2, PP 2, DP 3.  The first kill leaves three spares; the second and the third (another
 position of another replica each, by --recover-inject: real SIGKILLs in a backward pass) are measured: each time the
-orphans and the spares make a new replica.  In ms, in the order of time but for *unwind*, which goes on beside:
+orphans and the spares form a new replica.  In ms, in chronological order except *unwind*, which runs in parallel:
 
     detect      from the kill (when the dying worker has written its last line) to the coordinator's event
     rendezvous  until the survivors of the step have the plan of the next epoch
-    step        until the step under way is committed: the lost microbatches are run again, and reduced
+    step        until the current step is committed: the lost microbatches are run again, and reduced
     boundary    until the plan that places the new replica
-    groups      its groups are made anew (the slowest of its workers)
-    state       its workers get their state, or find that they hold it (the slowest)
+    groups      renewal of its groups (its slowest worker)
+    state       until its workers have received their state, or found that they hold it (the slowest)
     first step  until the first step of the new replica is committed, less groups and state
-    total       from the kill to that
+    total       from the kill to the end of that step
 
-    unwind      from when an orphan's replica is known to be broken until it is out of the training (the run's slowest)
+    unwind      from the break of an orphan's replica until the orphan has left the training (the run's slowest)
 
-The times are the coordinator's, and what each worker that takes a place says in its log.  *state* includes that the
-donors begin to send when they come to the same place: they compute until then.
+The times are from the coordinator, and from the log of each worker that takes a place.  *state* includes the wait for
+the donors, which compute until they reach the same boundary.
 
---transfer: 256 MiB from one process to another: as a state (collectives/state/receiver.py: chunks, check sums, several
-connections) into memory that is in use, the same into new memory, by gloo alone (send and recv, into memory that is in
-use, and into new memory), and by a plain socket; MiB/s of wall time, and the processor time that each end took.  Then
-the same state from two holders in a process each.  Last the holder's training beside it: how much longer its matrix
-products take while it gives its state, again and again, than alone.
+--transfer: 256 MiB from one process to another: as a state (collectives/state/receiver.py: chunks, checksums, several
+connections) into memory in use, and into new memory; by gloo alone (send and recv, into memory in use, and into new
+memory); and by a plain socket; MiB/s of wall time, and the processor time of each end.  Then the same state from two
+holders in separate processes.  Last, the slowdown of the holder's training: the time of its matrix products while it
+sends its state repeatedly, relative to the time alone.
 
---groups: until the gloo groups of two workers are made anew: as here, all together (collectives/gloo/groups.py), and by
-torch's reconfiguration, which it calls experimental, group by group; ms, in turn.
+--groups: time until the gloo groups of two workers are renewed: by this package, all together
+(collectives/gloo/groups.py), and by torch's experimental reconfiguration, group by group; ms, in turns.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 WORKERS, SHAPE = 12, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 GRID = launch_grid(WORKERS, tensor=2, context=1, pipeline=2, inner_ranks=1)
 KILLS = [(GRID.replicas[0][1], 2), (GRID.replicas[1][2], 4), (GRID.replicas[2][0], 6)]
-"""(worker, iteration): each of a replica that is whole then, and in a position of which there is a spare."""
+"""Kills as (worker, iteration): each in a complete replica, and in a position for which a spare exists."""
 ITERATIONS = 7
 PHASES = ("detect", "rendezvous", "step", "boundary", "groups", "state", "first step", "total", "unwind")
 TAKES = re.compile(r"takes position \d+ of replica (\d+) from iteration (\d+) on: "
@@ -91,33 +91,33 @@ LEAVES = re.compile(r"out of the training ([\d.]+) s after")
 
 
 def one_run(server: ForkServer, folder: Path, name: str, timeout: float) -> list[dict[str, float]]:
-    """Its recombinations."""
+    """Run once; return its recombinations."""
     model = replace(MODELS[name], global_batch=12 * MODELS[name].micro_batch)
     spec = ",".join(f"{worker}@{iteration}:backward" for worker, iteration in KILLS)
     flags = [*model.argv, *SHAPE.split(), *RECOVER, "--recover-inject", spec]
     run = train(
         server, folder, WORKERS, flags, iterations=ITERATIONS, killed=dict(KILLS), script=SCRIPT, timeout=timeout
     )
-    told = list(read_events(folder / "events-0.jsonl"))
+    events = list(read_events(folder / "events-0.jsonl"))
     placing = [event for event in read_events(folder / EVENTS_FILE) if event["event"] == "plan"]
-    return [recombination(run, told, placing, kill) for kill in KILLS[1:]]
+    return [recombination(run, events, placing, kill) for kill in KILLS[1:]]
 
 
-def recombination(run: Run, told: list[Event], placing: list[Event], kill: tuple[int, int]) -> dict[str, float]:
-    """One kill: its phases in milliseconds, and the bytes that its new replica got."""
+def recombination(run: Run, events: list[Event], placing: list[Event], kill: tuple[int, int]) -> dict[str, float]:
+    """Return the phases of one kill in milliseconds, and the bytes that its new replica received."""
     victim, iteration = kill
     struck = run.logs[victim].stat().st_mtime
-    at = next(n for n, event in enumerate(told) if event["event"] == "fault" and event.get("worker") == victim)
-    fault, after = told[at]["time"], iter(told[at:])
+    at = next(n for n, event in enumerate(events) if event["event"] == "fault" and event.get("worker") == victim)
+    fault, after = events[at]["time"], iter(events[at:])
     plan = next(event["time"] for event in after if event["event"] == "plan")
     committed = next(event["time"] for event in after if event["event"] == "commit")
     took = [found for log in run.logs for found in TAKES.finditer(log.read_text())]
     took = [found for found in took if int(found[2]) == iteration + 1]
     assert len(took) == GRID.size, f"{len(took)} workers took places after iteration {iteration}"
-    # The plan that placed them is the last one that put a replica together before that iteration.
+    # The last plan with a fresh replica before that iteration placed them.
     epoch = [e["epoch"] for e in placing if e["fresh"] and e["iteration"] == iteration + 1][-1]
-    placed = next(event["time"] for event in told if event["event"] == "plan" and event["epoch"] == epoch)
-    first = next(event["time"] for event in told if event["event"] == "commit" and event["time"] > placed)
+    placed = next(event["time"] for event in events if event["event"] == "plan" and event["epoch"] == epoch)
+    first = next(event["time"] for event in events if event["event"] == "commit" and event["time"] > placed)
     groups, state = (1e3 * max(float(found[n]) for found in took) for n in (3, 4))
     left = [found for log in run.logs for found in LEAVES.finditer(log.read_text())]
     return {
@@ -135,7 +135,7 @@ def recombination(run: Run, told: list[Event], placing: list[Event], kill: tuple
 
 
 def regroup(options: Any) -> None:
-    """A row for each model."""
+    """Print a row for each model."""
     rows: dict[str, list[dict[str, float]]] = {}
     head("model", "parameters:", "MiB moved:", *(f"{phase}:" for phase in PHASES))
     with ForkServer() as server:
@@ -144,7 +144,7 @@ def regroup(options: Any) -> None:
             for _ in range(options.runs):
                 with tempfile.TemporaryDirectory() as folder:
                     rows[name] += one_run(server, Path(folder), name, options.timeout)
-            values = {phase: [its[phase] for its in rows[name]] for phase in (*PHASES, "bytes")}
+            values = {phase: [item[phase] for item in rows[name]] for phase in (*PHASES, "bytes")}
             cells = [f"{statistics.median(values[phase]):.0f} ({max(values[phase]):.0f})" for phase in PHASES]
             moved = statistics.median(values["bytes"]) / 2**20
             size = MODELS[name].parameters / 1e6
@@ -153,7 +153,7 @@ def regroup(options: Any) -> None:
     write(options, rows)
 
 
-# ---- how fast a state travels
+# ---- speed of a state transfer
 
 SIZE = 256 << 20
 TENSOR = 4 << 20
@@ -161,11 +161,11 @@ MESSAGE = 8 << 20
 ROUNDS = 5
 WAYS = ("state", "state, into new memory", "gloo", "gloo, into new memory", "socket")
 PRODUCTS = 40
-"""Matrix products that are timed at a time."""
+"""Matrix products per measurement."""
 
 
 def tensors(seed: int) -> dict[str, Any]:
-    """A state of ``SIZE`` bytes."""
+    """Return a state of ``SIZE`` bytes."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     return {"column": [torch.randn(TENSOR // 4) for _ in range(SIZE // TENSOR)]}
@@ -188,7 +188,7 @@ SECRET = b"of the benchmark"
 
 
 def fetch(addresses: list[str], key: str, place: Any) -> Any:
-    """The state from holders at these addresses."""
+    """Fetch the state from holders at these addresses."""
 
     def source(number: int, address: str) -> Source:
         return Source(number, lambda: open_stream(address, Challenge(SECRET), f"state/{key}"))
@@ -199,11 +199,11 @@ def fetch(addresses: list[str], key: str, place: Any) -> Any:
 
 
 def ways(me: int, shared: Any) -> dict[str, Callable[[int], Any]]:
-    """What to time at end ``me`` (0 sends, 1 receives), by name; each gets the number of the round."""
+    """Return the functions to time at end ``me`` (0 sends, 1 receives), by name; each gets the number of the round."""
     groups = GlooGroups(me, {"pair": range(2)}, shared, CancelToken(1), ring="state")
     pair = groups.backends["pair"]
     holder = Holder(shared, 0) if me == 0 else None
-    mine = tensors(2)
+    own = tensors(2)
     whole = torch.ones(SIZE, dtype=torch.uint8)
     if me == 0:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -234,7 +234,7 @@ def ways(me: int, shared: Any) -> dict[str, Callable[[int], Any]]:
             fetch([shared.get("holder 0").decode()], key, place)
 
     calls: tuple[Callable[[int], Any], ...] = (
-        lambda number: by_state(f"in use {number}", lambda path, shape, dtype: mine["column"][path[1]]),
+        lambda number: by_state(f"in use {number}", lambda path, shape, dtype: own["column"][path[1]]),
         lambda number: by_state(f"new {number}", new_memory),
         lambda number: by_gloo(whole),
         lambda number: by_gloo(torch.empty(SIZE, dtype=torch.uint8) if me else whole),
@@ -244,7 +244,7 @@ def ways(me: int, shared: Any) -> dict[str, Callable[[int], Any]]:
 
 
 def one_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
-    """Time each way in turn, so that a busy machine slows all alike."""
+    """Time each method in turn, so that other load slows all equally."""
     ways_here = ways(me, dist.TCPStore("127.0.0.1", port, is_master=False))
     for number in range(ROUNDS + 1):
         for name, go in ways_here.items():
@@ -256,10 +256,10 @@ def one_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
 
 
 def training_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
-    """End 0 holds a state and multiplies matrices, end 1 fetches the state again and again in every second round."""
+    """Run one end: end 0 holds a state and multiplies matrices, end 1 fetches the state repeatedly in odd rounds."""
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
     holder = Holder(shared, 0) if me == 0 else None
-    mine, matrix = tensors(2), torch.randn(512, 512)
+    own, matrix = tensors(2), torch.randn(512, 512)
     for number in range(2 * ROUNDS + 2):
         beside = number % 2 == 1
         if holder is not None:
@@ -274,15 +274,15 @@ def training_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
         elif beside:
             address = shared.get("holder 0").decode()
             while not shared.check([f"over {number}"]):
-                fetch([address], f"beside {number}", lambda path, shape, dtype: mine["column"][path[1]])
+                fetch([address], f"beside {number}", lambda path, shape, dtype: own["column"][path[1]])
     barrier.wait()
 
 
 def holding_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
-    """Ends 0 and 1 hold the state, end 2 fetches it, from both and from one in turn."""
+    """Run one end: ends 0 and 1 hold the state, end 2 fetches it, from both and from one in turn."""
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
     holder = Holder(shared, me) if me < 2 else None
-    mine = tensors(2)
+    own = tensors(2)
     for number in range(ROUNDS + 1):
         for several in (True, False):
             key = f"{number} {several}"
@@ -292,44 +292,44 @@ def holding_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
             started = time.perf_counter()
             if holder is None:
                 addresses = [shared.get(f"holder {n}").decode() for n in range(1 + several)]
-                fetch(addresses, key, lambda path, shape, dtype: mine["column"][path[1]])
+                fetch(addresses, key, lambda path, shape, dtype: own["column"][path[1]])
                 print(json.dumps([several, time.perf_counter() - started]), file=report)
             barrier.wait()
 
 
 def measured(target: Callable[[int, Any, int, TextIO], None], size: int) -> list[list[Any]]:
-    """What each of ``size`` processes that run ``target`` reports."""
+    """Run ``target`` in ``size`` processes; return the reports of each."""
     with store() as port:
         return reported(size, partial(target, port, FORK.Barrier(size)))
 
 
 def transfers() -> None:
-    """The tables of ``--transfer``."""
+    """Print the tables of ``--transfer``."""
     found = measured(one_end, 2)
     head("256 MiB by", "MiB/s:", "processor ms, sender:", "receiver:")
     speeds = {}
     for name in WAYS:
-        by_end = [[its for its in rows if its[0] == name][1:] for rows in found]  # the first warms up
-        speeds[name] = [SIZE / 2**20 / its[1] for its in by_end[1]]
-        cpu = [f"{1e3 * statistics.median(its[2] for its in rows):.0f}" for rows in by_end]
+        by_end = [[item for item in rows if item[0] == name][1:] for rows in found]  # the first warms up
+        speeds[name] = [SIZE / 2**20 / item[1] for item in by_end[1]]
+        cpu = [f"{1e3 * statistics.median(item[2] for item in rows):.0f}" for rows in by_end]
         row(name, f"{statistics.median(speeds[name]):.0f}", *cpu)
-    pairs = [ours / its for ours, its in zip(speeds["state"], speeds["gloo"], strict=True)]
+    pairs = [ours / item for ours, item in zip(speeds["state"], speeds["gloo"], strict=True)]
     print(f"\nstate / gloo, round by round: median {statistics.median(pairs):.2f}; {load_average()}")
     several = measured(holding_end, 3)[2][2:]
     for which, name in ((False, "one holder"), (True, "two holders")):
-        speed = SIZE / 2**20 / statistics.median(seconds for its, seconds in several if its == which)
+        speed = SIZE / 2**20 / statistics.median(seconds for item, seconds in several if item == which)
         print(f"{name}: {speed:.0f} MiB/s", flush=True)
     products = measured(training_end, 2)[0][2:]
-    alone, beside = (statistics.median(s for its, s in products if its == which) for which in (False, True))
-    print(f"the holder's matrix products beside it take {beside / alone:.2f} times as long; {load_average()}")
+    alone, beside = (statistics.median(s for item, s in products if item == which) for which in (False, True))
+    print(f"the holder's matrix products take {beside / alone:.2f} times as long during a transfer; {load_average()}")
 
 
 GROUPS = (1, 8)
-"""Numbers of groups that are made anew at a time."""
+"""Numbers of groups that are renewed at a time."""
 
 
 def grouping_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
-    """Make groups anew in both ways; the time until each end has them."""
+    """Renew groups by both methods; report the time until this end has them."""
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
     device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
@@ -362,25 +362,25 @@ def grouping_end(port: int, barrier: Any, me: int, report: TextIO) -> None:
 
 
 def groupings() -> None:
-    """The table of ``--groups``."""
+    """Print the table of ``--groups``."""
     found = measured(grouping_end, 2)
     head("groups", "together, ms:", "reconfigured, ms:", "ratio:")
     for many in GROUPS:
         medians = []
         for way in ("together", "reconfigured"):
             ends = [[seconds for *key, seconds in rows if key == [many, way]] for rows in found]
-            medians.append(1e3 * statistics.median(map(max, *(its[1:] for its in ends))))  # the first warms up
-        ours, theirs = medians
-        row(str(many), f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.1f}")
+            medians.append(1e3 * statistics.median(map(max, *(item[1:] for item in ends))))  # the first warms up
+        ours, other = medians
+        row(str(many), f"{ours:.1f}", f"{other:.1f}", f"{other / ours:.1f}")
     print(f"medians of {2 * ROUNDS}; {load_average()}")
 
 
 def main() -> None:
     parser = command_line(__doc__, timeout=600)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["toy", "small", "medium"])
-    parser.add_argument("--runs", type=int, default=2, help="of each model; two recombinations each")
-    parser.add_argument("--transfer", action="store_true", help="measure how a state travels, instead")
-    parser.add_argument("--groups", action="store_true", help="measure how gloo's groups are made anew, instead")
+    parser.add_argument("--runs", type=int, default=2, help="runs per model; two recombinations each")
+    parser.add_argument("--transfer", action="store_true", help="measure state transfers instead")
+    parser.add_argument("--groups", action="store_true", help="measure the renewal of gloo groups instead")
     options = parser.parse_args()
     if options.transfer:
         transfers()

@@ -1,12 +1,12 @@
-"""How soon every member of a ring gives up after one of them dies or hangs in the middle of an all-reduce.
+"""Measure how soon every member of a ring stops after one of them dies or hangs in the middle of an all-reduce.
 
     python benchmarks/bench_revoke.py --world 4,8 --repeat 20 [--json FILE]
 
-Workers are processes on this machine that reduce a bucket over and over.  One is struck at a random moment; the parent,
-as the membership does, sees its end (pidfd) and tells the others; each reports when its wait raised EpochRevoked.
+Workers are processes on this machine that reduce a bucket repeatedly.  One gets a signal at a random time; the parent,
+as the membership does, sees its end (pidfd) and notifies the others; each reports when its wait raised EpochRevoked.
 
-    struck -> raised    from the signal to the exception: includes the kernel's dismantling of the dead process
-    told -> raised      from the moment the membership knows: what the ring itself takes (negative: the ring was faster)
+    struck -> raised    from the signal to the exception: includes the kernel's cleanup of the dead process
+    told -> raised      from the notification to the exception: the ring's own time (negative: the ring was faster)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from recover_megatron.collectives.ledger import Bucket
 
 
 class PipeEpoch:
-    """An epoch that ends when a byte comes out of a pipe."""
+    """Epoch that is revoked when a byte arrives in a pipe."""
 
     def __init__(self, world: int, me: int, pipe: int) -> None:
         self.number = 1
@@ -70,10 +70,10 @@ def work(world: int, port: int, revokes: list[int], arguments: argparse.Namespac
 
 
 def strike(world: int, how: signal.Signals, arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Milliseconds (struck -> raised, told -> raised) of every survivor."""
+    """Return the milliseconds (struck -> raised, told -> raised) of every survivor."""
     pipes = [os.pipe() for _ in range(world)]
-    heard, tell = ([pipe[end] for pipe in pipes] for end in (0, 1))
-    with store() as port, forked(world, partial(work, world, port, heard, arguments)) as (pids, reports):
+    inputs, tell = ([pipe[end] for pipe in pipes] for end in (0, 1))
+    with store() as port, forked(world, partial(work, world, port, inputs, arguments)) as (pids, reports):
         for report in reports:
             assert report.readline() == "ready\n"
         time.sleep(random.uniform(0.1, 0.2))
@@ -83,14 +83,14 @@ def strike(world: int, how: signal.Signals, arguments: argparse.Namespace) -> tu
         os.kill(pids[victim], how)
         if how is signal.SIGKILL:
             select.select([pidfd], [], [])
-        told = time.monotonic()
+        sent = time.monotonic()
         survivors = [rank for rank in range(world) if rank != victim]
         for rank in survivors:
             os.write(tell[rank], b"!")
         raised = [float(reports[rank].readline()) for rank in survivors]
-    for descriptor in (pidfd, *heard, *tell):
+    for descriptor in (pidfd, *inputs, *tell):
         os.close(descriptor)
-    return [1e3 * (at - struck) for at in raised], [1e3 * (at - told) for at in raised]
+    return [1e3 * (at - struck) for at in raised], [1e3 * (at - sent) for at in raised]
 
 
 def main() -> None:
@@ -108,9 +108,9 @@ def main() -> None:
         for how in (signal.SIGKILL, signal.SIGSTOP):
             samples = [strike(world, how, arguments) for _ in range(arguments.repeat)]
             struck = [value for first, _ in samples for value in first]
-            told = [value for _, second in samples for value in second]
-            rows.append({"world": world, "signal": how.name, "struck_ms": struck, "told_ms": told})
-            row(world, how.name, *(f"{of(times):.1f}" for times in (struck, told) for of in (statistics.median, max)))
+            sent = [value for _, second in samples for value in second]
+            rows.append({"world": world, "signal": how.name, "struck_ms": struck, "told_ms": sent})
+            row(world, how.name, *(f"{of(times):.1f}" for times in (struck, sent) for of in (statistics.median, max)))
     write(arguments, rows)
 
 

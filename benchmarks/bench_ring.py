@@ -1,16 +1,17 @@
-"""The fault-tolerant ring against the backend's own all_reduce (gloo), in one run, alternating.
+"""Compare the fault-tolerant ring with the backend's own all_reduce (gloo), in one run, alternating.
 
     python benchmarks/bench_ring.py --world 2,4,8 --mib 1,16,64,256 [--json FILE]
 
-Every worker is a process on this machine with one compute thread.  A repetition is: all workers meet, one all-reduce,
-the slowest worker's time counts; ring, gloo and the two floors take turns within each repetition; the medians are told.
+Every worker is a process on this machine with one compute thread.  In a repetition all workers synchronize and run one
+all-reduce; the slowest worker's time counts; ring, gloo and the two lower bounds take turns within each repetition; the
+medians are printed.
 
-    ratio    gloo / ring: 1.0 or more means that the ring is no slower
-    bytes    the floor of the transport: the ring's bytes over the same kind of sockets, without order, sums or copies
-    adds     the floor of the arithmetic: the ring's additions and copies, without the transport
+    ratio    gloo / ring: 1.0 or more means that the ring is not slower
+    bytes    lower bound of the transport: the ring's bytes over the same kind of sockets, without order, sums or copies
+    adds     lower bound of the arithmetic: the ring's additions and copies, without the transport
 
-Asserted in every run: all workers hold bitwise the same, right sum, and the ring's scratch is at most 2 chunks and 2
-segments (a snapshot would be a whole bucket).
+Every run asserts that all workers have the same correct sum bit for bit, and that the ring's scratch is at most 2
+chunks and 2 segments (a snapshot would be a complete bucket).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class WholeRun:
-    """An epoch that nothing ends."""
+    """Epoch that is never revoked."""
 
     members: Sequence[int]
     me: int
@@ -68,7 +69,7 @@ def gloo_group(store: dist.Store, rank: int, world: int) -> dist.ProcessGroupGlo
 
 
 class Pump:
-    """Moves bytes to the successor and from the predecessor, in no order: what the loopback can do at best."""
+    """Moves bytes to the successor and from the predecessor, in any order: the best speed of the loopback."""
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -93,7 +94,7 @@ class Pump:
 
 
 def arithmetic(flat: torch.Tensor, world: int, segment: int) -> None:
-    """The additions and copies of one member's ring on data at rest."""
+    """Run the additions and copies of one member's ring without the transport."""
     scratch = torch.empty(segment)
     chunks = even_chunks([Span(0, flat.numel())], world)
     for number in range(2 * world - 2):
@@ -106,7 +107,7 @@ def arithmetic(flat: torch.Tensor, world: int, segment: int) -> None:
 
 
 def measure(operation: Callable[[], Any], meet: Callable[[], None]) -> tuple[float, float]:
-    """Wall and CPU seconds of one repetition on this worker."""
+    """Run one repetition; return the wall and CPU seconds of this worker."""
     meet()
     wall, cpu = time.perf_counter(), time.process_time()
     operation()
@@ -164,7 +165,7 @@ def compare(
                 times[name].append(sample)
     chunk = max(sum(map(len, chunk)) for chunk in chunks)
     bound = 2 * 4 * (chunk + segment)
-    assert ring.scratch_peak <= bound, f"scratch {ring.scratch_peak} bytes, the bound is {bound}"
+    assert ring.scratch_peak <= bound, f"scratch of {ring.scratch_peak} bytes exceeds the bound of {bound}"
     return {"times": times, "scratch": ring.scratch_peak, "bound": bound, "segment": 4 * segment}
 
 
@@ -198,9 +199,9 @@ def main() -> None:
     parser.add_argument("--world", type=numbers(int), default=[2, 4, 8])
     parser.add_argument("--mib", type=numbers(float), default=[1.0, 16.0, 64.0, 256.0])
     parser.add_argument("--transport", dest="transport_kind", choices=("tcp", "tcp-inline"), default="tcp")
-    parser.add_argument("--volume-mib", type=float, default=1024, help="repetitions times bucket size to aim at")
-    parser.add_argument("--least", type=int, default=5, help="repetitions at least")
-    parser.add_argument("--most", type=int, default=50, help="repetitions at most")
+    parser.add_argument("--volume-mib", type=float, default=1024, help="target of repetitions times bucket size")
+    parser.add_argument("--least", type=int, default=5, help="minimum of the repetitions")
+    parser.add_argument("--most", type=int, default=50, help="maximum of the repetitions")
     arguments = parser.parse_args()
     print(f"before: {load_average()}, carrier {arguments.transport_kind}")
     head(*(f"{column}:" for column in COLUMNS))

@@ -1,6 +1,6 @@
-"""What --recover costs with --use-distributed-optimizer: time, bytes on the wire, memory; and state that changes hands.
+"""Measure the cost of --recover with --use-distributed-optimizer: time, bytes, memory, redistribution of shards.
 
-    python benchmarks/bench_sharded.py                                  # all of it
+    python benchmarks/bench_sharded.py                                  # all parts
     python benchmarks/bench_sharded.py --only wire memory table         # the quick parts
     python benchmarks/bench_sharded.py --only iteration --models small --sizes 4 --overlap yes
 
@@ -8,12 +8,12 @@ D is the data-parallel size, k the number of shadows (--recover-shadow-shards).
 
     iteration    stock, k = 1 and k = 0 are alive at once and take turns, as in bench_overhead.py: medians of the
                  ratios to stock of each turn, with quartiles, of the time and of the processor time of all workers
-    wire         rings of D members over TCP without shared memory; the bytes are those that the kernel has counted on
-                 their connections (TCP_INFO), message headers included; per member, over the bytes of the bucket
-    memory       training runs with a model of 16 and of 32 bits; what each worker's optimizer has for itself at the
-                 end, read through torch's interface (``held`` of timed_pretrain.py)
-    repartition  training runs with one death: seconds by the event "repartition", bytes as the workers count them
-    table        models that nobody has here: computed by the same functions that stand beside the measured numbers
+    wire         rings of D members over TCP without shared memory; the kernel counts the bytes on their connections
+                 (TCP_INFO), including message headers; per member, relative to the bytes of the bucket
+    memory       training runs with a model of 16 and of 32 bits; size of each worker's optimizer state at the end,
+                 read through torch's interface (``held`` of timed_pretrain.py)
+    repartition  training runs with one death: seconds of the event "repartition", bytes as the workers count them
+    table        models too large for this machine: computed by the formulas that accompany the measured numbers
 """
 
 from __future__ import annotations
@@ -47,43 +47,43 @@ SECTIONS = ("wire", "memory", "repartition", "iteration", "table")
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 KINDS = {"bf16": (["--bf16"], 12), "fp32": ([], 8)}
-"""Of a model: flags, bytes of optimizer state of a parameter (a 32-bit master if the model has 16, and two moments)."""
+"""Kinds of model: flags, bytes of optimizer state per parameter (two moments; with 16 bits also a 32-bit master)."""
 DIES_IN = 4
-"""Iteration of the death, in "repartition"."""
+"""Iteration of the death in "repartition"."""
 GIB, MIB = 1 << 30, 1 << 20
 LARGE = (("7B", 7e9, 1, 1), ("70B", 70e9, 8, 4), ("405B", 405e9, 8, 16))
-"""Name, parameters, TP, PP."""
+"""Large models: name, parameters, TP, PP."""
 LINK = 50e9
-"""Bytes per second and GPU, for the table."""
+"""Bandwidth in bytes per second and GPU, for the table."""
 
 # ---- the formulas
 
 
 def copies(size: int, shadows: int) -> int:
-    """Of each part of the state: there are no more than members."""
+    """Return the copies of each part of the state: at most one per member."""
     return 1 + min(shadows, size - 1)
 
 
 def state(parameters: float, size: int, shadows: int, each: int = 12) -> float:
-    """Bytes of optimizer state of a worker, ``each`` of a parameter."""
+    """Return the bytes of optimizer state of a worker, with ``each`` bytes per parameter."""
     return each * parameters / size * copies(size, shadows)
 
 
 def scattered(size: int, shadows: int) -> float:
-    """What a member sends to sum a bucket to its owners and their shadows, over the bucket's bytes."""
+    """Return the bytes a member sends to reduce a bucket to owners and shadows, relative to the bucket's bytes."""
     return (size - 1) / size + (copies(size, shadows) - 1) / size
 
 
 def gathered(size: int) -> float:
-    """The same to gather a bucket."""
+    """Return the bytes a member sends to gather a bucket, relative to the bucket's bytes."""
     return (size - 1) / size
 
 
 def moved(size: int) -> float:
-    """Shards that change hands after one death, with one shadow.
+    """Return the number of shards that are moved after one death, with one shadow.
 
-    The dead one's shard is shared out among size - 1, each share to an owner and a shadow, but the dead one's shadow
-    has it all; and who was the dead one's shadow becomes that of the one before, whose shard it gets.
+    The shard of the dead worker is distributed over size - 1 workers, each part to an owner and a shadow; its shadow
+    has all of it already.  That shadow also becomes the shadow of the dead worker's predecessor, and gets its shard.
     """
     return 3 - 2 / (size - 1)
 
@@ -92,13 +92,13 @@ def moved(size: int) -> float:
 
 
 def on_the_wire(size: int, numel: int, operation: Callable[[Group, Bucket], Any], dtype: torch.dtype) -> float:
-    """What comes to each member of a ring in one collective on a bucket, on average, over the bucket's bytes."""
+    """Return the mean bytes that a ring's member receives in one collective, relative to the bucket's bytes."""
     meet = threading.Barrier(size)
 
     def work(group: Group) -> int:
         bucket = Bucket(torch.ones(numel, dtype=dtype))
-        group.exchange([0])  # the connections stand
-        predecessor = group._transport._in  # type: ignore[attr-defined]  # nobody else wants it: no interface
+        group.exchange([0])  # the connections are open
+        predecessor = group._transport._in  # type: ignore[attr-defined]  # only used here: no interface
         meet.wait()
         before = received_over(predecessor)
         meet.wait()
@@ -110,24 +110,24 @@ def on_the_wire(size: int, numel: int, operation: Callable[[Group, Bucket], Any]
 
 
 def wire(options: Any) -> list[dict[str, Any]]:
-    """Reduce-scatter with 0, 1, 2 shadows, and all-gather, of every size."""
+    """Measure reduce-scatter with 0, 1, 2 shadows, and all-gather, for every size."""
     rows = []
     numel = options.mib * MIB // 4
-    print(f"\nSent by each member, over the bytes of a bucket of {options.mib} MiB: measured (formula)\n")
+    print(f"\nBytes sent per member, relative to a bucket of {options.mib} MiB: measured (formula)\n")
     head("D:", "reduce-scatter, k = 0", "k = 1", "k = 2", "all-gather")
     for size in options.sizes:
-        its: dict[str, Any] = {"D": size}
+        item: dict[str, Any] = {"D": size}
         cells = []
         for shadows in (0, 1, 2):
 
             def scatter(group: Group, bucket: Bucket, k: int = shadows) -> Any:
                 return group.reduce_scatter(bucket, shadows=range(1, k + 1))
 
-            its[f"k={shadows}"] = on_the_wire(size, numel, scatter, torch.float32)
-            cells.append(f"{its[f'k={shadows}']:.4f} ({scattered(size, shadows):.4f})")
-        its["gather"] = on_the_wire(size, 2 * numel, lambda group, bucket: group.all_gather(bucket), torch.bfloat16)
-        row(size, *cells, f"{its['gather']:.4f} ({gathered(size):.4f})")
-        rows.append(its)
+            item[f"k={shadows}"] = on_the_wire(size, numel, scatter, torch.float32)
+            cells.append(f"{item[f'k={shadows}']:.4f} ({scattered(size, shadows):.4f})")
+        item["gather"] = on_the_wire(size, 2 * numel, lambda group, bucket: group.all_gather(bucket), torch.bfloat16)
+        row(size, *cells, f"{item['gather']:.4f} ({gathered(size):.4f})")
+        rows.append(item)
     return rows
 
 
@@ -135,14 +135,14 @@ def wire(options: Any) -> list[dict[str, Any]]:
 
 
 def shadows_of(number: int | None) -> list[str]:
-    """The flags of a side; None: stock."""
+    """Return the flags of a side; None: stock."""
     return [] if number is None else [*RECOVER, "--recover-shadow-shards", str(number)]
 
 
 def state_after(
     server: ForkServer, folder: Path, size: int, model: str, iterations: int, flags: list[str], options: Any
 ) -> list[dict[str, Any] | None]:
-    """What each worker left; None: it was killed."""
+    """Train once; return the results of each worker; None if it was killed."""
     run = train(
         server, folder, size, [*MODELS[model].argv, SHARDED, *flags], iterations=iterations, killed=None,
         environment={"BENCH_STATE": "1"}, timeout=options.timeout,
@@ -152,31 +152,31 @@ def state_after(
 
 
 def memory(options: Any) -> list[dict[str, Any]]:
-    """Bytes of optimizer state of a worker, over those of a parameter of the model."""
+    """Measure the bytes of optimizer state per worker and model parameter."""
     rows = []
-    print("\nBytes of optimizer state of a worker, mean (largest), over the model's parameters; formula for the mean\n")
+    print("\nBytes of optimizer state per worker and model parameter, mean (largest); formula for the mean\n")
     head("model", "D:", "stock", "k = 0", "k = 1", "k = 2", "formula: stock, k = 0:", "k = 1:", "k = 2:")
     with ForkServer() as server:
         for kind, (flags, each) in KINDS.items():
             for size in options.sizes:
-                its: dict[str, Any] = {"kind": kind, "D": size}
+                item: dict[str, Any] = {"kind": kind, "D": size}
                 cells = []
                 for shadows in (None, 0, 1, 2):
                     with tempfile.TemporaryDirectory() as folder:
                         more = [*flags, *shadows_of(shadows)]
                         left = state_after(server, Path(folder), size, "tiny", 3, more, options)
                     found = [one["bytes"] / one["parameters"] for one in left if one]
-                    its["stock" if shadows is None else f"k={shadows}"] = found
+                    item["stock" if shadows is None else f"k={shadows}"] = found
                     cells.append(f"{statistics.mean(found):.3f} ({max(found):.3f})")
                 row(kind, size, *cells, *(f"{state(1, size, shadows, each):.3f}" for shadows in (0, 1, 2)))
-                rows.append(its)
+                rows.append(item)
     return rows
 
 
 def repartition(options: Any) -> list[dict[str, Any]]:
-    """State that changes hands after a death."""
+    """Measure the redistribution of state after a death."""
     rows = []
-    print("\nState that changes hands after one death, one shadow, 16-bit model\n")
+    print("\nState that is moved after one death, one shadow, 16-bit model\n")
     last = "bytes of all over a shard's (formula)", "most of a worker:"
     head("model", "D:", "deaths:", "seconds, median (largest)", *last)
     with ForkServer() as server:
@@ -184,9 +184,9 @@ def repartition(options: Any) -> list[dict[str, Any]]:
             for size in (size for size in options.sizes if size > 2):
                 found = [one_death(server, model, size, at % size, options) for at in range(options.deaths)]
                 rows += found
-                seconds = [its["seconds"] for its in found]
-                whole = statistics.median(sum(its["shards"]) for its in found)
-                most = statistics.median(max(its["shards"]) for its in found)
+                seconds = [item["seconds"] for item in found]
+                whole = statistics.median(sum(item["shards"]) for item in found)
+                most = statistics.median(max(item["shards"]) for item in found)
                 mib = state(found[0]["parameters"], size, 0) / MIB
                 took = f"{statistics.median(seconds):.3f} ({max(seconds):.3f})"
                 row(model, size, len(found), took, f"{whole:.3f} ({moved(size):.3f}) of {mib:.2f} MiB", f"{most:.3f}")
@@ -194,25 +194,25 @@ def repartition(options: Any) -> list[dict[str, Any]]:
 
 
 def one_death(server: ForkServer, model: str, size: int, victim: int, options: Any) -> dict[str, Any]:
-    """A run that loses ``victim``."""
+    """Make a run that loses ``victim``."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--bf16", *shadows_of(1), "--recover-inject", f"{victim}@{DIES_IN}:backward"]
-        left = [its for its in state_after(server, Path(folder), size, model, DIES_IN + 3, flags, options) if its]
+        left = [item for item in state_after(server, Path(folder), size, model, DIES_IN + 3, flags, options) if item]
         events = [event for event in read_events(Path(folder) / EVENTS_FILE) if event["event"] == "repartition"]
     assert len(left) == size - 1
     assert [event["iteration"] for event in events] == [DIES_IN + 1], events
     shard = state(left[0]["parameters"], size, 0)
     return {
         "model": model, "D": size, "victim": victim, "parameters": left[0]["parameters"],
-        "seconds": events[0]["seconds"], "shards": [its["came"][0] / shard for its in left],
+        "seconds": events[0]["seconds"], "shards": [item["came"][0] / shard for item in left],
     }  # fmt: skip
 
 
 def iteration(options: Any) -> list[dict[str, Any]]:
-    """Iteration times of stock, one shadow, none."""
+    """Measure iteration times of stock, one shadow, no shadow."""
     sides = {"stock": shadows_of(None), "k=1": shadows_of(1), "k=0": shadows_of(0)}
     rows = []
-    print("\nTime of an iteration, over stock's (quartiles)\n")
+    print("\nTime of an iteration, relative to stock (quartiles)\n")
     ratio = "k = 1", "processor time", "k = 0", "processor time"
     head("model", "D:", "overlap", "stock, ms:", *ratio, "loss difference:", "")
     with ExitStack() as stack:
@@ -229,16 +229,16 @@ def iteration(options: Any) -> list[dict[str, Any]]:
                         loss_difference(measured, "stock", "k=1"), load_average(),
                     )  # fmt: skip
                     rows.append({"model": model, "D": size, "overlap": overlap, "ratios": found, **measured})
-    middles = [statistics.median(its["ratios"]["k=1"]["wall"]) for its in rows]
+    middles = [statistics.median(item["ratios"]["k=1"]["wall"]) for item in rows]
     print(f"\nk = 1: median of the medians {statistics.median(middles):.3f}; {options.blocks - WARM_UP} turns each")
     return rows
 
 
-# ---- what it comes to for large models
+# ---- large models, computed
 
 
 def table(options: Any) -> list[dict[str, Any]]:
-    """Bytes that shadows take and send, of a GPU, by the formulas; bf16 parameters, gradients of 32 bits."""
+    """Compute the memory and the traffic of shadows per GPU; bf16 parameters, 32-bit gradients."""
     del options
     rows = []
     print(f"\nPer GPU; computed, not measured; a link of {LINK / 1e9:.0f} GB/s\n")
@@ -256,8 +256,8 @@ def table(options: Any) -> list[dict[str, Any]]:
             rows.append({"model": name, "D": size, "stock": stock, "more": more, "sent": sent, "hop": hop})
             row(
                 name, f"{tensor} x {pipeline}", size, size * tensor * pipeline,
-                *(f"{its / GIB:.3f}" for its in (stock, *more)), f"{sent / GIB:.2f}", f"{hop[0] / GIB:.4f}",
-                *(f"{1e3 * its / LINK:.2f}" for its in hop),
+                *(f"{item / GIB:.3f}" for item in (stock, *more)), f"{sent / GIB:.2f}", f"{hop[0] / GIB:.4f}",
+                *(f"{1e3 * item / LINK:.2f}" for item in hop),
             )  # fmt: skip
     return rows
 
@@ -268,10 +268,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8], help="D")
     parser.add_argument("--models", nargs="+", default=["small", "medium"], choices=MODELS)
     parser.add_argument("--overlap", choices=["no", "yes", "both"], default="no", help=" ".join(OVERLAP))
-    parser.add_argument("--block", type=int, default=6, help="iterations in a turn")
+    parser.add_argument("--block", type=int, default=6, help="iterations per turn")
     parser.add_argument("--blocks", type=int, default=13, help="turns of each side")
-    parser.add_argument("--deaths", type=int, default=4, help="of each size, in runs of their own")
-    parser.add_argument("--mib", type=int, default=16, help="of the bucket on the wire")
+    parser.add_argument("--deaths", type=int, default=4, help="deaths per size, in separate runs")
+    parser.add_argument("--mib", type=int, default=16, help="size of the bucket in MiB")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run or comparison")
     options = parser.parse_args()
     found = {}

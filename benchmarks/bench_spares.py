@@ -1,19 +1,19 @@
-"""From the death of a worker to full strength: with a hot spare, a worker started again, the job started again.
+"""Measure the time from a worker's death to full strength: hot spare, restarted worker, restarted job.
 
     python benchmarks/bench_spares.py --runs 3
 
-recover-run trains on the host device, three data-parallel replicas of one worker each, that play devices which take
---microbatch-seconds for a microbatch.  In the middle a worker gets SIGKILL (of the job that is started again: all of
-them, as a scheduler does).  In seconds from the kill:
+recover-run trains on the host device, with three data-parallel replicas of one worker each, which simulate devices that
+take --microbatch-seconds per microbatch.  In the middle a worker gets SIGKILL (for the restarted job: all workers, as a
+scheduler does).  In seconds from the kill:
 
     next step       until the next iteration is committed
-    whole           until an iteration of three replicas begins: when the first one is committed, less what one took
-                    before the kill; in iterations of before, too
-    committed       until the first iteration is committed that three replicas have run
-    groups, state   of that, what the worker that takes the place says of itself
-    lost            iterations that are run again (--save-interval of the job that is started again: 10)
+    whole           until an iteration of three replicas begins: the commit of the first one, less the duration of an
+                    iteration before the kill; also in such iterations
+    committed       until the first iteration of three replicas is committed
+    groups, state   parts of that, from the log of the worker that takes the place
+    lost            iterations that are run again (--save-interval of the restarted job: 10)
 
-The three ways take turns, so that a busy machine slows all of them alike.
+The three methods take turns, so that other load slows all of them equally.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from recover_megatron.run_log.steps import StepRecord, read_steps
 
 WAYS = ("hot spare", "worker started again", "job started again")
 REPLICAS, STRIKE, GO_ON, SAVE = 3, 25, 5, 10
-"""The kill comes when iteration STRIKE is committed; the run is ended GO_ON iterations after it is whole again."""
+"""The kill comes when iteration STRIKE is committed; the run is stopped GO_ON iterations after full strength."""
 TAKES = re.compile(r"takes position .*: groups ([\d.]+) s, state ([\d.]+) s")
 PATIENCE = 300.0
 
 
 class Launch:
-    """One recover-run, in a session of its own."""
+    """Process of recover-run, in a separate session."""
 
     def __init__(self, folder: Path, argv: Sequence[str], pace: float, workers: int = REPLICAS, **more: str) -> None:
-        """``more``: of its environment."""
+        """``more``: additional environment variables."""
         self.logs = folder
         command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(workers)]
         self._process = subprocess.Popen(
@@ -72,11 +72,11 @@ class Launch:
         return list(read_steps(path)) if path.exists() else []
 
     def wait(self, what: Any) -> float:
-        """When ``what()`` is true."""
+        """Wait until ``what()`` is true; return the time."""
         until = time.monotonic() + PATIENCE
         while not what():
             if time.monotonic() > until:
-                raise RuntimeError(f"nothing within {PATIENCE:.0f} s: {self.logs}")
+                raise RuntimeError(f"the condition was not reached within {PATIENCE:.0f} s: {self.logs}")
             time.sleep(0.005)
         return time.monotonic()
 
@@ -85,12 +85,12 @@ class Launch:
         self._process.wait()
 
     def ended(self) -> int | None:
-        """Its exit code, if it has ended."""
+        """Return the exit code if it has exited."""
         return self._process.poll()
 
 
 def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
-    """One kill."""
+    """Measure one kill."""
     model = MODELS[options.model]
     saves = ["--save", str(folder / "checkpoints"), "--save-interval", str(SAVE)]
     training = [SCRIPT, *COMMON, *model.argv, "--train-iters", "100000", "--log-interval", "1000", *saves, "--recover"]
@@ -135,7 +135,7 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
 
 def main() -> None:
     parser = command_line(__doc__, model="small", microbatch_seconds=0.1)
-    parser.add_argument("--runs", type=int, default=3, help="of each way; the table has their median")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each method; the table has their median")
     options = parser.parse_args()
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(options.runs):
@@ -144,10 +144,10 @@ def main() -> None:
                 rows[way].append(measure(way, Path(folder), options))
     names = list(rows[WAYS[0]][0])
     head("", *(f"{name}:" for name in names))
-    for way, its in rows.items():
-        row(way, *(f"{statistics.median(kill[name] for kill in its):.2f}" for name in names))
-    told = f"{options.model}, {options.microbatch_seconds} s a microbatch, {options.runs} kills each"
-    print(f"\n{told}; {load_average()}")
+    for way, kills in rows.items():
+        row(way, *(f"{statistics.median(kill[name] for kill in kills):.2f}" for name in names))
+    settings = f"{options.model}, {options.microbatch_seconds} s per microbatch, {options.runs} kills each"
+    print(f"\n{settings}; {load_average()}")
     write(options, rows)
 
 

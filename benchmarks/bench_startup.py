@@ -1,10 +1,10 @@
-"""Seconds from the launch command to the end of the first iteration: recover-run and torchrun.
+"""Measure the seconds from the launch command to the end of the first iteration: recover-run and torchrun.
 
     python benchmarks/bench_startup.py --workers 1 4 8 --repeat 3
 
 Every launcher starts the same script with the same flags (a tiny GPT on the host device, mock data, data parallel), in
-turn within one run, so that a busy machine slows all of them alike.  Prints a table of medians with the ratio to
-torchrun and, with --json FILE, writes every measurement.
+turn within one run, so that other load slows all of them equally.  Prints a table of medians with the ratio to torchrun
+and, with --json FILE, writes every measurement.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAUNCHERS = {
 
 
 def seconds_to_first_iteration(launcher: str, workers: int, timeout: float) -> float:
-    """Launch, wait for the log line of iteration 1, let the run end.  Raises RuntimeError if it does not get there."""
+    """Launch, wait for the log line of iteration 1 and for the end of the run.  Raises RuntimeError if it fails."""
     command = [sys.executable, *(part.format(workers=workers) for part in LAUNCHERS[launcher]), SCRIPT, *FLAGS]
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -60,7 +60,7 @@ def seconds_to_first_iteration(launcher: str, workers: int, timeout: float) -> f
 def main() -> None:
     parser = command_line(__doc__, timeout=300)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the table has their median")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each launcher; the table has their median")
     options = parser.parse_args()
     rows = []
     for workers in options.workers:
@@ -75,7 +75,7 @@ def main() -> None:
     for workers in options.workers:
         medians = {
             launcher: statistics.median(
-                its["seconds"] for its in rows if (its["launcher"], its["workers"]) == (launcher, workers)
+                item["seconds"] for item in rows if (item["launcher"], item["workers"]) == (launcher, workers)
             )
             for launcher in LAUNCHERS
         }

@@ -1,29 +1,29 @@
-"""What the death of a worker costs a training step in Megatron, phase by phase, and what memory it takes.
+"""Measure the cost of a worker's death for a training step in Megatron: time by phase, and memory.
 
     python benchmarks/bench_step_recovery.py --runs 4
     python benchmarks/bench_step_recovery.py --runs 2 --resident 0 1 --microbatch-seconds 0.25
 
 Each run trains with --recover and loses a worker three times (--recover-inject: real SIGKILLs from inside, in another
-phase and of another worker each time), from four data-parallel replicas down to one.  --resident: each worker holds so
-many GiB more, all of it touched.  --tell: by what the launcher knows of a death (bench_recovery.py); a run by each of
-them in turn.  Of each recovery, in ms:
+phase and of another worker each time), from four data-parallel replicas down to one.  --resident: each worker has this
+many additional GiB, all pages touched.  --tell: signal by which the launcher notices a death (bench_recovery.py); one
+run with each in turn.  For each recovery, in ms:
 
     detect      from the kill to the coordinator's event
-    rendezvous  from when a survivor turns to the next epoch until it holds the plan
+    rendezvous  from the time a survivor joins the next epoch until it has the plan
     regroup     opening the rings of the new epoch
-    pull        taking over what is finished at anybody
+    pull        fetching sums that are finished at any member
     rerun       running the lost microbatches: the only part that is training
-    reduce      summing what is not finished yet (once more)
+    reduce      summing the unfinished spans (again)
     agree       until the step is committed
-    without rerun   the sum of all but that
-    longer      the iteration against the median of those before it in which nobody died, less the re-run
+    without rerun   the sum of all phases except the re-run
+    longer      the iteration less the median of previous iterations without a death, less the re-run
 
-The phases are the accounts of the worker that writes events.jsonl.  A survivor turns to the next epoch only when its
-own microbatches are done: what it computes until then is no loss.  "longer" holds all else that a death disturbs.
+The phases are from the worker that writes events.jsonl.  A survivor joins the next epoch only when its own microbatches
+are done: its computation until then is not lost.  "longer" includes all other effects of a death.
 
-Memory: resident bytes of the survivors, the peak within the iteration against the peaks of those before it, and the
-bytes that finished sums took while they were set aside.  ratio: the median of "without rerun" over that by the last
---tell.  --json FILE writes every measurement.
+Memory: resident bytes of the survivors, the peak within the iteration against the previous peaks, and the bytes of
+saved finished sums.  ratio: the median of "without rerun" relative to the last --tell.  --json FILE writes every
+measurement.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ KILLS_AT = (5, 9, 13)
 ITERATIONS = 15
 COLUMNS = (*PHASES, "without rerun", "longer")
 WORKER_GIB = 0.6
-"""The memory that a worker takes beside --resident."""
+"""Memory of a worker in addition to --resident."""
 
 
 def schedule(number: int, workers: int) -> list[tuple[int, int, str]]:
-    """(worker, iteration, phase) of the kills of a run: another survivor and other phases in each."""
+    """Return (worker, iteration, phase) of the kills of a run: another survivor and other phases in each run."""
     first = number % workers
     victims = [(first + 1 + at) % workers for at in range(len(KILLS_AT))]
     return [
@@ -77,7 +77,7 @@ def schedule(number: int, workers: int) -> list[tuple[int, int, str]]:
 def one_run(
     server: ForkServer, folder: Path, number: int, resident: float, tell: str, options: Any
 ) -> list[dict[str, Any]]:
-    """Its recoveries."""
+    """Run once; return its recoveries."""
     workers, _ = LAYOUTS["dp4"]
     kills = schedule(number, workers)
     spec = ",".join(f"{worker}@{iteration}:{phase}" for worker, iteration, phase in kills)
@@ -93,11 +93,11 @@ def one_run(
 
 
 def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tuple[int, int, str]]) -> dict[str, Any]:
-    """One kill: its phases in milliseconds, its memory in MiB."""
+    """Return the phases of one kill in milliseconds, and its memory in MiB."""
     victim, iteration, phase = kill
     (survivor,) = {*range(len(run.codes))} - {worker for worker, _, _ in kills}
     struck = float((folder / f"struck-{victim}").read_text())
-    told = [e for e in read_events(folder / "events-0.jsonl") if e["event"] == "fault" and e.get("worker") == victim]
+    faults = [e for e in read_events(folder / "events-0.jsonl") if e["event"] == "fault" and e.get("worker") == victim]
     accounts = [
         e for e in read_events(folder / EVENTS_FILE) if e["event"] == "recovery" and e["iteration"] == iteration
     ]
@@ -105,14 +105,14 @@ def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tup
     seconds = {at: rows[at + 1]["at"] - rows[at]["at"] for at in rows if at + 1 in rows}
     quiet = [at for at in range(iteration - 3, iteration)]
     found: dict[str, Any] = {"victim": victim, "iteration": iteration, "phase": phase}
-    found["detect"] = 1e3 * (told[0]["mono"] - struck)
+    found["detect"] = 1e3 * (faults[0]["mono"] - struck)
     account = accounts[-1]["seconds"] if accounts else {}
     found |= {name: 1e3 * account.get(name, 0.0) for name in PHASES[1:]}
     found["without rerun"] = sum(found[name] for name in PHASES if name != "rerun")
     usual = statistics.median(seconds[at] for at in quiet)
     found["longer"] = 1e3 * (seconds[iteration] - usual) - found["rerun"]
     found["usual"] = 1e3 * usual
-    # A row's peak is that of the iteration before it.
+    # A row has the peak of the previous iteration.
     found["peak before, MiB"] = max(rows[at + 1]["peak"] for at in quiet) / 1024
     found["peak, MiB"] = rows[iteration + 1]["peak"] / 1024
     found["set aside, MiB"] = (accounts[-1]["aside_bytes"] if accounts else 0) / 2**20
@@ -120,14 +120,14 @@ def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tup
 
 
 def summary(recoveries: Sequence[Mapping[str, Any]], base: str) -> list[list[object]]:
-    """Return the last rows of the table, one for each memory and way to tell, with the ratio to the way ``base``."""
+    """Return the last rows of the table, one per --resident and --tell, with the ratio to the --tell ``base``."""
     by_way: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
-    for its in recoveries:
-        by_way.setdefault((its["GiB"], its["tell"]), []).append(its)
-    usual = {way: statistics.median(its["without rerun"] for its in found) for way, found in by_way.items()}
+    for item in recoveries:
+        by_way.setdefault((item["GiB"], item["tell"]), []).append(item)
+    usual = {way: statistics.median(item["without rerun"] for item in found) for way, found in by_way.items()}
     rows: list[list[object]] = []
     for (resident, tell), found in by_way.items():
-        of = {name: [its[name] for its in found] for name in COLUMNS}
+        of = {name: [item[name] for item in found] for name in COLUMNS}
         cells = [f"{statistics.median(of[name]):.1f} ({max(of[name]):.1f})" for name in COLUMNS]
         ratio = f"{usual[resident, tell] / usual[resident, base]:.2f}"
         rows.append([f"{resident:g}", tell, "median (maximum)", *cells, ratio])
@@ -136,14 +136,14 @@ def summary(recoveries: Sequence[Mapping[str, Any]], base: str) -> list[list[obj
 
 def main() -> None:
     parser = command_line(__doc__, model="small", microbatch_seconds=0.0, timeout=600)
-    parser.add_argument("--runs", type=int, default=4, help="of three kills each")
-    parser.add_argument("--flags", default="", help="more flags of Megatron's")
-    parser.add_argument("--resident", type=float, nargs="+", default=[0], help="GiB of each worker", metavar="GIB")
+    parser.add_argument("--runs", type=int, default=4, help="runs, of three kills each")
+    parser.add_argument("--flags", default="", help="more Megatron flags")
+    parser.add_argument("--resident", type=float, nargs="+", default=[0], help="more GiB of each worker", metavar="GIB")
     parser.add_argument("--tell", choices=("pidfd", "mutex"), nargs="+", default=["pidfd", "mutex"])
     options = parser.parse_args()
     needed = LAYOUTS["dp4"][0] * (max(options.resident) + WORKER_GIB)
     if not enough_memory(needed):
-        parser.error(f"{needed:g} GiB are needed, and this machine does not have as much left")
+        parser.error(f"this needs {needed:g} GiB, and less memory is available on this machine")
     rows: list[dict[str, Any]] = []
     head("GiB each", "told by", "killed in", *COLUMNS, "ratio")
     cases = itertools.product(options.resident, range(options.runs), options.tell)
@@ -155,12 +155,12 @@ def main() -> None:
                     row(f"{resident:g}", tell, found["phase"], *(f"{found[name]:.1f}" for name in COLUMNS), "")
     for cells in summary(rows, options.tell[-1]):
         row(*cells)
-    of = {name: [its[name] for its in rows] for name in rows[0]}
-    growth = [its["peak, MiB"] - its["peak before, MiB"] for its in rows]
+    of = {name: [item[name] for item in rows] for name in rows[0]}
+    growth = [item["peak, MiB"] - item["peak before, MiB"] for item in rows]
     print(
-        f"\nmilliseconds; {len(rows)} kills; an iteration without: {statistics.median(of['usual']):.0f}; "
+        f"\nmilliseconds; {len(rows)} kills; an iteration without a death: {statistics.median(of['usual']):.0f}; "
         f"peak memory of a survivor {min(of['peak before, MiB']):.0f} MiB or more, in a recovery "
-        f"{statistics.median(growth):+.1f} MiB (at most {max(growth):+.1f}); set aside at most "
+        f"{statistics.median(growth):+.1f} MiB (at most {max(growth):+.1f}); saved sums at most "
         f"{max(of['set aside, MiB']):.1f} MiB, the gradients take "
         f"{4 * MODELS[options.model].parameters / 2**20:.1f}; {load_average()}"
     )

@@ -1,20 +1,20 @@
-"""What the memory tier costs an iteration, and how long a lost node keeps a run from committing: memory against disk.
+"""Measure the cost of the memory tier, and how long a lost node keeps a run from committing: memory against disk.
 
     python benchmarks/bench_tiers.py --model medium --iterations 60
 
 Two "nodes" of two workers on one host, two pipelines of two stages in Megatron's default order: a node has a stage of
 both replicas.
 
-    cost     runs without failures, in turn: off, K = 1, 10, 100, as often as --rounds says; of each the median
-             iteration, the mean (a snapshot is in every K-th), the resident memory of a worker at its most; and what
-             the run has counted: how long training waited for a snapshot, and how long that took in the background
-    loss     both workers of the second node get SIGKILL in one iteration, nobody is started in their place: seconds
-             from the coordinator's first notice to the beginning of the iteration after the first one committed, those
-             that are run again, and how long the load took.  Memory (K = 10), and disk (--save-interval 10)
+    cost     runs without failures, in turn: off, K = 1, 10, 100, --rounds times; for each the median iteration, the
+             mean (every K-th includes a snapshot), the peak resident memory of a worker; and, as counted by the run,
+             how long training waited for a snapshot, and how long the snapshot took in the background
+    loss     both workers of the second node get SIGKILL in one iteration and are not replaced: seconds from the
+             coordinator's first event to the start of the iteration after the first committed one, iterations that are
+             run again, and the duration of the load.  Memory (K = 10), and disk (--save-interval 10)
 
---sharded: with the distributed optimizer, each worker's shards in a part of their own.
+--sharded: with the distributed optimizer, each worker's shards in a separate part.
 
-Everything runs on one machine, so a snapshot travels over loopback and the disk is the page cache.
+Everything runs on one machine, so a snapshot uses the loopback and the disk is the page cache.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tests.harness.forkserver import ForkServer
 
 NODES = ["a", "a", "b", "b"]
 WARM = 5
-"""Iterations at the start that are not counted: they have what happens once."""
+"""Number of first iterations that are not counted, since they contain one-time work."""
 EVERY = 10
-"""Of the runs with a loss: iterations between two snapshots, and between two checkpoints."""
+"""Iterations between two snapshots, and between two checkpoints, in the runs with a loss."""
 CLOCK = time.time() - time.monotonic()
-"""What the notes of iterations are behind the events: of one host."""
+"""Offset from the clock of the iterations to the clock of the events."""
 COUNTED = ("waited", "behind")
 INTERVALS = (0, 1, 10, 100)
-"""0: off."""
+"""Values of K; 0: off."""
 
 
 def tier(every: int) -> list[str]:
@@ -51,7 +51,7 @@ def tier(every: int) -> list[str]:
 
 
 def run(server: ForkServer, folder: Path, options: Any, iterations: int, flags: list[str], victims: set[int]) -> None:
-    """Train to the end; raises RuntimeError where a worker ends as it should not."""
+    """Train to the end; raise RuntimeError if a worker ends unexpectedly."""
     workers, shape = LAYOUTS["pp2-dp2"]
     sharded = ["--use-distributed-optimizer"] * options.sharded
     train(
@@ -62,20 +62,20 @@ def run(server: ForkServer, folder: Path, options: Any, iterations: int, flags: 
 
 
 def cost(server: ForkServer, options: Any, every: int) -> dict[str, float]:
-    """Of one run: milliseconds of an iteration, and MiB."""
+    """Run once; return milliseconds of an iteration, and MiB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(server, folder, options, options.iterations, tier(every), set())
         rows = times(folder, 0)
         seconds = [after["at"] - before["at"] for before, after in pairwise(rows[WARM:])]
-        told = [e["seconds"] for e in read_events(folder / EVENTS_FILE) if e["event"] == "snapshot"]
+        took = [e["seconds"] for e in read_events(folder / EVENTS_FILE) if e["event"] == "snapshot"]
         peak = max(its.get("peak", 0) for rank in range(len(NODES)) for its in times(folder, rank)) / 1024
-    counted = {name: 1e3 * statistics.median(one[name] for one in told) if told else 0.0 for name in COUNTED}
+    counted = {name: 1e3 * statistics.median(one[name] for one in took) if took else 0.0 for name in COUNTED}
     return {"median": 1e3 * statistics.median(seconds), "mean": 1e3 * statistics.mean(seconds), "peak": peak} | counted
 
 
 def loss(server: ForkServer, options: Any, memory: bool) -> dict[str, float]:
-    """Of one run that loses a node."""
+    """Run once, losing a node; return the times and the repeated iterations."""
     strikes_at = 2 * EVERY + EVERY // 2
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -96,7 +96,7 @@ def loss(server: ForkServer, options: Any, memory: bool) -> dict[str, float]:
 
 def main() -> None:
     parser = command_line(__doc__, model="small", timeout=900)
-    parser.add_argument("--iterations", type=int, default=60, help="of the runs without failures")
+    parser.add_argument("--iterations", type=int, default=60, help="iterations of the runs without failures")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sharded", action="store_true")
     options = parser.parse_args()
@@ -123,8 +123,8 @@ def main() -> None:
     print()
     head("tier", "to the next committed, s", "of these the load, s", "run again")
     for where, its in losses.items():
-        told = [statistics.median(one[name] for one in its) for name in ("to the next committed", "load", "run again")]
-        row(where, f"{told[0]:.2f}", f"{told[1]:.2f}", f"{told[2]:.0f}")
+        took = [statistics.median(one[name] for one in its) for name in ("to the next committed", "load", "run again")]
+        row(where, f"{took[0]:.2f}", f"{took[1]:.2f}", f"{took[2]:.0f}")
     print(f"\n{options.model}, {options.rounds} rounds; {load_average()}")
     write(options, {"costs": costs, "losses": losses})
 

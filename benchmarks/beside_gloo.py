@@ -1,9 +1,9 @@
-"""A worker of bench_recovery.py that recovers by torch's own reconfiguration of gloo, with nothing of this package.
+"""Worker of bench_recovery.py that recovers by torch's own reconfiguration of gloo, without this package.
 
-The workers all-reduce over and over. In gloo only the neighbours of a dead worker get an error, and nothing says which
-worker is missing. So the launcher tells it: it sets a key of torch's store, for which a thread of each worker waits.
-That thread reconfigures the group among the survivors (``torch.distributed._reconfigure``: since torch 2.14, which
-calls it experimental). An all-reduce that waits for the dead worker itself fails when the kernel closes the connection.
+The workers all-reduce repeatedly.  In gloo only the neighbours of a dead worker get an error, and nothing names the
+dead worker.  So the launcher does: it sets a key of torch's store, for which a thread of each worker waits.  That
+thread reconfigures the group among the survivors (``torch.distributed._reconfigure``: since torch 2.14, which calls it
+experimental).  An all-reduce that waits for the dead worker fails when the kernel closes the connection.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ import torch
 import torch.distributed as dist
 
 DEAD = "dead"
-"""The key by which the launcher tells which worker has died."""
+"""Key with which the launcher reports the dead worker."""
 PATIENCE = timedelta(seconds=60)
 
 
 def lacking() -> str:
-    """Return why this cannot run here, in words for people; empty: it can."""
+    """Return why this cannot run here, as a message; empty if it can."""
     return "" if hasattr(dist, "_reconfigure") else f"torch {torch.__version__} cannot reconfigure gloo (2.14 can)"
 
 
 class Teller:
-    """The launcher's side: tells the workers of a death."""
+    """Launcher's side: reports a death to the workers."""
 
     def __init__(self, store_port: int) -> None:
         self._store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         self.told: dict[str, float] = {}
-        """``detect``: when the first death was told."""
+        """Time ``detect`` of the first reported death."""
 
     def tell(self, dead: int, how: str) -> None:
-        """Tell all workers that ``dead`` has died, unless another has."""
+        """Report to all workers that ``dead`` has died, unless an earlier death was reported."""
         if not self.told:
             self.told["detect"] = time.monotonic()
             self._store.set(DEAD, str(dead))
 
 
 def work(store_port: int, size: int, elements: int, warm_up: int, me: int, report: TextIO) -> None:
-    """Be one worker: reduce until told of a death, reconfigure, reduce once more, report the times, and wait."""
+    """Run one worker: reduce until a death is reported, reconfigure, reduce once more, report the times, and wait."""
     torch.set_num_threads(1)
     times: dict[str, float] = {}
 
@@ -60,7 +60,7 @@ def work(store_port: int, size: int, elements: int, warm_up: int, me: int, repor
     )
 
     def configure(through: dist.Store, number: int, members: Sequence[int]) -> None:
-        """Make the group anew, of ``members`` alone."""
+        """Reconfigure the group to ``members``."""
         group = dist.group.WORLD
         through.set(f"{number}/{me}", dist._get_reconfigure_handle(group))
         handles = [through.get(f"{number}/{member}").decode() for member in members]
@@ -69,11 +69,11 @@ def work(store_port: int, size: int, elements: int, warm_up: int, me: int, repor
     configured = threading.Event()
 
     def watch() -> None:
-        told = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # its own: waiting occupies a connection
-        told.wait([DEAD], timedelta(days=1))
+        shared = dist.TCPStore("127.0.0.1", store_port, is_master=False)  # separate: waiting occupies a connection
+        shared.wait([DEAD], timedelta(days=1))
         note("revoke")
-        dead = int(told.get(DEAD))
-        configure(told, 2, [worker for worker in range(size) if worker != dead])
+        dead = int(shared.get(DEAD))
+        configure(shared, 2, [worker for worker in range(size) if worker != dead])
         note("regroup")
         configured.set()
 

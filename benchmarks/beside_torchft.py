@@ -1,13 +1,14 @@
-"""torchft beside us: from SIGKILL of a replica to the first committed all-reduce among the survivors.
+"""Measure torchft: from SIGKILL of a replica to the first committed all-reduce among the survivors.
 
-bench_recovery.py --beside torchft makes an environment with torchft (``Torchft``) and runs this file there: one request
-a line on stdin (JSON: workers, gib, setting, victim, pause, ...), the milliseconds of that recovery a line on stdout.
+bench_recovery.py --beside torchft creates an environment with torchft (``Torchft``) and runs this file there: one
+request per line on stdin (JSON: workers, gib, setting, victim, pause, ...), the milliseconds of that recovery per line
+on stdout.
 
-Each replica is one process, forked from this one when torch and torchft are imported; all are under one lighthouse. A
-step is what torchft's examples do, without a model: start_quorum, allreduce, should_commit. It counts as recovered with
-the first step that commits with one participant fewer, on the last survivor. torchft knows of a death by itself: by
-heartbeats that do not come, and by the errors and timeouts of gloo.  Where all survivors share a connection with the
-dead one they get an error at once; else one of them waits for the timeout of gloo.
+Each replica is one process, forked from this one when torch and torchft are imported; all use one lighthouse.  A step
+is as in torchft's examples, without a model: start_quorum, allreduce, should_commit.  The recovery ends with the first
+step that commits with one participant fewer, on the last survivor.  torchft detects a death itself: by missing
+heartbeats, and by the errors and timeouts of gloo.  If all survivors share a connection with the dead replica they get
+an error at once; else one of them waits for the timeout of gloo.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "group": 2.0,
     },
 }
-"""``lighthouse``: flags; ``heartbeat``: seconds between those of a manager; ``group``: the timeout of gloo's operations
-in seconds; None: torchft's own."""
+"""Settings.  ``lighthouse``: flags; ``heartbeat``: seconds between a manager's heartbeats; ``group``: timeout of gloo's
+operations in seconds; None: torchft's default."""
 
 
 class Torchft:
-    """Has recoveries measured in the environment of torchft; use as a context manager."""
+    """Measures recoveries in the environment of torchft; use as a context manager."""
 
     def __enter__(self) -> Torchft:
-        """Make the environment, unless it is there, and start the program.  Raises CalledProcessError."""
+        """Create the environment unless it exists, and start the program.  Raises CalledProcessError."""
         python = FOLDER / "bin" / "python"
         if not python.exists():
             venv.create(FOLDER, with_pip=True)
@@ -62,7 +63,7 @@ class Torchft:
         return self
 
     def recovery(self, **request: Any) -> dict[str, float]:
-        """Have one recovery measured; returns its milliseconds.  Raises RuntimeError where torchft does not recover."""
+        """Measure one recovery; return its milliseconds.  Raises RuntimeError if torchft does not recover."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
@@ -84,14 +85,14 @@ def lighthouse(port: int, flags: list[str]) -> subprocess.Popen[bytes]:
 
 
 def work(port: int, request: dict[str, Any], occupied: Barrier, me: int, report: TextIO) -> None:
-    """Be one replica: commit steps, report when warm, and when a step was committed by one replica fewer."""
+    """Run one replica: commit steps, report when warm, and when a step was committed by one replica fewer."""
     import torch
     from torch.distributed import TCPStore
     from torchft import Manager, ProcessGroupGloo
 
     torch.set_num_threads(1)
     held = occupy(request["gib"])  # noqa: F841  as long as the process lives
-    occupied.wait()  # a replica of short timeouts that has begun would be late beside one that takes its memory
+    occupied.wait()  # otherwise a replica with short timeouts would time out while another one allocates memory
     setting = SETTINGS[request["setting"]]
     group = ProcessGroupGloo(timeout=timedelta(seconds=setting["group"])) if setting["group"] else ProcessGroupGloo()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -101,8 +102,8 @@ def work(port: int, request: dict[str, Any], occupied: Barrier, me: int, report:
         store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=f"http://127.0.0.1:{port}",
         replica_id=f"replica-{me}", hostname="127.0.0.1", **beats,
     )  # fmt: skip
-    whole, told = 0, False
-    while True:  # also when all is told: the others may need another step
+    whole, was_reported = 0, False
+    while True:  # also after the report: the others may need another step
         manager.start_quorum()
         manager.allreduce(torch.ones(request["elements"])).wait()
         if not manager.should_commit():
@@ -111,13 +112,13 @@ def work(port: int, request: dict[str, Any], occupied: Barrier, me: int, report:
             whole += 1
             if whole == request["warm_up"]:
                 print(file=report)
-        elif whole >= request["warm_up"] and not told:
-            told = True
+        elif whole >= request["warm_up"] and not was_reported:
+            was_reported = True
             print(json.dumps({"reduce": time.monotonic()}), file=report)
 
 
 def recovery(request: dict[str, Any]) -> float:
-    """Measure one recovery; returns its milliseconds.  Raises RuntimeError where a replica ends by itself."""
+    """Measure one recovery; return its milliseconds.  Raises RuntimeError if a replica exits unexpectedly."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = lighthouse(port, SETTINGS[request["setting"]]["lighthouse"])
@@ -129,13 +130,13 @@ def recovery(request: dict[str, Any]) -> float:
         process.kill()
         process.wait()
     if min(times["reduce"] for times in survivors) < killed:
-        raise RuntimeError("a replica was taken for dead before one was killed")
+        raise RuntimeError("a replica was declared dead before one was killed")
     return 1e3 * (max(times["reduce"] for times in survivors) - killed)
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the replicas print is no answer
+    os.dup2(2, 1)  # output of the replicas is not an answer
     import torchft  # noqa: F401
 
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their command line, models, layouts, flags, a training, what timed_pretrain.py left."""
+"""Common parts of the benchmarks: command line, models, layouts, flags, a training, results of timed_pretrain.py."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ FSDP = (
     "--ckpt-format fsdp_dtensor"
 ).split()
 RECOVER = ["--recover", "--recover-hang-timeout", "3600"]
-"""The hang timeout is long since two runs that take turns stand still for as long as the other one runs."""
+"""Flags of a run; the hang timeout is long since of two runs that take turns one pauses while the other runs."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT to train."""
+    """GPT model to train."""
 
     layers: int
     hidden: int
@@ -62,12 +62,12 @@ class Model:
 
     @property
     def tokens(self) -> int:
-        """In one iteration."""
+        """Tokens per iteration."""
         return self.global_batch * self.sequence
 
     @property
     def parameters(self) -> int:
-        """About."""
+        """Approximate number of parameters."""
         return 12 * self.layers * self.hidden**2 + (self.vocabulary + self.sequence) * self.hidden
 
 
@@ -85,50 +85,50 @@ LAYOUTS = {
     "tp2-dp2": (4, "--tensor-model-parallel-size 2"),
     "pp2-dp2": (4, "--pipeline-model-parallel-size 2"),
 }
-"""Name -> workers, flags."""
+"""Layouts: name -> workers, flags."""
 
 
 COMMON_OPTIONS: Mapping[str, dict[str, Any]] = {
     "model": {"choices": MODELS},
-    "microbatch_seconds": {"type": float, "help": "of a device that a worker plays"},
+    "microbatch_seconds": {"type": float, "help": "seconds per microbatch of the simulated device"},
     "timeout": {"type": float, "help": "seconds for one run"},
 }
 
 
 def command_line(text: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with --json, and with those of ``COMMON_OPTIONS`` for which a default is given."""
+    """Return a parser with --json, and with the ``COMMON_OPTIONS`` for which a default is given."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, **COMMON_OPTIONS[name])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to FILE")
     return parser
 
 
 def write(options: argparse.Namespace, found: Any) -> None:
-    """The file of --json, if it is asked for."""
+    """Write the file of --json, if it was given."""
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
 
 def head(*columns: str) -> None:
-    """The first lines of a table; the cells of a column whose name ends in a colon are aligned to the right."""
+    """Print the first lines of a table; a column whose name ends in a colon is right-aligned."""
     row(*(name.removesuffix(":") for name in columns))
     print(f"|{'|'.join('--:' if name.endswith(':') else '---' for name in columns)}|", flush=True)
 
 
 def row(*cells: object) -> None:
-    """A line of a table."""
+    """Print a line of a table."""
     print(f"|{'|'.join(f' {cell} ' if cell != '' else ' ' for cell in cells)}|", flush=True)
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that is started here: it finds the repository, and computes in one thread."""
+    """Return the environment of a child process: it finds the repository, and computes in one thread."""
     return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
 
 
 @contextmanager
 def forked(size: int, work: Callable[[int, TextIO], object]) -> Iterator[tuple[list[int], list[TextIO]]]:
-    """Processes that do ``work(rank, report)``, killed at the end: their pids, and what each reports, line by line."""
+    """Fork processes that run ``work(rank, report)``; yield their pids and report streams; kill them at the end."""
     started, reports = list[Any](), list[TextIO]()
     try:
         for rank in range(size):
@@ -147,20 +147,20 @@ def forked(size: int, work: Callable[[int, TextIO], object]) -> Iterator[tuple[l
 
 
 def reported(size: int, work: Callable[[int, TextIO], object]) -> list[list[Any]]:
-    """What each of so many processes that do ``work(rank, report)`` reports until it ends: the JSON of each line."""
+    """Run ``work(rank, report)`` in ``size`` processes; return for each the JSON of each reported line."""
     with forked(size, work) as (_, reports):
         return [[json.loads(line) for line in report] for report in reports]
 
 
 def occupy(gib: float) -> object:
-    """Take so many GiB of private memory and touch each page; it is kept as long as the result is."""
+    """Allocate ``gib`` GiB of private memory and touch each page; the result keeps it."""
     import torch
 
     return torch.ones(int(gib * 2**30), dtype=torch.uint8)
 
 
 def enough_memory(gib: float) -> bool:
-    """Return True if so many GiB can be had on this machine now."""
+    """Return whether ``gib`` GiB of memory are available on this machine."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(meminfo["MemAvailable"].split()[0]) >= gib * 2**20
 
@@ -168,15 +168,15 @@ def enough_memory(gib: float) -> bool:
 def strike(
     pids: Sequence[int], reports: Sequence[TextIO], victim: int, pause: float
 ) -> tuple[float, list[dict[str, float]]]:
-    """Kill worker ``victim`` (SIGKILL) so many seconds after all have reported a first line.
+    """Kill worker ``victim`` (SIGKILL) ``pause`` seconds after all workers have reported a first line.
 
-    Returns when that was (``time.monotonic``), and the times that each survivor reports next. Raises RuntimeError where
-    a worker ends instead.
+    Returns the time of the kill (``time.monotonic``), and the times that each survivor reports next.  Raises
+    RuntimeError if a worker exits instead.
     """
 
     def line(worker: int) -> str:
         if not (line := reports[worker].readline()):
-            raise RuntimeError(f"worker {worker} has ended before it reported")
+            raise RuntimeError(f"worker {worker} exited before it reported")
         return line
 
     for worker in range(len(pids)):
@@ -189,17 +189,17 @@ def strike(
 
 @contextmanager
 def store() -> Iterator[int]:
-    """torch's key-value store, in a process of its own; its port."""
+    """Run torch's key-value store in a separate process; yield its port."""
     import torch.distributed as dist
 
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         port = int(listener.getsockname()[1])
 
         def serve() -> None:
-            its = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False,
+            master = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False,
                                 master_listen_fd=listener.fileno())  # fmt: skip
             signal.pause()
-            del its
+            del master
 
         process = FORK.Process(target=serve)
         process.start()
@@ -212,7 +212,7 @@ def store() -> Iterator[int]:
 
 @contextmanager
 def coordinator(workers: int, events: Path, secret: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A coordinator of so many workers, on the loopback: its process, and its port."""
+    """Run a coordinator of ``workers`` workers on the loopback; yield its process and its port."""
     command = [sys.executable, "-m", "recover_megatron.membership", "--world", str(workers), "--events", str(events)]
     process = subprocess.Popen(
         [*command, *flags], stdout=subprocess.PIPE, text=True, env=environment(RECOVER_SECRET=secret)
@@ -237,9 +237,9 @@ def train(
     environment: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Run:
-    """A training with ``COMMON`` and ``flags``, whose log folder is ``folder``; ``more``: of ``ForkServer.run``.
+    """Train with ``COMMON`` and ``flags`` and the log folder ``folder``; ``more``: arguments of ``ForkServer.run``.
 
-    Raises RuntimeError where a worker ends as it should not: ``killed`` (None: any) by SIGKILL, the others with 0.
+    Raises RuntimeError if a worker ends unexpectedly: expected are SIGKILL for ``killed`` (None: any), 0 for others.
     """
     argv = [script, *COMMON, "--log-interval", "100", "--train-iters", str(iterations), *flags]
     argv += ["--recover-log-dir", str(folder)] if "--recover" in flags else []
@@ -252,20 +252,20 @@ def train(
 
 
 def played(*seconds: float) -> dict[str, str]:
-    """The environment of workers that play devices of fixed speed: so many seconds for a microbatch."""
+    """Return the environment of workers that simulate devices of fixed speed, in seconds per microbatch."""
     return {"BENCH_MICROBATCH": ",".join(map(str, seconds))}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines."""
+    """Return the objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def times(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What a worker noted, one row for the moment before each iteration; the end has iteration None."""
+    """Return the rows of a worker, one for the moment before each iteration; the last row has iteration None."""
     return lines(folder / f"times-{rank}.jsonl")
 
 
 def load_average() -> str:
-    """Of the last minute, and the cores there are."""
+    """Return the load average of the last minute and the number of cores, as text."""
     return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

@@ -1,11 +1,11 @@
-"""The picture of one recovery, of a real run: what each worker did around the moment when one of them was killed.
+"""Draw one recovery of a real run: the activity of each worker around the moment when one of them was killed.
 
     python benchmarks/recovery_picture.py FOLDER OUT.svg
 
-Four workers train in FOLDER (if no run is there yet), and one gets SIGKILL in its backward pass; each has a lane.
+Four workers train in FOLDER (unless it contains a run), and one gets SIGKILL in its backward pass; each has a lane.
 
-Workers play devices of fixed speed (BENCH_MICROBATCH of timed_pretrain.py), so that it shows what a recovery is made
-of, on any machine; all else is as in any run.  Each notes the progress marks that it makes anyway, with the moment.
+Workers simulate devices of fixed speed (BENCH_MICROBATCH of timed_pretrain.py), so that the phases of a recovery are
+visible on any machine; otherwise it is a normal run.  Each worker records its usual progress marks, with the time.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ STYLE = """
   @media (prefers-color-scheme: dark) { text { fill: #d7dbe0 } .in { fill: #fff } .run { fill: #3f7fbd }
   .again { fill: #d0652c } .wait { fill: #45494e } .gone { stroke: #666 } .death { fill: #ff8a80 } }
 """
-"""An SVG in a page follows the reader's colours by itself."""
+"""Style of the SVG; it follows the reader's colour scheme."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a worker did from ``begin`` to ``end``, seconds: a microbatch, or (None) waiting for others."""
+    """Activity of a worker from ``begin`` to ``end``, seconds: a microbatch, or (None) waiting for others."""
 
     begin: float
     end: float
@@ -53,7 +53,7 @@ class Span:
 
 
 def spans(marks: Sequence[dict[str, Any]], last: float) -> list[Span]:
-    """A worker's marks as spans, each up to the next mark, or ``last``; what belongs together is one."""
+    """Convert a worker's marks to spans, each up to the next mark, or ``last``; adjacent equal spans are merged."""
     found: list[Span] = []
     for mark, end in zip(marks, [*(mark["at"] for mark in marks[1:]), last], strict=True):
         if mark["microbatch"] is None and not mark["waiting"]:
@@ -68,13 +68,13 @@ def spans(marks: Sequence[dict[str, Any]], last: float) -> list[Span]:
 
 
 def svg(folder: Path) -> str:
-    """The picture of what ``run`` has left in ``folder``."""
+    """Return the picture of the run in ``folder``."""
     marks = [lines(folder / f"marks-{worker}.jsonl") for worker in range(WORKERS)]
     faults = [event for path in sorted(folder.glob("events-?.jsonl")) for event in lines(path)]
     death = min(event["mono"] for event in faults if event["event"] == "fault" and event["worker"] == KILLED)
     (recovery,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "recovery"]
     again = {j for ids in recovery["reran"].values() for j in ids}
-    shown = [mark["at"] for told in marks for mark in told if mark["iteration"] in SHOWN]
+    shown = [mark["at"] for track in marks for mark in track if mark["iteration"] in SHOWN]
     begin, end = min(shown), max(shown)
     left, scale, height, gap = 78, 800 / (end - begin), 30, 10
 
@@ -89,10 +89,10 @@ def svg(folder: Path) -> str:
         return f'<text class="{css}" x="{x(at):.1f}" y="{y}" text-anchor="middle">{words}</text>'
 
     parts = []
-    for worker, told in enumerate(marks):
+    for worker, track in enumerate(marks):
         top = 34 + worker * (height + gap)
         parts.append(f'<text x="{left - 8}" y="{top + 20}" text-anchor="end">replica {worker}</text>')
-        for span in spans(told, death if worker == KILLED else end):
+        for span in spans(track, death if worker == KILLED else end):
             rerun = span.iteration == ITERATION and span.microbatch in again and worker != KILLED
             kind = "wait" if span.microbatch is None else "again" if rerun else "run"
             parts.append(box(kind, span.begin, span.end, 1))
@@ -103,14 +103,14 @@ def svg(folder: Path) -> str:
             parts.append(f'<text class="death" x="{x(death) + 8:.1f}" y="{top + 20}">SIGKILL</text>')
     bottom = 34 + WORKERS * (height + gap)
     for iteration in SHOWN:
-        at = max(m["at"] for told in marks for m in told if m["iteration"] == iteration and m["phase"] == "optimizer")
-        first = min(m["at"] for told in marks for m in told if m["iteration"] == iteration)
+        at = max(m["at"] for track in marks for m in track if m["iteration"] == iteration and m["phase"] == "optimizer")
+        first = min(m["at"] for track in marks for m in track if m["iteration"] == iteration)
         parts.append(f'<line class="step" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="24" y2="{bottom}"/>')
         parts.append(middle((first + at) / 2, 18, f"step {iteration}"))
     beyond = 1000 * sum(s for phase, s in recovery["seconds"].items() if phase != "rerun")
     words = [
-        "Blue: microbatches 0 to 7 of each step. Grey: waiting. Orange: the two that the dead worker had, run by",
-        f"others in the same step. All else that the death cost: {beyond:.0f} ms.",
+        "Blue: microbatches 0 to 7 of each step. Grey: waiting. Orange: two microbatches of the dead worker, run by",
+        f"others in the same step. Other cost of the death: {beyond:.0f} ms.",
     ]
     for row, line in enumerate(words):
         parts.append(f'<text class="small" x="{left}" y="{bottom + 16 + 15 * row}">{line}</text>')
@@ -122,7 +122,7 @@ def svg(folder: Path) -> str:
 
 
 def run(folder: Path) -> None:
-    """Train, with a death.  Raises CalledProcessError where that does not come to its end."""
+    """Train, with a death.  Raises CalledProcessError if the run fails."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(WORKERS)]
     command += ["--log-dir", str(folder)]
@@ -133,14 +133,14 @@ def run(folder: Path) -> None:
 
 
 def work() -> None:
-    """A worker: notes its marks, and trains."""
+    """Run a worker: record its marks, and train."""
     out = open(f"{os.environ['BENCH_OUT']}/marks-{os.environ['RANK']}.jsonl", "w", buffering=1)  # noqa: SIM115
     mark = Session.mark
 
     def noted(self: Session, *of_mark: Any) -> None:
         names = ("iteration", "phase", "microbatch", "waiting")
-        told = {"microbatch": None, "waiting": False, **dict(zip(names, of_mark, strict=False))}
-        print(json.dumps({"at": time.monotonic(), **told}), file=out)
+        track = {"microbatch": None, "waiting": False, **dict(zip(names, of_mark, strict=False))}
+        print(json.dumps({"at": time.monotonic(), **track}), file=out)
         mark(self, *of_mark)
 
     Session.mark = noted  # type: ignore[method-assign, assignment]

@@ -1,30 +1,30 @@
-"""pretrain_gpt_recover.py with a clock in it: the script of the benchmarks that compare whole training runs.
+"""pretrain_gpt_recover.py with a clock: the script of the benchmarks that compare complete training runs.
 
-It notes when each iteration begins, by the same few lines with and without --recover, and does what the environment
-asks for besides (nothing, by default):
+It records the start of each iteration, by the same few lines with and without --recover; the environment selects more
+functions (none by default):
 
-    BENCH_OUT=DIR           every worker appends to DIR/times-<rank>.jsonl, an iteration a line: "at", the moment before
-                            it; "go", when it went on after a pause; "cpu", the processor seconds of the process by
-                            then; "loss", that of the iteration before
+    BENCH_OUT=DIR           every worker appends to DIR/times-<rank>.jsonl, one line per iteration: "at", the time
+                            before it; "go", the time after a pause; "cpu", the processor seconds of the process so
+                            far; "loss", of the previous iteration
     BENCH_BLOCK=K           before iterations 1, 1+K, 1+2K, ... the worker writes a byte to DIR/done and waits for one
                             in DIR/go-<rank>: so two runs can take turns
     BENCH_KILL=W@I,...      worker W gets SIGKILL in its first backward pass of iteration I (from 1), once: a file in
-                            DIR says that it has happened
-    BENCH_MICROBATCH=S,...  a device of fixed speed is played: a microbatch takes S seconds at least, a third of them
-                            forward, whatever else the processors have to do (the worker sleeps for the rest); several
-                            speeds are those of the ranks, one after the other and again
-    BENCH_MEMORY=1          a row also has "peak", the most KiB that were resident since the row before, and
-                            "resident", those that are resident now; and "pid", of whom
-    BENCH_RESIDENT=GIB      the worker holds so much memory more from the start, each page touched
-    BENCH_STRUCK=1          a worker that kills itself writes the moment to DIR/struck-<rank> before
-    BENCH_THREADS=1         a row also has what each thread used so far, by name: "threads", processor seconds;
-                            "waits", how many times it gave up the processor to wait
+                            DIR records it
+    BENCH_MICROBATCH=S,...  simulates a device of fixed speed: a microbatch takes at least S seconds, a third of them
+                            forward, independent of the processors' load (the worker sleeps for the rest); several
+                            speeds are assigned to the ranks cyclically
+    BENCH_MEMORY=1          a row also has "peak", the peak resident KiB since the previous row, "resident", the
+                            current resident KiB, and "pid"
+    BENCH_RESIDENT=GIB      the worker has this much additional memory from the start, each page touched
+    BENCH_STRUCK=1          a worker that kills itself first writes the time to DIR/struck-<rank>
+    BENCH_THREADS=1         a row also has the usage of each thread so far, by name: "threads", processor seconds;
+                            "waits", the number of times it gave up the processor to wait
     BENCH_STATE=1           when the training is over every worker writes DIR/state-<rank>.json: "parameters" of its
-                            model, "bytes" of the tensors that its optimizer has for itself (``held``), and "came", the
-                            bytes that it got each time that a distributed optimizer's state changed hands
-    BENCH_TRAFFIC=1         a row also has "received", the bytes that came over all of the process's TCP connections, as
-                            the kernel counts them, and "tensors", the bytes of all memory that torch's tensors have;
-                            rings use no shared memory
+                            model, "bytes" of its optimizer's own tensors (``held``), and "came", the bytes received in
+                            each redistribution of a distributed optimizer's state
+    BENCH_TRAFFIC=1         a row also has "received", the bytes received over all TCP connections of the process, as
+                            the kernel counts them, and "tensors", the bytes of the memory of all torch tensors; rings
+                            use no shared memory
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt_recover.py"
 
 
 class Clock:
-    """Wraps train_step (inside what --recover wraps around it) and, for kills, the backward pass."""
+    """Wrapper of train_step (inside the wrapper of --recover) and, for kills, of the backward pass."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._rank = int(environment["RANK"])
         self._folder = Path(environment["BENCH_OUT"])
         self._block = int(environment.get("BENCH_BLOCK", "0"))
-        self._kills = environment.get("BENCH_KILL", "").split(",")  # those of all workers
+        self._kills = environment.get("BENCH_KILL", "").split(",")  # kills of all workers
         self._file = open(self._folder / f"times-{self._rank}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         paces = environment.get("BENCH_MICROBATCH", "0").split(",")
         self._microbatch = float(paces[self._rank % len(paces)])
@@ -91,7 +91,7 @@ class Clock:
 
     @staticmethod
     def _around(original: Any, wrapper: Any) -> Any:
-        # What --recover wraps is checked by its parameters: keep those of the original.
+        # --recover checks the parameters of the functions that it wraps: keep those of the original.
         return functools.wraps(original)(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,13 +147,13 @@ class Clock:
         return came
 
     def close(self) -> None:
-        """The run is over."""
+        """Write the last row, when the run is over."""
         row = {"iteration": None, "at": time.monotonic(), "cpu": time.process_time(), "loss": self._loss}
         self._file.write(json.dumps(row) + "\n")
 
 
 def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` and return its result when so many seconds have passed."""
+    """Call ``function`` and return its result after at least ``seconds``."""
     until = time.monotonic() + seconds
     result = function(*args, **kwargs)
     time.sleep(max(0.0, until - time.monotonic()))
@@ -161,9 +161,9 @@ def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def held(optimizer: Any, model: Any) -> int:
-    """Bytes of what Megatron's optimizer updates and of its state, but for single numbers and what is the model's own.
+    """Return the bytes of the parameters and state of Megatron's optimizer, without scalars and the model's own memory.
 
-    Read where torch has it, so the same for all of Megatron's optimizers, with and without --recover.
+    Read through torch's interface, so equally for all of Megatron's optimizers, with and without --recover.
     """
     models = {p.untyped_storage().data_ptr() for chunk in model for p in chunk.parameters()}
     sizes: dict[int, int] = {}
@@ -177,38 +177,38 @@ def held(optimizer: Any, model: Any) -> int:
 
 
 def memory() -> dict[str, int]:
-    """The most KiB of this process that were resident since the last call, and those that are resident now; its pid."""
+    """Return the peak resident KiB of this process since the last call, the current resident KiB, and its pid."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
     return {"peak": int(status["VmHWM"].split()[0]), "resident": int(status["VmRSS"].split()[0]), "pid": os.getpid()}
 
 
 def traffic() -> dict[str, int]:
-    """Bytes received so far, and those of tensors."""
+    """Return the bytes received so far, and the bytes of all tensors."""
     return {"received": received(), "tensors": tensors()}
 
 
 def received() -> int:
-    """Bytes that came over the TCP connections that this process has open."""
-    found: dict[str, int] = {}  # by the socket: of some there are two descriptors
+    """Return the bytes received over the open TCP connections of this process."""
+    found: dict[str, int] = {}  # by socket: some sockets have two descriptors
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # a listing's own, one that was closed meanwhile, or no connection
-            its = os.readlink(f"/proc/self/fd/{name}")
-            if its.startswith("socket:") and its not in found:
+        with suppress(OSError):  # the listing's own descriptor, one closed meanwhile, or not a connection
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:") and target not in found:
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        found[its] = received_over(connection)
+                        found[target] = received_over(connection)
     return sum(found.values())
 
 
 def received_over(connection: socket.socket) -> int:
-    """Bytes that came over a TCP connection so far, as the kernel counts them."""
+    """Return the bytes received over a TCP connection so far, as the kernel counts them."""
     information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return int(struct.unpack_from("=Q", information, 128)[0])  # tcpi_bytes_received of struct tcp_info
 
 
 def tensors() -> int:
-    """Bytes of the memory of all tensors that Python knows, each once."""
+    """Return the bytes of the memory of all tensors that Python knows, each counted once."""
     import torch
 
     sizes: dict[int, int] = {}
@@ -220,7 +220,7 @@ def tensors() -> int:
 
 
 def threads() -> dict[str, dict[str, float]]:
-    """What each thread of this process used so far, by name; those that Python did not start are "other"."""
+    """Return the usage of each thread of this process so far, by name; others are "other"."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     used: dict[str, float] = {}
     waits: dict[str, float] = {}

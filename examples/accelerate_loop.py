@@ -1,10 +1,10 @@
-"""A loop of Hugging Face's accelerate that survives kill -9 of its workers.
+"""Training loop with Hugging Face's accelerate that survives kill -9 of its workers.
 
     recover-run --elastic --max-restarts 2 --nproc-per-node 4 examples/accelerate_loop.py
 
-Four places of such a loop change: accelerate is to see one process (the workers find each other by recover-run);
-batches are asked for by their number; ``zero_grad``, ``backward`` and ``optimizer.step`` are called by the library; and
-``Accelerator`` has ``gradient_accumulation_steps=1``, its default, since the library divides by the number of batches.
+Four places of such a loop change: accelerate must see one process (recover-run connects the workers); batches are
+selected by number; the library calls ``zero_grad``, ``backward`` and ``optimizer.step``; and ``Accelerator`` has
+``gradient_accumulation_steps=1``, its default, since the library divides by the number of batches.
 """
 
 import os
@@ -18,7 +18,7 @@ from accelerate import Accelerator  # noqa: E402
 
 from recover_megatron import ElasticDataParallel, run  # noqa: E402
 
-BATCHES = 8  # of an optimizer's step
+BATCHES = 8  # per optimizer step
 torch.manual_seed(1)
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)).double()
@@ -29,7 +29,7 @@ data = torch.randn(4096, 32, dtype=torch.float64, generator=torch.Generator().ma
 
 
 def microbatch(step: int, j: int) -> torch.Tensor:
-    """The loss of batch j of a step: rows of the data by their number, whoever runs it."""
+    """Return the loss of batch j of a step: rows of the data by number, on any worker."""
     first = ((step - 1) * BATCHES + j) * 8 % len(data)
     batch = data[first : first + 8].to(accelerator.device)
     return (model(batch) - batch.sum(1, keepdim=True)).square().mean()

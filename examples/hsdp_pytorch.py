@@ -1,12 +1,12 @@
-"""Hybrid sharding in plain PyTorch that survives kill -9 of its workers: torch's FSDP2 inside a replica, no Megatron.
+"""Hybrid sharding in plain PyTorch that survives kill -9 of its workers: FSDP2 inside a replica, without Megatron.
 
     recover-run --nproc-per-node 4 examples/hsdp_pytorch.py --shards 2 --iterations 200
 
-Two consecutive workers are a shard group: they hold the model between them, and torch.distributed knows them alone, so
-whatever it offers (FSDP2 here) runs inside a shard group as it does anywhere.  What is summed over the shard groups,
-each shard with its likes, goes over this library's ring.  When a worker dies its shard group is lost with it: the rest
-of it ends, too.  The other shard groups finish the iteration, and every iteration sums the gradients of the same M
-microbatches, each exactly once, whichever workers die and whenever.
+Two consecutive workers form a shard group: they share one copy of the model, and torch.distributed sees only them, so
+FSDP2 runs inside a shard group as usual.  Sums over the shard groups, for each shard separately, use this library's
+ring.  If a worker dies, its shard group is lost: its other workers exit, too.  The other shard groups finish the
+iteration, and every iteration sums the gradients of the same M microbatches, each exactly once, whichever workers die
+and whenever.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.workload import reassign
 
-M = 24  # microbatches of an iteration
+M = 24  # microbatches per iteration
 WIDTH, BLOCKS = 32, 3
 
 
@@ -35,13 +35,13 @@ class Block(torch.nn.Module):
 
 
 def sharded_model(shards: int) -> torch.nn.Module:
-    """The same model in every shard group, each worker with its shard of every parameter."""
+    """Create the same model in every shard group, each worker with its shard of every parameter."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(*[Block() for _ in range(BLOCKS)], torch.nn.Linear(WIDTH, 1)).double()
     mesh = dist.init_device_mesh("cpu", (shards,))
     for module in [*model, model]:
         fully_shard(module, mesh=mesh)
-        module.set_gradient_divide_factor(1.0)  # a sum: that of M losses which are divided by M
+        module.set_gradient_divide_factor(1.0)  # a sum: the M losses are divided by M already
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it adds
     return model
 
@@ -58,8 +58,8 @@ class Trainer:
         self.ran: list[int] = []  # in this iteration, by this worker
 
     def run(self, j: int) -> None:
-        """Add microbatch j, while each mate adds its neighbour of j: FSDP leaves the sum of them, in shards."""
-        samples = torch.Generator().manual_seed(1000 * self.iteration + j)  # the same whoever runs it
+        """Add microbatch j, while the shard group's peers add the adjacent ones: FSDP sums them, in shards."""
+        samples = torch.Generator().manual_seed(1000 * self.iteration + j)  # the same on any worker
         x = torch.randn(8, WIDTH, dtype=torch.float64, generator=samples)
         loss = (self.model(x) - x @ self.target).square().mean() / M
         loss.backward()
@@ -71,9 +71,9 @@ class Trainer:
         self.ran.append(j)
 
     def share(self) -> list[int]:
-        """What this worker runs of what the shard groups did not have when they joined; nobody has a new iteration's.
+        """Return this worker's share of the microbatches that no shard group had when it joined.
 
-        Microbatches are shared out in rows, one for each worker of a shard group: they are summed together.
+        Microbatches are distributed in rows, one per worker of a shard group: FSDP sums a row together.
         """
         column, shards = self.column, self.column.shards
         had: dict[int, set[int]] = {number: set() for number in column.shard_groups}
@@ -86,10 +86,10 @@ class Trainer:
         return shared[column.shard_group.number][column.shard_group.shard]
 
     def finish_iteration(self) -> None:
-        """Run what is not in the sum yet, sum it, and agree with all.  Raises EpochRevoked when somebody has died."""
-        group, mine = self.column.group([self.bucket]), self.share()
-        with self.bucket.set_aside():  # what is finished stays as it is
-            for j in mine:
+        """Run the missing microbatches, sum them, and agree with all.  Raises EpochRevoked if a worker has died."""
+        group, own = self.column.group([self.bucket]), self.share()
+        with self.bucket.set_aside():  # keeps the finished sums
+            for j in own:
                 self.run(j)
         group.all_reduce(self.bucket).wait()
         self.column.agree(self.iteration)
@@ -103,7 +103,7 @@ class Trainer:
 
     def train(self, iterations: int) -> None:
         while True:
-            # A shard group does together what needs all of it: it goes on only if nobody of it has to join first.
+            # The workers of a shard group act together: they continue only if none of them must join first.
             if not all_of_us(self.column.opened([self.bucket])):
                 self.column.join({"iteration": self.iteration, "ran": self.ran})
             elif self.iteration > iterations:
@@ -111,26 +111,26 @@ class Trainer:
             else:
                 with contextlib.suppress(EpochRevoked):
                     self.finish_iteration()
-            if self.column.committed >= self.iteration:  # also where only the join has told so
+            if self.column.committed >= self.iteration:  # also if only the join has reported it
                 self.step()
 
 
 def all_of_us(yes: bool) -> bool:
-    """Whether the whole shard group says so."""
+    """Return whether all workers of the shard group pass True."""
     answer = torch.tensor(int(yes))
     dist.all_reduce(answer, dist.ReduceOp.MIN)
     return bool(answer)
 
 
 def main(shards: int, iterations: int) -> None:
-    column = Column.from_environment(shards=shards)  # first: it refuses workers that are no whole shard groups
+    column = Column.from_environment(shards=shards)  # first: it refuses incomplete shard groups
     group = column.shard_group
     store, _, _ = next(dist.rendezvous("env://"))
-    mine = dist.PrefixStore(f"shard group {group.number}", store)
-    dist.init_process_group("gloo", store=mine, rank=group.shard, world_size=shards)
+    own = dist.PrefixStore(f"shard group {group.number}", store)
+    dist.init_process_group("gloo", store=own, rank=group.shard, world_size=shards)
     try:
         Trainer(column).train(iterations)
-    except RuntimeError:  # gloo's: a mate does not answer any more
+    except RuntimeError:  # from gloo: a peer of the shard group is unreachable
         column.shard_group.end_if_broken()
         raise
     column.leave()
@@ -138,7 +138,7 @@ def main(shards: int, iterations: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", type=int, default=2, help="workers of a shard group")
+    parser.add_argument("--shards", type=int, default=2, help="workers per shard group")
     parser.add_argument("--iterations", type=int, default=200)
     arguments = parser.parse_args()
     main(arguments.shards, arguments.iterations)

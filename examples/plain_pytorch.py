@@ -3,7 +3,7 @@
     recover-run --elastic --max-restarts 2 --nproc-per-node 4 examples/plain_pytorch.py
 
 Every step sums the gradients of the same 16 microbatches, each exactly once, whichever workers die and whenever.  A
-worker that is started in place of a lost one gets parameters and optimizer's state from those that train.
+worker that replaces a lost one gets parameters and optimizer state from the workers that train.
 """
 
 import argparse
@@ -20,7 +20,7 @@ target = torch.randn(32, 1, dtype=torch.float64, generator=torch.Generator().man
 
 
 def microbatch(step: int, j: int) -> torch.Tensor:
-    """The loss of microbatch j of a step: the same samples, whoever runs it."""
+    """Return the loss of microbatch j of a step: the same samples on any worker."""
     x = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * step + j))
     return (model(x) - x @ target).square().mean()
 
@@ -31,9 +31,9 @@ def main(iterations: int, checkpoint: str | None) -> None:
         elastic.load_state_dict(torch.load(checkpoint))
 
     def save() -> None:
-        new = f"{checkpoint}.{elastic.worker}"  # of its own: a worker that stood still may go on to write
+        new = f"{checkpoint}.{elastic.worker}"  # a separate file: an evicted worker may still write its own
         torch.save(elastic.state_dict(), new)
-        elastic.check()  # raises where this worker stood still, and was put out meanwhile
+        elastic.check()  # raises if this worker was evicted meanwhile
         os.rename(new, str(checkpoint))
 
     for done in run(elastic, microbatch, iterations):
@@ -45,5 +45,5 @@ def main(iterations: int, checkpoint: str | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--checkpoint", metavar="FILE", help="go on from it, and write it every 50 steps")
+    parser.add_argument("--checkpoint", metavar="FILE", help="continue from FILE, and write it every 50 steps")
     main(**vars(parser.parse_args()))

@@ -1,12 +1,12 @@
-"""torchtitan's trainer with steps that survive kill -9 of workers: an adapter, and the command to start it.
+"""Adapter for torchtitan's trainer, whose steps then survive kill -9 of workers, and the command to start it.
 
     recover-run --elastic --max-restarts 2 --nproc-per-node 8 examples/torchtitan_trainer.py \\
         --module llama3 --config llama3_debugmodel
 
-For torchtitan 0.3.0.  Each worker is a torchtitan of one process which holds the whole model (no FSDP, TP, PP or EP),
-with the global batch as its gradient accumulation; the library shares the microbatches out.  Two methods of ``Trainer``
-are replaced: ``batch_generator``, since microbatches are asked for by their number, and ``train_step``, where the step
-is finished.  Checkpoints are written by the worker that leads, and read by all.
+For torchtitan 0.3.0.  Each worker is a torchtitan of one process which holds the complete model (no FSDP, TP, PP or
+EP), with the global batch as its gradient accumulation; the library distributes the microbatches.  Two methods of
+``Trainer`` are replaced: ``batch_generator``, since microbatches are selected by number, and ``train_step``, which
+finishes the step.  The leading worker writes checkpoints, and all workers read them.
 """
 
 import os
@@ -27,16 +27,16 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Steps:
-    """The batches of a data loader, those of one step at a time."""
+    """Batches of a data loader, one step at a time."""
 
     def __init__(self, batches: Iterator[Batch], count: int) -> None:
         self._batches, self._count = batches, count
         self.read = 0
-        """The last step that was read: above 0 where the data loader went on from a checkpoint."""
+        """Last step that was read: above 0 if the data loader continued from a checkpoint."""
         self._now: list[Batch] = []
 
     def of(self, step: int) -> list[Batch]:
-        """Those of ``step``, which does not go down; what was trained before this worker came is read, and left."""
+        """Return the batches of ``step``, which never decreases; batches of skipped steps are read and dropped."""
         while self.read < step:
             self._now = [next(self._batches) for _ in range(self._count)]
             self.read += 1
@@ -44,19 +44,19 @@ class Steps:
 
 
 class ElasticTrainer(Trainer):
-    """A trainer whose steps are those of ``ElasticDataParallel``."""
+    """Trainer that uses the steps of ``ElasticDataParallel``."""
 
     steps: Iterator[StepResult] = iter(())
     ntokens_seen: int
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Any:
-        """Those of torchtitan, by their step."""
+        """Return torchtitan's batches by step."""
         self.data = Steps(iter(super().batch_generator(data_iterable)), self.gradient_accumulation_steps)
         self.steps = self._begin()
         return self.data
 
     def train_step(self, data_iterator: Any) -> None:
-        """A step that is finished whoever dies in it."""
+        """Run a step that is finished even if workers die in it."""
         done = next(self.steps)
         rates = self.lr_schedulers.get_metrics()
         self.lr_schedulers.step()
@@ -80,19 +80,19 @@ class ElasticTrainer(Trainer):
         return run(elastic, self._microbatch, self.config.training.steps)
 
     def _microbatch(self, step: int, j: int) -> torch.Tensor:
-        """Forward and backward of one; its loss is a part of the step's: divided by the valid tokens of all of them."""
+        """Run forward and backward of one microbatch; its loss is divided by the valid tokens of the step."""
         batches = self.data.of(step)
         valid = sum((labels != IGNORE_INDEX).sum() for _, labels in batches)
         inputs, labels = batches[j]
         tokens, dtype = self.ntokens_seen, TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
-        with torch.autocast(self.device.type, dtype, enabled=dtype == torch.bfloat16):  # which FSDP would have done
+        with torch.autocast(self.device.type, dtype, enabled=dtype == torch.bfloat16):  # FSDP would do this
             loss = self.forward_backward_step(
                 input_dict={name: value.to(self.device) for name, value in inputs.items()},
                 labels=labels.to(self.device),
                 global_valid_tokens=torch.as_tensor(valid, device=self.device),
             )
         self.ntokens_seen = tokens  # counted when the step is finished, for all workers
-        return loss.detach() * self.gradient_accumulation_steps  # the library divides it; it has gone back already
+        return loss.detach() * self.gradient_accumulation_steps  # the library divides it; backward has run already
 
     def _clip(self) -> None:
         parameters = list(self.model_parts[0].parameters())
@@ -101,7 +101,7 @@ class ElasticTrainer(Trainer):
 
 
 def be_one_process() -> None:
-    """torch.distributed is to see this process alone, and torchtitan no shards: the others are found by recover-run."""
+    """Make torch.distributed see this process alone, and torchtitan no shards: recover-run connects the workers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -115,7 +115,7 @@ def main() -> None:
     be_one_process()
     trainer = ElasticTrainer(ConfigManager().parse_args())
     trainer.train()
-    next(trainer.steps, None)  # there is none: it leaves the run
+    next(trainer.steps, None)  # no step is left: it leaves the run
     trainer.close()
 
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Patch a Megatron-LM checkout, so that its own pretrain_gpt.py takes --recover (docs/integrate.md).
+# Patch a Megatron-LM checkout, so that its own pretrain_gpt.py accepts --recover (docs/integrate.md).
 #
-#   scripts/apply_patches.sh CHECKOUT             apply; says so where it is applied already
-#   scripts/apply_patches.sh --reverse CHECKOUT   take it back; says so where it is not applied
-#   scripts/apply_patches.sh --check CHECKOUT     change nothing: say what the command without --check would do
-#                                                 (together with --reverse, too)
+#   scripts/apply_patches.sh CHECKOUT             apply the patch; does nothing if it is applied already
+#   scripts/apply_patches.sh --reverse CHECKOUT   revert the patch; does nothing if it is not applied
+#   scripts/apply_patches.sh --check CHECKOUT     change nothing: print what the command without --check would do
+#                                                 (also together with --reverse)
 #   scripts/apply_patches.sh --help | --version
 #
-# CHECKOUT is the folder that holds megatron/: a git checkout, or any unpacked tree, such as a wheel's.  All files are
-# patched, or none.  It needs git, but no repository.
+# CHECKOUT is the folder that contains megatron/: a git checkout, or any unpacked tree, such as a wheel's.  All files
+# are patched, or none.  It needs git, but no repository.
 #
-# Exit status: 0 done, nothing to do, or (--check) possible; 1 the files are not those of this version, nothing was
+# Exit status: 0 done, nothing to do, or (--check) possible; 1 the files differ from this version's, nothing was
 # changed; 2 no checkout, a version without a patch, or a wrong command line.
 set -euo pipefail
 
@@ -36,20 +36,20 @@ read_arguments() {
             --version) exec "$root/scripts/lib/version.sh" apply_patches.sh ;;
             --check) check=yes ;;
             --reverse) reverse=yes ;;
-            -*) die 2 "unknown option $word (--help shows what there is)" ;;
+            -*) die 2 "unknown option $word (--help lists the options)" ;;
             *)
-                [[ -z $checkout ]] || die 2 "two checkouts: $checkout and $word; give one"
+                [[ -z $checkout ]] || die 2 "two checkouts were given, $checkout and $word; give one"
                 checkout=$word
                 ;;
         esac
     done
-    [[ -n $checkout ]] || die 2 "which checkout? $me [--check] [--reverse] CHECKOUT"
+    [[ -n $checkout ]] || die 2 "no checkout was given: $me [--check] [--reverse] CHECKOUT"
     [[ -f $checkout/megatron/core/package_info.py ]] ||
-        die 2 "$checkout is no Megatron-LM checkout: it has no megatron/core/package_info.py"
+        die 2 "$checkout is not a Megatron-LM checkout: it has no megatron/core/package_info.py"
     checkout=$(cd -- "$checkout" && pwd -P)
 }
 
-# The version that the checkout says it is, such as 0.19.0 (tag core_v0.19.0 calls itself 0.19.1).
+# Prints the version that the checkout states, such as 0.19.0 (tag core_v0.19.0 states 0.19.1).
 version_of() {
     local name parts=()
     for name in MAJOR MINOR PATCH; do
@@ -71,8 +71,8 @@ patch_for() {
     return 1
 }
 
-# git apply in the checkout, which it takes for a plain folder: neither a repository around it nor somebody's settings
-# have a say in which files are meant and how.
+# Runs git apply in the checkout as in a plain folder: an enclosing repository and the user's git settings have no
+# influence.
 apply() {
     env -u GIT_DIR -u GIT_WORK_TREE -u GIT_INDEX_FILE GIT_CEILING_DIRECTORIES="$(dirname -- "$checkout")" \
         git -C "$checkout" -c core.autocrlf=false -c apply.ignoreWhitespace=no apply --whitespace=nowarn "$@" "$patch"
@@ -83,26 +83,26 @@ command -v git >/dev/null || die 2 'git is not installed; it applies the patch (
 version=$(version_of "$checkout")
 patch=$(patch_for "$version") ||
     die 2 "there is no patch for Megatron $version ($checkout)" \
-        "known versions: $(sort -V "$root"/patches/*/versions | tr '\n' ' ' | sed 's/ $//; s/ /, /g')" \
-        'without a patch: pretrain_gpt_recover.py takes the flags of pretrain_gpt.py (README.md)'
+        "supported versions: $(sort -V "$root"/patches/*/versions | tr '\n' ' ' | sed 's/ $//; s/ /, /g')" \
+        'without a patch: use pretrain_gpt_recover.py, which accepts the flags of pretrain_gpt.py (README.md)'
 
 if [[ $reverse ]]; then
-    there=() back=(--reverse) done_='not applied' would='would take back' did='took back'
+    there=() back=(--reverse) done_='not applied' would='would revert' did='reverted'
 else
     there=(--reverse) back=() done_='applied already' would='would apply' did='applied'
 fi
 name=$(basename -- "$(dirname -- "$patch")")
-# The patch has the context that it takes to fit only once: it cannot be applied on top of itself.
+# The patch has enough context to fit only once: it cannot be applied on top of itself.
 if apply --check "${there[@]}" 2>/dev/null; then
     say "$name is $done_ in $checkout (Megatron $version): nothing to do"
     exit 0
 fi
 if ! reasons=$(apply --check "${back[@]}" 2>&1); then
     mapfile -t lines <<<"$reasons"
-    die 1 "$checkout says that it is Megatron $version, but its files are not as that version has them:" \
+    die 1 "$checkout states version $version of Megatron, but its files differ from that version's:" \
         "${lines[@]/#/  }" \
-        'nothing was changed. Somebody else changed these files where the patch belongs, or a part of it is in them already:' \
-        "undo that (in a git checkout: git -C $checkout diff), or insert by hand what $patch inserts"
+        'nothing was changed. These files were modified where the patch applies, or contain parts of it already:' \
+        "undo these changes (in a git checkout: git -C $checkout diff), or apply the changes of $patch by hand"
 fi
 if [[ $check ]]; then
     say "$would $name in $checkout (Megatron $version)"

@@ -1,13 +1,13 @@
-"""Do the seams of recover_megatron fit a Megatron?  Its sources are read, not imported.
+"""Check that the seams of recover_megatron fit a Megatron.  Its sources are read, not imported.
 
     python scripts/check_megatron.py CHECKOUT          # of Megatron-LM or Megatron-Bridge, or an unpacked wheel
     python scripts/check_megatron.py CHECKOUT --json   # the parameters, as tests/megatron_hooks/bridge_parameters.json
 
-Of every function that is wrapped or replaced one line: it fits; it fits, but its body is not that of the Megatron that
-is installed here (somebody is to read it); it does not fit.  Then what is read by its name: of modules and classes each
-name where it is looked for, of other objects whether the name is still anywhere.  The functions that the host device
-changes are listed, too: a fix that does not fit ends every run without a GPU.  Exit code 0: all fit; 1: what does not
-is named, with the reason.
+Prints one line for every function that is wrapped or replaced: it fits; it fits, but its body differs from the
+installed Megatron (read the change); it does not fit.  Then it checks the names that the hooks read: of modules and
+classes in their place, of other objects anywhere in the sources.  Functions that the host device changes are listed,
+too: a fix that does not fit ends every run without a GPU.  Exit code 0: everything fits; 1: misfits are listed, with
+reasons.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from recover_megatron.megatron_hooks.loop.megatron_lm import SEAMS
 
 PACKAGE = Path(recover_megatron.__file__).parent
 Found = tuple[str, ast.AST]
-"""Module and node of a definition.  A module has an empty node, and so has what comes from where no sources are."""
+"""Module and node of a definition.  The node is empty for a module, and for a definition without sources here."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
 class Sources:
-    """``root``: the folder that holds ``megatron/``."""
+    """Sources of a Megatron.  ``root``: the folder that contains ``megatron/``."""
 
     root: Path
     _trees: dict[str, ast.Module | None] = field(default_factory=dict)
     _known: dict[tuple[str, str], Found | None] = field(default_factory=dict)
 
     def tree(self, module: str) -> ast.Module | None:
-        """None where there is none; of a folder without ``__init__.py`` an empty one."""
+        """Return the syntax tree of a module; None if it does not exist; empty for a folder without ``__init__.py``."""
         if module not in self._trees:
             path = self.root.joinpath(*module.split("."))
             files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
@@ -52,10 +52,10 @@ class Sources:
         return self._trees[module]
 
     def find(self, module: str, name: str) -> Found | None:
-        """What ``module`` knows by ``name``, which may have dots; None: nothing."""
+        """Return the definition of ``name``, which may have dots, in ``module``; None if there is none."""
         head, _, rest = name.partition(".")
         if (module, head) not in self._known:
-            self._known[module, head] = None  # while it is looked for: modules import each other
+            self._known[module, head] = None  # during the search: modules import each other
             self._known[module, head] = self._look(module, head)
         found = self._known[module, head]
         if found is None or not rest:
@@ -91,27 +91,27 @@ class Sources:
         return (module, own[0]) if own else next(iter(bases), None)
 
     def function(self, seam: Seam) -> ast.AST | None:
-        """Its definition; another node where it comes from elsewhere, None: there is none."""
+        """Return the definition of a seam; another node if it is imported from other sources, None if there is none."""
         found = self.find(seam.module, seam.name)
         if found is None and seam.formerly:
             found = self.find(seam.module, f"{seam.formerly}.{seam.name.rpartition('.')[2]}")
         return found and found[1]
 
     def body(self, seam: Seam) -> str:
-        """What the function takes and does, as text that can be compared."""
+        """Return the parameters and the body of a function as text that can be compared."""
         node = self.function(seam)
         if not isinstance(node, Function):
             return ""
         return "\n".join(map(ast.dump, [node.args, *node.body[ast.get_docstring(node) is not None :]]))
 
     def words(self) -> set[str]:
-        """All names in its code, and all flags as names."""
+        """Return all names in the code, and all flags as names."""
         texts = (path.read_text(encoding="utf-8") for path in sorted(self.root.glob("megatron/[ct]*/**/*.py")))
         return {word.lstrip("-").replace("-", "_") for text in texts for word in re.findall(r"--[a-z0-9-]+|\w+", text)}
 
 
 def _flat(node: ast.AST) -> Iterator[ast.AST]:
-    """All that is executed with the module or class."""
+    """Yield all nodes that are executed with the module or class."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, Function | ast.ClassDef):
@@ -119,7 +119,7 @@ def _flat(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _defines(node: ast.AST) -> str:
-    """The name of a function or class, or of what is set."""
+    """Return the name of a function or class, or of an assignment's target."""
     if isinstance(node, Function | ast.ClassDef):
         return node.name
     is_set = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
@@ -127,30 +127,30 @@ def _defines(node: ast.AST) -> str:
 
 
 def signatures(sources: Sources, wanted: Sequence[Seam]) -> dict[str, list[str] | None]:
-    """Each function that is wrapped -> its parameters; none of what comes from elsewhere, None: there is none."""
+    """Return wrapped function -> its parameters; empty if it is from other sources, None if it does not exist."""
     found = {}
     for seam in wanted:
         node = sources.function(seam)
-        its = node.args if isinstance(node, Function) else ast.arguments([], [], None, [], [], None, [])
-        names = [each.arg for each in (*its.posonlyargs, *its.args, *its.kwonlyargs)]
+        one = node.args if isinstance(node, Function) else ast.arguments([], [], None, [], [], None, [])
+        names = [each.arg for each in (*one.posonlyargs, *one.args, *one.kwonlyargs)]
         found[f"{seam.module}.{seam.name}"] = None if node is None else names
     return found
 
 
 def misfits(found: dict[str, list[str] | None], wanted: Sequence[Seam]) -> dict[str, str]:
-    """What does not fit -> why.  What comes from elsewhere is checked where it is imported: at the start."""
+    """Return misfit -> reason.  A function from other sources is checked at the start of a run, when it is imported."""
     reasons = {}
     for name, seam in ((f"{seam.module}.{seam.name}", seam) for seam in wanted):
-        its = found[name]
-        why = f"there is no {name}" if its is None and not seam.optional else None
-        reasons[name] = unlike(name, its, seam.parameters, seam.named) if its else why
+        one = found[name]
+        why = f"{name} does not exist" if one is None and not seam.optional else None
+        reasons[name] = unlike(name, one, seam.parameters, seam.named) if one else why
     return {name: why for name, why in reasons.items() if why}
 
 
 def fixed(*versions: Sources) -> dict[str, tuple[Seam, str | None]]:
-    """Each function that a fix of the host device expects -> where it is, its parameters between blanks (None: any).
+    """Return function that a host device fix expects -> its seam, and its parameters separated by spaces (None: any).
 
-    A fix of a module that none of ``versions`` has is left out.
+    Fixes of modules that none of ``versions`` has are left out.
     """
     return {
         f"{fix.module_name}.{name}": (Seam(fix.module_name, name), parameters)
@@ -161,23 +161,23 @@ def fixed(*versions: Sources) -> dict[str, tuple[Seam, str | None]]:
 
 
 def unfixable(found: dict[str, list[str] | None], wanted: dict[str, tuple[Seam, str | None]]) -> dict[str, str]:
-    """Functions that the host device cannot change -> why."""
+    """Return function that the host device cannot change -> reason."""
     return {
-        name: f"{name} takes ({', '.join(its)}), the host device expects ({', '.join(parameters.split())})"
+        name: f"{name} has parameters ({', '.join(one)}), the host device expects ({', '.join(parameters.split())})"
         for name, (_, parameters) in wanted.items()
-        if (its := found[name]) and parameters is not None and its != parameters.split()
+        if (one := found[name]) and parameters is not None and one != parameters.split()
     }
 
 
 def reads(tested: Sources) -> tuple[set[tuple[str, str]], set[str]]:
-    """What the hooks read of Megatron by name: (module, name) where that is known, else names alone.
+    """Return the names that the hooks read of Megatron: (module, name) if the module is known, else names alone.
 
-    As far as ``tested`` has them: others are asked for where a version may have them.
+    Only names that ``tested`` has: the hooks also test for names that other versions may have.
     """
     exact, anywhere, ours = set(), set(), set()
     for file in sorted(PACKAGE.rglob("*.py")):
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-        ours |= {its.arg if isinstance(its, ast.arg) else _defines(its) for its in nodes if not hasattr(its, "attr")}
+        ours |= {one.arg if isinstance(one, ast.arg) else _defines(one) for one in nodes if not hasattr(one, "attr")}
         known = {
             alias.asname or alias.name: (str(node.module), alias.name)
             for node in nodes
@@ -191,11 +191,11 @@ def reads(tested: Sources) -> tuple[set[tuple[str, str]], set[str]]:
             else:
                 (ours if of in ("self", "cls") else anywhere).update(names)
     words = tested.words()
-    return {its for its in exact if tested.find(*its)}, {name for name in anywhere - ours if name in words}
+    return {one for one in exact if tested.find(*one)}, {name for name in anywhere - ours if name in words}
 
 
 def _asked(node: ast.AST) -> tuple[str, list[str]]:
-    """Of which object this reads or sets which attributes, if any."""
+    """Return the object and the attributes that this node reads or sets, if any."""
     if isinstance(node, ast.Attribute):
         return ast.unparse(node.value), [node.attr]
     if isinstance(node, ast.Call) and node.args:
@@ -203,12 +203,12 @@ def _asked(node: ast.AST) -> tuple[str, list[str]]:
         if name in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant):
             return of, [str(node.args[1].value)]
         if name.endswith("replaced"):
-            return of, [its.arg for its in node.keywords if its.arg]
+            return of, [one.arg for one in node.keywords if one.arg]
     return "", []
 
 
 def main() -> int:
-    """Print what fits and what does not."""
+    """Print the seams that fit and those that do not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"%(prog)s {recover_megatron.__version__}")
     parser.add_argument("checkout", type=Path)
@@ -220,30 +220,30 @@ def main() -> int:
     of_host: dict[str, tuple[Seam, str | None]] = {}
     newer = False
     if is_bridge := (root / "megatron" / "bridge").is_dir():
-        from recover_megatron.megatron_hooks.loop.bridge import seams  # imports Megatron, which takes its time
+        from recover_megatron.megatron_hooks.loop.bridge import seams  # imports Megatron, which takes long
 
         wanted = seams()
     elif (root / "megatron" / "core").is_dir():
         of_core = monkeypatch.ENTRY | monkeypatch.SEAMS | monkeypatch.FSDP_SEAMS
-        said = "no Megatron is installed here: nothing is compared"
+        headline = "no Megatron is installed here: bodies are not compared"
         if spec and spec.origin:
             tested = Sources(Path(spec.origin).parents[2])
             files = (one.root / "megatron/core/package_info.py" for one in (sources, tested))
-            its, installed = map(monkeypatch.read_version, files)
-            newer = monkeypatch.parse_release(its) >= monkeypatch.parse_release(installed)
-            said = f"Megatron {its}, compared with {installed}"
+            one, installed = map(monkeypatch.read_version, files)
+            newer = monkeypatch.parse_release(one) >= monkeypatch.parse_release(installed)
+            headline = f"Megatron {one}, compared with {installed}"
         of_host = fixed(sources, *[tested] * newer)
-        wanted = [*(seam for its in SEAMS.values() for seam in its), *of_core.values()]
+        wanted = [*(seam for one in SEAMS.values() for seam in one), *of_core.values()]
         wanted += [seam for seam, _ in of_host.values() if seam not in wanted]
     else:
         parser.error(f"{given.checkout} has neither megatron/core nor megatron/bridge")
     found = signatures(sources, wanted)
     why = misfits(found, wanted) | unfixable(found, of_host)
     if given.json:
-        print(json.dumps({name: " ".join(its or ()) for name, its in found.items()}, indent=1))
+        print(json.dumps({name: " ".join(one or ()) for name, one in found.items()}, indent=1))
         return bool(why)
     if not is_bridge:
-        print(said)
+        print(headline)
     for name, seam in zip(found, wanted, strict=True):
         changed = tested.body(seam) and sources.body(seam) != tested.body(seam)
         how = "does not fit" if name in why else "fits, its body changed" if changed else "fits"
@@ -251,8 +251,8 @@ def main() -> int:
     reasons = list(why.values())
     if newer:
         exact, anywhere = reads(tested)
-        reasons += [f"there is no {'.'.join(its)}" for its in sorted(exact) if sources.find(*its) is None]
-        reasons += [f"nothing is called {name} any more" for name in sorted(anywhere - sources.words())]
+        reasons += [f"{'.'.join(one)} does not exist" for one in sorted(exact) if sources.find(*one) is None]
+        reasons += [f"the name {name} no longer occurs" for name in sorted(anywhere - sources.words())]
         print(f"read by name: {len(exact)} of modules and classes, {len(anywhere)} of other objects")
     for reason in reasons:
         print(f"does not fit: {reason}", file=sys.stderr)

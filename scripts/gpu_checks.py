@@ -1,5 +1,5 @@
-"""The part of gpu_checks.sh that runs inside Python.  Every check has processes of its own and a deadline: one that
-hangs or crashes is a row, and the others are run all the same.  DIR/results.json has what each has come to."""
+"""Python part of gpu_checks.sh.  Every check has separate processes and a deadline: a check that hangs or crashes fills
+its row, and the others still run.  DIR/results.json contains the result of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # Python's own doing, but for PYTHONSAFEPATH
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # Python does this itself unless PYTHONSAFEPATH is set
 
 import torch
 from lib.gpu_ranks import kills, one_queue, two
@@ -37,8 +37,8 @@ HSDP = f"""--use-megatron-fsdp {SHARDED} --data-parallel-sharding-strategy optim
 RING, HANG = "--recover-collective ring", "--recover-hang-timeout 15"
 SAVED = f"{SHARDED} --save checkpoints --save-interval 2 --ckpt-format torch_dist"
 CHECKS: list[tuple[str, Callable[[Place], str]]] = [
-    ("queue: what waits for an unfinished sum", one_queue),
-    ("overlap: TP beside sums, a death, a rejoin", overlap),
+    ("queue: kernels behind an unfinished sum", one_queue),
+    ("overlap: TP during sums, a death, a rejoin", overlap),
     ("2 ranks over NCCL, communicators kept", two),
     ("killed in sums", kills),
     ("DP 4, 2 killed", partial(deaths, "dp4", "", "1@3:backward#2,3@5:reduce-scatter", (1, 3), 2, 4)),
@@ -55,18 +55,18 @@ CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("checkpoints, 1 killed in one", partial(deaths, "saved", SAVED, "1@4:checkpoint", (1,), 3, 4)),
     ("a large model, a rejoin", large),
 ]
-"""In the order in which they tell most."""
+"""Checks, the most informative ones first."""
 
 
 def run(check: Callable[[Place], str], place: Place) -> tuple[str, str]:
-    """(result, number) of one check."""
+    """Run one check; return (result, number)."""
     if time.monotonic() > place.deadline - 10:
-        return "FAILED: no time was left for it (--keep DIR --resume runs it now)", ""
+        return "FAILED: no time was left for this check (--keep DIR --resume runs it)", ""
     try:
         return "ok", check(place)
     except NotRun as why:
         return str(why), ""
-    except Exception as error:  # noqa: BLE001  what a check did not foresee is its failure, and not that of the others
+    except Exception as error:  # noqa: BLE001  an unexpected error fails this check only
         return f"FAILED: {'' if isinstance(error, Failed) else f'{type(error).__name__}: '}{error}", ""
 
 
@@ -75,7 +75,7 @@ def _row(*cells: str) -> None:
 
 
 def why_not() -> tuple[str, int, int]:
-    """(why the checks cannot be run, exit status, GPUs); ("", 0, n): they can."""
+    """Return (reason why the checks cannot run, exit status, GPUs); ("", 0, n) if they can."""
     try:
         gpus = driver_device_count()
     except CudaBroken as broken:
@@ -86,25 +86,25 @@ def why_not() -> tuple[str, int, int]:
 
 
 def main() -> int:
-    """Run the checks and print the table; the exit status."""
+    """Run the checks and print the table; return the exit status."""
     tree = Path(__file__).resolve().parents[1].joinpath("pyproject.toml").is_file()
     prog = "gpu_checks.sh" if tree else "recover-tools gpu-checks"
     parser = argparse.ArgumentParser(prog=prog, description="Check recover_megatron on NVIDIA GPUs.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs, runs and results in DIR")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs, runs and results in DIR")
     parser.add_argument("--resume", action="store_true", help="with --keep: only the checks that have not passed there")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the checks that have this in their name")
-    parser.add_argument("--seconds", type=float, default=900.0, help="for all checks of this call (%(default)g)")
-    parser.add_argument("--rehearse", action="store_true", help="on the host device: tries the checks, tells of no GPU")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the checks whose name contains TEXT")
+    parser.add_argument("--seconds", type=float, default=900.0, help="limit for all checks of this call (%(default)g)")
+    parser.add_argument("--rehearse", action="store_true", help="run the checks on the host device, without a GPU")
     options = parser.parse_args()
     if options.resume and options.keep is None:
-        parser.error("--resume needs --keep DIR, the folder of the call before")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends on the way out
+        parser.error("--resume needs --keep DIR, the folder of the previous call")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # child processes are stopped at exit
     reason, status, gpus = ("", 0, 1) if options.rehearse else why_not()
     if options.rehearse:
-        print("rehearsal on the host device: nothing here is about a GPU\n")
+        print("rehearsal on the host device: these results say nothing about a GPU\n")
     elif not reason:
-        gpu = nvidia_smi("--query-gpu=name,driver_version,memory.total") or "not named: no nvidia-smi"
+        gpu = nvidia_smi("--query-gpu=name,driver_version,memory.total") or "unknown GPU: no nvidia-smi"
         print(f"{datetime.date.today()}, {gpu}, torch {torch.__version__}, Python {sys.version}\n")
     _row("check", "result", "seconds", "number")
     print("|---|---|--:|---|", flush=True)

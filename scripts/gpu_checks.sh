@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Check recover_megatron on one NVIDIA GPU, in some 15 minutes, and print a table: check | result | seconds | number.
+# Check recover_megatron on one NVIDIA GPU, in about 15 minutes, and print a table: check | result | seconds | number.
 #
-#   scripts/gpu_checks.sh [--keep DIR [--resume]] | --help       of an installed package: recover-tools gpu-checks ...
+#   scripts/gpu_checks.sh [--keep DIR [--resume]] | --help       in an installed package: recover-tools gpu-checks ...
 #
-# DIR: logs, runs and results, to be sent with the table; --resume: only the checks that have not passed there yet.
-# Exit status: 0 all that could be run passed, 1 one failed, 3 nothing could be run (no GPU).
-# RECOVER_GPU_PYTHON=PYTHON: with this Python and its torch instead of .venv; what it lacks comes from
-# RECOVER_GPU_PACKAGES=DIR (docs/gpu.md: without a network).
+# DIR: logs, runs and results, to send with the table; --resume: only the checks that have not passed there yet.
+# Exit status: 0 all checks that could run passed, 1 a check failed, 3 no check could run (no GPU).
+# RECOVER_GPU_PYTHON=PYTHON: use this Python and its torch instead of .venv; RECOVER_GPU_PACKAGES=DIR: packages that it
+# lacks (docs/gpu.md: without a network).
 set -euo pipefail
 scripts=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname -- "$scripts")

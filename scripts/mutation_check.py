@@ -1,17 +1,17 @@
-"""Does a test fail when the protocol has a bug?  Tries a list of deliberate bugs, each of which named tests must catch.
+"""Check that tests fail when the protocol has a bug: apply deliberate bugs, each of which named tests must catch.
 
     python scripts/mutation_check.py                       # all of them: minutes, since some train with real deaths
     python scripts/mutation_check.py --only NAME --only NAME
-    python scripts/mutation_check.py --list                # what there is, and which promise each breaks
+    python scripts/mutation_check.py --list                # list the mutations and the promises that they break
 
-A mutation is an entry of tests/mutations/mutations.toml: a short text of the product, what replaces it, and the tests
-of which at least one must fail then.  It is applied to a copy of the working tree (tracked files, and untracked ones
+A mutation is an entry of tests/mutations/mutations.toml: a short text of the product, its replacement, and tests, at
+least one of which must fail with it.  It is applied to a copy of the working tree (tracked files, and untracked ones
 that git does not ignore), never to the tree itself.  First all named tests run in an unchanged copy: a test that fails
 anyway proves nothing.  The verdicts go into docs/data/mutations.json, in place of those of the same mutations that it
 contains; scripts/reference.py makes a page of it.
 
     caught      a named test failed
-    survived    all of them passed: a promise that no test holds the product to
+    survived    all named tests passed: no test checks this promise
     no verdict  pytest could not run them (a test was renamed, a module does not load), or they did not end in time
 
 Exit status: 0 if all are caught, 1 if not, 2 if the list does not fit the tree, or a test fails without any mutation.
@@ -46,7 +46,7 @@ LIST = Path("tests/mutations/mutations.toml")
 VERDICTS = Path("docs/data/mutations.json")
 PRODUCT = "recover_megatron"
 ALL = {"RECOVER_TESTS": "all", "RECOVER_MATRIX": "all"}
-"""Variables by which nothing is left out of the long families; without them it is what CI draws (tests/drawn.py)."""
+"""Variables that run the long families of tests completely; without them the tests that CI draws (tests/drawn.py)."""
 _running: set[subprocess.Popen[bytes]] = set()
 _stopped = Event()
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
@@ -54,7 +54,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Edit:
-    """Text ``old``, found once in ``file``, becomes ``new``."""
+    """Replacement of text ``old``, found once in ``file``, by ``new``."""
 
     file: str
     old: str
@@ -63,9 +63,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A deliberate bug.  ``tests``: node ids of pytest; one of them must fail.
+    """Deliberate bug.  ``tests``: node ids of pytest; one of them must fail.
 
-    ``of_all``: CI leaves them out, and they run as those of ``scripts/test.sh --all`` do.
+    ``of_all``: CI leaves these tests out; they run as in ``scripts/test.sh --all``.
     """
 
     name: str
@@ -77,17 +77,17 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutation.  ``by``: the test that failed; ``output``: what pytest said."""
+    """Result of a mutation.  ``by``: the test that failed; ``output``: pytest's output."""
 
     mutation: Mutation
-    word: str
+    result: str
     seconds: float
     by: str = ""
     output: str = ""
 
 
 def read(path: Path) -> list[Mutation]:
-    """The entries of a list.  Raises KeyError for one without a part that it needs."""
+    """Read the entries of a list.  Raises KeyError if an entry lacks a required key."""
     return [
         Mutation(
             entry["name"],
@@ -100,14 +100,14 @@ def read(path: Path) -> list[Mutation]:
     ]
 
 
-# ---- whether the list fits the tree
+# ---- check of the list against the tree
 
 
 def problems(mutation: Mutation, root: Path) -> list[str]:
-    """Why a mutation cannot be tried in the tree at ``root``; empty: it can."""
+    """Return the reasons why a mutation cannot be applied in the tree at ``root``; empty if it can."""
     found = [why for edit in mutation.edits if (why := _why_not(edit, root))]
-    found += [f"there is no test {test}" for test in mutation.tests if not exists(test, root)]
-    found += ["no test is named"] * (not mutation.tests)
+    found += [f"test {test} does not exist" for test in mutation.tests if not exists(test, root)]
+    found += ["it names no test"] * (not mutation.tests)
     return [f"mutation {mutation.name}: {why}" for why in found]
 
 
@@ -118,10 +118,10 @@ def _why_not(edit: Edit, root: Path) -> str:
     if count == 1:
         return ""
     if count > 1:
-        return f"its text is in {edit.file} {count} times: make it longer\n{edit.old}"
+        return f"its text occurs {count} times in {edit.file}: make it longer\n{edit.old}"
     others = [path.relative_to(root) for path in sorted((root / PRODUCT).rglob("*.py")) if _count(path, edit.old)]
-    where = f"it is in {', '.join(map(str, others))} now" if others else "it was rewritten: look for the same rule"
-    return f"its text is not in {edit.file}; {where}\n{edit.old}"
+    where = f"it is now in {', '.join(map(str, others))}" if others else "find the rewritten code of the same rule"
+    return f"its text does not occur in {edit.file}; {where}\n{edit.old}"
 
 
 def _count(path: Path, text: str) -> int:
@@ -129,7 +129,7 @@ def _count(path: Path, text: str) -> int:
 
 
 def exists(test: str, root: Path) -> bool:
-    """Whether there is such a file or function; pytest alone knows the parameters in brackets."""
+    """Return whether the test's file or function exists; parameters in brackets are not checked."""
     path, *names = test.split("[")[0].split("::")
     return names[-1] in _functions(root / path) if names else (root / path).is_file()
 
@@ -141,12 +141,12 @@ def _functions(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
-# ---- trying
+# ---- running
 
 
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy of what git knows of, and of what is new and not ignored, as long as it is needed."""
+    """Copy tracked files, and new ones that are not ignored, into a temporary tree inside this context."""
     command = ["git", "-C", root, "ls-files", "-coz", "--exclude-standard"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
@@ -159,7 +159,7 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
-    """Run its tests in a copy of ``root`` with the mutation, until the first one fails."""
+    """Run the mutation's tests in a copy of ``root`` with the mutation, until the first one fails."""
     with copied(root) as tree:
         for edit in mutation.edits:
             path = tree / edit.file
@@ -174,7 +174,7 @@ def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
 
 
 def pytest(arguments: Sequence[str], tree: Path, limit: float, of_all: bool = False) -> tuple[int | None, str]:
-    """Exit status (None: it took longer than ``limit`` seconds and was ended) and output of pytest in ``tree``."""
+    """Run pytest in ``tree``; return its exit status (None: stopped after ``limit`` seconds) and output."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-n", "0", f"--basetemp={tree.parent / 'base'}", *arguments]
     inherited = {name: value for name, value in os.environ.items() if name not in ALL}
@@ -187,7 +187,7 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float, of_all: bool = Fa
         _running.add(process)
         code: int | None = None
         try:
-            if not _stopped.is_set():  # else it was started when the others were ended
+            if not _stopped.is_set():  # else it was started while the others were being stopped
                 code = process.wait(limit)
         except subprocess.TimeoutExpired:
             pass
@@ -200,7 +200,7 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float, of_all: bool = Fa
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a pytest: as by Ctrl-C, so that its tests end what they have started, then for good."""
+    """Stop a pytest process as Ctrl-C does, so that its tests stop their processes; then kill it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
         try:
@@ -210,11 +210,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-# ---- telling
+# ---- output
 
 
 def say(text: str) -> None:
-    """Progress, apart from the table."""
+    """Print progress to standard error, apart from the table."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -225,7 +225,7 @@ def record(root: Path, verdicts: Sequence[Verdict], jobs: int) -> None:
     for its in verdicts:
         found[its.mutation.name] = {
             **{"id": its.mutation.name, "file": its.mutation.edits[0].file, "promise": its.mutation.promise},
-            **{"verdict": its.word, "seconds": round(its.seconds), "test": its.by},
+            **{"verdict": its.result, "seconds": round(its.seconds), "test": its.by},
             **{"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "jobs": jobs},
         }
     lines = [json.dumps(found[its.name], ensure_ascii=False) for its in read(root / LIST) if its.name in found]
@@ -236,11 +236,11 @@ def record(root: Path, verdicts: Sequence[Verdict], jobs: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--list", action="store_true", help="show the mutations and their tests, try nothing")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this mutation alone; may be repeated")
-    parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at the same time")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds for the tests of a mutation")
-    parser.add_argument("--no-baseline", action="store_true", help="trust that the tests pass without a mutation")
+    parser.add_argument("--list", action="store_true", help="list the mutations and their tests, run nothing")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run only this mutation; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="number of mutations that run at the same time")
+    parser.add_argument("--timeout", type=float, default=400, help="time limit in seconds for the tests of a mutation")
+    parser.add_argument("--no-baseline", action="store_true", help="skip the run of the tests without a mutation")
     parser.add_argument("--root", type=Path, default=REPOSITORY, help="the working tree")
     options = parser.parse_args(arguments)
     root: Path = options.root
@@ -257,21 +257,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(wrong), file=sys.stderr)
         return 2
     if not options.no_baseline:
-        say("the named tests, without a mutation")
+        say("running the named tests without a mutation")
         for of_all in sorted({mutation.of_all for mutation in mutations}):
             judged = [mutation for mutation in mutations if mutation.of_all == of_all]
             tests = list(dict.fromkeys(test for mutation in judged for test in mutation.tests))
             with copied(root) as tree:
                 code, output = pytest(tests, tree, options.timeout * len(judged), of_all)
             if code != 0:
-                say(f"{output}\nthese must pass before a mutation can be judged by them")
+                say(f"{output}\nthese tests must pass before they can judge a mutation")
                 return 2
     verdicts = []
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
             for verdict in pool.map(lambda mutation: try_out(mutation, root, options.timeout), mutations):
-                say(f"{verdict.mutation.name}: {verdict.word} ({verdict.seconds:.0f} s) {verdict.by}")
-                if verdict.word != "caught":
+                say(f"{verdict.mutation.name}: {verdict.result} ({verdict.seconds:.0f} s) {verdict.by}")
+                if verdict.result != "caught":
                     say(verdict.output)
                 verdicts.append(verdict)
         except KeyboardInterrupt:
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 end(process)
             raise
     record(root, verdicts, options.jobs)
-    left = sum(verdict.word != "caught" for verdict in verdicts)
+    left = sum(verdict.result != "caught" for verdict in verdicts)
     print(f"{len(verdicts) - left} of {len(verdicts)} caught; {root / VERDICTS} has the verdicts.")
     return 1 if left else 0
 

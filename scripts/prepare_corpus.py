@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Make a small corpus of real text that Megatron trains on: byte-level tokens, no tokenizer to download.
+"""Create a small corpus of real text for Megatron: byte-level tokens, no tokenizer to download.
 
-    python scripts/prepare_corpus.py                                   Python's own standard library
+    python scripts/prepare_corpus.py                                   Python's standard library
     python scripts/prepare_corpus.py --input book.txt notes/ --out data/books
     python scripts/prepare_corpus.py --input pages.jsonl --json-key body
 
-Ids 0 to 255 are the bytes of the text (UTF-8, or whatever the files hold: bytes go through as they are), id 256 ends
-a document.  What is no text at all (a NUL byte near its start) is refused: training on it by mistake is worse than an
-error.  Written are ``train_document.{bin,idx}`` and ``valid_document.{bin,idx}`` in Megatron's own format, by its own
-writer, and last of all ``corpus.json``: a corpus is whole if and only if that file is there.  It holds the number of
-documents, bytes and tokens, the flags to train with, and the unigram entropy: the loss on the validation text of the
-best model that knows nothing but how frequent each byte is in the training text.
+Ids 0 to 255 are the bytes of the text (UTF-8 or any other encoding: bytes are not changed), id 256 ends a document.
+Binary files (a NUL byte near the start) are refused: training on them by mistake is worse than an error.  Megatron's
+own writer writes ``train_document.{bin,idx}`` and ``valid_document.{bin,idx}``; ``corpus.json`` is written last, so a
+corpus is complete if and only if that file exists.  It contains the numbers of documents, bytes and tokens, the flags
+to train with, and the unigram entropy: the validation loss of the best model that knows only the frequency of each byte
+in the training text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LIBRARY_OUT = _ROOT / "data" / "stdlib"
 INPUT_OUT = LIBRARY_OUT.with_name("mine")
 _SNIFFED_BYTES = 8192
 
-# Folders of the standard library that are tests, data in the shape of a program, or not part of it.
+# Folders that contain tests or data as Python code, or are not part of the standard library.
 _NOT_LIBRARY = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
     *("encodings", "pydoc_data", "idlelib", "turtledemo", "ensurepip", "lib2to3"),
@@ -54,23 +54,23 @@ _GENERATED = ("_sysconfigdata", "python-config")
 
 
 class CorpusError(Exception):
-    """What is wrong with an input, in words for the user."""
+    """An input cannot be used; the message is for the user."""
 
 
 def cross_entropy(counts: np.ndarray, model_counts: np.ndarray) -> float:
-    """Nats per token of a text with ``counts`` under the distribution of ``model_counts``.
+    """Return the nats per token of a text with ``counts`` under the distribution of ``model_counts``.
 
-    One is added to every model count, so that a byte which the model never saw costs much, not infinitely much.
+    One is added to every model count, so that a byte which the model never saw has a finite cost.
     """
     q = (model_counts + 1) / (model_counts.sum() + len(model_counts))
     return float(-(counts / counts.sum() * np.log(q)).sum())
 
 
 def megatron_flags(out: Path) -> list[str]:
-    """The flags by which Megatron reads the corpus in ``out``.
+    """Return the flags with which Megatron reads the corpus in ``out``.
 
-    NullTokenizer takes the last id of its vocabulary, 256, as the end of a document.  The embedding is padded to a
-    multiple of 8 rather than of 128, which would be a third of it for nothing.
+    NullTokenizer uses the last id of its vocabulary, 256, as the end of a document.  The embedding is padded to a
+    multiple of 8; a multiple of 128 would waste a third of it.
     """
     data = [f for s in SPLITS for f in (f"--{s}-data-path", str(out.resolve() / f"{s}_document"))]
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY)]
@@ -78,14 +78,14 @@ def megatron_flags(out: Path) -> list[str]:
 
 
 def _fingerprint(sources: Iterable[Path], args: argparse.Namespace) -> str:
-    """Changes when the same call would give another corpus: files by path, size and time of change, and options."""
+    """Return a hash that changes with the corpus: of path, size and modification time of the files, and of options."""
     inputs = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     options = (FORMAT, args.json_key, args.max_mib, args.valid_percent, str(args.out.resolve()))
     return hashlib.sha256(json.dumps([inputs, options]).encode()).hexdigest()
 
 
 def load_if_whole(out: Path, fingerprint: str | None = None) -> dict[str, Any] | None:
-    """corpus.json of ``out``; None: there is no whole corpus, or one made from something else than ``fingerprint``."""
+    """Return corpus.json of ``out``; None if there is no complete corpus, or its fingerprint differs."""
     try:
         corpus: dict[str, Any] = json.loads((out / "corpus.json").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -94,8 +94,8 @@ def load_if_whole(out: Path, fingerprint: str | None = None) -> dict[str, Any] |
 
 
 def _write_splits(documents: Iterable[tuple[bytes, bool]], folder: Path) -> dict[str, np.ndarray]:
-    """Write both splits into ``folder`` with Megatron's own writer; how often each token comes in either."""
-    with warnings.catch_warnings():  # of kernels for GPUs, which are not needed to write a file
+    """Write both splits into ``folder`` with Megatron's own writer; return the token counts of each."""
+    with warnings.catch_warnings():  # about missing GPU kernels, which are not needed to write a file
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         import torch
@@ -118,9 +118,9 @@ def _write_splits(documents: Iterable[tuple[bytes, bool]], folder: Path) -> dict
 
 
 def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Make the corpus that ``args`` ask for, unless it is there.  Returns corpus.json and whether it was there.
+    """Create the requested corpus unless it exists.  Return corpus.json, and True if the corpus existed.
 
-    Raises CorpusError for inputs that cannot be used, OSError for what cannot be read or written.
+    Raises CorpusError for inputs that cannot be used, OSError for files that cannot be read or written.
     """
     if args.input:
         sources, source = files_of(args.input), ", ".join(map(str, args.input))
@@ -130,7 +130,7 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("a") as lock, tempfile.TemporaryDirectory(prefix=".making-", dir=out) as name:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two calls at once would mix their files
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two concurrent calls would mix their files
         if corpus := load_if_whole(out, fingerprint):
             return corpus, True
         folder = Path(name)
@@ -142,27 +142,27 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             "unigram_entropy_nats": {"valid_under_train": cross_entropy(counts["valid"], counts["train"])},
             "megatron_flags": megatron_flags(out),
         }
-        for split_name, its in counts.items():
-            documents_in, tokens = int(its[END_OF_DOCUMENT]), int(its.sum())
+        for split_name, found in counts.items():
+            documents_in, tokens = int(found[END_OF_DOCUMENT]), int(found.sum())
             corpus[split_name] = {"documents": documents_in, "bytes": tokens - documents_in, "tokens": tokens}
-        (out / "corpus.json").unlink(missing_ok=True)  # not whole from here on, until the new one is there
+        (out / "corpus.json").unlink(missing_ok=True)  # incomplete from here on, until the new one exists
         for split_name in SPLITS:
-            # Megatron keeps its sample indices here, and knows them by the path of the data, not by its content.
+            # Megatron caches its sample indices here, by the path of the data, not by its content.
             shutil.rmtree(out / f"{split_name}_document", ignore_errors=True)
         for file in list(folder.iterdir()):
-            os.replace(file, out / file.name)  # a training that reads the old file keeps it
+            os.replace(file, out / file.name)  # a training that reads the old file keeps it open
         (folder / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n", encoding="utf-8")
         os.replace(folder / "corpus.json", out / "corpus.json")
     return corpus, False
 
 
-# -- where the documents come from ------------------------------------------------------------------------------------
+# -- sources of documents ---------------------------------------------------------------------------------------------
 
 
 def python_library() -> list[Path]:
-    """The modules of the running interpreter's standard library, in the order of their paths.
+    """Return the modules of the running interpreter's standard library, sorted by path.
 
-    Raises CorpusError where the library is not there as files (a zipped or frozen one).
+    Raises CorpusError if the library does not exist as files (a zipped or frozen one).
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = sorted(
@@ -171,16 +171,16 @@ def python_library() -> list[Path]:
         if _NOT_LIBRARY.isdisjoint(path.relative_to(library).parts) and not path.name.startswith(_GENERATED)
     )
     if not sources:
-        raise CorpusError(f"no Python sources in {library}; name text of your own with --input")
+        raise CorpusError(f"no Python sources in {library}; give your own text with --input")
     return sources
 
 
 def files_of(inputs: Sequence[Path]) -> list[Path]:
-    """The files that ``inputs`` name, in their order, and by path inside a folder.
+    """Return the files that ``inputs`` name, in their order, sorted by path inside a folder.
 
-    Of folders, hidden files are left out, and binary ones, whose number is told on stderr; symbolic links to folders
-    are not followed.  Raises CorpusError for a path that is not there, for a binary file named itself, and when nothing
-    is left.
+    In folders, hidden files are skipped, and binary ones, whose number is printed on stderr; symbolic links to folders
+    are not followed.  Raises CorpusError for a path that does not exist, for a binary file that is named itself, and if
+    no file is left.
     """
     sources: list[Path] = []
     binary: list[Path] = []
@@ -194,13 +194,13 @@ def files_of(inputs: Sequence[Path]) -> list[Path]:
             raise CorpusError(f"{given}: no such file or folder")
         elif _is_binary(given):
             raise CorpusError(
-                f"{given}: this is not text (a NUL byte or a compressed file's mark in its first {_SNIFFED_BYTES} "
+                f"{given}: not a text file (a NUL byte or a compressed file's signature in the first {_SNIFFED_BYTES} "
                 "bytes); unpack or convert it first"
             )
         else:
             sources.append(given)
     if binary:
-        print(f"left out {len(binary)} binary files, such as {binary[0]}", file=sys.stderr)
+        print(f"skipped {len(binary)} binary files, such as {binary[0]}", file=sys.stderr)
     if not sources:
         raise CorpusError("no text files in " + ", ".join(map(str, inputs)))
     return sources
@@ -213,9 +213,9 @@ def _is_binary(path: Path) -> bool:
 
 
 def documents_of(sources: Iterable[Path], json_key: str) -> Iterator[bytes]:
-    """The documents in order, the empty ones left out: each line of JSON lines, each other file as a whole.
+    """Yield the non-empty documents in order: each line of a JSON lines file, any other file as one document.
 
-    Raises CorpusError for a bad line, naming file and line.
+    Raises CorpusError for an invalid line, naming file and line.
     """
     for path in sources:
         if path.suffix.lower() in (".jsonl", ".ndjson"):
@@ -233,20 +233,20 @@ def _json_lines(path: Path, key: str) -> Iterator[bytes]:
             try:
                 record = json.loads(line)
             except ValueError as error:  # not JSON, or not UTF-8
-                raise CorpusError(f"{where}: not a line of JSON: {error}") from error
+                raise CorpusError(f"{where}: invalid JSON: {error}") from error
             if not isinstance(record, dict):
-                raise CorpusError(f"{where}: a JSON object is expected, this is a {type(record).__name__}")
+                raise CorpusError(f"{where}: expected a JSON object, found a {type(record).__name__}")
             if key not in record:
                 keys = ", ".join(sorted(record)) or "none"
                 raise CorpusError(f"{where}: no key {key!r} (its keys: {keys}); choose one with --json-key")
             if not isinstance(record[key], str):
-                raise CorpusError(f"{where}: the value of {key!r} is no string but a {type(record[key]).__name__}")
+                raise CorpusError(f"{where}: the value of {key!r} must be a string, not a {type(record[key]).__name__}")
             if text := record[key].encode("utf-8", errors="surrogatepass"):
                 yield text
 
 
 def at_most(documents: Iterable[bytes], mib: float | None) -> Iterator[bytes]:
-    """The first documents, as many whole ones as fit into ``mib``; of a first one that is larger, its start."""
+    """Yield as many complete documents as fit into ``mib``; if the first one is larger, its start."""
     total, limit = 0, None if mib is None else int(mib * 2**20)
     for document in documents:
         if limit is not None and total + len(document) > limit:
@@ -258,16 +258,16 @@ def at_most(documents: Iterable[bytes], mib: float | None) -> Iterator[bytes]:
 
 
 def split(documents: Iterable[bytes], valid_percent: float) -> Iterator[tuple[bytes, bool]]:
-    """Each document with whether it is validation text.  Raises CorpusError if there are none.
+    """Yield each document with a flag: True for validation text.  Raises CorpusError if there are none.
 
-    Whole documents, chosen by their number alone, so that the split is the same every time and on every machine.  The
-    first one is training text and the second one validation text whatever the percentage: neither is ever empty.  A
-    single document is cut in two at the end of a line.
+    Complete documents are chosen by their number alone, so that the split is reproducible on every machine.  The first
+    one is always training text and the second one validation text: neither split is ever empty.  A single document is
+    cut in two at the end of a line.
     """
     numbered = enumerate(documents)
     _, first = next(numbered, (0, b""))
     if not first:
-        raise CorpusError("the input is empty: there is no text to train on")
+        raise CorpusError("the input is empty: it has no text to train on")
     second = next(numbered, None)
     if second is None:
         cut = _line_end(first, int(len(first) * (1 - valid_percent / 100)))
@@ -282,9 +282,9 @@ def split(documents: Iterable[bytes], valid_percent: float) -> Iterator[tuple[by
 
 
 def _line_end(document: bytes, near: int) -> int:
-    """Where to cut ``document`` into two parts that are not empty: after the last newline before ``near``, if any."""
+    """Return the cut of ``document`` into two non-empty parts: after the last newline before ``near``, if any."""
     if len(document) < 2:
-        raise CorpusError("one document of one byte cannot be split into training and validation text")
+        raise CorpusError("a single document of one byte cannot be split into training and validation text")
     cut = document.rfind(b"\n", 0, near) + 1
     return cut or max(1, min(near, len(document) - 1))
 
@@ -293,24 +293,24 @@ def _line_end(document: bytes, near: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0, or 1 for an error that is told on stderr."""
+    """Run the command; return the exit status: 0, or 1 after an error message on stderr."""
     parser = argparse.ArgumentParser(
         prog=None if (_ROOT / "pyproject.toml").is_file() else "recover-tools corpus",  # in an installed package
-        description="Make a corpus of real text, byte-level, that Megatron trains on.",
-        epilog="Text goes through byte by byte, whatever its encoding. In JSON lines (.jsonl, .ndjson) every line is a "
-        "document; any other file is one document. Binary files in folders are left out.",
+        description="Create a byte-level corpus of real text for Megatron.",
+        epilog="Text is copied byte by byte, in any encoding. In JSON lines (.jsonl, .ndjson) every line is a "
+        "document; any other file is one document. Binary files in folders are skipped.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--input", type=Path, nargs="+", metavar="PATH", help="text files, folders, .jsonl files")
-    parser.add_argument("--json-key", default="text", help="where the text of a JSON line is (default: text)")
+    parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default: text)")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="default: data/stdlib, or data/mine with --input; of recover-tools corpus: data/corpus",
+        help="default: data/stdlib, or data/mine with --input; with recover-tools corpus: data/corpus",
     )
-    parser.add_argument("--max-mib", type=float, help="take only so much text, in whole documents")
-    parser.add_argument("--valid-percent", type=float, default=5, help="documents for validation (default: 5)")
+    parser.add_argument("--max-mib", type=float, help="maximum size of the text, in complete documents")
+    parser.add_argument("--valid-percent", type=float, default=5, help="share of documents for validation (default: 5)")
     args = parser.parse_args(argv)
     args.out = args.out or (INPUT_OUT if args.input else LIBRARY_OUT)
     if not 0 < args.valid_percent < 100:
@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         print(f"prepare_corpus: error: {error.filename or args.out}: {error.strerror}", file=sys.stderr)
-        print("prepare_corpus: another folder to write in is named by --out", file=sys.stderr)
+        print("prepare_corpus: choose another output folder with --out", file=sys.stderr)
         return 1
     train, valid = corpus["train"], corpus["valid"]
     print(
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         + (" (up to date)" if reused else "")
     )
     if argv is None:
-        print(f"corpus: the flags to train on it: {shlex.join(corpus['megatron_flags'])}")
+        print(f"corpus: Megatron flags to train on it: {shlex.join(corpus['megatron_flags'])}")
     return 0
 
 

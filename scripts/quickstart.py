@@ -1,8 +1,8 @@
-"""The part of quickstart.sh that runs inside .venv.  See quickstart.sh.
+"""Python part of quickstart.sh, which runs inside .venv.
 
-corpus --> training, in which a worker is killed in the middle of a step --> the same training, nobody dies
+corpus --> training, in which a worker is killed in the middle of a step --> the same training without a death
                                                                                       |
-       what the death changed: nothing but the order of additions, or exit status 1 <-'--> report.html
+      effect of the death: only the order of additions changed, else exit status 1  <-'--> report.html
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LEAST_MICROBATCHES = 8
 POLL_SECONDS = 0.3
 TAIL_LINES = 25
 VICTIM = 1
-"""The worker that is killed."""
+"""Worker that is killed."""
 ROUNDING = 1e-4
-"""Relative difference of the grad norm in the iteration of the death, above which the order of additions explains
-nothing: one of 8 microbatches is an eighth of the gradient."""
+"""Relative difference of the grad norm in the iteration of the death, above which the order of additions cannot be the
+reason: one of 8 microbatches is an eighth of the gradient."""
 
-# Chosen by trial for a low loss after a minute on two cores.
+# Tuned for a low loss after a minute on two cores.
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --position-embedding-type rope --disable-bias-linear "
     "--init-method-std 0.06 --attention-dropout 0 --hidden-dropout 0"
@@ -51,7 +51,7 @@ OPTIMIZER = shlex.split(
     "--lr 3e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 --weight-decay 0.1 "
     "--clip-grad 1.0"
 )
-# What Megatron needs where neither TransformerEngine nor Apex is, on any device.
+# Flags that Megatron needs without TransformerEngine and Apex, on any device.
 WITHOUT_KERNELS = shlex.split(
     "--recover-device cpu --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion "
     "--no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
@@ -60,16 +60,16 @@ WITHOUT_KERNELS = shlex.split(
 
 
 class Stop(Exception):
-    """The quickstart cannot go on; the message is for the user."""
+    """The quickstart cannot continue; the message is for the user."""
 
 
 def microbatches(workers: int) -> int:
-    """Microbatches of an iteration: the same number for every worker, and enough to be shared out anew."""
+    """Return the microbatches of an iteration: equally many per worker, and enough to be redistributed."""
     return -(-LEAST_MICROBATCHES // workers) * workers
 
 
 def victims_iteration(args: argparse.Namespace) -> int | None:
-    """The iteration in which a worker is killed; None: nobody is."""
+    """Return the iteration in which a worker is killed; None if none is killed."""
     if args.no_failure or args.resume or args.workers < 2:
         return None
     return max(1, args.iters * 2 // 5)
@@ -78,9 +78,9 @@ def victims_iteration(args: argparse.Namespace) -> int | None:
 def training_command(
     args: argparse.Namespace, run: Path, data_flags: Sequence[str], fault: int | None = None, save: bool = True
 ) -> list[str]:
-    """The whole command line of a training: what a user would type in the root of the checkout.
+    """Return the complete command line of a training, as a user would type it in the root of the checkout.
 
-    ``fault``: the iteration in whose backward pass ``VICTIM`` is killed.
+    ``fault``: iteration in whose backward pass ``VICTIM`` is killed.
     """
     batch = MICRO_BATCH * microbatches(args.workers)
     launcher = [str(Path(sys.executable).with_name("recover-run")), "--nproc-per-node", str(args.workers)]
@@ -89,7 +89,7 @@ def training_command(
     command += ["--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)]
     command += ["--micro-batch-size", str(MICRO_BATCH), "--global-batch-size", str(batch)]
     command += ["--train-iters", str(args.iters), "--log-interval", "10", "--num-workers", "0"]
-    # One evaluation, when the training is over; checkpoints in its middle and at its end.
+    # One evaluation at the end of the training; checkpoints in the middle and at the end.
     command += ["--eval-interval", str(args.iters + 1), "--eval-iters", "16"]
     if save:
         command += ["--save", str(run / "checkpoint"), "--save-interval", str(max(1, args.iters // 2))]
@@ -101,7 +101,7 @@ def training_command(
 
 
 def claim(run: Path, resume: bool) -> Any:
-    """Make the run folder ready and keep other runs out of it: an open lock file, to be kept.  Raises Stop."""
+    """Prepare the run folder and lock it; return the open lock file, which the caller keeps.  Raises Stop."""
     try:
         run.mkdir(parents=True, exist_ok=True)
         held = (run / ".lock").open("a")
@@ -115,9 +115,9 @@ def claim(run: Path, resume: bool) -> Any:
     before = [path for path in run.iterdir() if path.name != ".lock"]
     if resume:
         if not checkpointed(run):
-            raise Stop(f"--resume: there is no checkpoint in {run}; run without --resume to start afresh")
+            raise Stop(f"--resume: no checkpoint in {run}; run without --resume to start from the beginning")
     elif before and not (run / "run.json").is_file():
-        raise Stop(f"{run} holds something that is no quickstart run, and is left as it is; choose another with --out")
+        raise Stop(f"{run} contains files that are not from a quickstart; choose another folder with --out")
     else:
         for path in before:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -125,26 +125,26 @@ def claim(run: Path, resume: bool) -> Any:
 
 
 def checkpointed(run: Path) -> int:
-    """The iteration of the last checkpoint; 0: there is none."""
+    """Return the iteration of the last checkpoint; 0 if there is none."""
     tracker = run / "checkpoint" / "latest_checkpointed_iteration.txt"
     return int(tracker.read_text()) if tracker.is_file() else 0
 
 
 def new_steps(lines: Lines, after: int) -> list[StepRecord]:
-    """Those after the iteration ``after``: a run that resumes may begin the file anew, with those before its first."""
+    """Return the new steps after iteration ``after``: a resumed run may rewrite the file with its earlier steps."""
     steps = [StepRecord.from_fields(fields) for fields in lines.new()[1]]
     return [step for step in steps if step.iteration > after]
 
 
 def train(command: Sequence[str], run: Path, progress: Progress) -> int:
-    """Run the training to its end, showing progress; returns its exit status.  Ends it when this process is told to."""
+    """Run the training to its end and print progress; return its exit status.  Stops it if this process is stopped."""
     steps, events, resumed = Lines(run / "steps.jsonl"), Lines(run / EVENTS_FILE), checkpointed(run)
     for lines in (steps, events):
-        lines.new()  # what is there already
+        lines.new()  # skip lines of an earlier run
     workers = int(command[command.index("--nproc-per-node") + 1])
     environment = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // workers)), **os.environ}
     with (run / "console.log").open("ab") as console:
-        process = subprocess.Popen(  # its own session: it is stopped by us, once, not by the terminal too
+        process = subprocess.Popen(  # a separate session: only this process stops it, not the terminal, too
             command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
             start_new_session=True,
         )  # fmt: skip
@@ -165,22 +165,22 @@ def train(command: Sequence[str], run: Path, progress: Progress) -> int:
 
 
 def corpus_of(folder: Path | None) -> dict[str, Any]:
-    """corpus.json of ``folder``, or of the default corpus, which is made if need be.  Raises Stop."""
+    """Return corpus.json of ``folder``, or of the default corpus, which is created if it is missing.  Raises Stop."""
     if folder is None:
         if prepare_corpus.main(["--out", str(prepare_corpus.LIBRARY_OUT)]) != 0:
-            raise Stop("no corpus to train on (see above)")
+            raise Stop("the corpus could not be created (see above)")
         folder = prepare_corpus.LIBRARY_OUT
     corpus = prepare_corpus.load_if_whole(folder)
     if corpus is None:
         raise Stop(
-            f"--corpus {folder}: no whole corpus is there; make one with\n"
+            f"--corpus {folder}: this folder has no complete corpus; create one with\n"
             f"  {sys.executable} {ROOT / 'scripts' / 'prepare_corpus.py'} --input TEXT... --out {folder}"
         )
     return corpus
 
 
 def settings_of(command: Sequence[str]) -> dict[str, Any]:
-    """What the report needs to know of the command: the last value of a flag counts, as in Megatron."""
+    """Return the settings that the report needs from the command; the last value of a flag counts, as in Megatron."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--seq-length", "--micro-batch-size", "--global-batch-size", "--train-iters"):
         parser.add_argument(name, type=int)
@@ -194,7 +194,7 @@ def settings_of(command: Sequence[str]) -> dict[str, Any]:
 
 
 def run_training(command: Sequence[str], run: Path, corpus: dict[str, Any], rows: int = 25) -> int:
-    """Train, and leave in ``run`` what the report wants to know; returns the exit status."""
+    """Train, and write the files that the report needs to ``run``; return the exit status."""
     settings = settings_of(command)
     run.mkdir(exist_ok=True)
     (run / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n", encoding="utf-8")
@@ -206,43 +206,43 @@ def run_training(command: Sequence[str], run: Path, corpus: dict[str, Any], rows
     (run / "run.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print()
     if status != 0:
-        said = (run / "console.log").read_text(encoding="utf-8", errors="replace").splitlines()
-        print(*said[-TAIL_LINES:], sep="\n", file=sys.stderr)
+        output = (run / "console.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        print(*output[-TAIL_LINES:], sep="\n", file=sys.stderr)
         print(f"quickstart: the training ended with exit code {status}; its last output is above", file=sys.stderr)
     return status
 
 
 def what_it_changed(run: Path, reference: Path, fault: int) -> list[str]:
-    """The run with the death beside the one without, as lines to print.
+    """Compare the run with the death to the run without; return the lines to print.
 
-    Raises Stop if nobody died, if the step in which somebody did was not finished by the others, or if more changed
-    than the order of additions.
+    Raises Stop if no worker died, if the other workers did not finish that step, or if more changed than the order of
+    additions.
     """
     steps = {step.iteration: step for step in read_run(run).steps}
     ends = {worker["worker_id"]: worker for worker in json.loads((run / "workers.json").read_bytes())}
     if ends[VICTIM]["signal"] != signal.SIGKILL:
-        raise Stop(f"worker {VICTIM} was to be killed in iteration {fault}, and was not: {ends[VICTIM]['state']}")
+        raise Stop(f"worker {VICTIM} was not killed in iteration {fault} as planned: {ends[VICTIM]['state']}")
     if fault not in steps or not steps[fault].replicas < steps[min(steps)].replicas:
-        raise Stop(f"worker {VICTIM} was killed in iteration {fault}, but no step there was finished by fewer replicas")
+        raise Stop(f"worker {VICTIM} was killed in iteration {fault}, but fewer replicas did not finish that step")
     both = compare(list(steps.values()), read_run(reference).steps)
     losses = {difference.iteration: difference.relative for difference in both.losses}
     norms = {difference.iteration: difference.relative for difference in both.grad_norms}
     if both.unlike or fault not in norms:
-        raise Stop(f"the two runs are not comparable: {(both.unlike or ['the reference ends before'])[0]}")
+        raise Stop(f"the two runs cannot be compared: {(both.unlike or ['the reference ends earlier'])[0]}")
     before = max((norms[t] for t in norms if t < fault), default=0.0)
     lines = [
-        "what the death changed, relative to the run in which nobody dies:",
-        f"  before iteration {fault}: grad norm by at most {before:.1e}",
-        f"  iteration {fault}, the one of the death: loss by {losses[fault]:.1e}, grad norm by {norms[fault]:.1e}",
-        f"  all iterations: loss by at most {max(losses.values()):.1e} (in {max(losses, key=lambda t: losses[t])})",
+        "relative difference between the run with the death and the run without:",
+        f"  before iteration {fault}: grad norm at most {before:.1e}",
+        f"  iteration {fault}, with the death: loss {losses[fault]:.1e}, grad norm {norms[fault]:.1e}",
+        f"  all iterations: loss at most {max(losses.values()):.1e} (in {max(losses, key=lambda t: losses[t])})",
     ]
     if not norms[fault] <= ROUNDING:
-        raise Stop("\n".join([*lines, f"  that is more than the order of additions explains ({ROUNDING:.0e})"]))
+        raise Stop("\n".join([*lines, f"  this exceeds the effect of the order of additions ({ROUNDING:.0e})"]))
     return lines
 
 
 def quickstart(args: argparse.Namespace) -> int:
-    """Corpus, training, reference, report; returns the exit status.  Raises Stop."""
+    """Run corpus, training, reference and report; return the exit status.  Raises Stop."""
     corpus = corpus_of(args.corpus)
     run = args.out.resolve()
     reference = run / "reference"
@@ -256,13 +256,13 @@ def quickstart(args: argparse.Namespace) -> int:
         if fault is not None:
             print(
                 f"A REAL DEATH: in the backward pass of iteration {fault} worker {VICTIM} gets SIGKILL, as by kill -9 "
-                "(--recover-inject; --no-failure: without)"
+                "(--recover-inject; --no-failure switches it off)"
             )
         print(f"in {ROOT}:\n  {shlex.join(command)}\n", flush=True)
         status = run_training(command, run, corpus)
         compared = status == 0 and fault is not None
         if compared:
-            print("reference: the same training again, nobody dies\n", flush=True)
+            print("reference: the same training again, without a death\n", flush=True)
             again = training_command(args, reference, corpus["megatron_flags"], save=False)
             status = run_training(again, reference, corpus, rows=5)
             compared = status == 0
@@ -278,31 +278,31 @@ def quickstart(args: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of quickstart.sh."""
+    """Return the argument parser of quickstart.sh."""
     parser = argparse.ArgumentParser(
         prog="quickstart.sh",
         description="Train a small GPT on real text with recover_megatron, on this machine's CPU; kill a worker in the "
-        "middle of a step; compare with the same training in which nobody dies.",
-        epilog="docs/quickstart.md says more.",
+        "middle of a step; compare with the same training without a death.",
+        epilog="See docs/quickstart.md.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--iters", type=int, default=200, help="iterations (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="data-parallel workers (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="folder of the run")
-    parser.add_argument("--corpus", type=Path, help="a corpus made by prepare_corpus.py (default: Python's library)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder of the run")
-    parser.add_argument("--no-failure", action="store_true", help="kill nobody, and train once (so does --resume)")
-    parser.add_argument("megatron", nargs="*", help="flags of Megatron, after --; they come after those chosen here")
+    parser.add_argument("--corpus", type=Path, help="a corpus from prepare_corpus.py (default: Python's library)")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the run folder")
+    parser.add_argument("--no-failure", action="store_true", help="kill no worker, and train once (as --resume does)")
+    parser.add_argument("megatron", nargs="*", help="Megatron flags, after --; they follow the flags chosen here")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns the exit status."""
+    """Run the command; return the exit status."""
     options = parser()
     args = options.parse_args(argv)
     if args.iters < 1 or args.workers < 1:
         options.error("--iters and --workers must be 1 or more")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # they end the training as Ctrl-C does
+    for number in (signal.SIGTERM, signal.SIGHUP):  # they stop the training as Ctrl-C does
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:

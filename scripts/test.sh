@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Set-up, lint and tests.  Exit status 0: all of them passed.
+# Run setup, lint and tests.  Exit status 0: all of them passed.
 #
-#   scripts/test.sh                     what CI runs: the fast tests, and the slow ones of tests/ci.toml; always the same
-#   scripts/test.sh --fast              the fast tests alone
-#   scripts/test.sh --all [PLACE ...]   all tests, of tests/instep or the like; what is drawn is drawn anew, and printed
+#   scripts/test.sh                     as CI: the fast tests, and the slow ones of tests/ci.toml; always the same ones
+#   scripts/test.sh --fast              only the fast tests
+#   scripts/test.sh --all [PLACE ...]   all tests, or those of PLACE (tests/instep); draws a new seed, and prints it
 #   scripts/test.sh --version           the version of this project
 #   scripts/test.sh [--fast] ARGS...    ARGS go to pytest: tests/scripts, -k NAME, -x, ...
 #
-# Two processes run the tests side by side (RECOVER_TEST_PROCESSES: another number): most tests wait most of the time.
+# Two processes run the tests in parallel (RECOVER_TEST_PROCESSES: another number): most tests wait most of the time.
 # (The tests read no terminal; for a debugger run  .venv/bin/python -m pytest --pdb  yourself.)
 set -euo pipefail
 
@@ -16,7 +16,7 @@ if [[ ${1:-} == --version ]]; then exec "$root/scripts/lib/version.sh" test.sh; 
 "$root/scripts/setup.sh"
 cd -- "$root"
 export PATH=$root/.venv/bin:$PATH
-# The tests start small processes by the dozen: one thread each.
+# The tests start dozens of small processes: one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 arguments=(-n "${RECOVER_TEST_PROCESSES:-2}" --dist loadgroup --durations=20)
@@ -40,10 +40,10 @@ lint ruff format --check .
 lint ruff check .
 lint mypy
 lint codespell_lib
-if ((${#failed[@]})); then printf '== lint failed; the tests run all the same\n' >&2; fi
+if ((${#failed[@]})); then printf '== lint failed; the tests still run\n' >&2; fi
 
 printf '== pytest\n' >&2
-# A process group of its own, so that an interrupted run can be ended with everything that it started.
+# A separate process group, so that an interrupted run can be stopped with all its processes.
 set -m
 python -m pytest "${arguments[@]}" "$@" </dev/null &
 pytest=$!
@@ -56,7 +56,7 @@ while kill -0 "$pytest" 2>/dev/null; do # a signal ended `wait`, not pytest
 done
 left=$(ps -ww -eo pgid=,stat=,pid=,args= | awk -v group="$pytest" '$1 == group && $2 !~ /^Z/ { $1 = $2 = ""; print }' || true)
 kill -KILL -- "-$pytest" 2>/dev/null || true
-if [[ -n $left ]]; then printf '== ended processes that the tests had left:\n%s\n' "$left" >&2; fi
+if [[ -n $left ]]; then printf '== killed processes that the tests left behind:\n%s\n' "$left" >&2; fi
 
 if ((${#failed[@]})); then
     printf '== lint failed (see above):%s\n' "$(printf ' [%s]' "${failed[@]}")" >&2

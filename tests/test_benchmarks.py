@@ -106,7 +106,7 @@ def test_a_recovery_counts_from_the_kill_to_what_each_survivor_reports_next() ->
 def test_a_worker_that_ends_before_it_is_killed_is_an_error() -> None:
     with (
         forked(2, lambda me, report: None if me else print(file=report)) as (pids, reports),
-        pytest.raises(RuntimeError, match="worker 1 has ended before it reported"),
+        pytest.raises(RuntimeError, match="worker 1 exited before it reported"),
     ):
         strike(pids, reports, victim=0, pause=0.0)
 

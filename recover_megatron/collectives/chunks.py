@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from recover_megatron.collectives.ledger import Span
 
 Chunks = Sequence[Sequence[Span]]
-"""By rank: the spans of a bucket that it owns."""
+"""Spans of a bucket that each rank owns, by rank."""
 
 
 def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
@@ -15,14 +15,14 @@ def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
 
 
 def even_part(total: int, size: int, cut: int = 1) -> int:
-    """The longest of ``size`` even parts of ``total`` elements that are cut at multiples of ``cut``."""
+    """Return the length of the longest of ``size`` even parts of ``total`` elements, cut at multiples of ``cut``."""
     return -(-total // (size * cut)) * cut
 
 
 def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Span]]:
-    """Share ``spans`` out evenly, in order: equal parts of their concatenation, the last ones shorter or empty.
+    """Divide ``spans`` evenly, in order: equal parts of their concatenation; the last parts are shorter or empty.
 
-    ``cut``: parts begin at multiples of so many elements of the concatenation.
+    ``cut``: parts begin at multiples of this number of elements of the concatenation.
     """
     part = even_part(sum(map(len, spans)), size, cut)
     chunks: list[list[Span]] = [[] for _ in range(size)]
@@ -40,12 +40,12 @@ def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Spa
 
 
 def within(spans: Sequence[Span], shards: Chunks) -> list[list[Span]]:
-    """The part of ``spans`` that lies in each rank's shard; all ascending."""
+    """Return the part of ``spans`` that lies in each rank's shard; all sequences are ascending."""
     return [list(_overlaps(spans, shard)) for shard in shards]
 
 
 def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
-    """Yield the common parts of two ascending sequences, in one pass."""
+    """Yield the intersections of two ascending sequences of spans, in one pass."""
     one = other = 0
     while one < len(spans) and other < len(others):
         a, b = spans[one], others[other]

@@ -1,13 +1,13 @@
-"""Compares what workers were started with: their flags and the like, and the program that they run.
+"""Comparison of the flags that workers were started with, and of the program that they run.
 
-Each worker joins with two digests.  What they stand for is on its peer store, for those whose own differ:
+Each worker joins with two digests.  The compared values are on its peer store, for workers whose digest differs:
 
-    given   flags, versions of the protocol between workers: who has others is refused, and the others know it at once,
-            by the digest alone, before anything else of its status is read
+    given   flags and versions of the protocol between workers: a worker with other values is refused; the other workers
+            see this at once, from the digest alone, before they read anything else of its status
     code    sources and packages (`program`): workers may have loaded different modules, so a worker with another digest
-            asks a worker of the run, once, before it takes a part, and is refused where it differs in what both have
+            asks a worker of the run, once, before it takes a place; it is refused if modules differ that both have
 
-Only the one that differs ends: a newcomer by exit code 2, and the run goes on without it.
+Only the worker that differs exits (a newcomer with exit code 2), and the run continues without it.
 """
 
 from __future__ import annotations
@@ -32,48 +32,51 @@ log = get_logger(__name__)
 
 GIVEN, CODE = "flags", "code"
 ASKED_SECONDS = 5.0
-"""Time limit for the answer of another worker, and for the word of a worker that differs."""
+"""Time limit in seconds for the answer of another worker, and for the report of a worker that differs."""
 MOST_ASKED = 3
 
 
 @dataclass(frozen=True)
 class Told:
-    """The compared parts of a worker's status, as it arrived."""
+    """Compared parts of a worker's status, as received."""
 
     given: str = ""
     code: str = ""
     placed: bool = False
-    """The worker has a part in the training."""
+    """True if the worker has a place in the training."""
     holds: bool = False
-    """The worker has a state of the training."""
+    """True if the worker has a state of the training."""
     peer_store: str = ""
 
     @classmethod
     def of(cls, status: Any, placed: str, holds: str, peer_store: str) -> Told:
-        """These are names of fields.  Raises nothing: a worker of another version may have sent it."""
-        its = status if isinstance(status, dict) else {}
-        given, code, address = (str(its.get(name, "")) for name in (GIVEN, CODE, peer_store))
-        has_place, has_state = (its.get(name) is not None and its[name] is not False for name in (placed, holds))
+        """Read ``status``; the other arguments are names of its fields.
+
+        Raises nothing: a worker of another version may have sent it.
+        """
+        fields = status if isinstance(status, dict) else {}
+        given, code, address = (str(fields.get(name, "")) for name in (GIVEN, CODE, peer_store))
+        has_place, has_state = (fields.get(name) is not None and fields[name] is not False for name in (placed, holds))
         return cls(given, code, has_place, has_state, address)
 
 
 @dataclass(frozen=True)
 class OddOnes:
-    """``workers``: those that differ from the run; ``model``: a worker that does not; -1: nobody told anything."""
+    """Workers that differ from the run, and ``model``, a worker that does not; -1 if no worker sent a digest."""
 
     workers: frozenset[int] = frozenset()
     model: int = -1
 
 
-def odd_ones(told: Mapping[int, Told], what: str = "given") -> OddOnes:
-    """The workers that were started with something else than the run; ``what``: "given" or "code".
+def odd_ones(compared: Mapping[int, Told], what: str = "given") -> OddOnes:
+    """Return the workers whose digest differs from the run's; ``what``: "given" or "code".
 
-    The run's is what most of those have that stand in a place; of those that hold a state, where nobody has a place;
-    else of all. A worker that tells none is none.
+    The run's digest is the most frequent one among the workers with a place; if no worker has a place, among those
+    with a state; else among all.  A worker without a digest is not compared.
     """
-    digests = {worker: digest for worker, its in told.items() if (digest := getattr(its, what))}
-    placed = [worker for worker in digests if told[worker].placed]
-    holding = [worker for worker in digests if told[worker].holds]
+    digests = {worker: digest for worker, parts in compared.items() if (digest := getattr(parts, what))}
+    placed = [worker for worker in digests if compared[worker].placed]
+    holding = [worker for worker in digests if compared[worker].holds]
     asked = sorted(placed or holding or digests)
     if not asked:
         return OddOnes()
@@ -83,7 +86,7 @@ def odd_ones(told: Mapping[int, Told], what: str = "given") -> OddOnes:
 
 
 class OwnDescription:
-    """This worker's flags and program, published on its peer store; an empty one is not compared."""
+    """Flags and program of this worker, published on its peer store; an empty mapping is not compared."""
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class OwnDescription:
         called: str = "flags",
         lets_in: str = f"--recover-may-differ {program.FLAG}",
     ) -> None:
-        """``called``: what ``given`` is for people; ``lets_in``: what they write so that ``code`` is not compared."""
+        """``called``: name of ``given`` in messages; ``lets_in``: flag that switches off the comparison of ``code``."""
         self._given, self._code, self._secret = given, code, secret
         self._called, self._lets_in = called, lets_in
         self.given = script_flags.digest(given) if given else ""
@@ -105,38 +108,39 @@ class OwnDescription:
             peer_store.put(GIVEN, json.dumps(given))
             peer_store.put(CODE, json.dumps(code))
 
-    def different(self, me: int, told: Mapping[int, Told], odd: OddOnes) -> str:
-        """Say why this worker has no part in the run; empty: it has one.  ``odd``: the ``odd_ones`` of ``told``."""
+    def different(self, me: int, compared: Mapping[int, Told], odd: OddOnes) -> str:
+        """Return why this worker is refused; empty if it is accepted.  ``odd``: the ``odd_ones`` of ``compared``."""
         if me in odd.workers:
-            theirs = self._ask(told[odd.model].peer_store, GIVEN)
-            found = script_flags.listed(script_flags.differences(self._given, theirs or self._given))
-            found = found or "which ones could not be found out"
+            other = self._ask(compared[odd.model].peer_store, GIVEN)
+            found = script_flags.listed(script_flags.differences(self._given, other or self._given))
+            found = found or "the differences could not be read from that worker"
             return f"was started with other {self._called} than worker {odd.model}, which has the run's: {found}"
-        if code := self._other_program(me, told):
-            return f"runs {code}; start it with the files of the run, or the run anew ({self._lets_in}: let it in)"
+        if code := self._other_program(me, compared):
+            return f"runs {code}; start it with the files of the run, or restart the run ({self._lets_in} accepts it)"
         return ""
 
-    def _other_program(self, me: int, told: Mapping[int, Told]) -> str:
-        """Looks until there are workers to compare with; what it finds then stands.
+    def _other_program(self, me: int, compared: Mapping[int, Told]) -> str:
+        """Return how this worker's program differs from the run's; empty if it does not.
 
-        A program that nobody shows in time is taken as it is: the workers that have it cannot be reached.
+        Compares once, at the first call in which some worker has sent a digest.  If no worker with the run's program
+        answers in time, this worker's program is accepted.
         """
-        odd = odd_ones(told, "code")
+        odd = odd_ones(compared, "code")
         if self._compared or odd.model < 0:
             return ""
         self._compared = True
         if me not in odd.workers:
             return ""
-        alike = [worker for worker in sorted(told) if told[worker].code == told[odd.model].code]
-        begin = me % len(alike)  # where many differ they ask different workers
+        alike = [worker for worker in sorted(compared) if compared[worker].code == compared[odd.model].code]
+        begin = me % len(alike)  # if many workers differ, they ask different workers
         for worker in [*alike[begin:], *alike[:begin]][:MOST_ASKED]:
-            theirs = self._ask(told[worker].peer_store, CODE)
-            if theirs is not None:
-                refuses, warns = program.differences(self._code, theirs)
+            other = self._ask(compared[worker].peer_store, CODE)
+            if other is not None:
+                refuses, warns = program.differences(self._code, other)
                 if warns:
                     log.warning(f"worker {me} has other packages than worker {worker}: {script_flags.listed(warns)}")
                 return f"another program than worker {worker}: {script_flags.listed(refuses)}" if refuses else ""
-        log.warning(f"worker {me} may run another program than worker {odd.model}, which did not tell its own in time")
+        log.warning(f"worker {me} may run another program than worker {odd.model}, which did not answer in time")
         return ""
 
     def _ask(self, address: str, what: str) -> dict[str, str] | None:

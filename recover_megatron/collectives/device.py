@@ -1,17 +1,17 @@
-"""A device that works asynchronously: how the host waits for it, and the order of our operations against what computes.
+"""Asynchronous devices: how the host waits for one, and the order of our operations and the model's computation.
 
     compute   ---- gradients ---- event ------------------------------- waits on the host ---- the optimizer
                                     |                                            ^
-    the host                        '--> over?, the switch                       |
+    the host                        '--> done?, cancelled?                       |
                                               |                                  |
-    our stream                                '--> operation --> over? --> operation --> over?
+    our stream                                '--> operation --> done? --> operation --> done?
 
-Two rules hold for all that is put to a device here, and docs/gpu.md ("One operation at a time") argues them:
+Two rules apply to all work enqueued on a device here; docs/gpu.md ("One operation at a time") gives the reasons:
 
-*   Nothing is put behind an unfinished operation with other members, on any stream.  With
-    CUDA_DEVICE_MAX_CONNECTIONS=1 it would stand in the only queue of the hardware, and all kernels of the model behind.
-*   No wait for the device is left to CUDA, where no revocation reaches it: ``until`` looks at the event and at the
-    switch.
+*   Nothing is enqueued behind an unfinished collective, on any stream.  With CUDA_DEVICE_MAX_CONNECTIONS=1 it would
+    wait in the only hardware queue, and all kernels of the model behind it.
+*   No wait for the device is left to CUDA, where a revocation cannot interrupt it: ``until`` polls the event and the
+    cancel token.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import torch
 from recover_megatron.collectives.epoch import CancelToken
 
 STUCK_SECONDS = 60.0
-"""A device that has not carried out a copy of its own for so long after the switch will not."""
+"""Time after the cancellation in which a device must finish its own copies; afterwards it counts as stuck."""
 _SPINS, _PAUSE, _LONGEST_PAUSE = 20, 0.00002, 0.0005
 
 
 class DeviceStuck(RuntimeError):
-    """A device does not come to the end of what only it has to do: whether a bucket was written is not known."""
+    """A device does not finish work that depends on no other device: the contents of a bucket are unknown."""
 
 
 def pauses() -> Iterator[None]:
-    """Turns of a loop that waits: some at once, then with growing pauses, in which other threads have the GIL."""
+    """Pace a polling loop: some turns without a pause, then growing pauses, in which other threads have the GIL."""
     for _ in range(_SPINS):
         yield
     pause = _PAUSE
@@ -47,9 +47,9 @@ def pauses() -> Iterator[None]:
 
 
 def until(event: Any, check: Callable[[], None]) -> None:
-    """Return when the device has reached ``event`` (of torch.cuda); ``check`` raises to give it up.
+    """Return when the device has reached ``event`` (of torch.cuda); ``check`` raises to give up the wait.
 
-    Raises what ``check`` raises, and what CUDA raises of a broken device.
+    Raises what ``check`` raises, and what CUDA raises for a broken device.
     """
     for _ in pauses():
         if event.query():
@@ -58,9 +58,9 @@ def until(event: Any, check: Callable[[], None]) -> None:
 
 
 def within(seconds: float = STUCK_SECONDS, since: CancelToken | None = None) -> Callable[[], None]:
-    """A ``check`` for what only the device has to do: raises ``DeviceStuck`` after ``seconds``.
+    """Return a ``check`` for work that depends on the device alone: it raises ``DeviceStuck`` after ``seconds``.
 
-    ``since``: they count from the first look after it was cancelled.
+    ``since``: the time counts from the first check after this token was cancelled.
     """
     end = math.inf
 
@@ -75,21 +75,21 @@ def within(seconds: float = STUCK_SECONDS, since: CancelToken | None = None) -> 
 
 
 def drained(device: torch.device, check: Callable[[], None]) -> None:
-    """Return when all that the current stream of ``device`` has been given is carried out; as ``until``."""
+    """Return when all work enqueued on the current stream of ``device`` is done; raises as ``until``."""
     until(made_so_far(device), check)
 
 
 def made_so_far(gpu: torch.device | None) -> Any:
-    """The point that this thread has come to with its device's stream, for ``beside``; None: there is no GPU."""
+    """Record an event on this thread's current stream, for ``beside``; None if there is no GPU."""
     return None if gpu is None else torch.cuda.current_stream(gpu).record_event()
 
 
 @contextmanager
 def beside(gpu: torch.device | None, made: Any, check: Callable[[], None]) -> Iterator[None]:
-    """For another thread: what it copies from ``gpu`` has a stream of its own, and does not wait for what computes.
+    """Run copies from ``gpu`` on a separate stream, in another thread, without waiting for the computation.
 
-    It begins when the device has come to ``made``, and all copies are over when it is left.  ``check``: as for
-    ``until``.  Raises ``DeviceStuck``.
+    The body begins when the device has reached event ``made``; all copies are done when the context exits.  ``check``:
+    as for ``until``.  Raises ``DeviceStuck``.
     """
     if gpu is None:
         yield
@@ -103,56 +103,57 @@ def beside(gpu: torch.device | None, made: Any, check: Callable[[], None]) -> It
 
 
 class Order:
-    """What a transport and a native backend are asked for, so that nothing is read or used too early.
+    """Calls that keep a transport or native backend from reading or using a bucket too early.
 
-    As it is: a device that has carried out an operation when the call returns, which is the CPU.
+    This class serves a synchronous device, the CPU.
     """
 
     def submitted(self) -> object:
-        """Called in the caller's thread when it hands over a bucket: what ``begin`` must wait for."""
+        """Return a token for ``begin`` to wait for; runs in the caller's thread, which hands over a bucket."""
         return None
 
     def begun(self, token: object) -> bool:
-        """Whether ``begin`` would return at once."""
+        """Return whether ``begin`` would return at once."""
         del token
         return True
 
     def begin(self, token: object) -> None:
-        """Called before that bucket is first read: return when it has been computed, seen before the switch.
+        """Return when the bucket has been computed; called before the bucket is first read.
 
-        Raises ``EpochRevoked``.
+        Raises ``EpochRevoked`` unless this was seen before the cancellation.
         """
         del token
 
     def scope(self) -> AbstractContextManager[object]:
-        """The context in which tensor operations run."""
+        """Return the context in which tensor operations run."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Called when a collective is over: block until its last tensor operation has been carried out."""
+        """Block until the last tensor operation of a collective is done; called when the collective is over."""
         return None
 
 
 class DeviceStream(Order):
-    """Our stream on a device that works asynchronously; see above.
+    """Stream of our own on an asynchronous device; see above.
 
-    The event is recorded in the thread that hands a bucket over, on the stream that is current there.  It is the host
-    that waits for it, and then looks at the switch, before anything is sent: when a mate dies, the groups inside the
-    replica are aborted, and gradients are computed from the garbage that their kernels leave.  The switch is thrown
-    before that, so a gradient that was seen computed before the switch is one.  A collective is told to be over only
-    when the host has seen its last operation done, so the bucket may then be used on any stream.
+    The event is recorded in the thread that hands over a bucket, on the current stream of that thread.  The host waits
+    for the event, and then checks the cancel token, before anything is sent.  Reason: when a model-parallel peer dies,
+    the groups inside the replica are aborted, and gradients are computed from the garbage that their kernels leave.
+    The token is cancelled before that, so a gradient whose event was seen before the cancellation is valid.  A
+    collective is reported as over only when the host has seen its last operation done; then the bucket may be used on
+    any stream.
 
-    The progress thread is a new thread, in which CUDA's current device is the first one: it runs in ``on_device``.  The
-    stream has the highest priority: what it does is little, and all members wait for it.
+    The progress thread is a new thread, whose current CUDA device is device 0; so it runs in ``on_device``.  The
+    stream has the highest priority: its work is short, and all members wait for it.
 
-    ``device``: with its index, else ValueError.  ``cuda``: ``torch.cuda``, or a double.  ``stream``: default: a new.
+    ``device``: with its index, else ValueError.  ``cuda``: ``torch.cuda`` or a double.  ``stream``: default: a new one.
     """
 
     def __init__(
         self, device: torch.device, cancel_token: CancelToken, cuda: Any = torch.cuda, stream: Any = None
     ) -> None:
         if device.type == "cuda" and device.index is None:
-            raise ValueError(f"{device} could be another one in each thread: name its number")
+            raise ValueError(f"device {device} has no index, so each thread could use another GPU: give its index")
         self._device = device
         self._cancel_token = cancel_token
         self._cuda = cuda
@@ -168,21 +169,21 @@ class DeviceStream(Order):
 
     def begin(self, token: Any) -> None:
         until(token, self._cancel_token.check)
-        self._cancel_token.check()  # after the event: what was computed since may be garbage
+        self._cancel_token.check()  # after the event: gradients computed after a cancellation may be garbage
 
     def scope(self) -> AbstractContextManager[object]:
         scope: AbstractContextManager[object] = self._cuda.stream(self._stream)
         return scope
 
     def finish(self) -> None:
-        """No revocation ends it: what is waited for is this device's alone, and the bucket is being written.
+        """Wait for this stream.  A revocation does not interrupt: the work is local, and the bucket is being written.
 
         Raises ``DeviceStuck``.
         """
         until(self._event(), within(since=self._cancel_token))
 
     def _event(self) -> Any:
-        """What the stream has been given by now."""
+        """Record an event behind all work enqueued on the stream so far."""
         event = self._cuda.Event()
         event.record(self._stream)
         return event

@@ -1,8 +1,8 @@
-"""What a group needs to know of the membership: its epoch, the switch that ends it, its errors, how its members meet.
+"""Membership as a group sees it: its epoch, the token that cancels it, its errors, how its members find each other.
 
-When a collective raises ``EpochRevoked`` the epoch in which it was started is over: nothing of that epoch's group
-touches a bucket or a ledger any more, and no byte of it leaves this worker.  Every segment is either the untouched
-local gradient or the finished sum, as its ledger says.
+When a collective raises ``EpochRevoked``, the epoch in which it was started is over: that epoch's group no longer
+touches a bucket or a ledger, and no byte of it leaves this worker.  Every segment is either the untouched local
+gradient or the finished sum, as the bucket's ledger states.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost"]
 
 
 class PeerLost(ConnectionError):
-    """The connection to another member broke.  Inside this package and the next only: callers see ``EpochRevoked``.
+    """The connection to another member broke.  Used in this package and layer 2 only: callers see ``EpochRevoked``.
 
-    ``peer``: the other member, as the epoch names its members, where it is known.  ``road``: not that it hung up:
-    nothing gets there, or nothing comes back.
+    ``peer``: worker id of the other member, if it is known.  ``road``: True if the peer is unreachable (the network
+    path fails in one direction or both); False if the peer closed the connection.
     """
 
     def __init__(self, text: str, peer: int | None = None, *, road: bool = False) -> None:
@@ -31,14 +31,14 @@ class PeerLost(ConnectionError):
         self.road = road
 
     def bare(self) -> PeerLost:
-        """The same without its frames, which keep connections and memory of the epoch alive."""
+        """Return a copy without frames, which would keep connections and memory of the epoch alive."""
         return PeerLost(str(self), self.peer, road=self.road)
 
 
 class CollectiveMismatch(RuntimeError):
     """The members of an epoch did not issue the same collectives in the same order: a fault of the calling program.
 
-    No sum was formed of what does not belong together.
+    No sum was formed from parts that do not belong together.
     """
 
 
@@ -47,11 +47,11 @@ class LedgerError(ValueError):
 
 
 class Epoch(Protocol):
-    """One generation of the membership, as seen by one of its members."""
+    """Generation of the membership, as seen by a member."""
 
     @property
     def number(self) -> int:
-        """Larger than that of every earlier epoch."""
+        """Number of the epoch, larger than the number of every earlier epoch."""
 
     @property
     def members(self) -> Sequence[int]:
@@ -59,16 +59,16 @@ class Epoch(Protocol):
 
     @property
     def me(self) -> int:
-        """My worker id."""
+        """Worker id of this member."""
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(reason)`` once, from any thread, as soon as the epoch is over; at once if it is already."""
+        """Call ``callback(reason)`` once, from any thread, as soon as the epoch is over; at once if it is over."""
 
 
 class SessionEpoch:
-    """The epoch of a worker's membership session, from the plan that ``Session.join`` returned.
+    """Epoch of a worker's membership session, from the plan that ``Session.join`` returned.
 
-    ``column``: those of the plan's members that are in the group, in ring order.
+    ``column``: the plan's members that are in the group, in ring order.
     """
 
     def __init__(self, session: Session, plan: Plan, me: int, column: Sequence[int]) -> None:
@@ -85,18 +85,19 @@ class SessionEpoch:
                 callback(reason)
 
         self._session.on_revoke(revoked)
-        # Registered first, looked at second: whichever way a revoke races this, it is seen.
+        # Register first, check second: then a concurrent revoke is always seen.
         if self._session.epoch != self.number or self._session.revoked:
             revoked(self.number, "the epoch was over before its group was opened")
 
 
 class CancelToken:
-    """A switch cancelled once: from then on every operation of the group raises ``EpochRevoked``.
+    """Token that is cancelled once; from then on every operation of the group raises ``EpochRevoked``.
 
-    ``cancel`` may be called from any thread, also while others wait: it calls the wakers, which end their waits.
-    ``all_heard``: returns when the switches of all members that live are cancelled, and has them be; it raises a
-    ``MembershipError`` where this member is out of the run, and will never know.  Not for the session's thread.
-    ``in_touch``: returns when the run counts on this member, or did when it was called; raises ``EpochRevoked``, too.
+    ``cancel`` may be called from any thread, also while other threads wait: it calls the wakers, which end the waits.
+    ``all_heard``: makes all live members cancel their tokens and returns when they have; raises a ``MembershipError``
+    if this member is out of the run and cannot learn it.  The session's thread must not call it.
+    ``in_touch``: returns once the run is known to have counted this member as live at the time of the call or later;
+    raises ``EpochRevoked``, too.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class CancelToken:
         self.in_touch = in_touch
         self.reason = ""
         self.lost: PeerLost | None = None
-        """With whom it failed, where this member noticed that itself and first."""
+        """Failed connection, if this member was the first to notice the failure."""
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
@@ -117,7 +118,7 @@ class CancelToken:
         return self._cancelled.is_set()
 
     def cancel(self, reason: str | PeerLost) -> None:
-        """End the group; the first reason stands."""
+        """Cancel the group; the first reason is kept."""
         with self._lock:
             if self._cancelled.is_set():
                 return
@@ -130,7 +131,7 @@ class CancelToken:
             waker()
 
     def on_cancel(self, waker: Callable[[], None]) -> None:
-        """``waker`` must be quick and must not raise; it is called at once if the switch is already cancelled."""
+        """Call ``waker`` at the cancellation, at once if it has happened; it must be quick and must not raise."""
         with self._lock:
             if not self._cancelled.is_set():
                 self._wakers.append(waker)
@@ -138,7 +139,7 @@ class CancelToken:
         waker()
 
     def error(self) -> EpochRevoked:
-        """What the operations of the cancelled group raise."""
+        """Return the error that the operations of the cancelled group raise."""
         return EpochRevoked(self.epoch, self.reason)
 
     def check(self) -> None:
@@ -147,7 +148,7 @@ class CancelToken:
             raise self.error()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Block until the token is cancelled; False when ``seconds`` passed first."""
+        """Block until the token is cancelled; return False if ``seconds`` pass first."""
         return self._cancelled.wait(seconds)
 
 
@@ -155,24 +156,24 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 
 
 class KeyValue(Protocol):
-    """The part of ``torch.distributed.Store`` that is needed; any shared key-value service will do."""
+    """Subset of ``torch.distributed.Store``; any shared key-value service provides it."""
 
     def set(self, key: str, value: str) -> None: ...
 
     def get(self, key: str) -> bytes: ...
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set; must not block."""
+        """Return whether all keys are set; must not block."""
 
 
 class Known:
-    """What everybody was told already: nothing has to be published, nothing is waited for."""
+    """Key-value store of values that all members already know: nothing is published, nothing blocks."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)
 
     def set(self, key: str, value: str) -> None:
-        """The others know it."""
+        """Do nothing: the other members know the value."""
 
     def get(self, key: str) -> bytes:
         return self._values[key].encode()
@@ -182,16 +183,16 @@ class Known:
 
 
 def await_key(store: KeyValue, key: str, cancel_token: CancelToken, timeout: float) -> str:
-    """The value of ``key`` as soon as somebody sets it.
+    """Return the value of ``key`` as soon as a member sets it.
 
     Raises ``EpochRevoked`` when the token is cancelled and ``TimeoutError`` after ``timeout`` seconds.  The store is
-    asked again and again with growing pauses: a wait inside a store can't be ended from outside.
+    polled with growing pauses: a wait inside a store cannot be interrupted.
     """
     deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
     while not store.check([key]):
         if cancel_token.wait(pause):
             raise cancel_token.error()
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody published {key} within {timeout:g} s")
+            raise TimeoutError(f"no member published {key} within {timeout:g} s")
         pause = min(2 * pause, _LONGEST_PAUSE)
     return store.get(key).decode("utf-8", errors="replace")

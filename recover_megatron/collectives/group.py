@@ -1,11 +1,11 @@
-"""The group of one column in one epoch: what layer 2 calls.
+"""Group of one column in one epoch: the interface to layer 2.
 
     open_group(epoch, ...)  -->  all_reduce / reduce_scatter / all_gather  -->  close()
                                         |
                                         '-- EpochRevoked --> close(), and on the group of the next epoch:
-                                              pull(buckets)      what is REDUCED anywhere is final: all get it
-                                              (the caller runs lost microbatches again into what is LOCAL)
-                                              all_reduce(bucket) / reduce_scatter(bucket)   what is LOCAL, and only that
+                                              pull(buckets)      spans REDUCED anywhere are final: all members get them
+                                              (the caller runs lost microbatches again into the LOCAL spans)
+                                              all_reduce(bucket) / reduce_scatter(bucket)   sum only the LOCAL spans
 
 All members must issue the same operations in the same order.
 """
@@ -28,10 +28,10 @@ from recover_megatron.collectives.progress import Executor, Handle, ProgressThre
 
 
 class Memo[V]:
-    """By key; all are forgotten when they weigh more than ``most``.  For any thread: at worst one is made twice."""
+    """Cache by key; it is cleared when its weight exceeds ``most``.  For any thread: at worst a value is made twice."""
 
     def __init__(self, most: int, weight: Callable[[V], int]) -> None:
-        """``weight``: of a value, in the unit of ``most``."""
+        """``weight``: weight of a value, in the unit of ``most``."""
         self._most = most
         self._weight = weight
         self._known = dict[Hashable, V]()
@@ -41,7 +41,7 @@ class Memo[V]:
         return len(self._known)
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """What ``make`` gave for ``key``; it must depend on nothing else."""
+        """Return the value of ``make`` for ``key``; it must depend on nothing else."""
         known = self._known.get(key)
         if known is None:
             known = make()
@@ -54,43 +54,43 @@ class Memo[V]:
 
 
 Shards = Sequence[Sequence[Span]]
-"""By rank the spans that it owns, ascending."""
+"""Spans that each rank owns, ascending, by rank."""
 MAX_DIGEST = 1 << 20
-"""Limit of the numbers that one member's digest may have."""
+"""Limit of the length of one member's digest, in numbers."""
 
 
 MOST_SPANS = 1 << 16
-"""Limit of what a group remembers of chunks that it has cut."""
+"""Limit of the chunks that a group caches, in spans."""
 
 
 @dataclass(frozen=True, eq=False)
 class BucketCollective:
-    """One collective on one bucket, as it is handed in."""
+    """Collective on a bucket, as submitted."""
 
     what: str
-    """Its kind; the same at all members."""
+    """Kind of the collective; the same at all members."""
     flat: torch.Tensor
     ledger: Ledger
     chunks: Chunks
-    """By owner."""
+    """Spans of the bucket by owner."""
     to: tuple[int, ...]
-    """How many members further those are that get each owner's chunk."""
+    """Distances, in ranks, from each owner to the members that get its chunk."""
     reduce: bool = False
     final: Sequence[Span] = ()
-    """Spans that are finished as they are."""
+    """Spans that are already finished."""
     epoch_of: Callable[[int], int] | None = None
-    """What to mark a finished span with, by its first element; None: this epoch."""
+    """Epoch of a finished span, by its first element; None: this epoch."""
 
 
 class Group(ABC):
-    """What ring and backend groups have in common.
+    """Common base of ring groups and backend groups.
 
-    ``progress``: carries out what is handed in, perhaps for other groups of the epoch, too; its switch is the group's.
-    ``device``: that of every bucket; default: the CPU.
+    ``progress``: thread that carries out the collectives, perhaps also of other groups of the epoch; its cancel token
+    is the group's.  ``device``: device of every bucket; default: the CPU.
     """
 
     cut_bytes = 1
-    """An all-reduce cuts a bucket at multiples of it."""
+    """Alignment in bytes: an all-reduce cuts a bucket at multiples of it."""
     _executor: Executor[Any]
 
     def __init__(self, epoch: Epoch, progress: ProgressThread, device: torch.device | None) -> None:
@@ -99,7 +99,7 @@ class Group(ABC):
         self.size = len(self.members)
         self.rank = self.members.index(epoch.me)
         self.everybody = tuple(range(1, self.size))
-        """How many members further all the others are."""
+        """Distances, in ranks, to all other members."""
         self.device = device or torch.device("cpu")
         self._progress = progress
         self._cancel_token = progress.cancel_token
@@ -108,7 +108,7 @@ class Group(ABC):
     # ---- collectives
 
     def all_reduce(self, bucket: Bucket) -> Handle:
-        """Sum the LOCAL spans of ``bucket``, in its own type; afterwards all of it is REDUCED everywhere."""
+        """Sum the LOCAL spans of ``bucket``, in its dtype; afterwards all of it is REDUCED at every member."""
         cut = max(1, self.cut_bytes // bucket.flat.element_size())
         local = bucket.ledger.local
         chunks = self._chunks.get((local, cut), lambda: frozen(even_chunks(local, self.size, cut)))
@@ -117,9 +117,9 @@ class Group(ABC):
     def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: Collection[int] = ()) -> Handle:
         """Sum the LOCAL spans; afterwards each member's shard is REDUCED in its own bucket.
 
-        ``shards``: the spans of each rank, disjoint, together the bucket; default: equal ones, in order.  The rest of
-        the bucket keeps the member's own gradient.  ``shadows``: the members so many places further get each member's
-        finished shard, too (a ring: and all in between).
+        ``shards``: spans of each rank, disjoint, together the complete bucket; default: equal shards, in order.  The
+        rest of the bucket keeps the member's own gradient.  ``shadows``: distances in ranks; the members at these
+        distances also get each member's finished shard (in a ring, so do all members in between).
         """
         numel, local = bucket.ledger.numel, bucket.ledger.local
         key = numel, local, None if shards is None else frozen(shards)
@@ -127,14 +127,14 @@ class Group(ABC):
         return self._reduce(bucket, chunks, tuple(sorted({hops % self.size for hops in shadows} - {0})))
 
     def all_gather(self, bucket: Bucket, shards: Shards | None = None, *, missing: bool = False) -> Handle:
-        """Give every member's shard to all; what a member holds of its own shard counts as finished.
+        """Send every member's shard to all members; a member's copy of its own shard counts as finished.
 
         ``shards``: as for ``reduce_scatter``.  ``missing``: the members' ledgers are equal (all LOCAL, or after a
-        ``pull``), and what is REDUCED is not sent again.
+        ``pull``), and REDUCED spans are not sent again.
 
-        For parameters after the distributed optimizer's step.  After ``EpochRevoked``: ``pull`` on the next epoch; what
-        is LOCAL after that was held by nobody alive.  (A member that may be interrupted before it gets here marks its
-        own shard in the ledger itself.)
+        For parameters after the distributed optimizer's step.  After ``EpochRevoked``: call ``pull`` in the next epoch;
+        no live member holds the spans that are LOCAL after that.  (A member that may be interrupted before this call
+        marks its own shard in the ledger itself.)
         """
         all_shards = self._shards(bucket.ledger.numel, shards)
         local = within(bucket.ledger.local, all_shards)
@@ -144,11 +144,11 @@ class Group(ABC):
         )
 
     def pull(self, buckets: Sequence[Bucket]) -> None:
-        """Exchange the ledgers and give every member what is REDUCED at any of them.  Blocks.
+        """Exchange the ledgers and send every member all spans that are REDUCED at any member.  Blocks.
 
-        Afterwards the ledgers of all members are equal; each span keeps the epoch in which its sum was finished.  The
-        values are copied only where they are LOCAL.  Nothing is ever taken back: if this is interrupted, what arrived
-        stays REDUCED.  Raises ``EpochRevoked``, ``LedgerError``.
+        Afterwards the ledgers of all members are equal; each span keeps the epoch in which its sum was finished.  Only
+        LOCAL spans are overwritten.  Nothing is ever undone: if this is interrupted, spans that arrived stay REDUCED.
+        Raises ``EpochRevoked``, ``LedgerError``.
         """
         ledgers = self._exchange_ledgers([bucket.ledger for bucket in buckets])
         handles = []
@@ -172,30 +172,30 @@ class Group(ABC):
 
     @property
     def lost(self) -> PeerLost | None:
-        """What ended this group where it was a connection of this member's."""
+        """Failed connection of this member that ended this group, if any."""
         return self._cancel_token.lost
 
     def abort(self, reason: str) -> None:
-        """End every operation here, and of the groups with the same thread, with ``EpochRevoked``, now and later.
+        """End every present and later operation here, and of the groups with the same thread, with ``EpochRevoked``.
 
-        From any thread; the neighbours notice too.  When a wait has raised, or ``close`` returned, the buckets are the
-        caller's again.
+        From any thread; the neighbours notice too.  When a wait has raised, or ``close`` has returned, the buckets
+        belong to the caller again.
         """
         self._cancel_token.cancel(reason)
 
     def close(self) -> None:
-        """Finish what was handed in (or fail it, if revoked) and give everything back."""
+        """Finish the submitted collectives (or fail them, if revoked) and release all resources."""
         self._progress.close(self._executor)
 
     @property
     def scratch_peak(self) -> int:
-        """The most bytes of scratch that the group ever had, over all buckets."""
+        """Peak of the group's scratch, over all buckets, in bytes."""
         return self._executor.scratch_peak
 
     # ---- for the subclasses
 
     def _serve(self, executor: Executor[Any]) -> None:
-        """``executor`` carries out what this group is asked for."""
+        """Register ``executor``, which carries out this group's collectives."""
         self._executor = executor
         self._progress.serve(executor)
 
@@ -204,11 +204,11 @@ class Group(ABC):
 
     @abstractmethod
     def _start(self, collective: BucketCollective) -> Handle:
-        """Hand it in."""
+        """Submit the collective."""
 
     def _reduce(self, bucket: Bucket, chunks: Chunks, to: tuple[int, ...]) -> Handle:
         if not bucket.flat.is_floating_point():
-            raise ValueError(f"gradients must be floating-point, not {bucket.flat.dtype}")
+            raise ValueError(f"gradients must have a floating-point dtype, not {bucket.flat.dtype}")
         alone = self.size == 1
         final = chunks[0] if alone else ()
         return self._start(BucketCollective("reduce", bucket.flat, bucket.ledger, chunks, to, not alone, final))
@@ -218,18 +218,18 @@ class Group(ABC):
             bounds = [rank * numel // self.size for rank in range(self.size + 1)]
             return [[Span(a, b)] if a < b else [] for a, b in pairwise(bounds)]
         if len(shards) != self.size:
-            raise ValueError(f"{len(shards)} shards for {self.size} members")
+            raise ValueError(f"{len(shards)} shards were given for {self.size} members")
         at = 0
         for span in sorted(span for shard in shards for span in shard if len(span)):
             if span.start != at:
                 raise ValueError(f"the shards overlap or leave a gap at element {min(at, span.start)}")
             at = span.stop
         if at != numel:
-            raise ValueError(f"the shards end at element {at}, the bucket has {numel}")
+            raise ValueError(f"the shards end at element {at}, but the bucket has {numel} elements")
         return [[span for span in shard if len(span)] for shard in shards]
 
     def _exchange_ledgers(self, ledgers: Sequence[Ledger]) -> list[list[Ledger]]:
-        """Every member's ledgers, by rank."""
+        """Return every member's ledgers, by rank."""
         digest = [len(ledgers), *(number for ledger in ledgers for number in ledger.digest())]
         everyone = []
         for rank, numbers in enumerate(self.exchange(digest)):
@@ -240,23 +240,23 @@ class Group(ABC):
                 at += used
             if len(read) != len(ledgers) or numbers[0] != len(read):
                 raise CollectiveMismatch(
-                    f"worker {self.members[rank]} presents {len(read)} buckets, this worker {len(ledgers)}"
+                    f"worker {self.members[rank]} sent ledgers of {len(read)} buckets, this worker has {len(ledgers)}"
                 )
             everyone.append(read)
         return everyone
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Give every member's list of 64-bit integers to all; by rank.  Blocks."""
+        """Send every member's list of 64-bit integers to all; return the lists by rank.  Blocks."""
         if len(numbers) > MAX_DIGEST:
-            raise LedgerError(f"a message of {len(numbers)} numbers is over the limit of {MAX_DIGEST}")
+            raise LedgerError(f"a message of {len(numbers)} numbers exceeds the limit of {MAX_DIGEST}")
         lengths = [row[0] for row in self._exchange_equal([len(numbers)], 1)]
         if not all(0 <= length <= MAX_DIGEST for length in lengths):
-            raise LedgerError(f"a member announces a message of {max(lengths)} numbers, the limit is {MAX_DIGEST}")
+            raise LedgerError(f"a member announced a message of {max(lengths)} numbers; the limit is {MAX_DIGEST}")
         rows = self._exchange_equal(numbers, max(lengths))
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def exchange_doubles(self, numbers: Sequence[float]) -> list[list[float]]:
-        """As ``exchange``, for equally many float64 numbers of each member, bit for bit, in one round."""
+        """Exchange equally many float64 numbers of each member, bit for bit, in one round; else as ``exchange``."""
         bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
         return torch.tensor(self._exchange_equal(bits, len(bits)), dtype=torch.int64).view(torch.float64).tolist()
 
@@ -272,7 +272,7 @@ class Group(ABC):
 
 
 def share_sources(fragments: Sequence[Held], size: int) -> list[list[Span]]:
-    """By rank, what it supplies: each piece comes from the holder with the least so far, the lowest among equals."""
+    """Return the spans that each rank sends: a piece comes from its least loaded holder, the lowest rank on a tie."""
     load = [0] * size
     chunks: list[list[Span]] = [[] for _ in range(size)]
     for fragment in fragments:

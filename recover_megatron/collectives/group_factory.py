@@ -1,4 +1,4 @@
-"""Opens the group of an epoch: the one place that knows the kinds of group and transport."""
+"""Factory for the group of an epoch; the only module that knows all kinds of group and transport."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from recover_megatron.collectives.transport.tcp import TcpTransport
 
 Collective = Literal["ring", "native"]
 TransportKind = Literal["tcp", "tcp-inline"]
-"""What carries the messages of a ring: connections, with shared memory between neighbours on one host, or without."""
+"""Transport of a ring: TCP with shared memory between neighbours on one host, or TCP alone ("tcp-inline")."""
 
 
 def open_ring_listener(host: str = "127.0.0.1", transport_kind: TransportKind = "tcp") -> RingListener:
-    """A ring listener for a group that is opened later with the same arguments."""
+    """Open a ring listener for a group that is opened later with the same arguments."""
     return RingListener(host, _slots(Tuning(), transport_kind))
 
 
@@ -35,14 +35,17 @@ def _slots(tuning: Tuning, transport_kind: TransportKind) -> tuple[int, int] | N
 
 
 def cancel_token_of(epoch: Epoch) -> CancelToken:
-    """A token that is cancelled when ``epoch`` is revoked."""
+    """Return a token that is cancelled when ``epoch`` is revoked."""
     cancel_token = CancelToken(epoch.number)
     epoch.on_revoke(cancel_token.cancel)
     return cancel_token
 
 
 def on_device(collective: Collective, device: torch.device) -> AbstractContextManager[object]:
-    """For a thread that calls CUDA or NCCL: its current device is number 0 before, whichever the process works with."""
+    """Return a context that makes ``device`` current: in a new thread device 0 is current, whatever the process uses.
+
+    For every thread that calls CUDA or NCCL.
+    """
     if collective == "native":
         cuda: AbstractContextManager[object] = libraries.load().cuda.device(device)
         return cuda
@@ -52,7 +55,7 @@ def on_device(collective: Collective, device: torch.device) -> AbstractContextMa
 def progress_thread(
     cancel_token: CancelToken, device: torch.device, name: str, collective: Collective
 ) -> ProgressThread:
-    """The thread of one group, or of all groups of ``device`` in an epoch."""
+    """Return the thread of one group, or of all groups of ``device`` in an epoch."""
     return ProgressThread(cancel_token, name, partial(on_device, collective, device))
 
 
@@ -73,17 +76,17 @@ def open_group(
     communicators: Keeper | None = None,
     progress: ProgressThread | None = None,
 ) -> Group:
-    """Join the other members of ``epoch``; every member must call it, with the same arguments.
+    """Open a group with the other members of ``epoch``; every member must call this with the same arguments.
 
-    ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``.  ``name``: tells the
-    columns apart.  ``collective``: native is NCCL's own; a ring goes by ``transport_kind``, on a CUDA ``device`` by way
-    of host memory.  ``timeout``: seconds in which all members must have come.  ``ring_listener``: from
-    ``open_ring_listener``; it is used up.  ``tuning``: of a ring.  ``hook``: for tests and fault injection.
-    ``communicators``: where those of NCCL come from and go to; without it they end with the group.  ``progress``: the
-    thread in which all groups of a device are summed, in the order in which buckets are handed in, which must be the
-    same at all members; its switch is cancelled by ``epoch``.  Default: one of the group's own.
+    ``store``: the keys of a group of an epoch are written once, under ``ring/<name>/<epoch>``.  ``name``: distinguishes
+    the columns.  ``collective``: "native" uses NCCL's collectives; a ring uses ``transport_kind``, and host memory if
+    ``device`` is a GPU.  ``timeout``: seconds in which all members must have joined.  ``ring_listener``: from
+    ``open_ring_listener``; the call consumes it.  ``tuning``: for a ring.  ``hook``: for tests and fault injection.
+    ``communicators``: keeper of the NCCL communicators; without it they are destroyed with the group.  ``progress``:
+    thread that runs the collectives of all groups of a device, in the order in which buckets are submitted, which must
+    be the same at all members; ``epoch`` cancels its token.  Default: a thread for this group alone.
 
-    Raises ``EpochRevoked``: also when a member vanished while the group was being opened.  ``TimeoutError``.
+    Raises ``EpochRevoked``, also if a member is lost while the group is being opened, and ``TimeoutError``.
     """
     device = device or torch.device("cpu")
     progress = progress or progress_thread(
@@ -106,6 +109,6 @@ def open_group(
             if device.type == "cuda":
                 transport = StagedTransport(transport, device, cancel_token)
             return RingGroup(epoch, progress, transport, device=device, tuning=tuning, hook=hook)
-    except PeerLost as lost:  # a member that is lost meanwhile ends the epoch here
+    except PeerLost as lost:  # a member that is lost meanwhile ends the epoch for this worker
         cancel_token.cancel(lost)
         raise EpochRevoked(cancel_token.epoch, str(lost)) from lost

@@ -1,14 +1,14 @@
-"""A gradient bucket with its ledger: which of its elements are LOCAL, which are REDUCED, and in which epoch.
+"""Gradient bucket with its ledger: which elements are LOCAL, which are REDUCED, and in which epoch.
 
         LOCAL  --mark(span, epoch)-->  REDUCED(epoch)          never back, until clear() at the next iteration
 
 LOCAL: the bucket holds this worker's own accumulated gradient.  REDUCED(e): it holds the finished sum over the members
-of epoch e, bit for bit the same at every member that has it REDUCED.  Spans are element ranges, not segment numbers:
-chunks and segments change with the number of members, what is finished does not.  A ledger's spans are replaced as a
-whole, so a reader in another thread sees a valid ledger.
+of epoch e, bit for bit the same at every member where it is REDUCED.  Spans are element ranges, not segment numbers:
+chunks and segments change with the number of members, finished elements do not.  A ledger replaces its tuple of spans
+atomically, so a reader in another thread always sees a valid ledger.
 
-Between two epochs finished sums are set aside (``Aside``) while lost microbatches are run again into the bucket.
-Where they are kept is up to ``Memory``: on their device, or where it is full on the host.
+Between two epochs finished sums are saved (``Aside``) while lost microbatches are run again into the bucket.
+``Memory`` decides where: on their device, or on the host if the device is full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from recover_megatron.collectives.epoch import LedgerError
 
 MAX_SPANS = 1 << 20
-"""Limit of what is accepted in a digest from another member."""
+"""Limit of the spans accepted in a digest from another member."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,14 +42,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Reduced(Span):
-    """A finished span: the sum over the members of ``epoch``."""
+    """Finished span: the sum over the members of ``epoch``."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Held(Span):
-    """A span that is REDUCED at ``holders`` (ranks, ascending), and LOCAL at every other rank, as a whole."""
+    """Span that is entirely REDUCED at ``holders`` (ranks, ascending), and entirely LOCAL at every other rank."""
 
     epoch: int
     holders: tuple[int, ...]
@@ -78,12 +78,12 @@ class Ledger:
 
     @property
     def reduced(self) -> tuple[Reduced, ...]:
-        """The REDUCED spans, ascending, disjoint; neighbours of the same epoch are one span."""
+        """REDUCED spans, ascending and disjoint; adjacent spans of the same epoch are merged."""
         return self._reduced
 
     @property
     def local(self) -> tuple[Span, ...]:
-        """The LOCAL spans: the complement of ``reduced``."""
+        """LOCAL spans: the complement of ``reduced``."""
         gaps, at = [], 0
         for span in self._reduced:
             if span.start > at:
@@ -95,11 +95,11 @@ class Ledger:
 
     @property
     def complete(self) -> bool:
-        """Whether every element is REDUCED."""
+        """True if every element is REDUCED."""
         return not self.local
 
     def covers(self, span: Span) -> bool:
-        """Whether every element of ``span`` is REDUCED."""
+        """Return whether every element of ``span`` is REDUCED."""
         at = span.start
         for reduced in self._reduced:
             if reduced.start <= at < reduced.stop:
@@ -107,7 +107,7 @@ class Ledger:
         return at >= span.stop
 
     def mark(self, span: Span, epoch: int) -> None:
-        """LOCAL -> REDUCED(epoch); an element that is already REDUCED is a ``LedgerError``."""
+        """Mark ``span`` REDUCED in ``epoch``; raise ``LedgerError`` if an element is REDUCED already."""
         if not 0 <= span.start <= span.stop <= self.numel:
             raise LedgerError(f"span {span.start}:{span.stop} is not within a bucket of {self.numel} elements")
         if span.start == span.stop:
@@ -117,7 +117,7 @@ class Ledger:
         before = known[at - 1] if at else None
         after = known[at] if at < len(known) else None
         if (before and before.stop > span.start) or (after and after.start < span.stop):
-            raise LedgerError(f"span {span.start}:{span.stop} is REDUCED a second time")
+            raise LedgerError(f"span {span.start}:{span.stop} contains elements that are REDUCED already")
         start, stop, low, high = span.start, span.stop, at, at
         if before and before.stop == start and before.epoch == epoch:
             start, low = before.start, at - 1
@@ -126,16 +126,16 @@ class Ledger:
         self._reduced = (*known[:low], Reduced(start, stop, epoch), *known[high:])
 
     def clear(self) -> None:
-        """All LOCAL again: the next iteration."""
+        """Mark all elements LOCAL, for the next iteration."""
         self._reduced = ()
 
     def digest(self) -> list[int]:
-        """``[numel, number of spans, start, stop, epoch, start, ...]``, for the other members."""
+        """Return ``[numel, number of spans, start, stop, epoch, start, ...]``, for the other members."""
         return [self.numel, len(self._reduced), *(x for s in self._reduced for x in (s.start, s.stop, s.epoch))]
 
 
 def from_digest(numbers: Sequence[int]) -> tuple[Ledger, int]:
-    """The ledger that ``numbers`` begins with, and how many numbers it took; ``LedgerError`` if they make none."""
+    """Read a ledger from the start of ``numbers``; return it and the count of numbers read.  Raises ``LedgerError``."""
     if len(numbers) < 2 or not 0 <= numbers[1] <= MAX_SPANS or len(numbers) < 2 + 3 * numbers[1]:
         raise LedgerError("malformed ledger digest")
     used = 2 + 3 * numbers[1]
@@ -146,9 +146,9 @@ def from_digest(numbers: Sequence[int]) -> tuple[Ledger, int]:
 
 
 def merge(ledgers: Sequence[Ledger]) -> list[Held]:
-    """What is REDUCED anywhere, cut so that each rank has each piece entirely REDUCED or entirely LOCAL.
+    """Return all spans that are REDUCED anywhere, cut so that each is entirely REDUCED or entirely LOCAL at each rank.
 
-    ``LedgerError`` if two ranks hold the same element from different epochs, or buckets of different sizes.
+    Raises ``LedgerError`` if two ranks have the same element from different epochs, or buckets of different sizes.
     """
     if len({ledger.numel for ledger in ledgers}) > 1:
         raise LedgerError(f"the members' buckets differ in size: {[ledger.numel for ledger in ledgers]} elements")
@@ -167,32 +167,31 @@ def merge(ledgers: Sequence[Ledger]) -> list[Held]:
         active.update(starts.get(start, ()))
         epochs = set(active.values())
         if len(epochs) > 1:
-            raise LedgerError(f"span {start}:{stop} was finished in different epochs: {dict(sorted(active.items()))}")
+            raise LedgerError(f"span {start}:{stop} has different epochs, by rank: {dict(sorted(active.items()))}")
         if active:
             fragments.append(Held(start, stop, epochs.pop(), tuple(sorted(active))))
     return fragments
 
 
 class Memory:
-    """Makes the copies of finished sums.  ``copy`` is what is used; the rest says how, and is replaced in tests.
+    """Allocator of the copies of finished sums.  Callers use ``copy``; tests replace the other methods.
 
-    A recovery comes at a moment that nobody has planned for: up to a whole gradient buffer is copied, and then the
-    passes of the re-run need as much memory as any other.  If the copies took it, all survivors would run out of it at
-    the same microbatch.  So a copy stays on a GPU only if the most that was ever allocated there and all copies fit
-    together.
+    A recovery may copy up to a complete gradient buffer, and the passes of the re-run then need as much memory as
+    usual.  If the copies took that memory, all survivors would run out of it at the same microbatch.  So a copy stays
+    on a GPU only if the peak allocation so far and all copies fit together.
     """
 
     def copy(self, values: torch.Tensor, beside: int = 0) -> torch.Tensor:
-        """A copy of ``values``, on their device or in host memory; ``beside``: bytes of other copies on the device."""
+        """Copy ``values`` on their device or to host memory; ``beside``: bytes of other copies on the device."""
         if self.has_room(values, beside):
             try:
                 return self.on_device(values)
             except torch.OutOfMemoryError:
-                pass  # it is in pieces, or another process has taken it
+                pass  # memory is fragmented, or another process has taken it
         return self.on_host(values)
 
     def has_room(self, values: torch.Tensor, beside: int) -> bool:
-        """Whether the device of ``values`` holds a copy beside all that an iteration needs, and the other copies."""
+        """Return whether a copy fits on the device next to the peak of an iteration and the other copies."""
         if values.device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(values.device)
@@ -200,20 +199,20 @@ class Memory:
         return torch.cuda.max_memory_allocated(values.device) + beside + values.nbytes <= ours
 
     def on_device(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy on their device.  Raises ``torch.OutOfMemoryError``."""
+        """Copy ``values`` on their device.  Raises ``torch.OutOfMemoryError``."""
         return values.clone()
 
     def on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory: pinned, where the host gives that, since it goes back at the speed of the bus then."""
+        """Copy ``values`` to host memory: pinned if possible, since the copy back then runs at full bus speed."""
         try:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        except RuntimeError:  # no CUDA, or no more memory that may be pinned
+        except RuntimeError:  # no CUDA, or the limit of pinned memory is reached
             host = torch.empty(values.shape, dtype=values.dtype)
         return host.copy_(values)
 
 
 class Bucket:
-    """A contiguous tensor that is reduced as a whole, seen as flat, and its ledger.
+    """Contiguous tensor that is reduced as one unit, viewed as flat, and its ledger.
 
     Between ``submit`` and the end of ``wait`` of a collective the bucket belongs to the group; otherwise to the caller.
     """
@@ -226,18 +225,18 @@ class Bucket:
 
     @classmethod
     def of_gradients(cls, parameters: Iterable[torch.Tensor], extra: int = 0) -> Self:
-        """A bucket that is the memory of the parameters' ``grad``, in order, and ``extra`` elements behind them.
+        """Create a bucket that holds the parameters' ``grad``, in order, and ``extra`` elements behind them.
 
-        All parameters must have the first one's type and device.  ``backward`` then accumulates into the bucket, and an
-        optimizer steps with it.  (``zero_grad`` must not be called: it would take the gradients out of the bucket.)
-        Of a distributed parameter, as ``fully_shard`` makes them, it is this worker's shard.
+        All parameters must have the first one's dtype and device.  ``backward`` then accumulates into the bucket, and
+        an optimizer steps with it.  Do not call ``zero_grad``: it would detach the gradients from the bucket.
+        For a distributed parameter (``fully_shard``) the bucket holds this worker's shard.
         """
         tensors = list(parameters)
         shards = [_shard(parameter) for parameter in tensors]
         flat = torch.zeros(sum(s.numel() for s in shards) + extra, dtype=tensors[0].dtype, device=tensors[0].device)
         at = 0
         for parameter, shard in zip(tensors, shards, strict=True):
-            # In the parameter's order of memory (channels_last): fused optimizers go through both side by side.
+            # In the parameter's memory format (channels_last): fused optimizers traverse both in parallel.
             order = torch.empty_like(shard, device="meta").stride()
             gradient = flat[at : at + shard.numel()].as_strided(shard.shape, order)
             parameter.grad = _laid_out_as(parameter, gradient)
@@ -245,29 +244,29 @@ class Bucket:
         return cls(flat)
 
     def clear(self) -> None:
-        """The next iteration: all zero, all LOCAL."""
+        """Zero all elements and mark them LOCAL, for the next iteration."""
         self.flat.zero_()
         self.ledger.clear()
 
     def set_aside(self, memory: Memory | None = None, beside: int = 0) -> Aside:
-        """Copy the REDUCED spans (and nothing else) before gradients are accumulated into the bucket once more.
+        """Save the REDUCED spans (and nothing else) before gradients are accumulated into the bucket again.
 
-        ``with bucket.set_aside():`` puts them back at the end.  ``memory``: where the copies are kept; by default on
-        the bucket's device as far as it has room.  ``beside``: bytes that other buckets have set aside there.
+        ``with bucket.set_aside():`` restores them at exit.  ``memory``: allocator of the copies; by default they stay
+        on the bucket's device if they fit.  ``beside``: bytes of other buckets' copies on that device.
         """
         return Aside(self, memory or Memory(), beside)
 
 
 def _shard(parameter: Any) -> torch.Tensor:
-    """What of ``parameter`` is in this worker's memory."""
+    """Return this worker's shard of ``parameter``; all of it if it is not distributed."""
     return parameter.to_local() if is_distributed(parameter) else parameter
 
 
 def _laid_out_as(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
-    """The tensor of which ``shard`` is in this worker's memory as ``_shard(parameter)`` is of ``parameter``."""
+    """Return a tensor that is distributed as ``parameter`` is, with ``shard`` as this worker's shard."""
     if not is_distributed(parameter):
         return shard
-    from torch.distributed.tensor import DTensor  # half a second, for those that have it loaded anyway
+    from torch.distributed.tensor import DTensor  # takes 0.5 s; callers with DTensors have it loaded
 
     return DTensor.from_local(
         shard, parameter.device_mesh, parameter.placements,
@@ -276,18 +275,18 @@ def _laid_out_as(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
 
 
 def is_distributed(parameter: Any) -> bool:
-    """Tell if ``parameter`` is a DTensor, of which this process may have a part alone."""
+    """Return whether ``parameter`` is a DTensor, of which this process may hold only a shard."""
     return hasattr(parameter, "device_mesh")
 
 
 class Aside:
-    """Finished sums of a bucket, kept while lost microbatches are run again into it."""
+    """Saved finished sums of a bucket, while lost microbatches are run again into it."""
 
     def __init__(self, bucket: Bucket, memory: Memory, beside: int) -> None:
         self._bucket = bucket
         self._kept: list[tuple[Span, torch.Tensor]] = []
         self.device_bytes = 0
-        """What of the copies is on the bucket's device."""
+        """Bytes of the copies on the bucket's device."""
         for span in bucket.ledger.reduced:
             copy = memory.copy(bucket.flat[span.start : span.stop], beside + self.device_bytes)
             self._kept.append((span, copy))
@@ -302,7 +301,7 @@ class Aside:
 
     @property
     def nbytes(self) -> int:
-        """What the copies take."""
+        """Size of all copies in bytes."""
         return sum(values.nbytes for _, values in self._kept)
 
     def put_back(self) -> None:

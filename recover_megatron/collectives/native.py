@@ -1,23 +1,23 @@
-"""The backend's own collectives behind the interface of a group: for fabrics where the vendor's algorithm is faster.
+"""Collectives of the backend behind the interface of a group: for fabrics where the vendor's algorithm is faster.
 
     a bucket that is computed --> pack --> reduce_scatter --over and believed--> all_gather or transfer --.
                                                                                                           |
               handle.finish <-- mark in the ledger <-- copy to the bucket, and wait for it <--over and believed
 
-One operation at a time: an operation is enqueued when the host knows that the one before is over (`collectives.device`
-says why).  The collectives read the bucket or a packed copy, and write scratch.  Only when all operations of a round
-have succeeded does the host order the copy to the bucket.  So a bucket is LOCAL or REDUCED as a whole, or its owned
-chunk is; what died left garbage in scratch, which nobody reads.
+One operation at a time: an operation is enqueued when the host knows that the previous one is over
+(`collectives.device` gives the reason).  The collectives read the bucket or a packed copy, and write scratch.  The
+host enqueues the copy to the bucket only when all operations of a round have succeeded.  So a bucket (or its owned
+chunk) is entirely LOCAL or entirely REDUCED; a failed operation leaves garbage only in scratch, which is never read.
 
-A backend knows equal parts only.  A bucket of which each rank owns some spans becomes that by pure functions:
+A backend handles equal parts only.  Pure functions map a bucket, of which each rank owns some spans, to equal parts:
 
     the bucket      | chunk of rank 0 | chunk of rank 1 | ... |        spans anywhere, chunks of any length
 
     scratch         | row 0      | row 1      | ... |                  rows of one length; the end of a shorter chunk's
                                                                        row is never read
 
-A row is at most an even part of the bucket long: longer chunks go in several rounds, so scratch never takes more than
-the bucket (and what rounding up adds).
+A row is never longer than an even part of the bucket: longer chunks take several rounds.  So scratch never takes more
+memory than the bucket (plus rounding).
 """
 
 from __future__ import annotations
@@ -39,68 +39,68 @@ from recover_megatron.collectives.progress import Executor, Handle, Hook, Progre
 from recover_megatron.collectives.transport.interface import Scratch
 
 Message = tuple[torch.Tensor, int]
-"""A contiguous tensor, and the rank in the group that it goes to or comes from."""
+"""Contiguous tensor, and its destination or source rank in the group."""
 
 
 Operation = Any
-"""What was enqueued.  Its tensors belong to the backend until it was waited for, or ``settle`` returned."""
+"""Enqueued operation.  Its tensors belong to the backend until ``wait`` for it, or ``settle``, has returned."""
 
 
 class NativeBackend(Order, ABC):
-    """Operations of equal parts of the library whose algorithms are used.
+    """Operations of a collective library on equal parts.
 
-        reduce_scatter / all_gather / transfer      enqueue, in one order on all members, without waiting for them
+        reduce_scatter / all_gather / transfer      enqueue, in the same order on all members, without blocking
               |
-              '-> Operation --wait--> over and believed: what it wrote may be read
-                              '-----> EpochRevoked or PeerLost: it wrote garbage, and so did all later ones
+              '-> Operation --wait--> over and believed: its output may be read
+                              '-----> EpochRevoked or PeerLost: its output is garbage, and so are later ones
 
-    Each is waited for before the next one is enqueued.  An enqueueing call may raise what ``wait`` raises.  Only the
-    group's progress thread calls the methods (``submitted`` is the exception, see ``Order``).
+    The caller waits for each operation before it enqueues the next one.  An enqueueing call may raise what ``wait``
+    raises.  Only the group's progress thread calls the methods (except ``submitted``, see ``Order``).
 
-    The tensors of ``reduce_scatter`` and ``all_gather`` are contiguous and of one type.  They do not overlap, or the
-    smaller one is exactly the part of the larger one that has this member's number (NCCL's rule for "in place").
+    The tensors of ``reduce_scatter`` and ``all_gather`` are contiguous and have one dtype.  Either they do not overlap,
+    or the smaller one is exactly this member's part of the larger one (NCCL's rule for "in place").
     """
 
     @abstractmethod
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        """``output``: this member's part of the sum of all ``source``, which have as many equal parts as members."""
+        """Write this member's part of the sum of all ``source`` to ``output``; one equal part per member."""
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        """``output``: the ``source`` of every member, by rank."""
+        """Write the ``source`` of every member, by rank, to ``output``."""
 
     @abstractmethod
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """Messages to and from single members, all under way together; at most one each way per pair and transfer.
+        """Exchange messages with single members concurrently; at most one each way per pair and transfer.
 
-        Every receive must have its send of the same size and type at the other member, in the same transfer of the
-        sequence of operations.  A member without messages leaves it out.
+        Every receive must match a send of the same size and dtype at the other member, in the same transfer of the
+        sequence of operations.  A member without messages skips the call.
         """
 
     @abstractmethod
     def wait(self, operation: Operation) -> None:
-        """Block the host until ``operation`` is over and believed; called once for each, in their order.
+        """Block the host until ``operation`` is over and believed; called once per operation, in order.
 
-        Raises ``EpochRevoked`` after a revocation, ``PeerLost`` when a member is gone (a backend may also just block
+        Raises ``EpochRevoked`` after a revocation and ``PeerLost`` if a member is dead (a backend may instead block
         until the revocation).
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """After an error: return when no operation reads or writes a tensor of the caller's any more."""
+        """Return when no operation reads or writes a tensor of the caller any more; called after an error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 ALIGNED_BYTES = 128
-"""Cuts between rows are at multiples of it where the chunks allow it: else NCCL moves bytes one by one."""
+"""Alignment of the cuts between rows, where the chunks allow it: unaligned, NCCL copies byte by byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """``length`` elements: from ``bucket`` on in the bucket, from ``scratch`` on in the rows."""
+    """Range of ``length`` elements: at offset ``bucket`` of the bucket, at offset ``scratch`` of the rows."""
 
     bucket: int
     scratch: int
@@ -109,13 +109,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What each rank owns, with a row of ``width`` elements for each; ``copies`` are of all rows."""
+    """Chunks of one round: the spans that each rank owns, with a row of ``width`` elements per rank."""
 
     chunks: Chunks
     width: int
 
     def in_place(self) -> Span | None:
-        """The span of the bucket that has the rows one after the other as they must be, if there is one."""
+        """Return the span of the bucket that already contains all rows in order, if one exists."""
         first = next((chunk[0].start for chunk in self.chunks if chunk), 0)
         for rank, chunk in enumerate(self.chunks):
             if len(chunk) != 1 or chunk[0] != Span(first + rank * self.width, first + (rank + 1) * self.width):
@@ -123,7 +123,7 @@ class Round:
         return Span(first, first + len(self.chunks) * self.width)
 
     def copies(self, rank: int, row: int) -> Iterator[Copy]:
-        """Those of the chunk of ``rank``, which lies in row number ``row``."""
+        """Yield the copies for the chunk of ``rank``, which is in row number ``row``."""
         at = row * self.width
         for span in self.chunks[rank]:
             yield Copy(span.start, at, len(span))
@@ -131,7 +131,7 @@ class Round:
 
 
 def rounds(chunks: Chunks, longest: int) -> list[Round]:
-    """Cut ``chunks`` into rounds with rows of at most ``longest`` elements; none where all chunks are empty."""
+    """Cut ``chunks`` into rounds with rows of at most ``longest`` elements; no round if all chunks are empty."""
     width = max(sum(map(len, chunk)) for chunk in chunks)
     if width <= longest:
         return [Round(chunks, width)] if width else []
@@ -142,7 +142,7 @@ def rounds(chunks: Chunks, longest: int) -> list[Round]:
 
 
 def _part(chunk: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """Elements ``start`` to ``stop`` of a chunk, counted in the chunk."""
+    """Return elements ``start`` to ``stop`` of a chunk, counted within the chunk."""
     found, at = [], 0
     for span in chunk:
         a, b = max(start - at, 0), min(stop - at, len(span))
@@ -153,7 +153,7 @@ def _part(chunk: Sequence[Span], start: int, stop: int) -> list[Span]:
 
 
 def joined(copies: Iterator[Copy]) -> list[Copy]:
-    """The same copies, those that continue each other on both sides made one."""
+    """Merge copies that are adjacent both in the bucket and in scratch."""
     result: list[Copy] = []
     for copy in copies:
         last = result[-1] if result else None
@@ -166,28 +166,28 @@ def joined(copies: Iterator[Copy]) -> list[Copy]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round of one collective at one member, with all that does not depend on the ledger."""
+    """Plan of one round of one collective at one member: everything that does not depend on the ledger."""
 
     round: Round
     source: Span | None
-    """What a reduce_scatter reads in the bucket itself; None: what ``packed`` has brought together in scratch."""
+    """Span of the bucket that a reduce_scatter reads; None: it reads the ``packed`` copy in scratch."""
     packed: tuple[Copy, ...]
-    """From the bucket to scratch, before."""
+    """Copies from the bucket to scratch, before the operations."""
     rows: tuple[tuple[int, int], ...]
-    """(rank, row of scratch) of the chunks that the round brings; this member's own is among them."""
+    """(rank, row of scratch) of the chunks that this member obtains, including its own."""
     own: int
-    """This member's row."""
+    """Row of this member."""
     scratch_rows: int
     brought: tuple[Copy, ...]
-    """From scratch to the bucket, after, where none of it is REDUCED yet."""
+    """Copies from scratch to the bucket, after the operations, if none of the elements is REDUCED yet."""
 
     def copies(self) -> Iterator[Copy]:
-        """Those of ``brought``, by chunk and span."""
+        """Return the copies of ``brought``, separately by chunk and span."""
         return (copy for rank, row in self.rows for copy in self.round.copies(rank, row))
 
 
 def plan_rounds(rank: int, chunks: Chunks, longest: int, *, reduce: bool, to: Collection[int]) -> tuple[Plan, ...]:
-    """The rounds of a collective at ``rank``; ``to``: the members so many places further get a member's chunk."""
+    """Plan the rounds of a collective at ``rank``; ``to``: distances in ranks to the members that get its chunk."""
     return tuple(_plan(rank, round_, reduce, to) for round_ in rounds(chunks, longest))
 
 
@@ -210,26 +210,26 @@ def _plan(rank: int, round_: Round, reduce: bool, to: Collection[int]) -> Plan:
 
 
 def missing(plan: Plan, ledger: Ledger) -> Iterator[Copy]:
-    """What a round brings and the ledger does not have REDUCED yet, by chunk and span."""
+    """Return the copies of a round whose elements are not REDUCED in the ledger yet, by chunk and span."""
     return (copy for copy in plan.copies() if not ledger.covers(Span(copy.bucket, copy.bucket + copy.length)))
 
 
 @dataclass(eq=False)
 class NativeTask(Task):
-    """One collective on one bucket, in rounds."""
+    """Collective on a bucket, in rounds."""
 
-    its: BucketCollective
+    spec: BucketCollective
     rounds: Sequence[Plan]
     epoch: Callable[[int], int] | int
-    """What to mark with, or a function of a span's first element."""
+    """Epoch for the marks, or a function of a span's first element."""
     token: object
 
 
 class Sequential(Executor[NativeTask]):
-    """Carries out the collectives of a backend group one after the other, in the order in which they are handed in.
+    """Executor that runs the collectives of a backend group one after the other, in the order of submission.
 
-    ``hook``: told ``add`` while a reduce-scatter is under way, ``store`` (``gather`` where nothing is summed) when a
-    round is in the bucket.
+    ``hook``: called with ``add`` while a reduce-scatter is in flight, and with ``store`` (``gather`` if nothing is
+    summed) when a round has been copied to the bucket.
     """
 
     def __init__(self, backend: NativeBackend, rank: int, size: int, device: torch.device, hook: Hook | None) -> None:
@@ -247,8 +247,8 @@ class Sequential(Executor[NativeTask]):
     # ---- what the progress thread calls
 
     def add(self, task: NativeTask) -> None:
-        for span in task.its.final:
-            task.its.ledger.mark(span, task.epoch if isinstance(task.epoch, int) else task.epoch(span.start))
+        for span in task.spec.final:
+            task.spec.ledger.mark(span, task.epoch if isinstance(task.epoch, int) else task.epoch(span.start))
         if task.rounds:
             self._handed_in.append(task)
         else:
@@ -263,8 +263,8 @@ class Sequential(Executor[NativeTask]):
         self._backend.begin(task.token)
         for plan in task.rounds:
             with self._backend.scope():
-                scratch = self._scratch.take(plan.scratch_rows * plan.round.width, task.its.flat.dtype)
-                for operation in self._operations(task.its, plan, scratch):
+                scratch = self._scratch.take(plan.scratch_rows * plan.round.width, task.spec.flat.dtype)
+                for operation in self._operations(task.spec, plan, scratch):
                     self._backend.wait(operation)
                 self._keep(task, plan, scratch)
             self._scratch.give(scratch)
@@ -280,14 +280,14 @@ class Sequential(Executor[NativeTask]):
 
     # ---- one round
 
-    def _operations(self, its: BucketCollective, plan: Plan, scratch: torch.Tensor) -> Iterator[Operation]:
-        """Those of a round; each is enqueued when it is asked for."""
+    def _operations(self, spec: BucketCollective, plan: Plan, scratch: torch.Tensor) -> Iterator[Operation]:
+        """Yield the operations of a round; each is enqueued when the caller requests it."""
         backend, rank, size, width = self._backend, self._rank, self._size, plan.round.width
-        flat, to = its.flat, its.to
+        flat, to = spec.flat, spec.to
         own = scratch[plan.own * width : (plan.own + 1) * width]
         for copy in plan.packed:
             scratch[copy.scratch : copy.scratch + copy.length].copy_(flat[copy.bucket : copy.bucket + copy.length])
-        if its.reduce:
+        if spec.reduce:
             source = scratch if plan.source is None else flat[plan.source.start : plan.source.stop]
             operation = backend.reduce_scatter(own, source)
             if self._hook:
@@ -301,8 +301,8 @@ class Sequential(Executor[NativeTask]):
             yield backend.transfer(sends, receives)
 
     def _keep(self, task: NativeTask, plan: Plan, scratch: torch.Tensor) -> None:
-        """Write the finished chunks to the bucket and mark them; what is REDUCED already stays."""
-        flat, ledger, epoch = task.its.flat, task.its.ledger, task.epoch
+        """Write the finished chunks to the bucket and mark them; spans that are REDUCED already stay unchanged."""
+        flat, ledger, epoch = task.spec.flat, task.spec.ledger, task.epoch
         if isinstance(epoch, int):
             copies = joined(missing(plan, ledger)) if ledger.reduced else plan.brought
             marks = [(Span(copy.bucket, copy.bucket + copy.length), epoch) for copy in copies]
@@ -315,11 +315,11 @@ class Sequential(Executor[NativeTask]):
         for span, finished in marks:
             ledger.mark(span, finished)
         if self._hook:
-            self._hook("store" if task.its.reduce else "gather", 0)
+            self._hook("store" if task.spec.reduce else "gather", 0)
 
 
 class NativeGroup(Group):
-    """Use ``open_group``."""
+    """Group over the backend's collectives; create it with ``open_group``."""
 
     cut_bytes = ALIGNED_BYTES
 
@@ -334,18 +334,18 @@ class NativeGroup(Group):
     ) -> None:
         super().__init__(epoch, progress, device)
         self._backend = backend
-        size = self.size  # without the group itself: no circle may keep its memory
+        size = self.size  # not ``self``: a reference cycle would keep the group's memory
         self._plans: Memo[tuple[Plan, ...]] = Memo(MOST_SPANS, lambda plans: 1 + len(plans) * size)
         self._serve(Sequential(backend, self.rank, size, self.device, hook))
 
     def _start(self, collective: BucketCollective) -> Handle:
-        its, flat = collective, collective.flat
-        key = flat.numel(), flat.dtype, frozen(its.chunks), its.reduce, its.to
-        plans = self._plans.get(key, lambda: self._plan(its))
-        return self._hand_in(NativeTask(its, plans, its.epoch_of or self.epoch, self._backend.submitted()))
+        spec, flat = collective, collective.flat
+        key = flat.numel(), flat.dtype, frozen(spec.chunks), spec.reduce, spec.to
+        plans = self._plans.get(key, lambda: self._plan(spec))
+        return self._hand_in(NativeTask(spec, plans, spec.epoch_of or self.epoch, self._backend.submitted()))
 
-    def _plan(self, its: BucketCollective) -> tuple[Plan, ...]:
+    def _plan(self, spec: BucketCollective) -> tuple[Plan, ...]:
         if self.size == 1:
             return ()
-        longest = even_part(its.flat.numel(), self.size, max(1, self.cut_bytes // its.flat.element_size()))
-        return plan_rounds(self.rank, its.chunks, max(1, longest), reduce=its.reduce, to=its.to)
+        longest = even_part(spec.flat.numel(), self.size, max(1, self.cut_bytes // spec.flat.element_size()))
+        return plan_rounds(self.rank, spec.chunks, max(1, longest), reduce=spec.reduce, to=spec.to)

@@ -1,13 +1,13 @@
-"""How a worker reads from the peer store of another one, and tries whether it can be reached: no node is special.
+"""Reads from the peer stores of other workers, and reachability tests.  No node is special.
 
-    every worker    PeerStoreServer: a key-value service in a thread; its address goes with the worker's status
-    every group     PeerStoreClient: this worker's view of the store that the group uses: a member's, chosen alike
-    every ring      Neighbours: everybody tells on its own store, and asks on that of its successor
-    one worker      Fetcher: bytes of another worker, in no epoch and without meeting it (``instep.state.overlap``)
-    one worker      unreached: whom of the others it cannot connect to
+    every worker    PeerStoreServer: a key-value service in a thread; the worker's status contains its address
+    every group     PeerStoreClient: this worker's view of the group's store, which one member keeps; all use the same
+    every ring      Neighbours: each member writes to its own store, and reads from its successor's
+    one worker      Fetcher: reads bytes of another worker, outside any epoch (``instep.state.overlap``)
+    one worker      unreached: returns the other workers that it cannot connect to
 
-If the member that keeps a group's store dies the epoch is over anyway, and in the next one the group uses another's.
-A client talks in a thread, so a host that has gone silent blocks no training thread: what it asks is just not there,
+If the member that keeps a group's store dies, the epoch is over anyway, and in the next one the group uses another's.
+A client connects and receives in a thread, so a silent host blocks no training thread: its values are just missing
 until the epoch is revoked.
 """
 
@@ -30,13 +30,13 @@ from recover_megatron.network.connection import Challenge, Connection, Unreachab
 from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer
 
 WAIT = timedelta(seconds=60)
-"""How long the blocking operations of ``PeerStoreClient`` wait."""
+"""Time limit of the blocking operations of ``PeerStoreClient``."""
 
 
 class PeerStoreClient(dist.Store):
-    """The peer store at ``address``.  Out of reach, all its operations raise ``PeerLost``.
+    """Client of the peer store at ``address``.  If the store is unreachable, all operations raise ``PeerLost``.
 
-    ``epoch``: that of the groups which use it: what they set is forgotten some epochs later.  None: they outlive it.
+    ``epoch``: epoch of the groups which use it; their values are deleted some epochs later.  None: they are kept.
     """
 
     def __init__(self, address: str, secret: bytes, epoch: int | None = None) -> None:
@@ -53,7 +53,7 @@ class PeerStoreClient(dist.Store):
         self._road = False
         threading.Thread(target=self._talk, name="recover-peer-store-client", daemon=True).start()
 
-    # ---- what a store is asked
+    # ---- methods of a store
 
     def set(self, key: str, value: str | bytes) -> None:
         text = value if isinstance(value, str) else bytes(value).decode("latin-1")
@@ -78,13 +78,13 @@ class PeerStoreClient(dist.Store):
             )
             self._check()
         if not there:
-            raise dist.DistStoreError(f"nobody published {', '.join(keys)} within {timeout.total_seconds():g} s")
+            raise dist.DistStoreError(f"no worker published {', '.join(keys)} within {timeout.total_seconds():g} s")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The waiting is bounded already."""
+        """Do nothing: every wait has a time limit already."""
 
     def close(self) -> None:
-        """No more of it is needed; idempotent."""
+        """Close the connection; idempotent."""
         self._fail("closed")
 
     # ---- inside
@@ -115,13 +115,13 @@ class PeerStoreClient(dist.Store):
         with self._changed:
             if self._error is None:
                 self._road = road
-                self._error = f"the peer store at {self._address} is out of reach: {reason}"
+                self._error = f"the peer store at {self._address} is unreachable: {reason}"
             if self._connection is not None:
                 self._connection.shutdown()
             self._changed.notify_all()
 
     def _talk(self) -> None:
-        """In a thread of its own, until the connection ends."""
+        """Connect, then receive values until the connection ends; runs in a separate thread."""
         try:
             connection = Connection(self._address, self._challenge)
         except Unreachable as error:
@@ -133,9 +133,9 @@ class PeerStoreClient(dist.Store):
                 self._check()
                 connection.send(*self._unsent)
             while True:
-                told = connection.receive()
+                answer = connection.receive()
                 with self._changed:
-                    self._values[str(told["key"])] = str(told["value"]).encode("latin-1")
+                    self._values[str(answer["key"])] = str(answer["value"]).encode("latin-1")
                     self._changed.notify_all()
         except (Unreachable, PeerLost, ValueError, KeyError) as error:
             self._fail(str(error), road=isinstance(error, Unreachable) and error.road)
@@ -147,17 +147,17 @@ class PeerStoreClient(dist.Store):
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The peer stores of the members of a ring: each tells on its own, so nobody is needed but one's neighbours.
+    """Peer stores of the members of a ring: each member writes to its own store, and needs only its neighbours.
 
-    A key ends in the rank of the member that sets it, the place in ``members``.
+    A key ends in the rank of the member that sets it, its index in ``members``.
     """
 
     own: PeerStoreServer
     members: Sequence[int]
     client_of: Callable[[int], PeerStoreClient]
-    """The view of a member's peer store."""
+    """Returns the client of a member's peer store."""
     epoch: int
-    """What is set belongs to it."""
+    """Epoch of all values that are set."""
 
     def set(self, key: str, value: str) -> None:
         self.own.put(key, value, self.epoch)
@@ -166,7 +166,7 @@ class Neighbours:
         return self._of(key).get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Raises ``PeerLost``, which names the member."""
+        """Return whether all keys are set.  Raises ``PeerLost``, which names the member."""
         for key in keys:
             try:
                 if not self._of(key).check([key]):
@@ -183,10 +183,10 @@ class Neighbours:
 
 
 class Fetcher:
-    """A connection to the peer store at ``address``, to read bytes that the worker there holds; its thread answers.
+    """Connection to the peer store at ``address``, to read bytes of its worker; a thread of that worker answers.
 
-    ``patience``: as that of ``network.connection.Connection``.  Raises ``PeerLost`` if the other side cannot be
-    reached, hangs up, or does not know the run's secret.
+    ``patience``: as for ``network.connection.Connection``.  Raises ``PeerLost`` if the other side is unreachable,
+    closes the connection, or does not know the run's secret.
     """
 
     def __init__(self, address: str, secret: bytes, patience: Callable[[], None]) -> None:
@@ -197,12 +197,12 @@ class Fetcher:
             raise self._lost(error, road=error.road) from error
 
     def fetch(self, what: Sequence[int]) -> bytes | None:
-        """What the other side's ``source`` gives for these numbers: at most ``MOST_BYTES``; None: nothing."""
+        """Return what the other side's ``source`` returns for these numbers: at most ``MOST_BYTES`` bytes, or None."""
         try:
             self._connection.send({"fetch": list(what)})
             size = int(self._connection.receive()["bytes"])
             if size > MOST_BYTES:
-                raise self._lost(f"it announces {size} bytes, the limit is {MOST_BYTES}")
+                raise self._lost(f"it announced {size} bytes; the limit is {MOST_BYTES}")
             return None if size < 0 else self._connection.receive_bytes(size)
         except Unreachable as error:
             raise self._lost(error, road=error.road) from error
@@ -210,27 +210,27 @@ class Fetcher:
             raise self._lost(error) from error
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection; idempotent."""
         self._connection.close()
 
     def _lost(self, why: object, *, road: bool = False) -> PeerLost:
-        return PeerLost(f"the peer store at {self._address} does not answer: {why}", road=road)
+        return PeerLost(f"the peer store at {self._address} gave no usable answer: {why}", road=road)
 
 
 REACH_SECONDS = 4.0
-"""What ``unreached`` is given by its callers."""
+"""Time limit in seconds that callers pass to ``unreached``."""
 AT_ONCE = 256
-"""Connections that it tries at a time."""
+"""Connections that ``unreached`` tries at a time."""
 _PAUSE = 0.25
-"""Before somebody who refused is tried again, and between two looks at who is still there."""
+"""Pause in seconds before a worker that refused is tried again, and between two calls of ``gone``."""
 
 
 def unreached(addresses: Mapping[int, str], seconds: float, gone: Callable[[], Collection[int]] = tuple) -> set[int]:
-    """The workers whose peer stores (worker -> "HOST PORT") cannot be connected to within ``seconds``.
+    """Return the workers to whose peer stores (worker -> "HOST PORT") no connection succeeds within ``seconds``.
 
-    Only the kernels of both hosts take part: a worker that is stopped, or computes, can be reached.  A road that comes
-    back meanwhile is not broken: a worker that cannot be reached is tried again until the time is over.
-    ``gone``: who need not be tried any more, asked again and again; they are not among the answer.
+    Only the kernels of both hosts take part: a worker that is stopped or busy is still reachable.  An unreachable
+    worker is tried again until the time is over, so a network path may recover meanwhile.  ``gone``: returns workers
+    that need not be tried any more; polled repeatedly; the result does not contain them.
     """
     deadline = time.monotonic() + seconds
     left, reached = sorted(addresses), set[int]()
@@ -251,7 +251,7 @@ def unreached(addresses: Mapping[int, str], seconds: float, gone: Callable[[], C
 
 
 def _try(addresses: Mapping[int, str], deadline: float, gone: Callable[[], Collection[int]]) -> set[int]:
-    """Those who have answered until all have, one way or the other, or the time is over."""
+    """Return the workers that accept a connection, once all attempts have succeeded or failed or the time is over."""
     poll, trying, reached = select.poll(), dict[int, tuple[int, socket.socket]](), set[int]()
     try:
         for worker, address in addresses.items():
@@ -272,7 +272,7 @@ def _try(addresses: Mapping[int, str], deadline: float, gone: Callable[[], Colle
                 poll.unregister(number)
                 reached |= {worker} if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 else set()
                 sock.close()
-            # The last look is one behind the deadline: this process, too, may have been held up.
+            # Poll once more after the deadline: this process, too, may have been delayed.
             if not left or {worker for worker, _ in trying.values()} <= set(gone()):
                 break
     finally:

@@ -1,21 +1,21 @@
-"""The thread that carries out the collectives of a group, or of all groups of a device, in the order handed in.
+"""Thread that carries out the collectives of a group, or of all groups of a device, in the order of submission.
 
     IDLE --submit--> RUNNING --all finished--> IDLE --close--> CLOSED
                         '--revoked, or a fault--> FAILED --close--> CLOSED
 
-All columns of a device share a thread, so that there is one order of their operations, which is the same in all workers
-of a column: that in which buckets are handed in.  A task of another executor is begun when those before are finished.
+All columns of a device share a thread.  So their operations have one order, the same in all workers of a column: the
+order in which buckets are submitted.  A task of another executor begins when all tasks before it are finished.
 
-In FAILED every handle that is not finished, and every later one, ends with the error.  The error is told only when the
-executor has settled: from then on nothing of these groups touches a bucket, a ledger or the network.  Where it cannot
-settle (its device has failed) they end with what it raised instead, which is no ``EpochRevoked``: nobody may take the
-bucket for untouched or finished then.
+In FAILED every unfinished handle, and every later one, ends with the error.  The error is reported only when the
+executor has settled: from then on these groups do not touch a bucket, a ledger or the network.  If the executor cannot
+settle (its device has failed), the handles end with the error of ``settle`` instead.  That is no ``EpochRevoked``: then
+the caller must not assume that the bucket is untouched or finished.
 
-An error of torch's communication is a revocation: an abort by another thread looks like one, and so does a member that
-is gone (``_revocation``).
+An error of torch's communication counts as a revocation: an abort by another thread and a dead member both look like
+one (``_revocation``).
 
-The work runs in a thread of its own, never in the caller's, so that an asynchronous exception or a signal handler of
-the training thread can't strike between the copy of a segment and its mark in the ledger.
+The work runs in this thread, never in the caller's, so that an asynchronous exception or a signal handler of the
+training thread cannot strike between the copy of a segment and its mark in the ledger.
 """
 
 import threading
@@ -31,30 +31,30 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 
 Hook = Callable[[str, int], None]
-"""For tests: called at every boundary of a message with its name and its hop.
+"""Hook for tests: called at every boundary of a message with the boundary's name and the message's hop.
 
-``send`` before a message is handed to the transport, ``sent`` after; ``arrived`` when one is complete in scratch;
+``send`` before a message is passed to the transport, ``sent`` after; ``arrived`` when one is complete in scratch;
 ``written`` between the write of a finished segment and its mark; ``add``, ``finish`` or ``store`` after (``gather``
 instead of ``store`` in an all-gather).
 """
 
 
 class Handle:
-    """A collective under way."""
+    """Handle of a submitted collective."""
 
     def __init__(self) -> None:
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether ``wait`` would return or raise at once."""
+        """Return whether ``wait`` would return or raise at once."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the collective is finished here and its buckets may be used again.
 
-        Raises ``EpochRevoked`` when the epoch ended first, ``CollectiveMismatch`` when the members disagree on what
-        they are doing, ``TimeoutError`` after ``timeout`` seconds (the collective goes on).
+        Raises ``EpochRevoked`` if the epoch ended first, ``CollectiveMismatch`` if the members issued different
+        collectives, ``TimeoutError`` after ``timeout`` seconds (the collective continues).
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"the collective was not finished within {timeout:g} s")
@@ -67,50 +67,50 @@ class Handle:
 
 
 def _afresh(error: BaseException) -> BaseException:
-    """The error to raise in one more place.
+    """Return the error to raise in another thread.
 
-    A revocation is told without its history, whose frames would keep the connections and the memory of the old epoch
-    alive until the garbage collector comes by, which training loops like to switch off.
+    A revocation is raised without its traceback, whose frames would keep the connections and the memory of the old
+    epoch alive until the garbage collector runs; training loops often disable it.
     """
     return EpochRevoked(error.epoch, error.reason) if isinstance(error, EpochRevoked) else error
 
 
 class Executor[T: Task](ABC):
-    """Carries tasks out; used by the progress thread alone."""
+    """Carries out tasks; only the progress thread calls it."""
 
     @property
     @abstractmethod
     def scratch_peak(self) -> int:
-        """The most bytes of scratch that it ever had."""
+        """Peak of the scratch in bytes."""
 
     @abstractmethod
     def add(self, task: T) -> None:
-        """Take on one more task; it is carried out after those before it, or overlapping with them."""
+        """Add a task; it is carried out after the previous tasks, or overlapping with them."""
 
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether a task is unfinished."""
+        """True if a task is unfinished."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Do a piece of the work, blocking where it must; finishes the handles of finished tasks.
+        """Do a part of the work, blocking if necessary, and finish the handles of finished tasks.
 
         Raises ``EpochRevoked``, ``PeerLost``, ``CollectiveMismatch``.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """After an error of ``advance``: return when nothing is being read, written or sent any more."""
+        """Return when nothing is being read, written or sent any more; called after an error of ``advance``."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back connections and memory."""
+        """Release connections and memory."""
 
 
 @dataclass(eq=False)
 class Task:
-    """What a progress thread is given: a unit of work with its handle."""
+    """Unit of work for a progress thread, with its handle."""
 
     handle: Handle = field(default_factory=Handle, init=False)
 
@@ -122,7 +122,7 @@ class _HandedIn:
 
 
 class ProgressThread:
-    """The thread; started with the first task, ended with the last executor."""
+    """Progress thread; started with the first task, stopped with the last executor."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class ProgressThread:
         name: str,
         on_device: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``on_device``: the context of the thread, in which the device of its groups is the current one."""
+        """``on_device``: context of the thread, in which the device of its groups is the current device."""
         self.cancel_token = cancel_token
         self._name = name
         self._on_device = on_device
@@ -141,7 +141,7 @@ class ProgressThread:
         self._unfinished = deque[_HandedIn]()
         self._error: BaseException | None = None
         self._failing = False
-        """It settles: the executors are still its own."""
+        """True while the thread settles: it still uses the executors."""
         self._alive = False
         self._thread: threading.Thread | None = None
         cancel_token.on_cancel(self._wake)
@@ -152,7 +152,7 @@ class ProgressThread:
             self._executors.append(executor)
 
     def submit[T: Task](self, executor: Executor[T], task: T) -> Handle:
-        """Hand in a task.  Raises what the thread has failed with; ``RuntimeError`` when ``executor`` is closed."""
+        """Submit a task.  Raises the error with which the thread failed; ``RuntimeError`` if ``executor`` is closed."""
         with self._changed:
             if executor not in self._executors:
                 raise RuntimeError("the group of this epoch is closed")
@@ -168,7 +168,7 @@ class ProgressThread:
         return task.handle
 
     def close(self, executor: Executor[Any]) -> None:
-        """Finish what was handed in for ``executor`` (or fail it, if revoked), give everything back; idempotent."""
+        """Finish the tasks of ``executor`` (or fail them, if revoked) and release its resources; idempotent."""
         with self._changed:
             if executor not in self._executors:
                 return
@@ -179,12 +179,12 @@ class ProgressThread:
             last = not self._executors
         if last and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-            # Its memory is the device's, and closed groups may be held for a whole step (``View``).
+            # The executor holds device memory, and closed groups may be referenced for a complete step (``View``).
             self._at_work = None
         executor.close()
 
     def _has_tasks_of(self, executor: Executor[Any]) -> bool:
-        return any(its.executor is executor for tasks in (self._unfinished, self._queue) for its in tasks)
+        return any(item.executor is executor for tasks in (self._unfinished, self._queue) for item in tasks)
 
     def _wake(self) -> None:
         with self._changed:
@@ -203,16 +203,16 @@ class ProgressThread:
             error = revoked
         except (PeerLost, dist.DistError) as lost:
             error = self._revocation(lost)
-        except BaseException as fault:  # noqa: BLE001  the thread's boundary: told to whoever waits, nobody is left hanging
+        except BaseException as fault:  # noqa: BLE001  the thread's boundary: every waiting caller gets the error
             self.cancel_token.cancel(f"{type(fault).__name__}: {fault}")
             error = fault
         self._fail(error)
         del error  # its traceback holds this frame: that cycle would keep the executors' memory
 
     def _next(self) -> bool:
-        """Give what was handed in to the executor whose turn it is; waits while there is nothing; False: closed."""
+        """Pass submitted tasks to the executor whose turn it is; wait if there are none; False if closed."""
         if self._busy and not (self._queue or self.cancel_token.cancelled):
-            return True  # without the lock: whatever comes now is seen at the next call
+            return True  # without the lock: a task submitted now is seen at the next call
         with self._changed:
             while not (self._queue or self._busy or self.cancel_token.cancelled) and self._executors:
                 self._changed.wait()
@@ -238,12 +238,12 @@ class ProgressThread:
                 self._changed.notify_all()
 
     def _revocation(self, lost: PeerLost | dist.DistError) -> EpochRevoked:
-        """The end of the epoch that ``lost`` is, or a consequence of: once the switch is thrown, its reason stands."""
+        """Cancel the token because of ``lost``; return its error, which keeps the reason of an earlier cancellation."""
         self.cancel_token.cancel(lost if isinstance(lost, PeerLost) else PeerLost(f"{type(lost).__name__}: {lost}"))
         return self.cancel_token.error()
 
     def _fail(self, error: BaseException) -> None:
-        """Settle, then tell every handle."""
+        """Settle, then fail every unfinished handle."""
         with self._changed:
             self._failing = True
             executors = list(self._executors)
@@ -260,6 +260,6 @@ class ProgressThread:
             self._unfinished.clear()
             self._queue.clear()
             self._changed.notify_all()
-        for its in tasks:
-            if not its.task.handle.done():
-                its.task.handle.finish(error)
+        for item in tasks:
+            if not item.task.handle.done():
+                item.task.handle.finish(error)

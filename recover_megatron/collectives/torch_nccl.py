@@ -1,15 +1,15 @@
-"""torch's groups over NCCL: their kind, the environment that they need, and how one is made.
+"""Groups of torch over NCCL: their class, the environment that they need, and their creation.
 
 Written to NCCL's and torch's documented behaviour; run on one GPU, over sockets (docs/reference/gpu_results.md).
 
-Every value of ``environment`` answers something that torch does by itself (``ProcessGroupNCCL``, ``NCCLUtils``):
+Each value of ``environment`` switches off a default behaviour of torch (``ProcessGroupNCCL``, ``NCCLUtils``):
 
-- its watchdog ends the process when it sees an error, and its monitor when the watchdog makes no heartbeat;
-- a call that is in the middle of a group launch while its communicator is aborted never learns it: it spins until
-  TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes, and the coordinator takes the worker for one that hangs;
+- its watchdog terminates the process when it sees an error, and its monitor does if the watchdog has no heartbeat;
+- a call inside a group launch does not notice that its communicator was aborted: it spins until
+  TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes, and the coordinator considers the worker hung;
 - for a failed operation the watchdog sleeps TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, 60 s, while it holds the lock that
   every new operation of the group needs;
-- the flight recorder keeps Python's stack of every operation.
+- the flight recorder keeps the Python stack of every operation.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = get_logger(__name__)
 
 _NO_TIMEOUT = timedelta(days=7)
 _LONGEST_LAUNCH = 25
-"""Seconds in which a group of thousands has been made ready, and no worker is taken for hung."""
+"""Seconds: enough to initialize a group of thousands, and too short for a worker to count as hung."""
 _LONGEST_DUMP_MS = 1000
 _NONBLOCKING, _DUMP = "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _OFF = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 
 
 def environment(hang_timeout: float) -> dict[str, str]:
-    """torch's variables with what recovery needs, where a worker counts as hung after ``hang_timeout`` seconds."""
+    """Return torch's variables as recovery needs them, if a worker counts as hung after ``hang_timeout`` seconds."""
     return dict.fromkeys(_OFF, "0") | {
         _NONBLOCKING: str(max(1, min(_LONGEST_LAUNCH, int(hang_timeout / 2)))),
         _DUMP: "1",
@@ -46,9 +46,9 @@ def environment(hang_timeout: float) -> dict[str, str]:
 
 
 def set_environment(hang_timeout: float = 60.0, environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Give torch's variables the values that recovery needs, before the first group is made; a user's own stand.
+    """Set torch's variables as recovery needs them, before the first group is created; keep the user's values.
 
-    Returns a user's that stand against it, as "NAME=VALUE instead of VALUE".  (A flight recorder only costs time.)
+    Returns the user's values that conflict, as "NAME=VALUE instead of VALUE".  (A flight recorder only costs time.)
     """
     wanted = environment(hang_timeout)
     for name, value in wanted.items():
@@ -62,36 +62,36 @@ def set_environment(hang_timeout: float = 60.0, environ: MutableMapping[str, str
 
 
 def keep_one_kind(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Have torch's "nccl" be ProcessGroupNCCL, of which ``make_backend`` makes groups; why it cannot be, if so.
+    """Make torch's "nccl" mean ProcessGroupNCCL, which ``make_backend`` uses; return the reasons if it cannot.
 
-    torch 2.14 and later have ProcessGroupNCCL2, too, an option of 2.14 and the default of 2.15.  What the name means is
-    settled by TORCH_DIST_USE_NCCL2 when it is first used: if not before, then here.
+    torch 2.14 and later also have ProcessGroupNCCL2, an option of 2.14 and the default of 2.15.  TORCH_DIST_USE_NCCL2
+    decides at the first use of the name, which is this function at the latest.
     """
     if not hasattr(c10d, "ProcessGroupNCCL2"):
         return []
     value = environ[NCCL2_VARIABLE] = environ.get(NCCL2_VARIABLE) or "0"
     if value != "0":
         return [
-            f"{NCCL2_VARIABLE}={value}: --recover makes groups of torch's ProcessGroupNCCL after a death, and those of "
-            "the start would be of another kind: unset it, or leave --recover out"
+            f"{NCCL2_VARIABLE}={value}: after a failure --recover creates groups of torch's ProcessGroupNCCL, which "
+            "cannot be mixed with ProcessGroupNCCL2: unset the variable, or leave out --recover"
         ]
     dist.BackendConfig(dist.Backend("nccl"))
     if dist.Backend._plugins["NCCL"].creator_fn is c10d._create_nccl_process_group:
         if environ.get("RANK", "0") == "0":
             log.info(
-                f"torch {torch.__version__}: groups over NCCL are ProcessGroupNCCL, not ProcessGroupNCCL2 "
-                f"({NCCL2_VARIABLE}=0): of their kind are those that --recover makes after a death"
+                f"torch {torch.__version__}: NCCL groups use ProcessGroupNCCL, not ProcessGroupNCCL2 "
+                f"({NCCL2_VARIABLE}=0); groups that --recover creates after a failure do, too"
             )
         return []
     return [
-        f"--recover needs {NCCL2_VARIABLE}=0 before torch's first group over NCCL is made, and this process has used "
-        "the name already (torch has made it ProcessGroupNCCL2): set it where the workers are started, as recover-run "
-        "does, or take a torch before 2.15"
+        f"--recover needs {NCCL2_VARIABLE}=0 before torch creates its first NCCL group, but this process has already "
+        "used the name nccl, which means ProcessGroupNCCL2 now: set the variable where the workers are started, as "
+        "recover-run does, or use a torch before 2.15"
     ]
 
 
 def _below(text: str, limit: float) -> bool:
-    """Whether torch reads ``text`` as a number below ``limit``; it takes a text that is none for its default."""
+    """Return whether torch reads ``text`` as a number below ``limit``; for other texts torch uses its default."""
     try:
         return int(text) < limit
     except ValueError:
@@ -99,7 +99,7 @@ def _below(text: str, limit: float) -> bool:
 
 
 def abortable_options(given: Any = None) -> Any:
-    """``ProcessGroupNCCL.Options`` of a group that may be aborted at any time, otherwise like those ``given``."""
+    """Return options of a group that may be aborted at any time, otherwise equal to ``given``."""
     options = dist.ProcessGroupNCCL.Options()
     if given is not None:
         options.is_high_priority_stream = given.is_high_priority_stream
@@ -112,7 +112,7 @@ def abortable_options(given: Any = None) -> Any:
 
 
 def make_backend(store: dist.Store, rank: int, size: int, name: str = "", given: Any = None) -> Any:
-    """A group of NCCL's whose communicators may be aborted at any time; none is opened yet."""
+    """Create an NCCL backend whose communicators may be aborted at any time; none is opened yet."""
     set_environment()
     options = abortable_options(given)
     if name:
@@ -123,7 +123,7 @@ def make_backend(store: dist.Store, rank: int, size: int, name: str = "", given:
 def make_group(
     store: dist.Store, name: str, rank: int, size: int, device: torch.device, given: Any = None
 ) -> dist.ProcessGroup:
-    """A process group of torch's with such a backend for ``device``; ``given``: the options of the group before it."""
+    """Create a torch process group with such a backend for ``device``; ``given``: options of the previous group."""
     group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
     backend = make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name, given)
     register(group, device, dist.ProcessGroup.BackendType.NCCL, backend)
@@ -132,15 +132,15 @@ def make_group(
 
 
 def connect(group: Any, device: torch.device) -> None:
-    """Open the communicator of a group that ``make_group`` made, for ``device``; all members, who have met, call it.
+    """Open the communicator of a group from ``make_group``, for ``device``; all members call this at the same time.
 
-    One that is opened by its first operation waits for members that compile or compute before they come to it, and
-    gives up after TORCH_NCCL_NONBLOCKING_TIMEOUT.  Raises ``DistBackendError``, also when it is aborted meanwhile.
+    A communicator that its first operation opens waits for members that compile or compute before they reach it, and
+    fails after TORCH_NCCL_NONBLOCKING_TIMEOUT.  Raises ``DistBackendError``, also if it is aborted meanwhile.
     """
     group._get_backend(device).eager_connect_single_device(device)
 
 
 def register(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:
-    """Have ``group`` use ``backend`` for tensors of ``device``."""
+    """Make ``group`` use ``backend`` for tensors of ``device``."""
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)

@@ -1,27 +1,27 @@
-"""A tree of connections among the members of a group: one to the parent, at most ``FAN`` to children.
+"""Tree of connections among the members of a group: one to the parent, at most ``FAN`` to children.
 
-                     0                n members have n - 1 connections, nobody more than FAN + 1
-        .--------.---'---.--------.   and nobody is farther from another than twice log n;
-        1        2       3        4   gloo's groups have n (n - 1) / 2
+                     0                n members have n - 1 connections, each member at most FAN + 1;
+        .--------.---'---.--------.   the distance of two members is at most twice log n;
+        1        2       3        4   gloo's groups have n (n - 1) / 2 connections
      .--'--.    ...
      5 6 7 8
 
-    open   a member connects to its parent's peer store (`network.peer_store`) and takes its children's connections from
-           its own: the addresses come with the plan, so nothing is asked of a store
+    open   a member connects to its parent's peer store (`network.peer_store`) and accepts its children's connections at
+           its own: the addresses come with the plan, so no store is read
 
-torch's collectives go over it, for what workers of several replicas do between two steps:
+torch's collectives use it for operations of workers of several replicas between two steps:
 
-    reduce      up: what the members below give is combined on the way; the first member has the result
-    gather      up: all that is given, by rank
-    spread      down: what the first member has
+    reduce      up: the members' inputs are combined on the way; the first member has the result
+    gather      up: all inputs, by rank
+    spread      down: data of the first member
 
     allreduce = reduce, spread    broadcast = gather of one, spread    all-gather, all-to-all, ... = gather, spread
 
-What only the first member needs is not spread, what it alone gives is not gathered.  It is small: losses, a log's
-numbers, who wrote what of a checkpoint.  Gradients and states go elsewhere.
+Results for the first member alone are not spread, and inputs of the first member alone are not gathered.  The data are
+small: losses, numbers for the log, metadata of a checkpoint.  Gradients and states use other connections.
 
-A member's death closes its connections: its parent and its children raise ``PeerLost``, and all others are woken by the
-revocation that follows.
+A member's death closes its connections: its parent and its children raise ``PeerLost``, and the revocation that follows
+wakes all others.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.network.system import close_in_children, forget, watch
 
 FAN = 8
-"""Children of a member: a hop costs more than a connection."""
+"""Children of a member; large, since a hop costs more than a connection."""
 _HEADER = struct.Struct("<IQ")
 
 
 def parents(size: int) -> list[int]:
-    """By rank: that of the parent; -1 for the first."""
+    """Return the rank of each member's parent, by rank; -1 for the first member."""
     return [-1, *((rank - 1) // FAN for rank in range(1, size))]
 
 
 class Tree:
-    """This worker's place in a tree; ``rank``: its own; ``members``: by rank, as the epoch names them."""
+    """Node of this worker in a tree, with its ``rank``; ``members``: worker ids by rank."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Tree:
         name: str,
         timeout: float = 60.0,
     ) -> None:
-        """``addresses``: of the members' peer stores, by rank; ``own``: this worker's, ``secret``: theirs.
+        """``addresses``: peer stores of the members, by rank; ``own``: this worker's store; ``secret``: of all stores.
 
-        ``name``: of this group and epoch, the same on all members.
+        ``name``: name of this group and epoch, the same on all members.
 
         Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
@@ -110,25 +110,25 @@ class Tree:
     def _patience(self) -> None:
         self._cancel_token.check()
         if time.monotonic() > self._deadline:
-            raise TimeoutError(f"not all members of {self._name} came in time")
+            raise TimeoutError(f"not all members of {self._name} connected in time")
 
     def _keep(self, member: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch(sock)
         with self._closing:
             self._sockets[member] = sock
-        if self._cancel_token.cancelled:  # it may have been aborted before it was kept
+        if self._cancel_token.cancelled:  # the abort may have come before the socket was stored
             self.abort()
 
     # ---- messages
 
     def begin(self, what: str) -> None:
-        """The next operation: all members must begin the same ones in the same order."""
+        """Begin an operation; all members must begin the same operations in the same order."""
         self._number += 1
         self._what, self._tag = what, zlib.crc32(f"{what} {self._number}".encode())
 
     def send(self, member: int, data: bytes | bytearray | memoryview) -> None:
-        """To the parent or a child.  Raises ``EpochRevoked``, ``PeerLost``."""
+        """Send ``data`` to the parent or a child.  Raises ``EpochRevoked``, ``PeerLost``."""
         try:
             self._sockets[member].sendall(_HEADER.pack(self._tag, len(data)))
             self._sockets[member].sendall(data)
@@ -136,12 +136,12 @@ class Tree:
             raise self._lost(member, error) from error
 
     def receive(self, member: int) -> bytearray:
-        """From the parent or a child; as ``send``, and ``CollectiveMismatch``."""
+        """Receive from the parent or a child.  Raises as ``send`` does, and ``CollectiveMismatch``."""
         tag, length = _HEADER.unpack(self._exactly(member, _HEADER.size))
         if tag != self._tag:
             raise CollectiveMismatch(
                 f"member {member} of {self._name} is in another operation than {self._what}, number {self._number}: "
-                "the members did not issue the same ones"
+                "the members did not issue the same operations"
             )
         return self._exactly(member, length)
 
@@ -160,14 +160,14 @@ class Tree:
     # ---- the end
 
     def abort(self) -> None:
-        """Wake whoever waits in ``send`` and ``receive``, here and at the other ends; from any thread."""
+        """Wake all threads in ``send`` and ``receive``, here and at the other ends; from any thread."""
         with self._closing:
             for sock in self._sockets.values():
                 with contextlib.suppress(OSError):  # the other end was faster
                     sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Idempotent.  What was sent arrives."""
+        """Close the connections; sent data still arrive.  Idempotent."""
         forget(self)
         with self._closing:
             for sock in self._sockets.values():
@@ -177,15 +177,15 @@ class Tree:
             self._streams.forget(f"{self._name}/{child}")
 
     def close_in_child(self) -> None:
-        """A forked process must not keep the connections of a worker open."""
+        """Close the sockets in a forked process, which must not keep a worker's connections open."""
         for sock in self._sockets.values():
             sock.close()
 
 
 class TreeBackend:
-    """A group of workers over ``tree``: what torch's groups of gloo offer, as far as operations over replicas need it.
+    """Group of workers over ``tree``: the subset of gloo's operations that operations over replicas need.
 
-    The ranks of the operations are those of the tree; they are carried out on the spot.
+    Operations use the ranks of the tree, and run synchronously.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -193,9 +193,9 @@ class TreeBackend:
         self._rank = tree.rank
 
     def call(self, start: Callable[[Any], Any]) -> Any:
-        """Carry out an operation: ``start`` gets this backend.
+        """Run an operation: ``start`` gets this backend.
 
-        Raises ``EpochRevoked``, and ``PeerLost`` where this member noticed it first.
+        Raises ``EpochRevoked``, and ``PeerLost`` if this member noticed the loss first.
         """
         return start(self)
 
@@ -205,7 +205,7 @@ class TreeBackend:
     # ---- up and down
 
     def _reduce(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
-        """Of what all give: at the first member the result, at others that of the members below."""
+        """Combine the inputs of all members: the first member gets the result, others that of the members below."""
         tree, combine = self._tree, _combination(operation)
         total = tensor.detach().clone()
         for child in tree.children:
@@ -214,10 +214,10 @@ class TreeBackend:
             tree.send(tree.parent, _view(total))
         return total / tree.size if operation == dist.ReduceOp.AVG else total
 
-    def _gather(self, mine: torch.Tensor | None) -> list[torch.Tensor]:
-        """What every member gives, as bytes, by rank: at the first member.  None: nothing."""
+    def _gather(self, own_input: torch.Tensor | None) -> list[torch.Tensor]:
+        """Gather every member's input (None: empty) as bytes, by rank, at the first member."""
         tree = self._tree
-        parts: dict[int, torch.Tensor] = {} if mine is None else {self._rank: bytes_of(mine)}
+        parts: dict[int, torch.Tensor] = {} if own_input is None else {self._rank: bytes_of(own_input)}
         for child in tree.children:
             parts |= _unpacked(tree.receive(child))
         if tree.parent is not None:
@@ -225,27 +225,27 @@ class TreeBackend:
         return self._by_rank(parts)
 
     def _spread(self, data: Callable[[], bytes | memoryview]) -> bytes | bytearray | memoryview:
-        """What the first member has."""
+        """Return the first member's ``data`` at all members."""
         tree = self._tree
-        word = data() if tree.parent is None else tree.receive(tree.parent)
+        message = data() if tree.parent is None else tree.receive(tree.parent)
         for child in tree.children:
-            tree.send(child, word)
-        return word
+            tree.send(child, message)
+        return message
 
     def _spread_like(self, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """The first member's ``result``, as a tensor like ``tensor``."""
+        """Return the first member's ``result`` at all members, as a tensor like ``tensor``."""
         return _like(tensor, _tensor(self._spread(lambda: _view(result.to(tensor.dtype)))))
 
-    def _all(self, mine: torch.Tensor | None) -> list[torch.Tensor]:
-        """What every member gives, as bytes, by rank: at all of them."""
-        found = self._gather(mine)
-        word = self._spread(lambda: _packed(dict(enumerate(found))))
-        return self._by_rank(_unpacked(word))
+    def _all(self, own_input: torch.Tensor | None) -> list[torch.Tensor]:
+        """Gather every member's input as bytes, by rank, at all members."""
+        found = self._gather(own_input)
+        message = self._spread(lambda: _packed(dict(enumerate(found))))
+        return self._by_rank(_unpacked(message))
 
     def _by_rank(self, parts: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         return [parts.get(rank, _NOTHING) for rank in range(self._tree.size)]
 
-    # ---- torch's
+    # ---- torch's operations
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> None:
         for tensor in tensors:
@@ -266,12 +266,12 @@ class TreeBackend:
         for tensor in tensors:
             tensor.copy_(_like(tensor, self._from(opts.rootRank, tensor if self._rank == opts.rootRank else None)))
 
-    def _from(self, root: int, mine: torch.Tensor | None) -> torch.Tensor:
-        """What one member gives, at all."""
+    def _from(self, root: int, own_input: torch.Tensor | None) -> torch.Tensor:
+        """Return the input of member ``root`` at all members."""
         self._tree.begin("broadcast")
-        given = mine
+        given = own_input
         if root != 0:
-            given = self._gather(mine)[root]
+            given = self._gather(own_input)[root]
         return _tensor(self._spread(lambda: _view(_NOTHING if given is None else given)))
 
     def allgather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any) -> None:
@@ -294,25 +294,25 @@ class TreeBackend:
 
     def scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any) -> None:
         for at, output in enumerate(outputs):
-            mine = torch.cat([bytes_of(part) for part in inputs[at]]) if self._rank == opts.rootRank else None
-            parts = self._from(opts.rootRank, mine)
+            own_input = torch.cat([bytes_of(part) for part in inputs[at]]) if self._rank == opts.rootRank else None
+            parts = self._from(opts.rootRank, own_input)
             output.copy_(_like(output, parts[self._rank * output.nbytes : (self._rank + 1) * output.nbytes]))
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> None:
-        whole = tensor.detach().clone()
+        joined = tensor.detach().clone()
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp
-        self.allreduce([whole], options)
-        mine = whole.reshape(-1)
-        output.copy_(mine[self._rank * output.numel() : (self._rank + 1) * output.numel()].view_as(output))
+        self.allreduce([joined], options)
+        flat = joined.reshape(-1)
+        output.copy_(flat[self._rank * output.numel() : (self._rank + 1) * output.numel()].view_as(output))
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any) -> None:
         self._tree.begin("alltoall")
         sizes = torch.tensor([part.nbytes for part in inputs])
         for output, part in zip(outputs, self._all(torch.cat([bytes_of(sizes), *map(bytes_of, inputs)])), strict=True):
-            its = part[: sizes.nbytes].clone().view(torch.int64).tolist()
-            start = sizes.nbytes + sum(its[: self._rank])
-            output.copy_(_like(output, part[start : start + its[self._rank]]))
+            lengths = part[: sizes.nbytes].clone().view(torch.int64).tolist()
+            start = sizes.nbytes + sum(lengths[: self._rank])
+            output.copy_(_like(output, part[start : start + lengths[self._rank]]))
 
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any
@@ -336,27 +336,27 @@ def _view(tensor: torch.Tensor) -> memoryview:
 
 
 def _tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """As bytes; shares the memory of ``data``, which is nobody else's."""
+    """Return a copy of ``data`` as a tensor of bytes."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else _NOTHING
 
 
 def _packed(parts: dict[int, torch.Tensor]) -> bytes:
-    """Ranks and sizes as a line of text, then the bytes."""
+    """Pack ``parts``: ranks and sizes as a line of text, then the bytes."""
     line = json.dumps([[rank, part.numel()] for rank, part in parts.items()]).encode() + b"\n"
     return b"".join([line, *(_view(part) for part in parts.values())])
 
 
 def _unpacked(data: bytes | bytearray | memoryview) -> dict[int, torch.Tensor]:
     line, _, _ = bytes(data).partition(b"\n")
-    whole, at, found = _tensor(data), len(line) + 1, dict[int, torch.Tensor]()
+    joined, at, found = _tensor(data), len(line) + 1, dict[int, torch.Tensor]()
     for rank, size in json.loads(line):
-        found[rank] = whole[at : at + size]
+        found[rank] = joined[at : at + size]
         at += size
     return found
 
 
 def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """The bytes as a tensor of the same kind."""
+    """Return the bytes as a tensor with the dtype and shape of ``tensor``."""
     return data.clone().view(tensor.dtype).view(tensor.shape)
 
 
@@ -374,4 +374,4 @@ def _combination(operation: Any) -> Callable[[torch.Tensor, torch.Tensor], torch
     for one, how in known.items():
         if operation == one:
             return how
-    raise NotImplementedError(f"{operation} over replicas")
+    raise NotImplementedError(f"the reduction {operation} is not supported over replicas")

@@ -1,6 +1,4 @@
-"""Checks that all workers can train alike: of the model and the optimizer when a training begins, and of what the
-function ``backward=`` does in each step.
-"""
+"""Checks that all workers can train alike: of model and optimizer at the start, and of ``backward=`` in each step."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from recover_megatron.variables import COORDINATOR_VARIABLE, REPLACED_VARIABLE
 log = get_logger(__name__)
 
 _SUMMING = {"DistributedDataParallel", "FullyShardedDataParallel"}
-"""Wrappers of torch with a process group; the second one's module takes long to import."""
+"""Names of torch's wrappers with a process group; by name, since the second one's module takes long to import."""
 
 type Optimizer = torch.optim.Optimizer | Optimizers
 
@@ -40,28 +38,27 @@ def strange_parameters(optimizer: Optimizer, known: set[int]) -> int:
 
 
 def check_backward(arrived: Sequence[torch.Tensor], microbatch: str, *, value: bool) -> None:
-    """Raise RuntimeError unless ``backward=`` has added the gradient of a loss once, and as it is.
+    """Raise RuntimeError unless ``backward=`` has added the unscaled gradient of a loss exactly once.
 
-    ``arrived``: the gradients that have arrived at the loss which ``backward=`` was given: one for each time that it
-    went back from there, and each is the factor of all gradients behind it.  ``value``: look at the factor, too, which
-    waits for the device.
+    ``arrived``: the gradients that arrived at the loss passed to ``backward=``: one per backward pass; each is the
+    scale of all gradients of that pass.  ``value``: check the scale, too, which waits for the device.
     """
     if not arrived:
         raise RuntimeError(
-            f"{microbatch}: backward= did not go back from the loss that it was given, so nothing was added: call "
-            "loss.backward() in it, or let the microbatch return loss.detach() where it goes back by itself"
+            f"{microbatch}: backward= ran no backward pass from the loss it received, so no gradient was added: call "
+            "loss.backward() in it, or return loss.detach() from a microbatch that runs its backward pass itself"
         )
     if len(arrived) > 1:
         raise RuntimeError(
-            f"{microbatch}: backward= has gone back {len(arrived)} times from the loss that it was given: each "
-            "microbatch is added once (what calls torch.autograd.grad on the loss belongs into the microbatch)"
+            f"{microbatch}: backward= ran {len(arrived)} backward passes from the loss it received: each microbatch "
+            "must be added once (call torch.autograd.grad on the loss in the microbatch instead)"
         )
-    if value and not 0.99 < (factor := float(arrived[0])) < 1.01:  # a bfloat16 may be off by 0.004
+    if value and not 0.99 < (factor := float(arrived[0])) < 1.01:  # bfloat16 has an error of up to 0.004
         raise RuntimeError(
-            f"{microbatch}: backward= multiplies the gradient by {factor:g}, and the optimizer would step with that: "
-            "the library itself divides the loss by the number of microbatches, and there is no gradient scaling for "
-            "fp16.  With accelerate write Accelerator(gradient_accumulation_steps=1), and mixed_precision='bf16' in "
-            "place of 'fp16'; elsewhere leave the division, or the GradScaler, out of backward="
+            f"{microbatch}: backward= scales the gradient by {factor:g}, which would change the optimizer's step: the "
+            "library already divides the loss by the number of microbatches, and gradient scaling for fp16 is not "
+            "supported.  With accelerate use Accelerator(gradient_accumulation_steps=1), and mixed_precision='bf16' "
+            "instead of 'fp16'; otherwise remove the division, or the GradScaler, from backward="
         )
 
 
@@ -74,77 +71,77 @@ def check(
     *,
     again: bool,
 ) -> None:
-    """Refuse with all reasons against training this: under recover-run by exit code 2, else by UserError.
+    """Refuse an unsupported model or optimizer, with all reasons: exit code 2 under recover-run, else UserError.
 
-    ``again``: this process has trained, or trains, another model.
+    ``again``: True if this process has created an ElasticDataParallel before.
     """
     reasons = []
     if COORDINATOR_VARIABLE not in os.environ:
-        reasons.append("this process has no coordinator: start it with recover-run --elastic SCRIPT (one worker, too)")
+        reasons.append("this process has no coordinator: start it with recover-run --elastic SCRIPT, even one worker")
     if again:
         reasons.append(
-            "this process has made an ElasticDataParallel before, and a process takes part in a run only once: give "
-            "several models to one, ElasticDataParallel([model_a, model_b], [optimizer_a, optimizer_b], ...); train "
-            "one after the other in two runs"
+            "this process has created an ElasticDataParallel before, and a process can join a run only once: pass "
+            "several models to one, ElasticDataParallel([model_a, model_b], [optimizer_a, optimizer_b], ...), or "
+            "train them in separate runs"
         )
     if microbatches < 1:
-        reasons.append(f"microbatches is {microbatches}: a step has at least one")
+        reasons.append(f"microbatches is {microbatches}: a step needs at least 1")
     if not parameters:
-        reasons.append("the model has no parameter that is trained")
+        reasons.append("the model has no trainable parameter: set requires_grad on at least one")
     if strange := sorted({str(parameter.dtype) for parameter in parameters if not parameter.is_floating_point()}):
-        reasons.append(f"parameters of {', '.join(strange)} are trained: gradients must be floating-point")
+        reasons.append(f"{', '.join(strange)} parameters are trainable: gradients must be floating-point")
     if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
-        reasons.append(f"the parameters are on several devices ({', '.join(sorted(devices))}): put them on one")
+        reasons.append(f"the parameters are on several devices ({', '.join(sorted(devices))}): move them to one device")
     if any(parameter.is_meta for parameter in parameters):
-        reasons.append("parameters are on the device meta, without memory: to_empty() and initialize them before")
+        reasons.append("parameters are on the meta device: call to_empty() and initialize them first")
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if sharded := [name for name, its in tensors.items() if is_distributed(its)]:
+    if sharded := [name for name, item in tensors.items() if is_distributed(item)]:
         others = f" and {len(sharded) - 5} more" if len(sharded) > 5 else ""
         reasons.append(
-            f"{', '.join(sharded[:5])}{others}: distributed tensors (DTensor): each worker holds the whole model here, "
-            "in plain tensors.  Leave fully_shard(), parallelize_module() and distribute_tensor() out, over a mesh of "
-            "one process, too; a model that one device cannot hold is sharded in a loop of your own (docs/ring.md)"
+            f"{', '.join(sharded[:5])}{others}: distributed tensors (DTensor) are not supported: each worker must hold "
+            "the complete model in plain tensors.  Remove fully_shard(), parallelize_module() and distribute_tensor(), "
+            "even over a mesh of one process; to shard a model, write your own training loop (docs/ring.md)"
         )
     wrappers = [
-        its
-        for its in model.modules()
-        if _SUMMING & {kind.__name__ for kind in type(its).__mro__} and hasattr(its, "process_group")
+        item
+        for item in model.modules()
+        if _SUMMING & {kind.__name__ for kind in type(item).__mro__} and hasattr(item, "process_group")
     ]
-    if several := {type(its).__name__ for its in wrappers if its.process_group.size() > 1}:
+    if several := {type(item).__name__ for item in wrappers if item.process_group.size() > 1}:
         reasons.append(
-            f"{', '.join(sorted(several))} over several processes: the workers would wait for each other in each pass, "
-            "and fail when one dies: give the model as it is, without it"
+            f"the model is wrapped in {', '.join(sorted(several))} over several processes: the workers would wait for "
+            "each other in each pass, and fail when one dies: pass the model without this wrapper"
         )
     if more := strange_parameters(optimizer, set(map(id, parameters))):
         reasons.append(
-            f"the optimizer has {more} parameter(s) that the model does not have: nobody would sum their gradients; "
-            "put all that is trained in the model, or in the list of models"
+            f"the optimizer has {more} parameter(s) that are not in the model: their gradients would not be summed; "
+            "put every trained parameter in the model, or in the list of models"
         )
     if twice := len(trained := _parameters(optimizer)) - len(set(map(id, trained))):
-        reasons.append(f"{twice} parameter(s) are in several of the optimizers: each of these would step them")
+        reasons.append(f"{twice} parameter(s) are in several optimizers, which would all update them: keep each in one")
     for each in optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]:
         closure = inspect.signature(each.step).parameters.get("closure")
         if closure is None or closure.default is not inspect.Parameter.empty:
             continue
         reasons.append(
-            f"{type(each).__name__} wants a closure, which computes the gradients again and again in one step: "
-            "each step has its sum once here; take an optimizer whose step() goes without"
+            f"{type(each).__name__} needs a closure, which recomputes the gradients several times in one step, but "
+            "gradients are summed once per step here: use an optimizer whose step() needs no closure"
         )
-    norms = [(name, its) for name, its in model.named_modules() if getattr(its, "track_running_stats", False)]
-    if counting := [name for name, its in norms if its.training]:
+    norms = [(name, item) for name, item in model.named_modules() if getattr(item, "track_running_stats", False)]
+    if counting := [name for name, item in norms if item.training]:
         others = f" and {len(counting) - 5} more" if len(counting) > 5 else ""
         reasons.append(
-            f"{', '.join(counting[:5])}{others}: running statistics change with each forward pass in train mode, on "
-            "each worker by itself: take a norm without them (GroupNorm, LayerNorm); where the statistics are to stay "
-            "as they are, call .eval() on these layers, before this and after each model.train()"
+            f"{', '.join(counting[:5])}{others}: running statistics change with each forward pass in train mode, "
+            "differently on each worker: use a norm without them (GroupNorm, LayerNorm); to keep the statistics "
+            "fixed, call .eval() on these layers, before this and after each model.train()"
         )
     if taken := sorted({"model", "optimizer"} & set(state)):
-        reasons.append(f"state: the names {', '.join(taken)} are taken")
+        reasons.append(f"state: the names {', '.join(taken)} are reserved: use other names")
     if REPLACED_VARIABLE in os.environ and dist.is_initialized() and dist.get_world_size() > 1:
         reasons.append(
-            f"there is a process group of {dist.get_world_size()} workers, and a worker that is started in place of a "
-            "lost one cannot take part in it: leave init_process_group() out, make a group of one process "
-            "(docs/integrate.md), or leave --max-restarts out"
+            f"torch's process group has {dist.get_world_size()} workers, and a worker that replaces a lost one cannot "
+            "join it: remove init_process_group(), create a group of one process (docs/integrate.md), or leave out "
+            "--max-restarts"
         )
     if reasons and COORDINATOR_VARIABLE in os.environ and not traceback_wanted():
         refuse(os.path.basename(sys.argv[0]), reasons)
@@ -153,7 +150,7 @@ def check(
 
 
 _AT_IMPORT = program.describe()
-"""The program as it was loaded by then: its files may be edited before the model is built."""
+"""Program as loaded at this import: its files may be edited before the model is built."""
 
 
 def loaded_program() -> dict[str, str]:
@@ -162,16 +159,16 @@ def loaded_program() -> dict[str, str]:
 
 
 def some_differ(own: OwnDescription, worker: int, holds: bool, statuses: Mapping[int, Json], session: Session) -> bool:
-    """Tell if a worker is known to differ from the run by what all have joined with: then the epoch is not begun.
+    """Return whether the statuses show that a worker differs from the run; then the epoch is not begun.
 
-    Ends the process where that is this worker, and the run where it has a state (``holds``): then both are of the
-    launch.
+    If this worker differs, the process exits; if it also has a state (``holds``), it was launched with the run, and the
+    run ends.
     """
-    told = {each: Told.of(status, "holds", "holds", "address") for each, status in statuses.items()}
-    odd = odd_ones(told)
-    different = own.different(worker, told, odd)
+    compared = {each: Told.of(status, "holds", "holds", "address") for each, status in statuses.items()}
+    odd = odd_ones(compared)
+    different = own.different(worker, compared, odd)
     if different and not holds:
-        log.info(f"worker {worker} ends, and the run goes on without it: it {different}")
+        log.info(f"worker {worker} exits, and the run continues without it: it {different}")
         sys.exit(EXIT_USAGE)
     if different:
         session.give_up(EXIT_USAGE, f"worker {worker} {different}")

@@ -1,14 +1,14 @@
-"""A model and an optimizer whose steps are finished when workers die in them.
+"""Model and optimizer whose steps are finished even if workers die in them.
 
-    step(s)   JOIN --plan--> GROUP --> (fetch the state) --> run my share --> sum --> agree --> optimizer's step
+    step(s)   JOIN --plan--> GROUP --> (fetch the state) --> run own share --> sum --> agree --> optimizer's step
                 ^                                                    |
-                '---- somebody died, or came: all join again --------'     what is finished stays, what is lost is run
+                '---- a worker died, or joined: all join again ------'     finished work is kept, lost work is run again
 
-    lead(f)   the worker that leads calls f; the next sum needs that worker, so f is done when a step after it is
-              finished.  If the worker dies before, the worker that leads then calls f as soon as it has joined.
-    leave()   JOIN, with ``leaving``, until the worker that leads has nothing left to do and all have the state
+    lead(f)   the leading worker calls f; the next sum needs that worker, so f is done when a later step is finished.
+              If the worker dies before that, the next leading worker calls f as soon as it has joined.
+    leave()   JOIN, with ``leaving``, until the leading worker has nothing left to do and all workers have the state
 
-The words are those of docs/ring.md: an epoch is a membership of the run, a bucket the memory of the gradients.
+docs/ring.md defines the terms: an epoch is a membership of the run, a bucket the memory of the gradients.
 """
 
 from __future__ import annotations
@@ -49,42 +49,42 @@ from recover_megatron.variables import HOST_VARIABLE
 log = get_logger(__name__)
 
 OPENING_SECONDS = 600.0
-"""How long workers wait for each other at the beginning of an epoch: some may be between two steps."""
+"""Time limit for workers to wait for each other at the start of an epoch: some may be between two steps."""
 
 
 class ElasticDataParallel:
-    """Trains ``model`` with ``optimizer`` on all workers of the run, each of which holds the whole model.
+    """Trains ``model`` with ``optimizer`` on all workers of the run, each of which holds the complete model.
 
     Several models or optimizers (a GAN, actor and critic) are given as lists: all optimizers step, in their order, at
-    each step.  In the state the models are those of a ``torch.nn.ModuleList``, the optimizers' states by number.
+    each step.  In the state the models have the names of a ``torch.nn.ModuleList``, the optimizers are numbered.
 
     Each step sums the gradients of the same ``microbatches`` microbatches, each exactly once, whichever workers die and
-    whenever: the parameters are those of a run without failures, but for the order of additions.
+    whenever: the parameters equal those of a run without failures, except for the order of additions.
 
-    ``state``: what else changes from step to step (a scheduler): it is sent to workers that come, and saved.
+    ``state``: other objects that change from step to step (a scheduler): sent to new workers, and saved.
     ``before_update``: called when the gradients of the step are summed, before the optimizer's step, on all workers
-    with the same gradients: to clip them.  ``backward``: what is called with each loss, divided by ``microbatches``
+    with the same gradients: to clip them.  ``backward``: called with each loss, divided by ``microbatches``
     (accelerate: ``accelerator.backward``); it must not scale the gradient.  ``seed``: the default generators of
-    Python, NumPy and torch are set by it and the step before each microbatch (and by the microbatch's number, so
-    that dropout is the same whichever worker runs it) and before the update, so that all workers draw the same
-    there and in the loop; None: they are left alone.
-    ``verify_interval``: every so many steps the workers compare digests of their states, before the next sum.  A worker
-    whose state is not that of most takes theirs over; where no state is that of most the run ends with exit code 12.
-    0: never.
-    ``allow_seconds``: so long beyond the hang timeout (60 s) may a microbatch take before its worker counts as hung.
-    ``compare_code``: whether a worker is refused whose script, or a module of it, is not that of the run (`program`).
+    Python, NumPy and torch are seeded with it and the step: before each microbatch (also with the microbatch's number,
+    so that dropout does not depend on the worker that runs it), and before the update, so that all workers draw the
+    same numbers there and in the loop; None: the generators are not changed.
+    ``verify_interval``: every that many steps the workers compare digests of their states, before the next sum.  A
+    worker whose state differs from the majority's takes that state over; without a majority the run ends with exit
+    code 12.  0: never.
+    ``allow_seconds``: a microbatch may take this long beyond the hang timeout (60 s) before its worker counts as hung.
+    ``compare_code``: refuse a worker whose script, or a module of it, differs from the run's (`program`).
 
-    Workers need not begin with equal parameters: of those that have completed most steps the lowest gives its state to
-    all others.  A process that comes into the running job gets the state of those that train; it is refused, exit code
-    2, where it differs from the run in its program, ``microbatches``, ``seed``, the parameters that it trains, the
-    names in ``state``, or this package's version, or where a ``load_state_dict`` does not restore the state.
+    Workers need not begin with equal parameters: of the workers with the most completed steps the lowest sends its
+    state to all others.  A process that joins a running job gets the state of the workers that train.  It is refused,
+    exit code 2, if it differs from the run in its program, ``microbatches``, ``seed``, trainable parameters, names in
+    ``state`` or version of this package, or if a ``load_state_dict`` does not restore the state.
 
-    Raises ``UserError`` where ``recover-run`` did not start this process.  Where the model or the optimizer cannot be
-    trained so, or this process has made another one, it tells all reasons, and ends the process with exit code 2.
+    Raises ``UserError`` if ``recover-run`` did not start this process.  If the model or the optimizer is not supported,
+    or this process has created another instance, it prints all reasons and exits with code 2.
     """
 
-    _made = False  # True when this process has made one
-    _failed: BaseException | None = None  # the exception that has left ``step``
+    _made = False  # True when this process has created one
+    _failed: BaseException | None = None  # the exception that was raised by ``step``
     _updating = False  # True while the optimizer steps
 
     def __init__(
@@ -109,7 +109,7 @@ class ElasticDataParallel:
         check(module, self._optimizer, parameters, microbatches, state or {}, again=ElasticDataParallel._made)
         self.microbatches = microbatches
         self.completed = 0
-        """The last step that is finished."""
+        """Last finished step."""
         self._before_update = before_update or (lambda: None)
         self._allow, self._verify_interval = allow_seconds, verify_interval
         self._state = State({"model": module, "optimizer": self._optimizer, **(state or {})})
@@ -127,25 +127,25 @@ class ElasticDataParallel:
         )
         self._holds = not is_newcomer()
         self._changed = False
-        """Whether a step of this run has changed the state, or it was taken from another worker."""
+        """True if a step of this run has changed the state, or it was received from another worker."""
         self._standing: Standing | None = None
         self._statuses: dict[int, Status] = {}
-        self._told = Status()
-        """The status with which this worker joined last."""
+        self._sent = Status()
+        """Status with which this worker joined last."""
         self._leading = Leading()
         self._summed: frozenset[int] = frozenset()
-        """The workers that made the last sum with this one."""
+        """Workers that took part in the last sum."""
         self._uncaught = sys.excepthook
         sys.excepthook = self._ended_by
 
     @property
     def worker(self) -> int:
-        """This worker's id: at launch the rank; that of a process that takes the place of another is a new one."""
+        """Id of this worker: its rank at launch; a process that replaces another gets a new id."""
         return self._column.me
 
     @property
     def workers(self) -> list[int]:
-        """The ids of the workers of the run, ascending, as of the last step; empty before the first."""
+        """Ids of the workers of the run, ascending, as of the last step; empty before the first step."""
         return self._column.members
 
     @property
@@ -155,25 +155,25 @@ class ElasticDataParallel:
 
     @one_step
     def step(self, microbatch: Microbatch) -> StepResult:
-        """Finish the next step: returns when it is finished on all live workers, and applied on this one.
+        """Finish the next step; return when it is finished on all live workers, and applied on this one.
 
-        Raises what ``microbatch`` raises (the others go on, or end, too, if it is raised there for the same microbatch
-        or by the same error), ``Fenced`` where this worker was put out of the run, and ``CoordinatorLost`` where the
-        run ends, with the exit code in ``code``; 0: the others had finished it.  Called after an error has left it, it
-        ends the process.
+        Raises what ``microbatch`` raises (the other workers continue, or also exit if the same microbatch or the same
+        error fails there), ``Fenced`` if this worker was evicted, and ``CoordinatorLost`` if the run ends, with the
+        exit code in ``code``; 0: the other workers had finished it.  If an earlier call raised an error, a further call
+        exits the process.
         """
         began, epochs = time.perf_counter(), self._session.epoch
         if more := strange_parameters(self._optimizer, self._known):
             raise self._begins_with(
-                f"the optimizer has {more} parameter(s) now whose gradients are not summed: what is trained must be in "
-                "the model when it is given to ElasticDataParallel"
+                f"the optimizer now has {more} parameter(s) whose gradients are not summed: every trained parameter "
+                "must be in the model when it is passed to ElasticDataParallel"
             )
         if self._gradients.grow():
-            self._column.renew(f"more parameters are trained from step {self.completed + 1} on")
+            self._column.renew(f"more parameters are trainable from step {self.completed + 1} on")
         self._gradients.clear()
         self._passes.ran = []
         while not self._holds or self._column.committed <= self.completed:
-            with contextlib.suppress(EpochRevoked):  # somebody died, or came: join those that are there
+            with contextlib.suppress(EpochRevoked):  # a worker died, or joined: join the live workers
                 if self._column.over:
                     self._join()
                 else:
@@ -187,7 +187,7 @@ class ElasticDataParallel:
         self._before_update()
         self._updating = True
         self._optimizer.step()
-        if not self._changed:  # an optimizer has its state from now on
+        if not self._changed:  # the optimizer has created its state in this step
             self._state.check()
         self.completed, self._changed, self._updating = self.completed + 1, True, False
         result = StepResult(
@@ -201,9 +201,9 @@ class ElasticDataParallel:
 
     @takes_part
     def begin(self) -> int:
-        """Join the run, and take the state of the worker that has completed most steps; returns ``completed``.
+        """Join the run, and take the state of the worker with the most completed steps; return ``completed``.
 
-        ``run`` and the first ``step`` do it.  A loop of your own that asks for ``completed`` calls it before.  Raises
+        ``run`` and the first ``step`` do it.  A loop of your own calls it before it reads ``completed``.  Raises
         ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
         """
         while not self._holds or not self._column.members:
@@ -216,13 +216,13 @@ class ElasticDataParallel:
 
     @takes_part
     def lead(self, function: Callable[[], Any], name: str = "") -> None:
-        """Have one worker call ``function`` for all, between two steps: to write a checkpoint, a log, an evaluation.
+        """Make one worker call ``function`` for all, between two steps: to write a checkpoint, a log, an evaluation.
 
-        All workers call ``lead`` at the same place, with the same function.  The worker that leads calls the function
-        at once; the others go on, and wait at their next sum, or in ``leave``.  If that worker dies in it, the worker
-        that leads then calls the function, perhaps once more, with the state after the same step: it must not depend on
-        what the loop changes later, and not train.  ``name``: for logs.  Raises what the function raises; ends the
-        process as ``run`` does where this worker has no part in the run any more (``check``).
+        All workers call ``lead`` at the same place, with the same function.  The leading worker calls the function at
+        once; the others continue, and wait at their next sum, or in ``leave``.  If the leading worker dies in it, the
+        next leading worker calls the function, perhaps a second time, with the state after the same step.  So the
+        function must not depend on later changes of the loop, and must not train.  ``name``: for logs.  Raises what the
+        function raises; exits the process as ``run`` does if this worker is no longer part of the run (``check``).
         """
         self._leading.add(function, name)
         if self.leads:
@@ -232,21 +232,21 @@ class ElasticDataParallel:
 
     @takes_part
     def check(self) -> None:
-        """Return if this worker has a part in the run; call it before what a worker that was stopped must not do.
+        """Return if this worker is part of the run; call it before an action that an evicted worker must not take.
 
-        A function of ``lead`` calls it before it renames a checkpoint: a worker that stood still does not know yet that
-        another one may have written a newer checkpoint.  Raises ``Fenced`` and ``CoordinatorLost``.
+        A function of ``lead`` calls it before it renames a checkpoint: a worker that was stopped for a while does not
+        know that another worker may have written a newer one.  Raises ``Fenced`` and ``CoordinatorLost``.
         """
         self._session.be_in_touch(in_epoch=False)
 
     @takes_part
     def leave(self) -> None:
-        """The training is finished for this worker: the others do not wait for it any more.  ``run`` does it.
+        """Leave the run when the training is finished: the others no longer wait for this worker.  ``run`` does it.
 
-        Returns when what ``lead`` was asked for is done, by whichever worker, and no worker needs this one's state.
+        Returns when all functions passed to ``lead`` are done, by any worker, and no worker needs this one's state.
         Raises ``Fenced`` and ``CoordinatorLost`` as ``step`` does.
         """
-        while self._holds and self._leading.unsettled:  # a worker without the state has nothing to give
+        while self._holds and self._leading.unsettled:  # a worker without the state has nothing to send
             with contextlib.suppress(EpochRevoked):
                 self._join(leaving=True)
                 if self._column.over or self._standing is None:
@@ -264,13 +264,13 @@ class ElasticDataParallel:
 
     @gives_state
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: the steps that are completed, and the state of model, optimizer and ``state``."""
+        """Return the number of completed steps, and the state of model, optimizer and ``state``, for a checkpoint."""
         return {"completed": self.completed, "state": self._state.tree()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, which stays as it is; before the first step.  Only one worker needs to have it."""
+        """Continue from a checkpoint, which is not modified; before the first step.  One worker is enough."""
         if self._column.members:
-            raise RuntimeError("load_state_dict is for before the first step: the other workers would not know of it")
+            raise RuntimeError("call load_state_dict() before the first step: the other workers do not see a later one")
         with self._gradients.away():
             self._state.load(state_dict["state"], copied=True)
         self.completed = int(state_dict["completed"])
@@ -278,37 +278,37 @@ class ElasticDataParallel:
     # ---- one step
 
     def _join(self, *, leaving: bool = False) -> None:
-        """Join the next epoch, and find out which of its workers have the state."""
+        """Join the next epoch, and determine which of its workers have the state."""
         self._mark("rendezvous", waiting=True)
         digest = "" if self._changed or not self._holds else self._state.digest()
         own, address = self._own, self._exchange.address
-        self._told = Status(
+        self._sent = Status(
             self.completed, self._holds, digest, tuple(self._passes.ran), address, own.given, own.code,
             self._gradients.covered, self._leading.todo, leaving,
         )  # fmt: skip
-        self._column.join(self._told.to_json())
+        self._column.join(self._sent.to_json())
         if some_differ(self._own, self.worker, self._holds, self._column.statuses, self._session):
-            self._session.wait_revoked()  # those end, or all do
+            self._session.wait_revoked()  # the workers that differ exit, or all do
             return
-        self._statuses = {worker: Status.from_json(told) for worker, told in self._column.statuses.items()}
+        self._statuses = {worker: Status.from_json(json) for worker, json in self._column.statuses.items()}
         self._standing = standing(self._statuses, self._column.begins_after)
         if self._standing is None:
             raise self._nobody_holds()
         if self._holds and self.worker not in self._standing.holders:
             lead = self._standing.holders[0]
-            log.info(f"worker {self.worker} began with another state than worker {lead}, and takes that one")
+            log.info(f"worker {self.worker} started with another state than worker {lead}, which it now takes over")
             self._holds = False
         if not self._holds:
             self._passes.ran = []
             holders = [self._statuses[worker] for worker in self._standing.holders]
-            # What was covered before the last step may be less.
-            told = [its for its in holders if its.completed == self._standing.completed]
-            self._gradients.cover((told or holders)[0].covered)
+            # Before the last step fewer parameters may have been covered.
+            newest = [status for status in holders if status.completed == self._standing.completed]
+            self._gradients.cover((newest or holders)[0].covered)
             self._gradients.clear()
         if odd := odd_cover(self._statuses, self._standing):
             raise self._begins_with(
                 f"worker {odd} trains other parameters than worker {self._standing.holders[0]} from step "
-                f"{self._standing.completed + 1} on: a layer must be unfrozen on all workers after the same step"
+                f"{self._standing.completed + 1} on: unfreeze a layer on all workers after the same step"
             )
         if len(self._standing.holders) < len(self._statuses):
             self._leading.unsettled = True
@@ -316,10 +316,10 @@ class ElasticDataParallel:
         if names and lead == self.worker and self.completed == self._standing.completed:
             self._do()
             self._generators.after_lead(self.completed, self._leading.calls)  # before the first step, too
-            self._column.renew(f"worker {self.worker} has done {names} in place of a worker that is lost")
+            self._column.renew(f"worker {self.worker} has called {names} in place of a lost worker")
 
     def _do(self) -> None:
-        """Call what this worker, which leads, is to do for all."""
+        """Call the functions of ``lead``: this worker leads."""
         allow = self._session.settings.stall_timeout
         self._leading.call(
             lambda name: self._session.mark(self.completed, name, allow=allow),
@@ -327,15 +327,15 @@ class ElasticDataParallel:
         )
 
     def _nobody_holds(self) -> CoordinatorLost:
-        """All that had the state have finished, or have died: the end of the run, for this worker or for all."""
+        """End the run, for this worker or for all, when all workers with the state have finished or died."""
         if self._session.left:
-            return CoordinatorLost("the others have finished the run", 0)
-        why = "the workers that had the state of the run are lost"
+            return CoordinatorLost("the other workers have finished the run", 0)
+        why = "all workers that had the state of the run are lost"
         self._session.give_up(EXIT_STATE_LOST, why)
         return CoordinatorLost(why, EXIT_STATE_LOST)
 
     def _finish(self, microbatch: Microbatch) -> None:
-        """This epoch's part of the step.  Raises EpochRevoked; returns, too, where the next epoch must be joined."""
+        """Run this epoch's part of the step; return, too, if the next epoch must be joined.  Raises EpochRevoked."""
         group, at, step = self._enter(), self._standing, self.completed + 1
         if group is None or at is None:
             return
@@ -355,20 +355,20 @@ class ElasticDataParallel:
         self._column.agree(step)
 
     def _enter(self) -> Group | None:
-        """Open the epoch's group, and have the state; None: a new epoch must be joined.  Raises EpochRevoked."""
+        """Open the epoch's group and fetch the state; None: a new epoch must be joined.  Raises EpochRevoked."""
         at = self._standing
         assert at is not None, "joined"
         self._mark("rendezvous", waiting=True)
         if self.completed == at.completed and self.worker in at.holders and len(at.holders) < len(self._statuses):
             self._put()
         leaving = [worker for worker, status in self._statuses.items() if status.leaving]
-        # What is summed anywhere is final: here, too, from now on.  Those that leave take no part in a sum.
+        # Opening the group pulls spans that are summed anywhere.  Leaving workers take no part in a sum.
         group = None if leaving else self._column.group(self._gradients.buckets)
         if not self._holds and not self._fetch(at):
             return None
         if leaving:
-            if replace(self._told, completed=self.completed, holds=self._holds, todo=self._leading.todo) != self._told:
-                self._column.renew(f"workers {leaving} leave, and worker {self.worker} has gone on")
+            if replace(self._sent, completed=self.completed, holds=self._holds, todo=self._leading.todo) != self._sent:
+                self._column.renew(f"workers {leaving} leave, and worker {self.worker} has changed its status")
             else:
                 self._session.wait_revoked()
         return group
@@ -377,9 +377,9 @@ class ElasticDataParallel:
         self._exchange.put(self._session.epoch, self.completed, self._gradients.trained, self._state)
 
     def _verified(self, group: Group) -> bool:
-        """Compare the workers' states where it is time to; False: they differ, and a new epoch must be joined.
+        """Compare the workers' states if it is time to; False: they differ, and a new epoch must be joined.
 
-        Ends the run where no state is that of most workers.
+        Ends the run if no state has a majority.
         """
         if not self._verify_interval or not self.completed or self.completed % self._verify_interval:
             return True
@@ -396,12 +396,12 @@ class ElasticDataParallel:
         if self.worker in verdict.odd:
             self._holds = False
             self._column.renew(verdict.text(self.completed))
-        else:  # not to end the exchange of a worker that does not know yet that it is the odd one
+        else:  # a worker that differs may still be in the exchange: do not end the epoch before it knows
             self._session.wait_revoked()
         return False
 
     def _fetch(self, at: Standing) -> bool:
-        """Take the state from its holders; False: none of them could be reached, and a new epoch must be joined."""
+        """Fetch the state from its holders; False: no holder was reachable, and a new epoch must be joined."""
         self._mark("state", allow=self._allow)
         holders = {worker: self._statuses[worker].address for worker in at.holders}
         try:
@@ -416,18 +416,18 @@ class ElasticDataParallel:
             return False
         except NotRestored as error:
             if is_newcomer() or self._column.begins_after:
-                log.info(f"worker {self.worker} ends, and the run goes on without it: {error}")
+                log.info(f"worker {self.worker} exits, and the run continues without it: {error}")
                 sys.exit(EXIT_USAGE)
             self._session.give_up(EXIT_USAGE, f"worker {self.worker}: {error}")
             self._session.wait_revoked()
             return False
-        # As those who gave it: a worker whose state no step has changed yet tells its digest.
+        # As on the holders: a worker whose state no step has changed yet joins with its digest.
         self._holds, self._changed = True, not self._statuses[at.holders[0]].digest
-        log.info(f"worker {self.worker} has the state after step {self.completed}, from worker {at.holders[0]}")
+        log.info(f"worker {self.worker} received the state after step {self.completed} from worker {at.holders[0]}")
         return True
 
     def _report(self, phase: str, j: int | None, error: Exception) -> None:
-        """Tell the coordinator why this worker ends: a fault of the work ends the run, before it has ended all."""
+        """Report to the coordinator why this worker exits: it ends the run if the work itself is faulty."""
         tried = [] if j is None else [*self._passes.ran, j]
         self._session.report_exception(
             self.completed + 1, j, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)),
@@ -435,13 +435,13 @@ class ElasticDataParallel:
         )  # fmt: skip
 
     def _begins_with(self, why: str) -> RuntimeError:
-        """Tell the coordinator of an error with which a step begins; the error."""
+        """Report an error at the start of a step to the coordinator; return the error."""
         error = RuntimeError(why)
         self._report("begin", None, error)
         return error
 
     def _ended_by(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Of an exception that ends the process, wherever it was raised, the coordinator is told, if it is not yet."""
+        """Report an uncaught exception to the coordinator, unless that was done; it is the ``sys.excepthook``."""
         if isinstance(error, Exception):
             self._report("between steps", None, error)
         self._uncaught(kind, error, trace)

@@ -1,15 +1,15 @@
-"""Random numbers that do not depend on which worker draws them: the generators are set by the step and the microbatch.
+"""Random numbers that do not depend on the worker that draws them: step and microbatch seed the generators.
 
-    microbatch j of step s     set from (seed, s, j)     dropout is the same whichever worker runs the microbatch
-    the update of step s       set from (seed, s)        the same on all workers: noise, stochastic rounding
-    the loop after step s      goes on from there        the same on all workers: an order of samples
-    after `lead`               set from (seed, s, n)     the worker that leads may have drawn more than the others
+    microbatch j of step s     seeded by (seed, s, j)    dropout does not depend on the worker that runs the microbatch
+    the update of step s       seeded by (seed, s)       the same on all workers: noise, stochastic rounding
+    the loop after step s      continues from there      the same on all workers: an order of samples
+    after `lead`               seeded by (seed, s, n)    the leading worker may have drawn more than the others
 
-So a run in which workers die draws the numbers of the run without, whichever worker runs a microbatch, and a worker
-that comes draws those of the others.  What is drawn before the first step is the script's own: it sets a seed there.
+So a run in which workers die draws the same numbers as a run without failures, and a new worker draws the same numbers
+as the others.  The script itself must set a seed for numbers that it draws before the first step.
 
-Set are Python's ``random``, NumPy's global generator where the process has imported NumPy, and torch's default
-generators of the CPU and of the parameters' kind of device.
+Seeded are Python's ``random``, NumPy's global generator if the process has imported NumPy, and torch's default
+generators of the CPU and of the parameters' device type.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ import torch
 
 
 class Generators:
-    """Sets the default generators of this process.  ``seed`` None: they are left alone."""
+    """Seeds the default generators of this process.  ``seed`` None: they are not changed."""
 
     def __init__(self, seed: int | None, device: torch.device) -> None:
-        """``device``: that of the parameters."""
+        """``device``: device of the parameters."""
         self._seed = seed
-        # Not torch.manual_seed: for each kind of device that is not in use it formats a call stack, about 1 ms.
+        # Not torch.manual_seed: for each unused device type it formats a call stack, about 1 ms.
         module = None if device.type == "cpu" else torch.get_device_module(device)
         self._set_device = getattr(module, "manual_seed_all", getattr(module, "manual_seed", None))
 
     def for_microbatch(self, step: int, j: int) -> None:
-        """Set them for microbatch ``j`` of ``step``."""
+        """Seed the generators for microbatch ``j`` of ``step``."""
         self._set(f"{step} {j}")
 
     def for_update(self, step: int) -> None:
-        """Set them for the update of ``step``, and for the loop's body after it."""
+        """Seed the generators for the update of ``step``, and for the loop's body after it."""
         self._set(f"{step} update")
 
     def after_lead(self, step: int, number: int) -> None:
-        """Set them after the ``number``-th call that one worker makes for all, since ``step`` was finished."""
+        """Seed the generators after the ``number``-th call of ``lead`` since ``step`` was finished."""
         self._set(f"{step} lead {number}")
 
     def _set(self, of: str) -> None:
-        """Set all generators from the seed and ``of``, a text of its own for each use.
+        """Seed all generators from the seed and ``of``, a unique text for each use.
 
-        Equal texts give equal numbers on every worker with the same kind of device.
+        Equal texts give equal numbers on every worker with the same device type.
         """
         if self._seed is None:
             return

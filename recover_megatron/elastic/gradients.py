@@ -1,4 +1,4 @@
-"""The gradients of a step in memory that the workers sum: buckets, and what a step counts beside them."""
+"""Gradients of a step in memory that the workers sum: buckets, and the counters of a step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from recover_megatron.errors import Disagreement
 
 
 class Gradients:
-    """The memory of the gradients of a model, on one device, as buckets: one for each type of its parameters.
+    """Memory of the gradients of a model, on one device, as buckets: one for each dtype of its parameters.
 
-    A parameter is covered, which means that it has a part of a bucket, from the first step on that begins with it
-    trained (``requires_grad``); those that are never trained cost no memory.  Behind the gradients in the bucket of the
-    widest type (float32 or float64; else in a bucket of its own) is what a step counts: its loss, how often each
-    microbatch was added, and how many microbatches gave each covered parameter a gradient.
+    A parameter is covered (has a part of a bucket) from the first step that begins while it is trainable
+    (``requires_grad``); a parameter that is never trained takes no memory.  The bucket of the widest dtype (float32 or
+    float64; else a separate bucket) ends with the counters of a step: its loss, how often each microbatch was added,
+    and how many microbatches gave each covered parameter a gradient.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], microbatches: int) -> None:
-        """``parameters``: all of the model, trained or not, in the order that is the same on all workers."""
+        """``parameters``: all parameters of the model, trainable or not, in the same order on all workers."""
         self._all, self._microbatches = list(parameters), microbatches
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._used: set[int] = set()
-        """Covered parameters, by number, that the present microbatch has given a gradient."""
+        """Covered parameters, by number, that the current microbatch has given a gradient."""
         self._uses: list[float] = []
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._cover([at for at, parameter in enumerate(self._all) if parameter.requires_grad])
@@ -54,34 +54,34 @@ class Gradients:
         self._hooks = [self._hook(parameter, at) for at, parameter in enumerate(parameters)]
 
     def _hook(self, parameter: torch.Tensor, at: int) -> torch.utils.hooks.RemovableHandle:
-        """Notice when a backward pass gives ``parameter`` a gradient."""
+        """Record when a backward pass gives ``parameter`` a gradient."""
         trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # else torch takes no hook; a frozen parameter's is not called
+        parameter.requires_grad_(True)  # else torch refuses the hook; it is not called while the parameter is frozen
         handle = parameter.register_post_accumulate_grad_hook(lambda _: self._used.add(at))
         parameter.requires_grad_(trained)
         return handle
 
     @property
     def covered(self) -> str:
-        """The numbers of the covered parameters, as bits of a hexadecimal number."""
+        """Numbers of the covered parameters, as bits of a hexadecimal number."""
         return f"{sum(1 << at for at in self._covered):x}"
 
     def cover(self, covered: str) -> bool:
-        """Cover what another worker covers (``covered``), and nothing else; whether that is a change.
+        """Cover exactly the parameters that another worker covers (``covered``); return whether that is a change.
 
-        Raises ValueError where that is no parameter of this model.
+        Raises ValueError if one of them is not a parameter of this model.
         """
         bits = int(covered, 16)
         numbers = [at for at in range(bits.bit_length()) if bits >> at & 1]
         if not numbers or numbers[-1] >= len(self._all):
-            raise ValueError(f"the covered parameters {covered!r} are not those of a model with {len(self._all)}")
+            raise ValueError(f"the covered parameters {covered!r} do not fit a model with {len(self._all)} parameters")
         if self._covered == set(numbers):
             return False
         self._cover(numbers)
         return True
 
     def grow(self) -> bool:
-        """Cover the parameters that are trained and were not; whether there are any.  All gradients are zero then."""
+        """Cover newly trainable parameters; return whether there are any.  If so, all gradients are zero."""
         if not any(parameter.requires_grad for parameter in self._others):
             return False
         trained = {at for at, parameter in enumerate(self._all) if parameter.requires_grad}
@@ -90,18 +90,18 @@ class Gradients:
 
     @property
     def trained(self) -> list[bool]:
-        """The model's parameters, in order: True for those that are trained now."""
+        """Flags of the model's parameters, in order: True if the parameter is trainable now."""
         return [parameter.requires_grad for parameter in self._all]
 
     def train(self, trained: Sequence[bool]) -> None:
-        """Freeze and unfreeze the model's parameters as they are on another worker (``trained``)."""
-        for parameter, its in zip(self._all, trained, strict=True):
-            parameter.requires_grad_(its)
+        """Freeze and unfreeze the model's parameters as on another worker (``trained``)."""
+        for parameter, flag in zip(self._all, trained, strict=True):
+            parameter.requires_grad_(flag)
 
     def clear(self) -> None:
-        """The next step: all zero, nothing summed; the parameters' ``grad`` is this memory, whatever it was since.
+        """Prepare the next step: zero all buckets, mark them LOCAL, and set the parameters' ``grad`` to this memory.
 
-        Those that are not covered have none: the optimizer would step with what is left from before.
+        Parameters that are not covered get no ``grad``: the optimizer would step with an old one.
         """
         self._put_in()
         for parameter in self._others:
@@ -116,8 +116,8 @@ class Gradients:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Meanwhile the parameters have no gradient, as before a training: there are optimizers (torchtitan's, and what
-        torch.distributed.checkpoint makes of one) that load nothing into parameters which have one.
+        """Remove the parameters' gradients inside this context: some optimizers (torchtitan's, and the wrapper of
+        torch.distributed.checkpoint) load nothing into parameters that have a gradient.
         """
         for parameter, _ in self._grads:
             parameter.grad = None
@@ -128,33 +128,33 @@ class Gradients:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """While microbatches are added: what is summed already stays as it is."""
+        """Keep the finished sums unchanged while microbatches are added inside this context."""
         with contextlib.ExitStack() as stack:
             beside = 0
             for bucket in self.buckets:
-                aside = bucket.set_aside(beside=beside)
-                beside += aside.device_bytes
-                stack.enter_context(aside)
+                saved = bucket.set_aside(beside=beside)
+                beside += saved.device_bytes
+                stack.enter_context(saved)
             yield
 
     def changes(self) -> tuple[int, int]:
-        """Two numbers: one is another after each change of a parameter, one after each of a gradient, in place."""
+        """Return two counters: of in-place changes of parameters, and of in-place changes of gradients."""
         return sum(parameter._version for parameter, _ in self._grads), sum(flat._version for flat in self._memory)
 
     def count(self, j: int, loss: torch.Tensor) -> None:
-        """Microbatch ``j`` has been added, with this part of the step's loss.
+        """Count microbatch ``j`` as added, with this part of the step's loss.
 
-        Raises RuntimeError where gradients are outside of the buckets, which nobody would sum.
+        Raises RuntimeError if gradients are outside the buckets, where they would not be summed.
         """
         if any(parameter.grad is not None for parameter in self._others):
             raise RuntimeError(
                 "a microbatch has given a gradient to a parameter that was frozen when the step began: unfreeze it in "
-                "the loop's body, or before ElasticDataParallel is made; a microbatch may freeze it again"
+                "the loop's body, or before you create ElasticDataParallel; a microbatch may freeze it again"
             )
         if any(parameter.grad is not grad for parameter, grad in self._grads):
             raise RuntimeError(
-                "a parameter's grad is another tensor than before the microbatch: leave zero_grad() out (a step begins "
-                "with gradients of zero), and sparse gradients"
+                "the microbatch has replaced a parameter's grad by another tensor: remove zero_grad() (a step begins "
+                "with zero gradients), and do not use sparse gradients"
             )
         counted = self._counted
         counted[0] += loss.detach().to(counted.dtype).reshape(())
@@ -171,13 +171,13 @@ class Gradients:
         loss, *counts = self._counted.tolist()
         times, self._uses = counts[: self._microbatches], counts[self._microbatches :]
         if any(count != 1 for count in times):
-            raise Disagreement(f"the sum has the microbatches of the step {[int(count) for count in times]} times")
+            raise Disagreement(f"the sum contains each microbatch {[int(count) for count in times]} times, not once")
         return float(loss)
 
     def leave_out_unused(self) -> None:
-        """Take the gradient of zero from the parameters that no microbatch of the step has used, on any worker.
+        """Remove the zero gradient of parameters that no microbatch of the step has used, on any worker.
 
-        So optimizers leave these parameters alone, as in a loop of one process: frozen layers, branches not taken.
+        So optimizers skip these parameters (frozen layers, branches not taken), as in a loop of one process.
         After ``loss``; until ``clear``.
         """
         for (parameter, grad), used in zip(self._grads, self._uses, strict=True):

@@ -1,4 +1,4 @@
-"""The forward and backward passes of a worker's microbatches, each checked to have added its gradient and no more."""
+"""Forward and backward passes of a worker's microbatches, each checked to add its gradient and change nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Passes:
         self._gradients, self._state, self._generators = gradients, state, generators
         self._backward, self._microbatches = backward, microbatches
         self.ran: list[int] = []
-        """The microbatches of the present step whose gradients this worker has added."""
+        """Microbatches of the current step whose gradients this worker has added."""
         self._reads = False
 
     def run(
@@ -43,11 +43,11 @@ class Passes:
         begin: Callable[[int], None],
         failed: Callable[[int, Exception], None],
     ) -> bool:
-        """Add the gradients of these microbatches; False: the epoch is ``over``, and some are left.
+        """Add the gradients of the microbatches ``share``; return False if the epoch is ``over`` and some are left.
 
-        ``begin``: told the number of each before it.  ``failed``: told of an exception, which is then raised.
+        ``begin``: called with the number of each before it.  ``failed``: called with an exception before it is raised.
         """
-        tell_readers(self._loader_lost)  # here, too: this worker may have no microbatch of the step
+        tell_readers(self._loader_lost)  # also here: this worker may have no microbatch in this step
         with self._gradients.kept():
             for j in share:
                 if over():
@@ -63,18 +63,18 @@ class Passes:
         return True
 
     def gradient(self, microbatch: Microbatch, step: int, j: int) -> torch.Tensor:
-        """Add that of one microbatch; its part of the step's loss.  Raises where it did not add that alone."""
+        """Add the gradient of one microbatch; return its part of the loss.  Raises if it changed anything else."""
         before, untrained = self._gradients.changes(), self._state.untrained()
         self._reads = True
         try:
-            told = microbatch(step, j)
+            result = microbatch(step, j)
         finally:
             self._reads = False
             tell_readers(self._loader_lost)
-        if not isinstance(told, torch.Tensor) or told.numel() != 1:
-            what = f"a tensor of shape {list(told.shape)}" if isinstance(told, torch.Tensor) else f"{told!r:.100}"
-            raise TypeError(f"microbatch({step}, {j}) returned {what}: it must return its loss, a tensor of one number")
-        loss, forward = told / self._microbatches, self._gradients.changes()
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            what = f"a tensor of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else f"{result!r:.100}"
+            raise TypeError(f"microbatch({step}, {j}) returned {what}: it must return its loss, a scalar tensor")
+        loss, forward = result / self._microbatches, self._gradients.changes()
         arrived: list[torch.Tensor] = []
         hooked = loss.requires_grad and self._backward is not torch.Tensor.backward
         if hooked:
@@ -85,21 +85,21 @@ class Passes:
         after = self._gradients.changes()
         if before[0] != after[0]:
             raise RuntimeError(
-                f"microbatch({step}, {j}) has changed parameters: leave the optimizer's step() to the library"
+                f"microbatch({step}, {j}) has changed parameters: remove the optimizer's step(), the library calls it"
             )
         if changed := self._state.changed(untrained):
             raise RuntimeError(
-                f"microbatch({step}, {j}) has changed the model's {', '.join(changed[:5])}, on this worker alone: a "
-                "model whose state changes in its forward pass is not trained so; call .eval() on a norm with running "
-                "statistics (BatchNorm), again after each model.train(), or take GroupNorm or LayerNorm"
+                f"microbatch({step}, {j}) has changed the model's {', '.join(changed[:5])}, on this worker only: a "
+                "model whose state changes in its forward pass is not supported; call .eval() on a norm with running "
+                "statistics (BatchNorm), again after each model.train(), or use GroupNorm or LayerNorm"
             )
         if before[1] != forward[1] and forward[1] != after[1]:
             raise RuntimeError(
-                f"microbatch({step}, {j}) has changed gradients beside backward: leave zero_grad() and backward() out"
+                f"microbatch({step}, {j}) has changed gradients outside backward=: remove zero_grad() and backward()"
             )
         return loss
 
     def _loader_lost(self, error: RuntimeError) -> None:
-        """A process of a DataLoader has died: an error of the microbatch, and of no sum, update or checkpoint."""
+        """Raise the death of a DataLoader process in the microbatch only, not in a sum, update or checkpoint."""
         if self._reads:
             raise error

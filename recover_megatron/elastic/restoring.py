@@ -1,4 +1,4 @@
-"""Loads a state into a part so that nothing of it is changed, and finds what a part has changed nevertheless."""
+"""Bit-exact loading of a state into a part, and detection of values that the part has changed nevertheless."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from recover_megatron.collectives.state.trees import Path
 
 
 class NotRestored(Exception):
-    """A part's ``load_state_dict`` has made another state of the one that it was given."""
+    """A part's ``load_state_dict`` did not restore the state that it received."""
 
 
 @contextmanager
 def as_sent(part: object) -> Iterator[None]:
-    """While ``part`` loads a state, its optimizers take the tensors with the types that they have in that state.
+    """Make the optimizers of ``part`` keep the dtypes of a state that is loaded inside this context.
 
-    ``torch.optim.Optimizer.load_state_dict`` casts tensors to the type of their parameter: a moment of 32 bits beside a
-    parameter of 16 bits loses half of its bits.  Hooks of the optimizer work as always: those that change the state
-    before it is loaded come before this, and those that run afterwards come after this.
+    ``torch.optim.Optimizer.load_state_dict`` casts tensors to the dtype of their parameter: a 32-bit moment of a 16-bit
+    parameter loses half of its bits.  The optimizer's own hooks work as usual: hooks that change the state before it is
+    loaded run before this, and hooks that run afterwards run after this.
     """
     with ExitStack() as stack:
         for optimizer in _optimizers(part, {}).values():
             restorer = _Restorer()
-            with suppress(AttributeError):  # a wrapper that is an Optimizer by its type alone: accelerate's
+            with suppress(AttributeError):  # a wrapper that is an Optimizer only by its type: accelerate's
                 stack.enter_context(optimizer.register_load_state_dict_pre_hook(restorer.before))
                 stack.enter_context(optimizer.register_load_state_dict_post_hook(restorer.after, prepend=True))
         yield
 
 
 def _optimizers(part: object, found: dict[int, torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
-    """All optimizers that ``part`` is or has in its attributes (a wrapper, a container), by their ``id``."""
+    """Return ``part`` if it is an optimizer, and all optimizers in its attributes (wrappers, containers), by ``id``."""
     if isinstance(part, torch.optim.Optimizer):
         found[id(part)] = part
     for value in list(getattr(part, "__dict__", {}).values()):
@@ -49,14 +49,14 @@ def _optimizers(part: object, found: dict[int, torch.optim.Optimizer]) -> dict[i
 
 
 class _Restorer:
-    """Puts the tensors of a state into an optimizer that has loaded it."""
+    """Replaces tensors that an optimizer has cast by the tensors of the loaded state."""
 
     def before(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-        """Keep the state that is loaded, and the groups that it replaces."""
+        """Keep the state to be loaded, and the parameter groups that it replaces."""
         self._given, self._groups = given, optimizer.param_groups
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take its tensors where the optimizer has tensors of the same shape."""
+        """Replace the optimizer's tensors by those of the state that have the same shape."""
         numbers = chain.from_iterable(group["params"] for group in self._given["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -65,17 +65,17 @@ class _Restorer:
                 optimizer.state[parameter] = _merged(loaded, sent, parameter)
         for group, replaced in zip(optimizer.param_groups, self._groups, strict=True):
             for name, value in group.items():  # a learning rate that is a tensor stays on its device
-                if isinstance(value, torch.Tensor) and isinstance(its := replaced.get(name), torch.Tensor):
-                    group[name] = value.to(its.device)
+                if isinstance(value, torch.Tensor) and isinstance(old := replaced.get(name), torch.Tensor):
+                    group[name] = value.to(old.device)
 
 
 def _merged(loaded: Any, sent: Any, parameter: torch.Tensor) -> Any:
-    """Return ``loaded`` with the bits and types of ``sent``, on the device to which torch has moved it."""
+    """Return ``loaded`` with the bits and dtypes of ``sent``, on the device to which torch has moved it."""
     if isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor) and loaded.shape == sent.shape:
-        # A fused optimizer goes through parameter and moment side by side: both need the same order in memory.
+        # A fused optimizer traverses parameter and moment in parallel: both need the same strides.
         like = parameter if parameter.shape == sent.shape else sent
         if loaded.dtype == sent.dtype == parameter.dtype and loaded.stride() == like.stride():
-            return loaded  # torch has not cast it, and may have moved it to another device
+            return loaded  # torch has not cast it, only moved it to another device perhaps
         moved = sent.to(loaded.device)
         if moved.stride() == like.stride():
             return moved
@@ -84,18 +84,18 @@ def _merged(loaded: Any, sent: Any, parameter: torch.Tensor) -> Any:
         for key in loaded.keys() & sent.keys():
             loaded[key] = _merged(loaded[key], sent[key], parameter)
     elif type(loaded) in (list, tuple) and isinstance(sent, (list, tuple)) and len(loaded) == len(sent):
-        return type(loaded)(_merged(mine, its, parameter) for mine, its in zip(loaded, sent, strict=True))
-    return sent if isinstance(sent, str) else loaded  # torch makes "<generator object ...>" of a text
+        return type(loaded)(_merged(a, b, parameter) for a, b in zip(loaded, sent, strict=True))
+    return sent if isinstance(sent, str) else loaded  # torch turns a string into "<generator object ...>"
 
 
 _SMALL = 64 << 10
-"""Bytes below which a digest takes longer than zlib."""
+"""Bytes below which zlib is faster than a digest."""
 Contents = dict[Path, tuple[str, int]]
-"""Each value of a tree by its place, in the order of the tree: its text, or the type, shape and digest of a tensor."""
+"""Description of each value of a tree by path, in tree order: its text, or dtype, shape and digest of a tensor."""
 
 
 def contents(tree: Any, path: Path = ()) -> Contents:
-    """Describe a tree so that two descriptions are equal where the trees are, bit for bit; a tuple counts as a list."""
+    """Describe a tree: two descriptions are equal if the trees are equal, bit for bit; a tuple counts as a list."""
     if isinstance(tree, torch.Tensor):
         small = tree.nbytes < _SMALL
         found = zlib.crc32(bytes_of(tree).cpu().numpy().data) if small else digest([tree])
@@ -114,27 +114,27 @@ def contents(tree: Any, path: Path = ()) -> Contents:
 
 
 def is_container(described: tuple[str, int]) -> bool:
-    """Whether a place of a tree is a dictionary or list, whose items are described by themselves."""
+    """Return whether this describes a dictionary or list, whose items have separate descriptions."""
     return described[0].startswith("a ")  # JSON never does
 
 
 def difference(sent: Contents, loaded: Contents) -> str:
-    """Tell what differs, the first places of it; empty: nothing does.
+    """Return a text with the first differences; empty if there are none.
 
-    The order of the tensors counts, too: a worker that gives the state to others numbers them by it.
+    The order of the tensors counts, too: a worker that sends the state numbers them by it.
     """
     nothing = ("nothing", 0)
     places = [place for place in {**sent, **loaded} if sent.get(place) != loaded.get(place)]
-    told = []
+    lines = []
     for place in places[:4]:
         was, now = sent.get(place, nothing), loaded.get(place, nothing)
         became = f"{was[0]:.80} became {now[0]:.80}" if was[0] != now[0] else f"other bits of {was[0]:.80}"
-        told.append(f"{'.'.join(map(str, place))}: {became}")
-    if more := len(places) - len(told):
-        told.append(f"and {more} more")
+        lines.append(f"{'.'.join(map(str, place))}: {became}")
+    if more := len(places) - len(lines):
+        lines.append(f"and {more} more")
     if not places and _tensors(sent) != _tensors(loaded):
-        told.append("its tensors come in another order")
-    return "; ".join(told)
+        lines.append("its tensors have another order")
+    return "; ".join(lines)
 
 
 def _tensors(described: Contents) -> list[Path]:

@@ -1,12 +1,11 @@
-"""What workers join an epoch with, and what follows from it on all of them alike: whose state it is, who runs what.
+"""Statuses with which workers join an epoch, and decisions that follow from them: holders of the state, shares of work.
 
-Which workers hold the state, and which worker runs which microbatch, each member works out by itself, from the statuses
-with which all have joined: the plan of the epoch has them.
+Each member computes these decisions from the same statuses, which the plan of the epoch contains.
 
-    joined with   completed=7  holds  ran=(0, 3)     died in step 8: its 1 and 4 are lost
+    joined with   completed=7  holds  ran=(0, 3)     a worker died in step 8: its microbatches 1 and 4 are lost
                   completed=7  holds  ran=(2, 5)
-                  completed=0  -      ran=()         a newcomer: takes the state, and runs nothing in this step
-    shares        8: {0: [1], 1: [4], 2: []}         from step 9 on all three
+                  completed=0  -      ran=()         a newcomer: fetches the state, and runs nothing in this step
+    shares        8: {0: [1], 1: [4], 2: []}         from step 9 on all three workers run microbatches
 """
 
 from __future__ import annotations
@@ -26,59 +25,55 @@ from recover_megatron.workload import reassign
 
 @dataclass(frozen=True)
 class Status:
-    """What a worker joins an epoch with."""
+    """Status with which a worker joins an epoch."""
 
     completed: int = 0
-    """The last step that its state has."""
+    """Last step that its state contains."""
     holds: bool = False
-    """Whether it has a state to go on from; a worker that comes into a running job has none."""
+    """True if it has a state to continue from; a worker that joins a running job has none."""
     digest: str = ""
-    """Of a state that no step of this run has changed yet; empty afterwards: then all holders have the same."""
+    """Digest of a state that no step of this run has changed yet; empty afterwards: then all holders have the same."""
     ran: tuple[int, ...] = ()
-    """The microbatches of step ``completed + 1`` whose gradients it holds."""
+    """Microbatches of step ``completed + 1`` whose gradients it holds."""
     address: str = ""
-    """Of its peer store: where its state is fetched."""
+    """Address of its peer store, from which its state is fetched."""
     flags: str = ""
     code: str = ""
-    """Digests of what it was given and of its program, which must be the run's (`collectives.comparison`)."""
+    """Digests of its settings and of its program, which must equal the run's (`collectives.comparison`)."""
     covered: str = ""
-    """The parameters that have a part of its buckets (`Gradients.covered`)."""
+    """Parameters that have a part of its buckets (`Gradients.covered`)."""
     todo: int = 0
-    """How many calls it would have to make for all if it led: those of `lead` since step ``completed``."""
+    """Number of functions that it must call if it leads: calls of `lead` since step ``completed``."""
     leaving: bool = False
-    """Whether it has no further step: it waits until nothing is left for it to do, and leaves."""
+    """True if it has no further step: it leaves when no worker needs it."""
 
     def to_json(self) -> Json:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Json) -> Status:
-        """Read a status, without fields that another version of this package has added.
+    def from_json(cls, json: Json) -> Status:
+        """Read a status; ignore fields that another version of this package has added.
 
-        A worker of another version is refused; it must not end the worker that reads its status.
+        A worker of another version is refused; its status must not crash the worker that reads it.
         """
-        known = {field.name: told[field.name] for field in fields(cls) if field.name in told}
-        return cls(**{**known, "ran": tuple(told.get("ran", ()))})
+        known = {field.name: json[field.name] for field in fields(cls) if field.name in json}
+        return cls(**{**known, "ran": tuple(json.get("ran", ()))})
 
     @staticmethod
     def settings(
         model: torch.nn.Module, microbatches: int, seed: int | None, verify_interval: int, state: Mapping[str, Stateful]
     ) -> dict[str, str]:
-        """The settings whose digest is ``flags``: name -> text."""
-        trained = {name: its for name, its in model.named_parameters() if its.requires_grad}
-        orders = {
-            name: "" if its.is_contiguous() else f", strides {list(its.stride())}" for name, its in trained.items()
-        }
-        parameters = {
-            f"parameter {name}": f"{its.dtype} {list(its.shape)}{orders[name]}" for name, its in trained.items()
-        }
+        """Return the settings whose digest is ``flags``: name -> text."""
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        orders = {name: "" if p.is_contiguous() else f", strides {list(p.stride())}" for name, p in trained.items()}
+        parameters = {f"parameter {name}": f"{p.dtype} {list(p.shape)}{orders[name]}" for name, p in trained.items()}
         others = {"microbatches": str(microbatches), "seed": str(seed), "verify_interval": str(verify_interval)}
         others["state"] = ", ".join(sorted(state))
         order = hashlib.blake2b("\n".join(trained).encode(), digest_size=8).hexdigest()
         return {"recover_megatron": program.VERSION, "the order of the parameters": order, **others, **parameters}
 
     def after(self, committed: int) -> Status:
-        """As it is when what the rendezvous has found committed is applied: at most the step it was in."""
+        """Return the status after applying the commits up to ``committed``: at most one step."""
         if self.completed >= committed:
             return self
         return replace(self, completed=committed, digest="", ran=())
@@ -86,19 +81,19 @@ class Status:
 
 @dataclass(frozen=True)
 class Standing:
-    """How an epoch begins."""
+    """State of the run at the start of an epoch."""
 
     completed: int
-    """The last step that the state of the run has."""
+    """Last step that the state of the run contains."""
     holders: tuple[int, ...]
-    """The workers that have that state, ascending; the other members fetch it from them."""
+    """Workers that have that state, ascending; the other members fetch it from them."""
 
 
 def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
-    """The state of the run and who holds it; None: nobody does.
+    """Return the state of the run and its holders; None if no worker holds a state.
 
-    At the start workers may differ (another seed, a checkpoint that only some have): the holders are those that have
-    completed most steps and, of these, have just the same state as the one with the lowest id.
+    At the start workers may differ (another seed, a checkpoint that only some have).  The holders are the workers with
+    the most completed steps whose state equals that of the lowest of them.
     """
     now = {worker: status.after(committed) for worker, status in sorted(statuses.items()) if status.holds}
     if not now:
@@ -110,20 +105,20 @@ def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
 
 
 def odd_cover(statuses: Mapping[int, Status], at: Standing) -> int | None:
-    """The first of those that hold the state which covers other parameters than the lowest; None: none does.
+    """Return the first holder of the state that covers other parameters than the lowest holder; None if none does.
 
-    Those that joined before the last step was finished do not count: they may not have unfrozen a layer yet.
+    Workers that joined before the last step was finished do not count: they may not have unfrozen a layer yet.
     """
-    told = {worker: statuses[worker].covered for worker in at.holders if statuses[worker].completed == at.completed}
-    return next((worker for worker, covered in told.items() if covered != next(iter(told.values()))), None)
+    newest = {worker: statuses[worker].covered for worker in at.holders if statuses[worker].completed == at.completed}
+    return next((worker for worker, covered in newest.items() if covered != next(iter(newest.values()))), None)
 
 
 def shares(
     statuses: Mapping[int, Status], at: Standing, members: Sequence[int], step: int, microbatches: int
 ) -> dict[int, list[int]]:
-    """Worker -> ids that it runs, of the ``microbatches`` of ``step`` that nobody had when the epoch began.
+    """Return worker -> microbatch ids of ``step`` that it must run: those that no worker had when the epoch began.
 
-    In the epoch's first step only holders have a part: the others are getting the state.
+    In the epoch's first step only holders get microbatches: the others are fetching the state.
     """
     if step != at.completed + 1:
         return _everybodys(tuple(sorted(members)), microbatches)
@@ -136,6 +131,6 @@ def shares(
 
 @lru_cache(maxsize=1)
 def _everybodys(workers: tuple[int, ...], microbatches: int) -> dict[int, list[int]]:
-    """The same in each step of an epoch but the first: with many workers it takes a part of a millisecond."""
+    """Return the shares of every step of an epoch except the first; cached: with many workers it takes up to 1 ms."""
     dealt = reassign(list(range(microbatches)), 1, workers, load=dict.fromkeys(workers, 0))
     return {worker: dealt[worker][0] for worker in workers}

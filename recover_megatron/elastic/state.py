@@ -1,9 +1,9 @@
-"""What the workers of a run hold: its state, which newcomers take from others, and the gradients of the step.
+"""State of a run, and its transfer from holders to newcomers.
 
-The state is a tree: ``state_dict()`` of the model, of the optimizer, and of whatever else was named.
+The state is a tree: ``state_dict()`` of the model, of the optimizer, and of all other named parts.
 
-    holder     put(epoch) ----- the tree stands until ``withdraw``, before the optimizer's step changes it
-    newcomer   fetch(epoch, holders) ----- parameters arrive in their own memory, the rest in new memory, then is loaded
+    holder     put(epoch) ----- the tree is offered until ``withdraw``, before the optimizer's step changes it
+    newcomer   fetch(epoch, holders) ----- parameters arrive in place, the rest in new memory and is loaded afterwards
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 
 class Stateful(Protocol):
-    """Anything with torch's two methods of state: a module, an optimizer, a scheduler."""
+    """Object with torch's two state methods: a module, an optimizer, a scheduler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -38,109 +38,109 @@ class Stateful(Protocol):
 
 
 class Optimizers:
-    """Several optimizers as one: all step, in their order, at each step of the training; their state is by number."""
+    """Several optimizers as one: all step, in order, at each step of the training; their states are numbered."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all."""
+        """Parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
 
     def step(self) -> None:
-        """Each steps with the gradients of its own parameters."""
+        """Step each optimizer with the gradients of its parameters."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"0": the first one's, "1": ...}``."""
+        """Return the states by number: ``{"0": ..., "1": ...}``."""
         return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises ValueError where it is the state of one optimizer, or of another number of them."""
+        """Load the states; raise ValueError for the state of a single optimizer, or of another number of them."""
         if (wanted := set(map(str, range(len(self.optimizers))))) != set(state_dict):
-            raise ValueError(f"the optimizers' state has {sorted(state_dict)}, this worker has {sorted(wanted)}")
+            raise ValueError(f"the optimizers' state has the keys {sorted(state_dict)}, expected {sorted(wanted)}")
         for number, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(state_dict[str(number)])
 
 
 class State:
-    """The parts whose state a run has, by name; "model", a module, is among them."""
+    """Parts that form the state of a run, by name, including "model", a module."""
 
     def __init__(self, parts: Mapping[str, Stateful]) -> None:
         self._parts = dict(parts)
         model: Any = parts["model"]
         saved = model.state_dict()
-        frozen = {name: its for name, its in model.named_parameters() if not its.requires_grad}
+        frozen = {name: val for name, val in model.named_parameters() if not val.requires_grad}
         names = [name.rpartition(".") for name in {**dict(model.named_buffers()), **frozen} if name in saved]
-        self._untrained = [(path + dot + its, model.get_submodule(path), its) for path, dot, its in names]
+        self._untrained = [(path + dot + val, model.get_submodule(path), val) for path, dot, val in names]
 
     def tree(self) -> dict[str, Any]:
-        """The state as it is now: tensors are those in use, not copies."""
+        """Return the current state; its tensors are the ones in use, not copies."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load(self, tree: Mapping[str, Any], *, copied: bool = False) -> None:
-        """Take up a tree.  Raises ValueError where it is that of other parts, and what the parts raise.
+        """Load a tree.  Raises ValueError if it has other parts, and what the parts raise.
 
-        ``copied``: the tree stays as it is; without that, optimizers go on with its tensors.
+        ``copied``: load a copy; otherwise optimizers continue with the tensors of the tree.
         """
         if set(tree) != set(self._parts):
             raise ValueError(f"the state has the parts {sorted(tree)}, this worker has {sorted(self._parts)}")
-        # From a checkpoint in other types the optimizer's state is cast, as the parameters are.
+        # If a checkpoint has other dtypes, the optimizer's state is cast as the parameters are.
         same_types = _types(tree["model"]) == _types(self._parts["model"].state_dict())
         for name, part in self._parts.items():
             with as_sent(part) if same_types else contextlib.nullcontext():
                 part.load_state_dict(copy.deepcopy(tree[name]) if copied else tree[name])
 
     def check(self) -> None:
-        """Raise UserError where something of the state cannot be sent to other workers, with all reasons."""
+        """Raise UserError, with all reasons, if a part of the state cannot be sent to other workers."""
         found = self.tree().items()
-        reasons = [f"state of {name!r}: {why}" for name, its in found if (why := _cannot_be_sent(its))]
+        reasons = [f"state of {name!r}: {why}" for name, val in found if (why := _cannot_be_sent(val))]
         if reasons:
             raise UserError(*reasons)
 
     def digest(self) -> str:
-        """Equal where two states are, bit for bit.  Raises UserError as ``check`` does."""
+        """Return a digest that is equal for states that are equal bit for bit.  Raises UserError as ``check`` does."""
         self.check()
         text, tensors = flatten(self.tree())
         known = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return f"{digest([known, *tensors]):x}"
 
     def described(self) -> dict[str, str]:
-        """Name -> type and digest of each value of the state, as text; equal where two states are, bit for bit.
+        """Return name -> dtype and digest of each value, as text; equal for states that are equal bit for bit.
 
-        The order in which a part's dictionaries have their keys does not count: it may be that of a load.
+        The order of the keys of a part's dictionaries does not count: a load may have changed it.
         """
-        found = {".".join(map(str, path)): its for path, its in contents(self.tree()).items() if not is_container(its)}
+        found = {".".join(map(str, path)): val for path, val in contents(self.tree()).items() if not is_container(val)}
         return {name: f"{text} {number}" for name, (text, number) in sorted(found.items())}
 
     def untrained(self) -> dict[str, tuple[torch.Tensor | None, int]]:
-        """What of the model's state is not trained, for ``changed``: the tensors, and how often each was changed."""
-        tensors = ((name, getattr(module, its, None)) for name, module, its in self._untrained)
-        # A tensor of torch's inference mode has no such number, and only that mode changes it.
-        return {name: (its, 0 if its is None or its.is_inference() else its._version) for name, its in tensors}
+        """Return the untrained tensors of the model's state and their change counters, for ``changed``."""
+        tensors = ((name, getattr(module, val, None)) for name, module, val in self._untrained)
+        # An inference tensor has no such counter, and only torch's inference mode changes it.
+        return {name: (val, 0 if val is None or val.is_inference() else val._version) for name, val in tensors}
 
     def changed(self, since: Mapping[str, tuple[torch.Tensor | None, int]]) -> list[str]:
-        """The names of those that have been changed in place, or replaced.
+        """Return the names of untrained tensors that were changed in place, or replaced.
 
-        Torch does not count the changes of the running statistics of a BatchNorm, but those of
-        ``num_batches_tracked``, which is changed with them.
+        Torch does not count changes of a BatchNorm's running statistics, but it counts those of
+        ``num_batches_tracked``, which change with them.
         """
         now = self.untrained()
-        return [name for name, (its, count) in since.items() if now[name][0] is not its or now[name][1] != count]
+        return [name for name, (val, count) in since.items() if now[name][0] is not val or now[name][1] != count]
 
     def place(self) -> Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]:
-        """Where the tensors of a tree that arrives are to be: the model's in its own memory.
+        """Return the ``Place`` of a received tree: the model's tensors are received into the model's memory.
 
-        So half of a state may be in the model when it ends in the middle: it must be fetched again.
+        If the receipt fails in the middle, the model holds half of a state, which must be fetched again.
         """
         model = {name: value for name, value in self._parts["model"].state_dict().items() if torch.is_tensor(value)}
 
         def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            mine = model.get(str(path[-1])) if len(path) == 3 and path[:2] == ("state", "model") else None
-            fits = mine is not None and mine.is_contiguous() and list(mine.shape) == list(shape) and mine.dtype == dtype
-            return mine.detach() if mine is not None and fits else new_memory(path, shape, dtype)
+            own = model.get(str(path[-1])) if len(path) == 3 and path[:2] == ("state", "model") else None
+            fits = own is not None and own.is_contiguous() and list(own.shape) == list(shape) and own.dtype == dtype
+            return own.detach() if own is not None and fits else new_memory(path, shape, dtype)
 
         return place
 
@@ -158,7 +158,7 @@ def _cannot_be_sent(tree: Any) -> str:
 
 
 class Exchange:
-    """Gives this worker's state to others, and gets theirs.  ``host``: the address by which they reach this worker."""
+    """Sends this worker's state to others, and fetches theirs.  ``host``: address of this worker for the others."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         self.store = PeerStoreServer(host, secret)
@@ -168,23 +168,23 @@ class Exchange:
 
     @property
     def address(self) -> str:
-        """Where others fetch what is offered."""
+        """Address from which others fetch the offer."""
         return self.store.address
 
     def put(self, epoch: int, completed: int, trained: Sequence[bool], state: State) -> None:
-        """Let the others of ``epoch`` have the state, which has ``completed`` steps, until ``withdraw``.
+        """Offer the state after step ``completed`` to the other workers of ``epoch``, until ``withdraw``.
 
-        ``trained``: which of the model's parameters are.  Where a later step has put something into the state that
-        cannot be sent, the others are told why: this worker trains on.
+        ``trained``: flags of the model's trainable parameters.  If a later step has made the state unsendable, the
+        others receive the reason, and this worker continues to train.
         """
         tree = {"completed": completed, "trained": list(trained), "state": state.tree()}
         if why := _cannot_be_sent(tree["state"]):
-            log.warning(f"workers that come cannot have the state after step {completed}, and end: {why}")
+            log.warning(f"new workers cannot receive the state after step {completed} and exit: {why}")
             tree = {"why": why}
         self._offer = self._offers.put(str(epoch), Offer(tree, shared=len(flatten(tree)[1])))
 
     def withdraw(self) -> None:
-        """It is about to change.  Idempotent."""
+        """Withdraw the offer before the state changes.  Idempotent."""
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None
@@ -197,10 +197,10 @@ class Exchange:
         stay: Callable[[], None],
         progress: Callable[[], None],
     ) -> tuple[int, list[bool]]:
-        """Take the state from ``holders`` (worker -> address); the steps that it has, and which parameters are trained.
+        """Fetch the state from ``holders`` (worker -> address); return its steps, and flags of trainable parameters.
 
-        ``stay``: called meanwhile; raises to end it.  Raises that, ``PeerLost`` where no holder can give it,
-        ``Disagreement``, and ``NotRestored`` where the state cannot be sent, or what was loaded is not what was sent.
+        ``stay``: called meanwhile; raises to abort.  Raises that, ``PeerLost`` if no holder can send the state,
+        ``Disagreement``, and ``NotRestored`` if the state cannot be sent, or the loaded state differs from it.
         """
         name = f"{KIND}/{epoch}"
 
@@ -211,13 +211,13 @@ class Exchange:
         receiver = Receiver(sources, state.place(), stay=stay, awaited=stay, progress=progress)
         tree, _ = receiver.fetch(lambda tree: len(flatten(tree)[1]))
         if why := tree.get("why"):
-            raise NotRestored(f"the other workers cannot give their state: {why}")
+            raise NotRestored(f"the other workers cannot send their state: {why}")
         sent = contents(tree["state"])
         with torch.no_grad():
             state.load(tree["state"])
         if differs := difference(sent, contents(state.tree())):
             raise NotRestored(
-                "load_state_dict() has made another state of the one that the other workers have (it must restore all "
-                f"that state_dict() returns): {differs}"
+                "load_state_dict() did not restore the state of the other workers (it must restore everything that "
+                f"state_dict() returns): {differs}"
             )
         return int(tree["completed"]), list(tree["trained"])

@@ -1,6 +1,6 @@
 """Run Megatron-LM's own training loop on a machine without a GPU (docs/hostdevice.md).
 
-``wanted(device)`` decides, ``activate()`` does it: ``torch.cuda`` then describes one imaginary device whose memory is
+``wanted(device)`` decides, ``activate()`` activates: ``torch.cuda`` then describes one simulated device whose memory is
 ordinary host memory.  Importing this package changes nothing and imports neither torch nor Megatron.
 """
 
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 _active = False
 
 DEADLINE_S = 60.0
-"""Longest wait for the driver's answer; initialising a node's eight GPUs takes some seconds at worst."""
+"""Time limit for the driver's answer; initializing a node's eight GPUs takes some seconds at most."""
 
 # Prints one line: "none" (no driver, or a driver without a device), "devices N", or "broken TEXT".
 _PROBE = """
@@ -47,7 +47,7 @@ else:
 
 
 class HostDeviceError(RuntimeError):
-    """The host device cannot be chosen or activated; the message says why and what to do."""
+    """The host device cannot be chosen or activated; the message gives the reason and the remedy."""
 
 
 class CudaBroken(RuntimeError):
@@ -55,12 +55,11 @@ class CudaBroken(RuntimeError):
 
 
 def wanted(device: str) -> bool:
-    """Whether a run with ``--recover-device device`` is to use the host device.
+    """Return whether a run with ``--recover-device device`` must use the host device.
 
-    "cpu": True.  "cuda": False.  "auto": True where there is no CUDA device that torch can use.  Initialises nothing:
-    the process can fork afterwards.  Raises ``HostDeviceError`` for "cuda" without such a device, and for "auto" and
-    "cuda" where a CUDA driver is installed but fails (a worker that silently went on without its GPU would make
-    the others wait for it).
+    "cpu": True.  "cuda": False.  "auto": True if there is no CUDA device that torch can use.  Initializes nothing: the
+    process can fork afterwards.  Raises ``HostDeviceError`` for "cuda" without such a device, and for "auto" and "cuda"
+    if a CUDA driver is installed but fails (a worker that silently continued without its GPU would delay the others).
     """
     if device not in ("auto", "cuda", "cpu"):
         raise ValueError(f"device must be auto, cuda or cpu, not {device!r}")
@@ -71,13 +70,13 @@ def wanted(device: str) -> bool:
     except CudaBroken as problem:
         raise HostDeviceError(
             f"a CUDA driver is installed on this machine but does not work: {problem}. "
-            "Mend it (nvidia-smi shows its state), or run without a GPU with --recover-device cpu."
+            "Fix the driver (nvidia-smi shows its state), or run without a GPU with --recover-device cpu."
         ) from None
     if device == "auto":
         return count == 0
     if count == 0:
         raise HostDeviceError(
-            "--recover-device cuda: there is no CUDA device that this process can use (no driver, no device in "
+            "--recover-device cuda: this process has no usable CUDA device (no driver, no device in "
             "CUDA_VISIBLE_DEVICES, or a torch built without CUDA). "
             "Use --recover-device cpu, or auto, to run without a GPU."
         )
@@ -85,11 +84,11 @@ def wanted(device: str) -> bool:
 
 
 def driver_device_count() -> int:
-    """How many devices the CUDA driver offers to this process; 0 where there is no driver.
+    """Return the number of devices that the CUDA driver offers to this process; 0 if there is no driver.
 
-    Asked in a child process, so that this one can still fork: ``torch.cuda.is_available()`` may initialise the driver.
-    The child asks the driver itself, so that ``CUDA_VISIBLE_DEVICES`` means what it means to CUDA, and a driver that is
-    there but broken is told from no driver.  Raises ``CudaBroken`` where one is installed and fails.
+    A child process queries the driver, so that this process can still fork: ``torch.cuda.is_available()`` may
+    initialize the driver.  The child calls the driver directly: so ``CUDA_VISIBLE_DEVICES`` has CUDA's meaning, and a
+    broken driver is distinguished from no driver.  Raises ``CudaBroken`` if a driver is installed and fails.
     """
     try:
         done = subprocess.run(
@@ -102,16 +101,16 @@ def driver_device_count() -> int:
         )
     except subprocess.TimeoutExpired:
         raise CudaBroken(f"the CUDA driver did not answer within {DEADLINE_S:.0f} s") from None
-    word, _, rest = done.stdout.strip().partition(" ")
-    if word == "none":
+    kind, _, rest = done.stdout.strip().partition(" ")
+    if kind == "none":
         return 0
-    if word == "devices":
+    if kind == "devices":
         return int(rest)
-    raise CudaBroken(rest or f"asking the CUDA driver ended with status {done.returncode}: {done.stderr.strip()}")
+    raise CudaBroken(rest or f"the query of the CUDA driver exited with {done.returncode}: {done.stderr.strip()}")
 
 
 def usable_device_count() -> int:
-    """As ``driver_device_count``, but 0 too where the installed torch was built without CUDA."""
+    """Return ``driver_device_count()``, or 0 if the installed torch was built without CUDA."""
     count = driver_device_count()
     if count:
         import torch
@@ -122,16 +121,16 @@ def usable_device_count() -> int:
 
 
 def is_active() -> bool:
-    """Whether ``activate`` has run in this process (or in the one it was forked from)."""
+    """Return whether ``activate`` has run in this process (or in the one it was forked from)."""
     return _active
 
 
 def activate(within: str | None = None) -> None:
-    """Make torch and Megatron of this process run on the host.  Idempotent; there is no way back.
+    """Make torch and Megatron of this process run on the host.  Idempotent; it cannot be undone.
 
-    Must come before anything of Megatron is imported, since Megatron keeps references to what is replaced:
-    ``HostDeviceError`` otherwise.  ``within``: the module of Megatron's whose first lines call this (a patched
-    Megatron): what imports that one keeps nothing yet.  Prints one line in the process of rank 0 or without a rank.
+    Must run before any Megatron module is imported, since Megatron keeps references to the replaced functions:
+    ``HostDeviceError`` otherwise.  ``within``: the Megatron module whose first lines call this (a patched Megatron);
+    its importers keep no references yet.  Logs one line in the process of rank 0 or without a rank.
     """
     global _active
     if _active:
@@ -152,6 +151,6 @@ def activate(within: str | None = None) -> None:
     _active = True
     if speaks():
         log.info(
-            "no CUDA device in use: Megatron runs on the host (cpu), gloo instead of nccl; "
-            f"{len(table)} entry points of torch replaced (docs/hostdevice.md)"
+            "no CUDA device is used: Megatron runs on the CPU, with gloo instead of nccl; "
+            f"{len(table)} entry points of torch are replaced (docs/hostdevice.md)"
         )

@@ -1,4 +1,4 @@
-"""Stand-ins for the apex kernels that Megatron's path without TransformerEngine is written for, and for its FusedAdam.
+"""Replacements for the apex kernels that Megatron uses without TransformerEngine, and for FusedAdam.
 
 Without them Megatron falls back to ``torch.optim.AdamW``, whose per-parameter ``step`` its distributed optimizer cannot
 reload, and to ``torch.nn.LayerNorm``, which it refuses to combine with sequence parallelism.
@@ -23,9 +23,10 @@ from recover_megatron.hostdevice import ssm
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with the interface of apex and of Transformer Engine: the step count belongs to the group.
 
-    As the latter it can keep the moments in bfloat16 (``exp_avg_dtype``, ``exp_avg_sq_dtype``; None: as the parameter),
-    the main parameters of those in bfloat16 (``master_weights``), whole or by the 16 bits that the parameter lacks
-    (``store_param_remainders``), and read gradients of any type from ``decoupled_grad``.  It computes in float32.
+    As Transformer Engine's it can keep the moments in bfloat16 (``exp_avg_dtype``, ``exp_avg_sq_dtype``; None: as the
+    parameter), main parameters of bfloat16 parameters (``master_weights``), complete or as the 16 bits that the
+    parameter lacks (``store_param_remainders``), and read gradients of any dtype from ``decoupled_grad``.  It computes
+    in float32.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class FusedAdam(torch.optim.Optimizer):
         self.use_decoupled_grad = use_decoupled_grad  # Megatron sets it later, too
         self.store_param_remainders = store_param_remainders and master_weights
         self._scales: dict[Any, dict[str, torch.Tensor]] = {}
-        """Transformer Engine's: of each moment that is not in float32; in bfloat16 they are ones."""
+        """Scales as in Transformer Engine, for each moment that is not in float32; for bfloat16 they are 1."""
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step with the gradients that are there; parameters without one are left alone."""
+        """Make one step; parameters without a gradient do not change."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             used = [p for p in group["params"] if self._gradient(p) is not None]
@@ -68,10 +69,10 @@ class FusedAdam(torch.optim.Optimizer):
             if group["bias_correction"]:
                 self._update_all(full, group)
             else:
-                for its in full:
-                    self._update(its, group)
-            for p, its in zip(used, full, strict=True):
-                self._keep(p, its)
+                for item in full:
+                    self._update(item, group)
+            for p, item in zip(used, full, strict=True):
+                self._keep(p, item)
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
         for name in self.name_to_dtype_map:
@@ -90,19 +91,19 @@ class FusedAdam(torch.optim.Optimizer):
         (state[state_name] if state_name in state else self._allot(param, state_name)).copy_(unscaled_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments in float32, but in a parameter's own type."""
-        told = super().state_dict()
+        """Return the state with moments in float32; a moment with the parameter's dtype keeps that."""
+        found = super().state_dict()
         every = [p for group in self.param_groups for p in group["params"]]
-        numbers = [number for group in told["param_groups"] for number in group["params"]]
+        numbers = [number for group in found["param_groups"] for number in group["params"]]
         for number, p in zip(numbers, every, strict=True):
-            if number in told["state"]:
-                told["state"][number] = {name: self.get_unscaled_state(p, name) for name in self.state[p]}
-        return told
+            if number in found["state"]:
+                found["state"][number] = {name: self.get_unscaled_state(p, name) for name in self.state[p]}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if None in self.name_to_dtype_map.values():
-            return  # in the parameter's type, as torch has made them
+            return  # torch has loaded them in the parameter's dtype
         every = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, p in zip(numbers, every, strict=True):
@@ -118,7 +119,7 @@ class FusedAdam(torch.optim.Optimizer):
         return self.store_param_remainders and p.dtype == torch.bfloat16
 
     def _allot(self, p: torch.Tensor, name: str) -> torch.Tensor:
-        """Memory for a state; what was in it is not asked."""
+        """Allocate memory for a state, uninitialized."""
         main = torch.int16 if self._has_remainder(p) else torch.float32
         dtype = main if name == "master_param" else self.name_to_dtype_map[name] or p.dtype
         if dtype == torch.bfloat16:
@@ -127,7 +128,7 @@ class FusedAdam(torch.optim.Optimizer):
         return self.state[p][name]
 
     def _in_full(self, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(main parameter, gradient, both moments): what is kept so itself, else a copy in float32."""
+        """Return (main parameter, gradient, both moments) in float32, without a copy if possible."""
         state, gradient = self.state[p], self._gradient(p)
         main = p
         if self.master_weights and p.dtype != torch.float32:
@@ -139,13 +140,13 @@ class FusedAdam(torch.optim.Optimizer):
         for name, moment in zip(self.name_to_dtype_map, moments, strict=True):
             if moment.dtype == torch.bfloat16:
                 assert self._scales[p][name] == 1.0
-        return main, *(its.to(main.dtype) for its in (gradient, *moments))
+        return main, *(item.to(main.dtype) for item in (gradient, *moments))
 
     def _keep(self, p: torch.Tensor, full: tuple[torch.Tensor, ...]) -> None:
         state, main = self.state[p], full[0]
-        for name, its in zip(self.name_to_dtype_map, full[2:], strict=True):
-            if its is not state[name]:
-                state[name].copy_(its)
+        for name, item in zip(self.name_to_dtype_map, full[2:], strict=True):
+            if item is not state[name]:
+                state[name].copy_(item)
         if self._has_remainder(p):
             bits = main.view(torch.int32)
             state["master_param"].copy_(bits.to(torch.int16))
@@ -154,12 +155,12 @@ class FusedAdam(torch.optim.Optimizer):
             p.copy_(main)
 
     def _update_all(self, full: list[tuple[torch.Tensor, ...]], group: dict[str, Any]) -> None:
-        """In one pass over memory, as apex's kernel does it: four times as fast as a call for each operation."""
+        """Update in one pass over memory, as apex's kernel does: four times as fast as a call per operation."""
         (beta1, beta2), rule = group["betas"], adamw if self.adam_w_mode else adam
         rule(
-            *([its[at] for its in full] for at in range(4)),
+            *([item[at] for item in full] for at in range(4)),
             [],
-            [torch.tensor(float(group["step"]) - 1) for _ in full],  # of which the rule counts each up
+            [torch.tensor(float(group["step"]) - 1) for _ in full],  # the rule increments each
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -171,7 +172,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def _update(self, full: tuple[torch.Tensor, ...], group: dict[str, Any]) -> None:
-        """Without the correction of the bias, which torch's own rule always has."""
+        """Update without bias correction, which torch's own rule always applies."""
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         p, grad, exp_avg, exp_avg_sq = full
         if self.adam_w_mode:
@@ -184,11 +185,11 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class FusedLayerNormAffineFunction:
-    """Layer norm with apex's calling convention; torch's own autograd does the backward pass."""
+    """Layer norm with apex's calling convention; torch's autograd runs the backward pass."""
 
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[no-untyped-def]
-        """Never called: Megatron reads the names of its arguments."""
+        """Raise; Megatron never calls this, it reads only the argument names."""
         raise NotImplementedError
 
     @staticmethod
@@ -200,22 +201,22 @@ class FusedLayerNormAffineFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """``F.layer_norm``; ``memory_efficient`` changes what apex keeps, not what it computes."""
+        """Return ``F.layer_norm``; ``memory_efficient`` changes only what apex saves for the backward pass."""
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 CHUNK = 1 << 18
-"""Elements that are converted at once: ``vector_norm(..., dtype=torch.float64)`` copies all that it is given."""
+"""Elements that are converted at once: ``vector_norm(..., dtype=torch.float64)`` copies its complete input."""
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of the squares of all elements, a scalar of float64 on the device of ``tensors``.
+    """Return the sum of the squares of all elements, a float64 scalar on the device of ``tensors``.
 
-    On the CPU torch adds up squares of float32 in float32 without correction (torch 2.15): from 2^24 elements on the
-    norm is up to some percent too small, and it depends on how the elements are cut into tensors.
+    On the CPU torch adds up float32 squares in float32 without correction (torch 2.15): from 2^24 elements on the norm
+    is too small by up to some percent, and it depends on the division of the elements into tensors.
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    parts = [part for its in flat for part in (its.split(CHUNK) if its.device.type == "cpu" else (its,))]
+    parts = [part for item in flat for part in (item.split(CHUNK) if item.device.type == "cpu" else (item,))]
     norms = torch.empty(len(parts), dtype=torch.float64, device=parts[0].device if parts else None)
     for part, norm in zip(parts, norms, strict=True):
         torch.linalg.vector_norm(part, dtype=torch.float64, out=norm)
@@ -223,7 +224,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm as Megatron constructs its norms (see megatron_fixes.py, "rms-norm")."""
+    """Root-mean-square norm with the constructor of Megatron's norms (see megatron_fixes.py, "rms-norm")."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -239,20 +240,20 @@ class RMSNorm(torch.nn.Module):
 
 
 def install() -> None:
-    """Put the stand-ins where Megatron looks for apex and the kernels of ssm.py, and hide TransformerEngine."""
+    """Install the replacements as modules of apex and of the kernels of ssm.py, and hide TransformerEngine."""
     members: dict[str, dict[str, Any]] = {
         "apex": {},
         "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization": {},
-        # Megatron looks for the precision-aware optimizer there alone; torch's import finds it without its parents.
+        # Megatron imports the precision-aware optimizer only from here; the import works without parent packages.
         "transformer_engine.pytorch.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
         **ssm.MODULES,
     }
     for name, contents in members.items():
-        module = types.ModuleType(name, "stand-in of recover_megatron.hostdevice")
+        module = types.ModuleType(name, "replacement by recover_megatron.hostdevice")
         module.__path__ = []
-        module.__spec__ = ModuleSpec(name, None)  # others ask importlib whether there is such a package
+        module.__spec__ = ModuleSpec(name, None)  # other packages ask importlib if it exists
         vars(module).update(contents)
         sys.modules[name] = module
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]

@@ -1,13 +1,13 @@
-"""Attention on torch's ``scaled_dot_product_attention``, for what Megatron's local attention refuses.
+"""Attention on torch's ``scaled_dot_product_attention``, for configurations that Megatron's local attention refuses.
 
     --context-parallel-size   keys and values are gathered over the context-parallel group; each worker has the queries
-                              of two of 2 * size chunks, an early one and a late one, as Megatron deals them out
+                              of two of 2 * size chunks, an early one and a late one, as Megatron distributes them
     --multi-latent-attention  keys and values differ in width
     packed sequences          a token sees the earlier tokens of its own sequence
 
-With --qk-clip or --log-max-attention-logit the largest logit of each head is kept, as Transformer Engine's attention
-keeps it (``current_max_attn_logits``).  Everything else goes to Megatron's own ``DotProductAttention``, unchanged.
-Parameters and checkpoints are Megatron's.  Megatron is never imported here: ``for_class`` is given its module.
+With --qk-clip or --log-max-attention-logit the largest logit of each head is kept, as in Transformer Engine's attention
+(``current_max_attn_logits``).  Other configurations use Megatron's own ``DotProductAttention``, unchanged.
+Parameters and checkpoints are Megatron's.  Megatron is never imported here: ``for_class`` receives its module.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def dealt_positions(length: int, size: int) -> list[torch.Tensor]:
-    """For each context-parallel rank of ``size``, the positions [length / size] (int64) of its part of a sequence.
+    """Return for each of ``size`` context-parallel ranks the positions [length / size] (int64) of its part.
 
-    Rank r has the chunks r and 2 * size - 1 - r of 2 * size: with a causal mask all have about the same to compute.
+    Rank r has the chunks r and 2 * size - 1 - r of 2 * size, which balances the work of a causal mask.
     ``length`` must be a multiple of 2 * size.
 
     >>> [part.tolist() for part in dealt_positions(8, 2)]
@@ -38,7 +38,7 @@ def dealt_positions(length: int, size: int) -> list[torch.Tensor]:
 
 
 def sequences_of(boundaries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The number of the sequence at each position (int64); ``boundaries``: [sequences + 1], from 0, ascending.
+    """Return the number of the sequence at each position (int64); ``boundaries``: [sequences + 1], from 0, ascending.
 
     >>> sequences_of(torch.tensor([0, 3, 4]), torch.arange(6)).tolist()
     [0, 0, 0, 1, 2, 2]
@@ -55,24 +55,24 @@ def visible(
     boundaries: torch.Tensor | None = None,
     of_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Which keys each query sees: [queries, keys], bool.
+    """Return the mask of the keys that each query sees: [queries, keys], bool.
 
     Args:
-        queries: [queries], the position of each.
-        keys: how many there are; their positions are 0 .. keys - 1.
-        causal: whether a query sees no later key.
-        window: (before, after): how far it sees, instead of ``causal``; -1: without end.
-        boundaries: where packed sequences begin and end; None: it is one sequence.
-        of_keys: the same of the keys, in cross attention; None: they are the queries'.
+        queries: [queries], position of each query.
+        keys: number of keys; their positions are 0 .. keys - 1.
+        causal: True if a query sees no later key.
+        window: (before, after): range that a query sees, instead of ``causal``; -1: unlimited.
+        boundaries: starts and ends of packed sequences; None: one sequence.
+        of_keys: the boundaries of the keys, in cross attention; None: the same as the queries'.
     """
-    mine, theirs = queries[:, None], torch.arange(keys)[None, :]
+    rows, columns = queries[:, None], torch.arange(keys)[None, :]
     if window is not None:
         before, after = (keys if far < 0 else far for far in window)
-        seen = (theirs >= mine - before) & (theirs <= mine + after)
+        seen = (columns >= rows - before) & (columns <= rows + after)
     else:
-        seen = theirs <= mine if causal else torch.ones(len(queries), keys, dtype=torch.bool)
+        seen = columns <= rows if causal else torch.ones(len(queries), keys, dtype=torch.bool)
     if boundaries is not None:
-        seen &= sequences_of(boundaries, mine) == sequences_of(boundaries if of_keys is None else of_keys, theirs)
+        seen &= sequences_of(boundaries, rows) == sequences_of(boundaries if of_keys is None else of_keys, columns)
     return seen
 
 
@@ -86,19 +86,19 @@ def attend(
     dropout: float = 0.0,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of all queries on all keys that they see.
+    """Compute the attention of all queries on the keys that they see.
 
     Args:
         query: [queries, batch, heads, width].
         key: [keys, batch, groups, width]; ``heads`` is a multiple of ``groups``.
-        value: [keys, batch, groups, width of a value], which may be another one.
+        value: [keys, batch, groups, value width]; the value width may differ from ``width``.
         seen: bool, can be broadcast to [batch, heads, queries, keys]; a query that sees nothing gets zeros.
-        scale: by which the products of queries and keys are multiplied.
-        dropout: of the weights, drawn from torch's default generator.
-        sink: [heads], the logit of a key that everybody sees and whose value is zero.
+        scale: factor of the products of queries and keys.
+        dropout: probability for the weights, drawn from torch's default generator.
+        sink: [heads], logit of an additional key that every query sees and whose value is zero.
 
     Returns:
-        [queries, batch, heads * width of a value], in the type of ``query``.
+        [queries, batch, heads * value width], in the dtype of ``query``.
     """
     heads, groups = query.shape[2], key.shape[2]
     if groups != heads:
@@ -117,7 +117,7 @@ def attend(
 
 @torch.no_grad()
 def largest_logits(query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """The largest logit of each head [heads], float32, over all queries and the keys that they see; see ``attend``."""
+    """Return the largest logit of each head [heads], float32, over all visible pairs; see ``attend``."""
     heads, groups = query.shape[2], key.shape[2]
     key = key.repeat_interleave(heads // groups, dim=2)
     logits = torch.einsum("qbhw,kbhw->bhqk", query.float(), key.float()) * scale
@@ -125,7 +125,7 @@ def largest_logits(query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor, *
 
 
 def in_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
-    """The parts of all ``size`` ranks, one after the other [length, ...], in the order of the sequence."""
+    """Sort the concatenated parts of all ``size`` ranks [length, ...] into the order of the sequence."""
     if size == 1:
         return gathered
     return gathered[torch.cat(dealt_positions(gathered.shape[0], size)).argsort()]
@@ -136,17 +136,17 @@ def _first_of(padded: torch.Tensor | None, others: torch.Tensor | None) -> torch
 
 
 def for_class(original: Any, module: ModuleType) -> type:
-    """``original``, the ``DotProductAttention`` of Megatron's ``module``, that takes what this module is for, too."""
+    """Return a subclass of ``original``, ``DotProductAttention`` of Megatron's ``module``, with this attention."""
 
     class DotProductAttention(original):
-        """Megatron's, or ours where Megatron's refuses."""
+        """Megatron's attention, or ours if Megatron's does not support the configuration."""
 
         def __init__(
             self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
         ) -> None:
-            whole = copy.copy(config)
-            whole.context_parallel_size = 1  # what it asserts, and has no other use for
-            super().__init__(whole, *args, **kwargs)
+            adapted = copy.copy(config)
+            adapted.context_parallel_size = 1  # Megatron only asserts this value
+            super().__init__(adapted, *args, **kwargs)
             self.config = config
             self._splits = config.context_parallel_size > 1
             self._own_widths = k_channels is not None or v_channels is not None
@@ -169,7 +169,7 @@ def for_class(original: Any, module: ModuleType) -> type:
             attention_bias: torch.Tensor | None = None,
             packed_seq_params: Any = None,
         ) -> torch.Tensor:
-            """As Megatron's; with packed sequences query, key and value are [tokens, heads, width]."""
+            """Compute attention as Megatron's; packed sequences have query, key and value [tokens, heads, width]."""
             if not (self._splits or self._own_widths or packed_seq_params is not None):
                 if self._keeps_logits:
                     positions = torch.arange(query.shape[0])
@@ -177,7 +177,7 @@ def for_class(original: Any, module: ModuleType) -> type:
                     self._keep_largest(query, key, seen)
                 return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias)
             if attention_bias is not None:
-                raise NotImplementedError("the host device's attention takes no bias")
+                raise NotImplementedError("the host device's attention does not support an attention bias")
             flat = query.dim() == 3
             if flat:
                 query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -185,8 +185,8 @@ def for_class(original: Any, module: ModuleType) -> type:
             if self._context is not None:
                 size, rank = self._context.size(), self._context.rank()
                 key, value = self._gathered(key, size), self._gathered(value, size)
-            mine = dealt_positions(query.shape[0] * size, size)[rank]
-            seen = self._seen(mine, key.shape[0], attention_mask, attn_mask_type, packed_seq_params)
+            own = dealt_positions(query.shape[0] * size, size)[rank]
+            seen = self._seen(own, key.shape[0], attention_mask, attn_mask_type, packed_seq_params)
             if self._keeps_logits:
                 self._keep_largest(query, key, seen)
             dropout = self.attention_dropout.p if self.training else 0.0
@@ -208,7 +208,7 @@ def for_class(original: Any, module: ModuleType) -> type:
             return in_order(gather(tensor.contiguous(), tensor_parallel_output_grad=True, group=self._context), size)
 
         def _seen(
-            self, mine: torch.Tensor, keys: int, mask: torch.Tensor | None, kind: Any, packed: Any
+            self, own: torch.Tensor, keys: int, mask: torch.Tensor | None, kind: Any, packed: Any
         ) -> torch.Tensor:
             softmax = self.scale_mask_softmax
             causal = "causal" in (softmax.attn_mask_type if kind is None else kind).name
@@ -219,7 +219,7 @@ def for_class(original: Any, module: ModuleType) -> type:
             if mask is not None and softmax.window_size is None and packed is None:
                 return ~mask
             window = softmax.window_size
-            seen = visible(mine, keys, causal=causal, window=window, boundaries=boundaries, of_keys=of_keys)
+            seen = visible(own, keys, causal=causal, window=window, boundaries=boundaries, of_keys=of_keys)
             return seen.view(1, 1, *seen.shape)
 
     DotProductAttention.__module__ = original.__module__

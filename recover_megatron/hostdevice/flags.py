@@ -1,4 +1,4 @@
-"""Megatron flags on the host device: which it needs, which cannot run there.  Imports neither torch nor Megatron."""
+"""Megatron flags on the host device: required ones and unsupported ones.  Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _warned = False
 
 
 def host_defaults() -> list[str]:
-    """The Megatron flags without which a run on the host device ends with an error, as argv items.
+    """Return the Megatron flags without which a run on the host device fails, as argv items.
 
-    For a script to put before the user's own flags, so that argparse lets the user's win.  Fusions that run on the
-    host as written are left at Megatron's default: they compute what the same command line computes on a GPU.
+    A script puts them before the user's flags, so that the user's flags win.  Fusions that run unchanged on the host
+    keep Megatron's default: they compute the same as on a GPU with the same command line.
     """
     return [
         "--transformer-impl=local",
@@ -45,12 +45,15 @@ def host_defaults() -> list[str]:
 
 
 def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str = "leave it out") -> Rule:
-    """``file``: of Megatron, where the run would end.  ``when``: by default, where the flag is given."""
+    """Return a rule that refuses a flag.
+
+    ``file``: Megatron's file in which the run would fail.  ``when``: by default, if the flag is given.
+    """
     return Rule(f"{flag}: {why}; {do} (megatron/{file})", when or is_given(flag))
 
 
 def _knows_documents(args: Any) -> bool:
-    """Whether more of the model than its attention needs to know where a token's document begins and ends."""
+    """Return whether parts of the model other than its attention need the document boundaries of tokens."""
     rotary = is_one_of("position_embedding_type", "rope", "yarn", "mrope")
     return has_layers("MG")(args) or rotary(args) or is_set("multi_latent_attention", "mtp_num_layers")(args)
 
@@ -76,7 +79,7 @@ RULES = [
     _out("rope fusion", _TE, _CONFIG,
          all_of(is_set("apply_rope_fusion"), is_one_of("position_embedding_type", "rope", "yarn", "mrope")),
          "use --no-rope-fusion"),
-    _out("--fp8-format", "the local transformer ignores it silently and would train at another precision",
+    _out("--fp8-format", "the local transformer silently ignores it and would train at another precision",
          "core/fp8_utils.py", is_set("fp8")),
     _out("--fp4-format", _TE, _ARGUMENTS, is_set("fp4")),
     _out("CUDA graphs", "there is no CUDA", "core/transformer/cuda_graphs.py",
@@ -108,12 +111,12 @@ RULES = [
          all_of(is_set("sft"), is_above_one("context_parallel_size")), "use --context-parallel-size 1"),
     _out("--dataloader-inter-document-masking with --context-parallel-size and rotary positions, --mtp-num-layers, "
          "Mamba or a delta net",
-         "the sequence is dealt out as a whole, but these are of documents that were dealt out each",
+         "the sequence is distributed as one, but these layers assume that each document is distributed",
          "core/models/common/embeddings/rope_utils.py",
          all_of(is_set("dataloader_inter_document_masking"), is_above_one("context_parallel_size"), _knows_documents),
          "use --context-parallel-size 1"),
     _out("--expert-tensor-parallel-size above 1 with --moe-token-dispatcher-type alltoall",
-         "gloo gathers no parts of different sizes", "core/transformer/moe/token_dispatcher.py",
+         "gloo cannot gather parts of different sizes", "core/transformer/moe/token_dispatcher.py",
          all_of(is_set("num_experts"), is_one_of("moe_token_dispatcher_type", "alltoall"), _splits_experts,
                 unless(is_set("moe_pad_expert_input_to_capacity"))),
          "use --expert-tensor-parallel-size 1, or allgather"),
@@ -124,27 +127,27 @@ RULES = [
     _out("--profile alone", "starts the CUDA profiler", "training/training.py",
          all_of(is_set("profile"), unless(is_set("use_pytorch_profiler"))),
          "add --use-pytorch-profiler"),
-    _out("--record-memory-history", "of CUDA memory", "training/utils/utils.py"),
+    _out("--record-memory-history", "records CUDA memory", "training/utils/utils.py"),
     _out("--log-straggler", "reads the GPU's clock and power", "core/utils.py"),
 ]  # fmt: skip
-"""Each was seen to fail (or, --fp8-format, to be ignored) in a run of Megatron 0.19.2 on the host device."""
+"""Refused flags; each was seen to fail (--fp8-format: to be ignored) in a run of Megatron 0.19.2 on the host device."""
 
 
 def unsupported(args: Any) -> list[str]:
-    """What of ``args``, Megatron's parsed namespace, cannot run without a GPU; empty if everything can.
+    """Return the reasons why ``args``, Megatron's parsed namespace, cannot run without a GPU; empty if it can.
 
-    One line each: the flag, why, what to do, and the file of Megatron where it ends.  Works before and after Megatron's
-    own validation.
+    One line per flag: the flag, the reason, the remedy, and Megatron's file in which it would fail.  Works before and
+    after Megatron's own validation.
     """
     return reasons(RULES, args)
 
 
 def never_summed(args: Any) -> list[str]:
-    """One line where Megatron would train without an error, but each instance of Megatron-FSDP a model of its own.
+    """Return one line if Megatron-FSDP would silently train a separate model in each of its instances.
 
-    ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce.  Without it nothing tells
-    Megatron-FSDP which microbatch is the last one, and it sums over the instances after that one only.
-    Seen with Megatron 0.19.2.  Megatron-FSDP 2 has but one instance.
+    ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce.  Without it Megatron-FSDP does not
+    know the last microbatch, after which alone it sums over the instances.
+    Seen with Megatron 0.19.2.  Megatron-FSDP 2 has only one instance.
     """
     instances = getattr(args, "num_distributed_optimizer_instances", 1) or 1
     first = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 1
@@ -152,32 +155,32 @@ def never_summed(args: Any) -> list[str]:
         return []
     return [
         f"--use-megatron-fsdp with --num-distributed-optimizer-instances {instances} needs --overlap-grad-reduce: "
-        "without it Megatron never sums the gradients of the instances, and each trains a model of its own, silently"
+        "without it Megatron never sums the gradients over the instances, and each silently trains a separate model"
     ]
 
 
 def norm_of_version_2(args: Any) -> list[str]:
-    """One line where Megatron-FSDP 2 would clip gradients that are not too large.
+    """Return one line if Megatron-FSDP 2 would clip gradients whose norm is below the limit.
 
     ``get_grad_norm_fp32`` sums the squares over the mesh of the gradients, and then over ``grad_stats_parallel_group``,
-    which is the same data-parallel ranks: the norm is too large by the root of their number.  Seen with Megatron main,
-    d98e8a6.  With --recover it is summed once.
+    which contains the same data-parallel ranks: the norm is too large by the root of their number.  Seen with Megatron
+    main, d98e8a6.  With --recover it is summed once.
     """
     second = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 2
     if not second or getattr(args, "recover", False) or getattr(args, "clip_grad", 0.0) <= 0.0:
         return []
     return [
-        "--megatron-fsdp-version 2: this Megatron counts the norm of the gradients too large, by the root of the "
-        "number of data-parallel ranks, and clips by it; multiply --clip-grad by that root"
+        "--megatron-fsdp-version 2: this Megatron overestimates the gradient norm by the root of the number of "
+        "data-parallel ranks, and clips by it; multiply --clip-grad by that root"
     ]
 
 
 def outer_sharding(args: Any) -> list[str]:
-    """One line where Megatron-FSDP would train without an error, but not as plain data parallelism does.
+    """Return one line if Megatron-FSDP would silently compute other numbers than plain data parallelism.
 
-    With an optimizer that is sharded over the instances, too, the buffers that add up gradients inside an instance have
-    no scaling factor (``_create_hfsdp_helper_buffer``), and the norm is that of an instance's part of the gradients
-    (``grad_stats_parallel_group``).  With both mended the numbers are those of plain data parallelism; seen with
+    If the optimizer is sharded over the instances, too, the buffers that add up gradients inside an instance have no
+    scaling factor (``_create_hfsdp_helper_buffer``), and the norm covers only an instance's part of the gradients
+    (``grad_stats_parallel_group``).  With both fixed the numbers equal those of plain data parallelism; seen with
     Megatron 0.19.2.  --recover does not use that part of Megatron.
     """
     sharded = getattr(args, "outer_dp_sharding_strategy", "no_shard") != "no_shard"
@@ -185,12 +188,12 @@ def outer_sharding(args: Any) -> list[str]:
         return []
     return [
         "--outer-dp-sharding-strategy optim: this Megatron sums gradients without dividing them by the number of "
-        "data-parallel ranks, and each instance clips its part of them by the norm of that part alone; take no_shard"
+        "data-parallel ranks, and each instance clips its part of them by the norm of that part alone; use no_shard"
     ]
 
 
 def warn_of_what_is_never_summed(args: Any) -> None:
-    """Say once in a run, by the process of rank 0, what ``never_summed`` and its like find."""
+    """Log the findings of ``never_summed`` and the similar checks once per run, in the process of rank 0."""
     global _warned
     if _warned or not speaks():
         return
@@ -200,7 +203,7 @@ def warn_of_what_is_never_summed(args: Any) -> None:
 
 
 def speaks() -> bool:
-    """Tell if this process speaks for all of the run: that of rank 0 does, and none that multiprocessing started."""
-    main = sys.modules.get("__mp_main__")  # of a spawned process that still imports its parent's main module; or ours
+    """Return whether this process logs for the run: it has rank 0, and multiprocessing did not start it."""
+    main = sys.modules.get("__mp_main__")  # set in a spawned process that imports its parent's main module, or by us
     spawned = multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
     return os.environ.get("RANK", "0") == "0" and not spawned

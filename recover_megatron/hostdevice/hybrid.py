@@ -1,7 +1,7 @@
-"""The layer specs of hybrid models with the local transformer's modules in place of Transformer Engine's.
+"""Layer specs of hybrid models with the local transformer's modules instead of Transformer Engine's.
 
-The parameters, and their names in checkpoints, are those that Transformer Engine's modules have; but experts are one
-after the other.  Megatron is never imported here: ``localize`` is given a module of it that has imported the others.
+The parameters, and their names in checkpoints, are the same as with Transformer Engine's modules, except that experts
+are sequential.  Megatron is never imported here: ``localize`` receives a Megatron module that has imported the others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 
 def localize(module: ModuleType) -> None:
-    """Replace Transformer Engine's modules in ``module``: by their names, and in each of its specs."""
-    local = {name: its for name, its in local_modules().items() if hasattr(module, name)}
-    replaced = {id(getattr(module, name)): its for name, its in local.items()}
+    """Replace Transformer Engine's modules in ``module``: its attributes, and in each of its specs."""
+    local = {name: kind for name, kind in local_modules().items() if hasattr(module, name)}
+    replaced = {id(getattr(module, name)): kind for name, kind in local.items()}
     for value in list(vars(module).values()):
         if not isinstance(value, type):
             _in_place(value, replaced)
@@ -27,7 +27,7 @@ def localize(module: ModuleType) -> None:
 
 
 def _in_place(part: Any, replaced: dict[int, Any]) -> Any:
-    """What stands in place of a part of a spec: another module, or the part itself, with its own parts replaced."""
+    """Return the replacement of a part of a spec: another module, or the part itself with its own parts replaced."""
     if id(part) in replaced:
         return replaced[id(part)]
     if isinstance(part, list):
@@ -40,13 +40,13 @@ def _in_place(part: Any, replaced: dict[int, Any]) -> Any:
 
 @functools.cache
 def local_modules() -> dict[str, type]:
-    """A name of Transformer Engine's in Megatron -> what the local transformer has for it."""
+    """Return Megatron's name of a Transformer Engine module -> the local transformer's module."""
     layers = sys.modules["megatron.core.tensor_parallel.layers"]
     column: Any = layers.ColumnParallelLinear
     norm_of: Any = sys.modules["megatron.core.fusions.fused_layer_norm"].FusedLayerNorm
 
     class LayerNormColumnParallelLinear(column):
-        """A norm of the input, then the product, as one module."""
+        """Norm of the input and column-parallel linear layer as one module."""
 
         def __init__(self, input_size: int, output_size: int, *, config: Any, **others: Any) -> None:
             super().__init__(input_size, output_size, config=config, **others)

@@ -1,7 +1,7 @@
-"""Small changes inside Megatron itself, each made when (if ever) its module is imported.
+"""Small changes inside Megatron, each applied when its module is imported, if it ever is.
 
-``install`` and ``watch`` have a finder on ``sys.meta_path`` that lets Python's own finders do the work and runs the fix
-right after the module's code; when all fixes are applied the finder removes itself.  Megatron is never imported here.
+``install`` and ``watch`` put a finder on ``sys.meta_path``, which lets Python's own finders do the work and runs the
+fix right after the module's code; when all fixes are applied it removes itself.  Megatron is never imported here.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ SUPPORTED = "0.18 to 0.19"
 
 
 class UnsupportedMegatron(RuntimeError):
-    """Megatron is not as the fix expects it; the message names what differs and the supported versions."""
+    """Megatron differs from what the fix expects; the message names the difference and the supported versions."""
 
 
 @dataclass(frozen=True)
 class Fix:
-    """``apply(module)`` is called once, after ``module_name`` was imported and what the fix expects was found in it."""
+    """Change of one module: ``apply(module)`` is called once, after ``module_name`` was imported and checked."""
 
     module_name: str
     apply: Callable[[ModuleType], None]
     why: str
     expects: Mapping[str, str | None] = field(default_factory=dict)
-    """Function of the module -> all of its parameters, between blanks; None: the function may have any."""
+    """Function of the module -> its parameters, separated by spaces; None: the function may have any."""
 
     def make(self, module: ModuleType) -> None:
-        """Apply the fix; raises ``UnsupportedMegatron``, and changes nothing, where the module is not as expected."""
+        """Apply the fix; if the module is not as expected, raise ``UnsupportedMegatron`` and change nothing."""
         for path, parameters in self.expects.items():
             _expect(module, path, parameters)
         self.apply(module)
@@ -52,8 +52,8 @@ def _expect(module: ModuleType, path: str, parameters: str | None) -> None:
     if found is None or wanted not in (None, list(inspect.signature(found).parameters)):
         seen = "is missing" if found is None else f"has the parameters {inspect.signature(found)}"
         raise UnsupportedMegatron(
-            f"{module.__name__}.{path} {seen}, expected ({'...' if wanted is None else ', '.join(wanted)}): this "
-            f"version of Megatron-LM is not known to recover_megatron; supported are {SUPPORTED}."
+            f"{module.__name__}.{path} {seen}, expected ({'...' if wanted is None else ', '.join(wanted)}): "
+            f"recover_megatron does not support this version of Megatron-LM; supported are {SUPPORTED}."
         )
 
 
@@ -80,7 +80,7 @@ def _load_and_save_shards(module: ModuleType) -> None:
     def with_empty_ones(self: Any, is_loading: bool = False) -> Any:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         empty = [parameter for parameter in parameters if not parameter._local_tensor.numel()]
-        stepped = len(empty) == len(parameters) or any(self.optimizer.state.get(its) for its in parameters)
+        stepped = len(empty) == len(parameters) or any(self.optimizer.state.get(item) for item in parameters)
         for parameter in empty if is_loading or stepped else ():
             self.optimizer.state[parameter] = {
                 name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")
@@ -100,7 +100,7 @@ def _splits_as_numpy(module: ModuleType) -> None:
 def _preload_copies(module: ModuleType) -> None:
     preload = module.FileSystemWriterAsync.preload_tensors
 
-    @functools.wraps(preload)  # by whose name it is pickled for the writer process
+    @functools.wraps(preload)  # it is pickled by that name for the writer process
     def preload_copies(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
         return [
             (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
@@ -125,12 +125,12 @@ def _warn_of_instances(module: ModuleType) -> None:
 def _allocated_on_the_stream(module: ModuleType) -> None:
     import torch
 
-    # What it is given for a tensor on the host is None.
+    # For a tensor on the host Megatron sets it to None.
     module.DBuffer.allocation_stream = property(lambda self: torch.cuda.current_stream(), lambda self, none: None)
 
 
 def _te_from(*versions: str) -> Callable[[ModuleType], None]:
-    """Have a module find a Transformer Engine that is as new as these, by which it asks for what is here, too."""
+    """Make ``is_te_min_version`` of a module accept ``versions``: it asks for features that the host device has."""
 
     def apply(module: ModuleType) -> None:
         is_min = module.is_te_min_version
@@ -146,7 +146,7 @@ def _te_from(*versions: str) -> Callable[[ModuleType], None]:
 
 def _shards_on_host(module: ModuleType) -> None:
     if not module.HAVE_FSDP:
-        return  # Megatron says what is missing
+        return  # Megatron reports the missing feature
     mesh = module.DeviceMesh
 
     class HostMesh:
@@ -182,12 +182,12 @@ def _no_inference_layers(module: ModuleType) -> None:
 
 
 def _norms_of_vision(module: ModuleType) -> None:
-    """Where Megatron does not take torch's own there is nothing to mend."""
+    """Replace torch's LayerNorm in the defaults of CLIP; there is nothing to fix if Megatron does not use it."""
     import torch
 
-    norm = sys.modules[module.TransformerBlock.__module__].LayerNormImpl  # that of the layers between the two
+    norm = sys.modules[module.TransformerBlock.__module__].LayerNormImpl  # the norm of the layers between the two
     make = module.CLIPViTModel.__init__
-    make.__defaults__ = tuple(norm if its is torch.nn.LayerNorm else its for its in make.__defaults__ or ())
+    make.__defaults__ = tuple(norm if item is torch.nn.LayerNorm else item for item in make.__defaults__ or ())
 
 
 def _local_layers_of_bert(module: ModuleType) -> None:
@@ -216,7 +216,7 @@ def _norm_in_product(module: ModuleType) -> None:
 
 
 def _recomputed_without_scales(module: ModuleType) -> None:
-    """A Megatron whose second parameter is another one does not take False for scales."""
+    """Set the default ``fp8=None``; a Megatron with another second parameter does not take False for scales."""
     make = module.CheckpointWithoutOutput.__init__
     if not module.HAVE_TE and inspect.getfullargspec(make).args[1:2] == ["fp8"]:
         make.__defaults__ = (None, *make.__defaults__[1:])
@@ -227,8 +227,8 @@ def _norms_in_float64(module: ModuleType) -> None:
 
     @functools.wraps(module.local_multi_tensor_l2_norm)
     def local_multi_tensor_l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, *_: Any) -> tuple[Any, None]:
-        tensors = [tensor for its in tensor_lists for tensor in its]
-        # In float32, as Megatron's own: other workers of the sum may have no gradients, and send a zero of that type.
+        tensors = [tensor for item in tensor_lists for tensor in item]
+        # In float32, as Megatron's own: workers without gradients contribute a float32 zero to the sum.
         return sum_of_squares(tensors).sqrt().float().view(1), None
 
     module.local_multi_tensor_l2_norm = local_multi_tensor_l2_norm  # type: ignore[attr-defined]
@@ -249,23 +249,23 @@ FIXES = {
     "prebuilt-helpers": Fix(
         "megatron.core.datasets.utils",
         _skip_make_in_wheel,
-        "Megatron runs `make` in its datasets folder at start; the wheel brings the compiled extension but no "
-        "Makefile, and the run would end there",
+        "Megatron runs `make` in its datasets folder at start; the wheel contains the compiled extension but no "
+        "Makefile, so the run would fail",
         {"compile_helpers": ""},
     ),
     "checkpoint-copies": Fix(
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
         _preload_copies,
-        "an asynchronous checkpoint copies the device's tensors to the host before training goes on; tensors that are "
-        "on the host already are not copied, and the writer would save what training makes of them meanwhile",
+        "an asynchronous checkpoint copies the device's tensors to the host before training continues; tensors that "
+        "are on the host already are not copied, and the writer would save values that training changes meanwhile",
         {"FileSystemWriterAsync.preload_tensors": "write_buckets non_blocking"},
     ),
     "load-without-grad": Fix(
         "megatron.core.optimizer.distrib_optimizer",
         _load_and_save_shards,
         "loading the distributed optimizer's float32 parameters writes to views of leaves with grad mode on, which "
-        "autograd refuses; and torch's Adam keeps nothing of a parameter of which a worker's shard is empty, while "
-        "for a checkpoint of Megatron-FSDP all workers ask each other about the state of each",
+        "autograd refuses; and torch's Adam has no state for a parameter whose shard is empty on a worker, but "
+        "a checkpoint of Megatron-FSDP needs the state of each parameter on all workers",
         {
             "DistributedOptimizer.load_state_dict": "self state_dict",
             "DistributedOptimizer.sharded_param_state_fsdp_dtensor": "self is_loading",
@@ -274,55 +274,55 @@ FIXES = {
     "splits-as-numpy": Fix(
         "megatron.core.transformer.moe.moe_utils",
         _splits_as_numpy,
-        "the all-to-all dispatcher makes its split sizes numpy arrays only of tensors whose is_cuda is true",
+        "the all-to-all dispatcher converts its split sizes to numpy arrays only if the tensors have is_cuda",
         {"maybe_move_tensor_to_cpu": "tensor as_numpy record_stream"},
     ),
     "instances-summed": Fix(
         "megatron.training.arguments",
         _warn_of_instances,
         "with several instances of Megatron-FSDP and without --overlap-grad-reduce Megatron silently trains a model "
-        "for each, and with --outer-dp-sharding-strategy optim another model: a warning (changes nothing)",
+        "per instance, and with --outer-dp-sharding-strategy optim a wrong model: a warning (changes nothing)",
         {"validate_args": "args defaults"},
     ),
     "logits-kept": Fix(
         "megatron.training.arguments",
         _te_from("2.9.0"),
-        "--qk-clip and --log-max-attention-logit are refused without Transformer Engine 2.9, of which they need the "
-        "largest logits: the host device's attention keeps them, too",
+        "--qk-clip and --log-max-attention-logit are refused without Transformer Engine 2.9, whose largest logits "
+        "they need: the host device's attention keeps them, too",
         _TE,
     ),
     "remainders": Fix(
         "megatron.core.optimizer",
         _te_from("2.1.0.dev0"),
-        "--use-precision-aware-optimizer asks whether the optimizer can keep main parameters by what a parameter in "
-        "bfloat16 lacks: the host device's can",
+        "--use-precision-aware-optimizer checks that the optimizer can keep main parameters as the remainders of "
+        "bfloat16 parameters: the host device's can",
         _TE,
     ),
     "remainders-by-default": Fix(
-        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "the same, asked where its flags are read", _TE
+        "megatron.core.optimizer.optimizer_config", _te_from("2.1.0"), "the same check, when its flags are read", _TE
     ),
     "norms-in-float64": Fix(
         "megatron.core.utils",
         _norms_in_float64,
-        "the norms of gradients and parameters without apex are torch's in float32, which on the CPU are too small for "
+        "without apex the norms of gradients and parameters are torch's in float32, which on the CPU are too small for "
         "tensors of 2^24 elements and more",
         {"local_multi_tensor_l2_norm": None},
     ),
     "shards-on-host": Fix(
         "megatron.core.distributed.torch_fully_sharded_data_parallel",
         _shards_on_host,
-        "--use-torch-fsdp2 gives torch a mesh of CUDA devices, and torch places parameters where the mesh says",
+        "--use-torch-fsdp2 gives torch a mesh of CUDA devices, and torch places parameters on the mesh's devices",
     ),
     "streams-of-buffers": Fix(
         "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer",
         _allocated_on_the_stream,
-        "Megatron-FSDP 2 of Megatron main asserts that a buffer was made on a stream of CUDA's",
+        "Megatron-FSDP 2 of Megatron main asserts that a buffer was allocated on a CUDA stream",
     ),
     "attention": Fix(
         "megatron.core.transformer.dot_product_attention",
         _attention,
         "the local transformer's attention refuses context parallelism, keys and values of different widths "
-        "(multi-latent attention) and packed sequences: these go to torch's scaled_dot_product_attention",
+        "(multi-latent attention) and packed sequences: these use torch's scaled_dot_product_attention",
         {
             "DotProductAttention.forward": _OPERANDS,
             "tensor_parallel.gather_from_sequence_parallel_region": _GATHER,
@@ -331,7 +331,7 @@ FIXES = {
     "hybrid-stack": Fix(
         "megatron.core.models.hybrid.hybrid_block",
         _local_specs,
-        "the stack of a hybrid model makes its last norm by Transformer Engine",
+        "the stack of a hybrid model creates its last norm with Transformer Engine",
     ),
     "hybrid-specs": Fix(
         "megatron.core.models.hybrid.hybrid_layer_specs",
@@ -348,8 +348,8 @@ FIXES = {
     "recomputed-without-scales": Fix(
         "megatron.core.tensor_parallel.random",
         _recomputed_without_scales,
-        "--recompute-modules layernorm and moe_act take what is not given (fp8=False) for given, and ask "
-        "Transformer Engine for its scales: a NameError without it",
+        "--recompute-modules layernorm and moe_act treat fp8=False as given, and request Transformer Engine's "
+        "scales: a NameError without it",
         {"CheckpointWithoutOutput.__init__": None},
     ),
     "rms-norm": Fix(
@@ -361,26 +361,26 @@ FIXES = {
     "rms-norm-in-layers": Fix(
         "megatron.core.transformer.torch_norm",
         _with_rms_norm("WrappedTorchNorm"),
-        "the local transformer's layers take torch's RMSNorm, which Megatron refuses with sequence parallelism",
+        "the local transformer's layers use torch's RMSNorm, which Megatron refuses with sequence parallelism",
         {"WrappedTorchNorm.__new__": f"cls {_NORM}"},
     ),
     "no-inference-layers": Fix(
         "megatron.core.tensor_parallel.inference_layers",
         _no_inference_layers,
-        "multi-token prediction of Megatron main asks whether a layer is one of Transformer Engine's for inference, "
-        "which without it is no class: a TypeError",
+        "multi-token prediction of Megatron main checks if a layer is Transformer Engine's class for inference, "
+        "which does not exist without it: a TypeError",
     ),
     "local-layers-of-bert": Fix(
         "megatron.core.models.bert.bert_layer_specs",
         _local_layers_of_bert,
-        "pretrain_bert.py imports Transformer Engine's layers whichever it takes: an ImportError without it; with no "
-        "--spec it takes the local ones in their place, which --transformer-impl local says of other models",
+        "pretrain_bert.py always imports Transformer Engine's layers: an ImportError without it; without --spec it "
+        "uses the local layers instead, as other models do with --transformer-impl local",
     ),
     "norms-of-vision": Fix(
         "megatron.core.models.vision.clip_vit_model",
         _norms_of_vision,
-        "without Transformer Engine CLIP's norms are torch.nn.LayerNorm, which knows none of the arguments that "
-        "Megatron gives a norm: a TypeError",
+        "without Transformer Engine CLIP's norms are torch.nn.LayerNorm, which lacks the arguments that Megatron "
+        "passes to a norm: a TypeError",
     ),
 }
 
@@ -391,7 +391,7 @@ class _Finder:
     def __init__(self) -> None:
         self.pending: dict[str, list[Fix]] = {}
         self.first: Callable[[str], None] | None = None
-        """To be called with the name of the first module of Megatron's whose code is to be run, before that."""
+        """Called with the name of the first Megatron module whose code will run, before it runs."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self.pending and not (self.first and name.startswith("megatron.")):
@@ -399,7 +399,7 @@ class _Finder:
         spec = next(filter(None, (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)), None)
         if spec is None or spec.loader is None:
             return spec
-        loader = spec.loader  # made for this one import: nobody else's exec_module changes
+        loader = spec.loader  # created for this import: no other exec_module changes
         execute = loader.exec_module
 
         def execute_and_fix(module: ModuleType) -> None:
@@ -423,9 +423,9 @@ _installed: set[str] = set()
 
 
 def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
-    """Arrange for ``fixes`` to be applied; one whose module is imported already is applied at once.
+    """Register ``fixes``; a fix whose module is imported already is applied at once.
 
-    ``first`` is called before the first code of Megatron's is run, with the name of its module.
+    ``first`` is called with the name of the first Megatron module, before its code runs.
     """
     _finder.first = first or _finder.first
     for fix in fixes:
@@ -438,9 +438,9 @@ def watch(*fixes: Fix, first: Callable[[str], None] | None = None) -> None:
 
 
 def install(only: Collection[str] | None = None) -> None:
-    """Have the fixes named in ``only`` (default: all) applied; idempotent.
+    """Register the fixes named in ``only`` (default: all); idempotent.
 
-    Raises ``UnsupportedMegatron``, here or from the import, where Megatron is not as expected.
+    Raises ``UnsupportedMegatron``, here or from the import, if Megatron is not as expected.
     """
     names = [name for name in (FIXES if only is None else only) if name not in _installed]
     _installed.update(names)

@@ -1,8 +1,8 @@
-"""The table of what the host device replaces in torch, each row with its reason.  Importing it imports torch.
+"""Table of the functions that the host device replaces in torch, each with its reason.  Importing it imports torch.
 
-``torch.cuda`` is made to describe one imaginary device whose memory is ordinary host memory: what is placed "on cuda"
-stays a CPU tensor, streams and events are always finished.  All are plain function replacements, so they hold in every
-thread and cost nothing where they are not called.
+``torch.cuda`` then describes one simulated device whose memory is ordinary host memory: a tensor placed "on cuda" stays
+a CPU tensor, streams and events are always finished.  All rows replace plain functions, so they apply in every thread
+and cost nothing unless they are called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 
 @dataclass(frozen=True)
 class Replacement:
-    """``owner.name`` becomes ``value``, because of ``why``."""
+    """Replacement of ``owner.name`` by ``value``, because of ``why``."""
 
     owner: Any
     name: str
@@ -38,7 +38,7 @@ class Replacement:
 
 
 def _on_host(device: Any) -> Any:
-    """``device``, or the CPU where it means a CUDA device (an integer is the ordinal of one)."""
+    """Return ``device``, or the CPU if it means a CUDA device (an integer is the index of one)."""
     if isinstance(device, int) or (isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"):
         return torch.device("cpu")
     return device
@@ -57,12 +57,12 @@ def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Stream:
-    """A stream whose work is always finished."""
+    """Stream whose work is always finished."""
 
     device = torch.device("cpu")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Any arguments of ``torch.cuda.Stream``."""
+        """Accept any arguments of ``torch.cuda.Stream``."""
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -72,25 +72,25 @@ class Stream:
         return Event() if event is None else event
 
     def synchronize(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     wait_stream = wait_event = synchronize
 
 
 class Event:
-    """A point in a stream: always passed."""
+    """Point in a stream that is always reached."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Any arguments of ``torch.cuda.Event``."""
+        """Accept any arguments of ``torch.cuda.Event``."""
 
     def synchronize(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to mark, nothing to wait for."""
+        """Return at once; there is nothing to record or to wait for."""
 
     record = wait = synchronize
 
 
 def table() -> list[Replacement]:
-    """All replacements.  Call it once, before any of them is made: the values wrap what is there now."""
+    """Return all replacements.  Call it once, before any is applied: the values wrap the current functions."""
     rows: list[Replacement] = []
 
     def row(owner: Any, why: str, **values: Any) -> None:
@@ -103,14 +103,14 @@ def table() -> list[Replacement]:
     _reductions(row)
     row(
         torch,
-        "Megatron compiles its fused functions where torch is new enough: needs a C++ compiler on the host",
+        "Megatron compiles its fused functions if torch is new enough: needs a C++ compiler on the host",
         compile=lambda model=None, **options: (lambda function: function) if model is None else model,
     )
     return rows
 
 
 def _tensors(row: Callable[..., None]) -> None:
-    placed = "device='cuda' or a device's number means the host, of which nothing need be pinned"
+    placed = "device='cuda' or a device index means the host, whose memory need not be pinned"
     for name in ("arange", "empty", "empty_like", "ones", "rand", "tensor", "zeros"):
         row(torch, placed, **{name: _placed(getattr(torch, name))})
     tensor = torch.Tensor
@@ -128,29 +128,29 @@ def _tensors(row: Callable[..., None]) -> None:
         return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
 
     row(tensor, placed, new_empty=_placed(tensor.new_empty), to=to)
-    row(tensor, "every tensor is on the device already", cuda=lambda self, *args, **kwargs: self)
-    row(tensor, "no stream holds its memory", record_stream=lambda self, stream: None)
+    row(tensor, "every tensor is already on the device", cuda=lambda self, *args, **kwargs: self)
+    row(tensor, "no stream uses its memory asynchronously", record_stream=lambda self, stream: None)
     row(tensor, "Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'", type=type_)
 
 
 def _device(row: Callable[..., None]) -> None:
     cuda = torch.cuda
-    # Capability 10: from it on Megatron does not insist on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism.
+    # From capability 10 on Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism.
     properties = types.SimpleNamespace(name="host", major=10, minor=0)
     row(
         cuda,
-        "there is one device, number 0",
+        "there is one device, index 0",
         is_available=lambda: True,
         device_count=lambda: 1,
         current_device=lambda: 0,
         set_device=lambda device: None,
         get_device_properties=lambda device=None: properties,
     )
-    row(cuda.random, "torch.cuda's RNG functions ask this module's own reference", current_device=lambda: 0)
+    row(cuda.random, "torch.cuda's RNG functions use this module's own reference", current_device=lambda: 0)
     only_stream = Stream()
     row(
         cuda,
-        "what was given to the device is done when the call returns",
+        "work on the device is finished when the call returns",
         synchronize=lambda device=None: None,
         Stream=Stream,
         Event=Event,
@@ -158,7 +158,7 @@ def _device(row: Callable[..., None]) -> None:
         stream=lambda stream: contextlib.nullcontext(),
     )
     row(cuda, "nothing is captured in a graph", is_current_stream_capturing=lambda: False)
-    row(cuda, "the host has no cache to empty, and a torch without CUDA no such function", empty_cache=lambda: None)
+    row(cuda, "the host has no cache to empty, and a torch without CUDA lacks this function", empty_cache=lambda: None)
     uncounted = "memory of the device is not counted: Megatron reports 0"
     row(cuda, uncounted, device_memory_used=lambda device=None: 0)
     none = {name: {"all": {"current": 0, "peak": 0}} for name in ("reserved_bytes", "allocated_bytes", "allocation")}
@@ -167,7 +167,7 @@ def _device(row: Callable[..., None]) -> None:
 
 
 def _random(row: Callable[..., None]) -> None:
-    # The kernels draw from torch.default_generator, so it is the device's; the host gets one of its own.
+    # The kernels draw from torch.default_generator, so it is the device's; the host gets a separate generator.
     device_generator, host_generator = torch.default_generator, torch.Generator()
     seed_both, random_ = torch.manual_seed, torch.Tensor.random_
 
@@ -177,7 +177,7 @@ def _random(row: Callable[..., None]) -> None:
 
     row(
         torch.cuda,
-        "torch.cuda's RNG functions work as written with these two",
+        "torch.cuda's RNG functions work unchanged with these two",
         _initialized=True,
         default_generators=(device_generator,),
     )
@@ -190,7 +190,7 @@ def _random(row: Callable[..., None]) -> None:
     )
     row(
         torch.Tensor,
-        "data loaders and samplers draw their seeds with it, from the host's generator",
+        "data loaders and samplers draw their seeds with this function, from the host's generator",
         random_=lambda self, *args, generator=None, **kwargs: random_(
             self, *args, generator=host_generator if generator is None else generator, **kwargs
         ),
@@ -198,12 +198,12 @@ def _random(row: Callable[..., None]) -> None:
 
 
 def _gloo(row: Callable[..., None]) -> None:
-    """One thread a group: two of them write the name of the last operation at once, which corrupts the heap.
+    """Run gloo with one thread per group: two threads write the last operation's name at once and corrupt the heap.
 
-    ``c10d::ProcessGroupGloo::runLoop`` assigns it without a lock. Names of up to 15 characters have no memory of their
-    own; ``ALLGATHER_COALESCED``, with which Megatron-FSDP gathers parameters, has. (torch 2.13.0; AddressSanitizer sees
-    a double free within a few iterations.) Operations of a group are in the same order on all of its members, so one
-    thread makes them in that order.
+    ``c10d::ProcessGroupGloo::runLoop`` assigns the name without a lock.  Names of up to 15 characters need no heap
+    memory; ``ALLGATHER_COALESCED``, with which Megatron-FSDP gathers parameters, does.  (torch 2.13.0; AddressSanitizer
+    sees a double free within a few iterations.)  Operations of a group have the same order on all members, so one
+    thread is enough.
     """
     init = dist.ProcessGroupGloo.__init__
 
@@ -217,7 +217,7 @@ def _gloo(row: Callable[..., None]) -> None:
         timeout: timedelta | None = None,
         **rest: Any,
     ) -> None:
-        """``rest``: what newer versions of torch say beside the timeout, which their options have, too."""
+        """``rest``: arguments of newer versions of torch, whose options have the same attributes."""
         if not isinstance(options, dist.ProcessGroupGloo._Options):
             timeout, options = options or timeout, dist.ProcessGroupGloo._Options()
             options._timeout = timeout or default_pg_timeout
@@ -231,13 +231,13 @@ def _gloo(row: Callable[..., None]) -> None:
 
     row(
         dist.ProcessGroupGloo,
-        "its two threads write one string at once, of which Megatron-FSDP's operations make a corrupt heap: one thread",
+        "its two threads write one string at once, and Megatron-FSDP's operations then corrupt the heap: one thread",
         __init__=with_one_thread,
     )
 
 
 class _WorkWithEnd(dist.Work):
-    """A ``Work`` of which ``end`` is called, once, before the caller learns that ``work`` is done."""
+    """Wrapper of ``work`` that calls ``end`` once, before the caller sees that ``work`` is done."""
 
     def __init__(self, work: Any, end: Callable[[], None]) -> None:
         super().__init__()
@@ -256,11 +256,11 @@ class _WorkWithEnd(dist.Work):
 
 
 def _reductions(row: Callable[..., None]) -> None:
-    """Reductions that gloo lacks, or computes otherwise than ``torch.maximum`` and ``torch.minimum``.
+    """Add reductions that gloo lacks, or computes differently from ``torch.maximum`` and ``torch.minimum``.
 
-    PREMUL_SUM is the sum of what each rank has times its factor: only NCCL has it.  Of MAX and MIN of floating-point
-    numbers gloo drops or keeps a NaN, by the rank that has it and its place in the tensor (torch 2.15): here it is
-    kept, as ``torch.maximum`` does, by a second number beside each, in the same operation.
+    PREMUL_SUM is the sum of each rank's tensor times its factor: only NCCL has it.  In MAX and MIN of floating-point
+    numbers gloo drops or keeps a NaN, depending on the rank and the index in the tensor (torch 2.15): here it is kept,
+    as in ``torch.maximum``, by a second number next to each, in the same operation.
     """
     all_reduce, reduce_scatter, reduce_scatter_tensor = dist.all_reduce, dist.reduce_scatter, dist.reduce_scatter_tensor
 
@@ -271,7 +271,7 @@ def _reductions(row: Callable[..., None]) -> None:
         return bool(op == dist.ReduceOp.MAX or op == dist.ReduceOp.MIN)
 
     def factor(op: Any) -> Any:
-        """A number or a tensor.  torch 2.10 gives it to nobody but pickle."""
+        """Return the factor, a number or a tensor; torch 2.10 exposes it only to pickle."""
         return op.__getstate__()[1]
 
     def extreme(tensor: torch.Tensor, op: Any, *rest: Any, **named: Any) -> Any:
@@ -290,7 +290,7 @@ def _reductions(row: Callable[..., None]) -> None:
 
     @functools.wraps(all_reduce)
     def scaled_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any) -> Any:
-        # Among operations that are coalesced this one is made later: then it stays gloo's own.
+        # A coalesced operation runs later: then gloo's own is used.
         if is_extreme(op) and tensor.is_floating_point() and not dist.distributed_c10d._world.pg_coalesce_state:
             return extreme(tensor, op, *rest, **named)
         if is_premul(op):
@@ -299,7 +299,7 @@ def _reductions(row: Callable[..., None]) -> None:
             op = dist.ReduceOp.SUM
         return all_reduce(tensor, op, *rest, **named)
 
-    # The input of a reduce-scatter stays as it is: what is sent is a copy.
+    # The input of a reduce-scatter must not change: a copy is sent.
     @functools.wraps(reduce_scatter)
     def scaled_reduce_scatter(
         output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any
@@ -319,7 +319,7 @@ def _reductions(row: Callable[..., None]) -> None:
     row(
         dist,
         "gloo has no PREMUL_SUM, with which Megatron-FSDP divides gradients while they are summed: scaled, then summed"
-        "; its MAX and MIN lose a NaN: a second number beside each keeps it",
+        "; its MAX and MIN lose a NaN: a second number next to each keeps it",
         all_reduce=scaled_all_reduce,
         reduce_scatter=scaled_reduce_scatter,
         reduce_scatter_tensor=scaled_reduce_scatter_tensor,

@@ -1,8 +1,9 @@
-"""Run a user's script as ``__main__`` after something was prepared, here and in the processes that it spawns.
+"""Run a user's script as ``__main__`` after a preparation, here and in the processes that it spawns.
 
-A process started by ``multiprocessing``'s spawn or forkserver (Megatron's persistent checkpoint writer is one) imports
-its parent's main module before it unpickles its task.  It finds that module by ``__main__.__spec__``: ours names a
-module ``spawned``, which prepares the same and then runs the user's script as ``__mp_main__``, as Python would have.
+A process started by ``multiprocessing``'s spawn or forkserver (for example Megatron's persistent checkpoint writer)
+imports its parent's main module before it unpickles its task.  It finds that module by ``__main__.__spec__``: ours
+names a module ``spawned``, which runs the same preparation and then the user's script as ``__mp_main__``, as Python
+would.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from recover_megatron import __version__
 from recover_megatron.errors import end_process
 
 VARIABLE = "RECOVER_MAIN"
-"""Environment variable by which spawned processes learn what to run: ``path:FILE`` or ``module:NAME``."""
+"""Environment variable that names the script for spawned processes: ``path:FILE`` or ``module:NAME``."""
 
 
 class ScriptMissing(Exception):
-    """There is no such script or module; the message says which."""
+    """The script or module in the message does not exist."""
 
 
 def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
-    """The code of ``path:FILE`` or ``module:NAME`` and the module attributes it is to see."""
+    """Return the code of ``path:FILE`` or ``module:NAME``, and the attributes of its module."""
     kind, _, name = target.partition(":")
     if kind == "path":
         try:
@@ -40,7 +41,7 @@ def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
         try:
             return compile(source, name, "exec", dont_inherit=True), {"__file__": name, "__package__": None}
         except SyntaxError as error:
-            traceback.print_exception(error.with_traceback(None))  # as of a script that Python itself was given
+            traceback.print_exception(error.with_traceback(None))  # as Python itself does for a script
             sys.exit(1)
     try:
         spec = importlib.util.find_spec(name)
@@ -48,16 +49,16 @@ def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as missing:
         if not f"{name}.".startswith(f"{missing.name}."):
-            raise  # something that a package around it imports
+            raise  # an import of an enclosing package failed
         spec = None
     code = spec.loader.get_code(spec.name) if spec and spec.loader and hasattr(spec.loader, "get_code") else None
     if spec is None or code is None:
-        raise ScriptMissing(f"there is no module {name} that can be run")
+        raise ScriptMissing(f"no module named {name} can be run")
     return code, {"__file__": spec.origin, "__package__": spec.parent}
 
 
 class _SpawnSpec(ModuleSpec):
-    """Names a module of ours to processes that are spawned, and the user's package to the import system."""
+    """Spec that names a module of ours for spawned processes, and the user's package for the import system."""
 
     def __init__(self, spawned: str, package: str | None) -> None:
         super().__init__(spawned, None)
@@ -65,24 +66,24 @@ class _SpawnSpec(ModuleSpec):
 
     @property
     def parent(self) -> str:
-        """The package against which the script's relative imports are resolved."""
+        """Package against which the script's relative imports are resolved."""
         return self._package
 
 
 @dataclass(frozen=True)
 class Runner:
-    """``python -m NAME [-m] SCRIPT [ARGUMENTS...]``; the package NAME has a module ``spawned`` that calls ``again``."""
+    """Command ``python -m NAME [-m] SCRIPT [ARGUMENTS...]``; NAME has a module ``spawned`` that calls ``again``."""
 
     name: str
     about: str
     prepare: Callable[[], None]
     """Called before the script is loaded, and in each process that it spawns."""
     after: Callable[[], None] = lambda: None
-    """Called when the script has ended well."""
+    """Called when the script has finished without an error."""
 
     def main(self, arguments: list[str]) -> int:
-        """Run the script; 2 where the command line is wrong or the script missing, else what the script does."""
-        usage, say = f"usage: python -m {self.name} [-m] SCRIPT [ARGUMENTS...]", self.name.rpartition(".")[2]
+        """Run the script; return 2 if the command line is wrong or the script does not exist, else exit as it does."""
+        usage, prefix = f"usage: python -m {self.name} [-m] SCRIPT [ARGUMENTS...]", self.name.rpartition(".")[2]
         if arguments[:1] in (["-h"], ["--help"]):
             print(f"{usage}\n\n{self.about}")
             return 0
@@ -98,7 +99,7 @@ class Runner:
         try:
             self._run(kind, arguments[0], arguments[1:])
         except ScriptMissing as problem:
-            print(f"[{say}] {problem}", file=sys.stderr)
+            print(f"[{prefix}] {problem}", file=sys.stderr)
             return 2
         except SystemExit as end:
             if end.code not in (None, 0):
@@ -121,17 +122,17 @@ class Runner:
         if kind == "path":
             code, attributes = _load(f"{kind}:{target}")
             self.prepare()
-        else:  # finding a module imports the packages around it, Megatron's perhaps
+        else:  # finding a module imports its parent packages, perhaps Megatron
             self.prepare()
             code, attributes = _load(f"{kind}:{target}")
             sys.argv[0] = attributes["__file__"]
         main = ModuleType("__main__")
         vars(main).update(attributes, __spec__=self._spec(attributes))
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: what children send back names it
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: pickles from child processes name it
         exec(code, vars(main))
 
     def again(self, namespace: dict[str, Any]) -> None:
-        """In a spawned process: run the parent's script in ``namespace``, which is that of ``__mp_main__``."""
+        """Run the parent's script in a spawned process, in ``namespace`` (of ``__mp_main__``)."""
         self.prepare()
         code, attributes = _load(os.environ[VARIABLE])
         namespace.update(attributes, __spec__=self._spec(attributes))

@@ -1,4 +1,4 @@
-"""A script under the host device; and what a process that it spawns imports as its main module (script.py)."""
+"""Runner of a script under the host device; spawned processes import this as their main module (script.py)."""
 
 from recover_megatron import hostdevice
 from recover_megatron.hostdevice.script import Runner

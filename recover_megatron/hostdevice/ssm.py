@@ -1,8 +1,8 @@
-"""Layers with a state, in torch: what Megatron takes from mamba_ssm and causal_conv1d (Mamba 2) and fla (delta net).
+"""Recurrent layers in torch: functions that Megatron uses of mamba_ssm, causal_conv1d (Mamba 2) and fla (delta net).
 
-Written from the recurrences, with the arguments that training gives alone.  What is computed is in float32 (in float64
-for operands in float64), whatever the type of what comes in, which is that of what goes out.  Sequences that follow
-each other in one row (``seq_idx``, ``cu_seqlens``) do not see each other.
+Written from the recurrences, with only the arguments of training.  Computation is in float32 (float64 for float64
+operands), for any input dtype; the output has the input's dtype.  Sequences that follow each other in one row
+(``seq_idx``, ``cu_seqlens``) do not see each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recover_megatron.hostdevice.attention import sequences_of
 
 
 def _wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """All in float32, or in float64 where the first is."""
+    """Convert all tensors to float32, or to float64 if the first one is."""
     return [tensor.to(torch.promote_types(tensors[0].dtype, torch.float32)) for tensor in tensors]
 
 
@@ -28,21 +28,21 @@ def causal_conv1d_fn(
     seq_idx: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Each channel's convolution over the latest positions.
+    """Convolve each channel over the latest positions.
 
     Args:
         x: [batch, channels, length].
-        weight: [channels, width], of which the last is that of the position itself.
+        weight: [channels, width]; the last one belongs to the position itself.
         bias: [channels].
-        seq_idx: [batch, length], the number of the sequence of each position.
+        seq_idx: [batch, length], number of the sequence of each position.
         activation: None, "silu" or "swish".
     """
     before = weight.shape[1] - 1
     wide, taps = _wide(x, weight)
     windows = F.pad(wide, (before, 0)).unfold(-1, before + 1, 1)
     if seq_idx is not None:
-        theirs = F.pad(seq_idx, (before, 0), value=-1).unfold(-1, before + 1, 1)
-        windows = windows * (theirs == seq_idx.unsqueeze(-1)).unsqueeze(1)
+        numbers = F.pad(seq_idx, (before, 0), value=-1).unfold(-1, before + 1, 1)
+        windows = windows * (numbers == seq_idx.unsqueeze(-1)).unsqueeze(1)
     out = (windows * taps.unsqueeze(1)).sum(-1)
     if bias is not None:
         out = out + bias.to(out.dtype).unsqueeze(-1)
@@ -67,18 +67,18 @@ def mamba_chunk_scan_combined(
     return_final_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """y_t = C_t h_t + D x_t, times silu(z_t), where h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t.
+    """Compute y_t = C_t h_t + D x_t, times silu(z_t), where h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t.
 
-    Within a chunk it is a product of matrices of all pairs of positions; the state goes from chunk to chunk.
+    Within a chunk this is a matrix product over all pairs of positions; the state is passed from chunk to chunk.
 
     Args:
         x: [batch, length, heads, width]; so is ``z``.
-        dt: [batch, length, heads]; ``dt_bias`` [heads] is added, softplus applied, and the result kept in ``dt_limit``.
+        dt: [batch, length, heads]; ``dt_bias`` [heads] is added, softplus applied, the result clamped to ``dt_limit``.
         A: [heads], negative.
-        B: [batch, length, groups, size of a state]; so is ``C``; a group serves ``heads // groups`` heads in a row.
+        B: [batch, length, groups, state size]; so is ``C``; a group serves ``heads // groups`` consecutive heads.
         D: [heads] or [heads, width].
-        initial_states: [batch, heads, width, size of a state], of each row's first sequence.
-        state_dtype: to which the state is rounded where a chunk reads it.
+        initial_states: [batch, heads, width, state size], of each row's first sequence.
+        state_dtype: dtype to which the state is rounded when a chunk reads it.
 
     Returns:
         y as ``x``; with ``return_final_states`` the last states, too.
@@ -88,7 +88,7 @@ def mamba_chunk_scan_combined(
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    B, C = (its.repeat_interleave(heads // groups, dim=2) for its in (B, C))
+    B, C = (part.repeat_interleave(heads // groups, dim=2) for part in (B, C))
     driven, exponents = wide * dt.unsqueeze(-1), dt * A
     sequence = torch.zeros(x.shape[:2], dtype=torch.int64) if seq_idx is None else seq_idx.expand(x.shape[:2])
     state = wide.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]) if initial_states is None else initial_states
@@ -96,16 +96,16 @@ def mamba_chunk_scan_combined(
     of_state, outs = sequence[:, 0], []
     for first in range(0, x.shape[1], chunk_size):
         at = slice(first, first + chunk_size)
-        mine, decay = sequence[:, at], exponents[:, at].cumsum(1)
-        sees = (mine.unsqueeze(2) == mine.unsqueeze(1)).tril().unsqueeze(-1)
+        numbers, decay = sequence[:, at], exponents[:, at].cumsum(1)
+        sees = (numbers.unsqueeze(2) == numbers.unsqueeze(1)).tril().unsqueeze(-1)
         pairs = (decay.unsqueeze(2) - decay.unsqueeze(1)).masked_fill(~sees, -torch.inf).exp()
-        reached = decay.exp() * (mine == of_state.unsqueeze(1)).unsqueeze(-1)
+        reached = decay.exp() * (numbers == of_state.unsqueeze(1)).unsqueeze(-1)
         read = state.to(state_dtype or state.dtype).to(state.dtype)
         within = torch.einsum("bihn,bjhn,bijh,bjhp->bihp", C[:, at], B[:, at], pairs, driven[:, at])
         outs.append(within + torch.einsum("bihn,bhpn,bih->bihp", C[:, at], read, reached))
         added = torch.einsum("bjhn,bjh,bjhp->bhpn", B[:, at], pairs[:, -1], driven[:, at])
         state = state * reached[:, -1, :, None, None] + added
-        of_state = mine[:, -1]
+        of_state = numbers[:, -1]
     y = torch.cat(outs, dim=1)
     if D is not None:
         y = y + wide * D.to(y.dtype).view(heads, -1)
@@ -130,10 +130,10 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Mamba's mixer between its two projections: [batch, length, z x B C dt] to [batch, length, heads * width].
+    """Compute Mamba's mixer between its projections: [batch, length, z x B C dt] to [batch, length, heads * width].
 
-    x, B and C go through the convolution.  ``headdim`` may be None where ``D`` is [heads, width].  There is no norm:
-    ``norm_before_gate`` means nothing.
+    x, B and C go through the convolution.  ``headdim`` may be None if ``D`` is [heads, width].  There is no norm:
+    ``norm_before_gate`` is ignored.
     """
     heads, width = A.shape[0], headdim or D.shape[1]
     inner = heads * width
@@ -141,8 +141,8 @@ def mamba_split_conv1d_scan_combined(
     z, xBC, dt = zxbcdt.split([inner, inner + 2 * both, heads], dim=-1)
     mixed = causal_conv1d_fn(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx, activation).transpose(1, 2)
     x, B, C = mixed.split([inner, both, both], dim=-1)
-    x, z = (its.unflatten(-1, (heads, width)) for its in (x, z))
-    B, C = (its.unflatten(-1, (ngroups, -1)) for its in (B, C))
+    x, z = (part.unflatten(-1, (heads, width)) for part in (x, z))
+    B, C = (part.unflatten(-1, (ngroups, -1)) for part in (B, C))
     y = mamba_chunk_scan_combined(
         x, dt, A, B, C, chunk_size, D, z, dt_bias, None, seq_idx, dt_softplus=True, state_dtype=state_dtype
     )
@@ -150,7 +150,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """Root-mean-square norm of each group of ``group_size`` numbers (None: of all), times silu of a gate, if given."""
+    """Root-mean-square norm of each group of ``group_size`` numbers (None: of all), times silu of an optional gate."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class GatedRMSNorm(torch.nn.Module):
 # ---- gated delta net
 def _only_training(*given: Any) -> None:
     if any(argument is not None and argument is not False for argument in given):
-        raise NotImplementedError("the host device's gated delta net takes and gives no states: it is for training")
+        raise NotImplementedError("the host device's gated delta net supports no initial or final state: training only")
 
 
 def delta_conv1d(
@@ -190,7 +190,7 @@ def delta_conv1d(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """``causal_conv1d_fn`` of x [batch, length, channels], as fla calls it; ``cu_seqlens``: where sequences begin."""
+    """Apply ``causal_conv1d_fn`` to x [batch, length, channels], as fla does; ``cu_seqlens``: starts of sequences."""
     _only_training(initial_state, output_final_state)
     seq_idx = None if cu_seqlens is None else sequences_of(cu_seqlens, torch.arange(x.shape[1])).unsqueeze(0)
     return causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, activation).transpose(1, 2), None
@@ -213,10 +213,10 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """y_t = scale q_t S_t, where S_t = exp(g_t) S_(t-1), to which k_t * beta_t (v_t - k_t S_t) is added.
+    """Compute y_t = scale q_t S_t, where S_t = exp(g_t) S_(t-1), to which k_t * beta_t (v_t - k_t S_t) is added.
 
-    One position after the other.  q and k are [batch, length, heads, width of a key], v so with the width of a value,
-    g and beta [batch, length, heads]; ``scale`` is by default the width of a key to the power of -1/2.
+    Positions are processed sequentially.  q and k are [batch, length, heads, key width], v [batch, length, heads, value
+    width], g and beta [batch, length, heads]; ``scale`` is by default the key width to the power of -1/2.
     """
     _only_training(initial_state, output_final_state, use_qk_l2norm_in_kernel)
     starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
@@ -248,4 +248,4 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops": {},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
 }
-"""Where Megatron looks for them; with these versions it packs sequences in training, not in inference."""
+"""Modules from which Megatron imports these; with these versions it packs sequences in training, not in inference."""

@@ -1,23 +1,23 @@
 # shellcheck shell=bash
-# Finding a Python that can carry this project.  Sourced by setup.sh; defines functions, runs nothing.
+# Search for a Python for this project.  Sourced by setup.sh; defines functions, runs nothing.
 #
 # A candidate counts only if it *runs*: the shims that version managers put on PATH exist for every version that was
 # ever installed and fail unless that version is selected.
 
-# Versions for which torch and megatron-core publish wheels, and the ones this project is tested with.
+# Versions for which torch and megatron-core publish wheels, and with which this project is tested.
 readonly PYTHON_WANTED='3.12 or 3.13'
 
-# Where Pythons are installed for everybody.
+# Folders of Pythons that are installed for all users.
 system_python_folders=(
     /opt/{conda,miniconda3,miniforge3}/{bin,envs/*/bin}
     /opt/python*/bin /opt/python/*/bin /usr/local/bin /usr/bin /home/linuxbrew/.linuxbrew/bin
 )
 
-# Run inside the candidate.  Prints "ok <real path>", or "no <reason>".  The real path is the interpreter behind a shim
-# or a virtual environment, so that .venv does not depend on either.
+# Program that runs inside the candidate.  Prints "ok <real path>", or "no <reason>".  The real path is the interpreter
+# behind a shim or a virtual environment, so that .venv does not depend on either.
 readonly PYTHON_PROBE='
 import sys
-sys.path[:] = [folder for folder in sys.path if folder]  # not the current folder, which may hold a "venv"
+sys.path[:] = [folder for folder in sys.path if folder]  # not the current folder, which may contain a "venv"
 if sys.implementation.name != "cpython":
     print("no", "is " + sys.implementation.name + ", not CPython")
 elif not (3, 12) <= sys.version_info[:2] < (3, 14):
@@ -29,7 +29,7 @@ else:
     try:
         import ensurepip, venv
     except ImportError as error:
-        print("no", "cannot make virtual environments (%s); on Debian and Ubuntu: sudo apt install python%d.%d-venv"
+        print("no", "cannot create virtual environments (%s); on Debian and Ubuntu: sudo apt install python%d.%d-venv"
               % ((error,) + tuple(sys.version_info[:2])))
     else:
         print("ok", path)
@@ -46,12 +46,12 @@ probe_python() {
     fi
 }
 
-# lacks PYTHON: print those functions that a build for an older Linux does not have (uv's and conda's until 2026).
+# lacks PYTHON: print the functions that a build for an older Linux lacks (uv's and conda's until 2026).
 lacks() {
     "$1" -E -s -c 'import os; print(*(n for n in ("pidfd_open", "memfd_create") if not hasattr(os, n)))' </dev/null
 }
 
-# list_pythons: print candidates, best first, one path a line; duplicates are possible.  Where RECOVER_PYTHON is set: it.
+# list_pythons: print candidates, best first, one path per line, perhaps twice; only RECOVER_PYTHON if it is set.
 list_pythons() {
     local name folder path home=${HOME:-/nonexistent}
     if [[ -n ${RECOVER_PYTHON:-} ]]; then
@@ -93,13 +93,13 @@ find_python() {
         printf 'setup: no usable Python %s was found.\n' "$PYTHON_WANTED"
         if [[ -n $almost ]]; then printf 'setup: tried:\n%s' "$almost"; fi
         cat <<'TEXT'
-setup: install one, then run this again; any of these will do:
+setup: install one, then run this again; use one of these:
   Debian, Ubuntu:  sudo apt install python3.12 python3.12-venv     (or 3.13)
   Fedora, RHEL:    sudo dnf install python3.12
   uv:              uv python install 3.12
   pyenv:           pyenv install 3.12
   conda:           conda create --name recover python=3.12
-If you have one in another place, name it:  RECOVER_PYTHON=/path/to/python3.12  (unset: one is looked for)
+If you have one in another folder, set RECOVER_PYTHON=/path/to/python3.12  (unset: setup searches for one)
 TEXT
     } >&2
     return 1

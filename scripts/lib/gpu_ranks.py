@@ -1,11 +1,11 @@
-"""Several ranks on one GPU: NCCL takes them for hosts of their own, and they die, are revoked and are replaced.
+"""Several ranks on one GPU, which NCCL treats as separate hosts; they die, are revoked and are replaced.
 
-    the parent, which is the membership  --("open" | "sum" | ..., its arguments)-->  pipe  a rank: a process of its own
-                                         <--a dict; "told" in it: the answer-------
+    the parent, which is the membership  --("open" | "sum" | ..., its arguments)-->  pipe  a rank: a separate process
+                                         <--a dict; with "told": the final answer--
 
-NCCL refuses two ranks of one host on one device; each process has an NCCL_HOSTID of its own, and they talk over
-sockets of the loopback interface.  The gradient of worker w in round r is ``pattern * (w + 1) + r``, of small whole
-numbers: every sum is exact.
+NCCL refuses two ranks of one host on one device; so each process has a different NCCL_HOSTID, and they communicate over
+sockets of the loopback interface.  The gradient of worker w in round r is ``pattern * (w + 1) + r``, small integers:
+every sum is exact.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tests.doubles.nccl import library as nccl_double
 
 ELEMENTS, BUCKETS, PATTERN = 1 << 20, 4, 97
 PATIENCE, STARTING, FIRES, COUNTING = 60.0, 180.0, 3.0, 20.0
-"""Seconds in which a rank answers, has the device, a kernel that waits for nothing ends; for which deaths go on."""
+"""Seconds: limits for an answer of a rank, for its start, for an independent kernel; duration of the kills."""
 SECRET = b"of ranks that only this machine reaches"
 Values = dict[str, Any]
 
 
 class Rank:
-    """What a rank holds: the group of its epoch, and what outlives it.  Public methods are what the parent asks for."""
+    """State of a rank: the group of its epoch, and objects that outlive it.  Public methods are commands."""
 
     def __init__(self, me: int, port: int, pipe: Connection, device: torch.device) -> None:
         self._me, self._pipe, self._device = me, pipe, device
@@ -63,7 +63,7 @@ class Rank:
         self._members_of: dict[int, list[int]] = {}
 
     def open(self) -> Values:
-        """Open the group of the epoch, with the communicators of the last one where they can be kept."""
+        """Open the group of the epoch, with the communicators of the last epoch if they can be reused."""
         self._opened.close()
         started = time.monotonic()
         group: Any = open_group(
@@ -71,11 +71,11 @@ class Rank:
             collective="native", communicators=self._keeper,
         )  # fmt: skip
         self._group = self._opened.enter_context(closing(group))
-        communicator = group._backend._its.identity
+        communicator = group._backend._comm.identity
         return {"seconds": time.monotonic() - started, "communicator": communicator, "round": self._round}
 
     def sum(self, rounds: int) -> Values:
-        """Sum the buckets, again and again; the parent is told before each round."""
+        """Sum the buckets repeatedly; notify the parent before each round."""
         fastest = PATIENCE
         for _ in range(rounds):
             self._fill(self._round + 1)
@@ -86,7 +86,7 @@ class Rank:
         return {"rate": sum(bucket.flat.nbytes for bucket in self._buckets) / fastest / 1e9}
 
     def recover(self, round: int) -> Values:
-        """Finish the round that was interrupted; a worker that was not in it brings its own part."""
+        """Finish the interrupted round; a worker that was not in it adds its own gradient."""
         if self._round != round:
             self._fill(round)
         self._group.pull(self._buckets)
@@ -94,7 +94,7 @@ class Rank:
         return {}
 
     def queue(self) -> Values:
-        """Both members use a communicator; then member 0 alone enqueues one operation, and another one behind it."""
+        """Use a communicator on both members; then enqueue one operation on member 0 alone, and another behind it."""
         epoch = PlainEpoch(1, [0, 1], self._me)
         token = cancel_token_of(epoch)
         backend = open_native(self._me, 2, self._store, token, Keeper(), "queue", self._device, PATIENCE)
@@ -112,27 +112,27 @@ class Rank:
             with backend.scope():
                 enqueue()
                 stalled.record()
-            self._pattern.add_(0)  # a kernel that is loaded already: loading one may wait for the device
+            self._pattern.add_(0)  # a kernel that is loaded already: loading may wait for the device
             fired.record(self._cuda.current_stream(self._device))
             until = time.monotonic() + FIRES
             while not fired.query() and time.monotonic() < until:
                 time.sleep(0.001)
             told[name] = fired.query()
             if stalled.query():
-                raise RuntimeError("an operation was over that one of its members had not come to")
+                raise RuntimeError("an operation finished although one of its members had not started it")
         if told:
             told["heard"] = self._heard(stalled)
-            epoch.revoke("nobody comes")
+            epoch.revoke("the other member does not start it")
             backend.settle()
             backend.close()
         return told
 
     def _heard(self, stalled: Any) -> float:
-        """Seconds until a revocation reaches the sum of a bucket that is computed behind what does not end."""
+        """Return the seconds until a revocation ends the sum of a bucket that is computed behind a blocked kernel."""
         self._cuda.current_stream(self._device).wait_event(stalled)
         self._buckets[0].ledger.clear()
         handle = self._group.all_reduce(self._buckets[0])
-        time.sleep(0.1)  # the group's thread waits for the bucket by now; nothing tells
+        time.sleep(0.1)  # by now the group's thread waits for the bucket; there is no signal for it
         revoked = time.monotonic()
         self._epoch.revoke("while a bucket is computed")
         try:
@@ -140,8 +140,8 @@ class Rank:
         except EpochRevoked:
             return time.monotonic() - revoked
         except TimeoutError:
-            raise RuntimeError("no revocation reaches who waits for a bucket: a death in backward is lost") from None
-        raise RuntimeError("a bucket was summed that had not been computed")
+            raise RuntimeError("a revocation does not end the wait for a bucket: a death in backward hangs") from None
+        raise RuntimeError("a bucket was summed before it was computed")
 
     def _fill(self, round: int) -> None:
         self._round = round
@@ -156,7 +156,7 @@ class Rank:
         self._check(complete=True)
 
     def _check(self, complete: bool = False) -> None:
-        """RuntimeError unless every element is this worker's gradient, or the sum over the epoch in the ledger."""
+        """Raise RuntimeError unless every element is this worker's gradient, or the sum over the ledger's epoch."""
         for bucket in self._buckets:
             if complete and not bucket.ledger.complete:
                 raise RuntimeError("a bucket is not complete after its sum")
@@ -168,7 +168,7 @@ class Rank:
                     raise RuntimeError(f"{wrong} elements are wrong in {span}, members {members}")
 
     def serve(self) -> None:
-        """Obey until killed: ``revoke`` at once, in the thread that reads, all else one after the other."""
+        """Run commands until killed: ``revoke`` at once, in the reading thread, all others sequentially."""
         commands: queue.SimpleQueue[tuple[str, Values]] = queue.SimpleQueue()
 
         def read() -> None:
@@ -190,7 +190,7 @@ class Rank:
             try:
                 answer = getattr(self, what)(**values)
             except EpochRevoked:
-                after = max(0.0, time.monotonic() - self._revoked_at)  # NCCL may have told of the death before
+                after = max(0.0, time.monotonic() - self._revoked_at)  # NCCL may have reported the death earlier
                 answer = {"raised": "EpochRevoked", "after": after}
                 self._check()
             except (RuntimeError, TimeoutError, OSError) as error:
@@ -199,7 +199,7 @@ class Rank:
 
 
 def run_rank(me: int, port: int, pipe: Connection, environment: dict[str, str], place: Place) -> None:
-    """The process of a rank; what it says on its standard error is in the folder."""
+    """Run the process of a rank; its standard error goes to a file in the folder."""
     os.dup2(os.open(place.folder / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.environ |= ALONE | {"NCCL_HOSTID": f"rank{me}"} | environment
     if place.rehearse:
@@ -211,7 +211,7 @@ def run_rank(me: int, port: int, pipe: Connection, environment: dict[str, str], 
 
 
 class Ranks:
-    """The processes, and the members of one epoch after the other; ``spares`` start meanwhile; ``close`` kills all."""
+    """Processes of all ranks, and the members of the current epoch; ``spares`` start ahead; ``close`` kills all."""
 
     def __init__(self, place: Place, spares: int = 0, **environment: str) -> None:
         place.needs("nccl")
@@ -223,15 +223,15 @@ class Ranks:
         self.members: list[int] = []
 
     def ready(self, count: int) -> list[int]:
-        """The next ``count`` ranks, which have the device by now."""
+        """Return the next ``count`` ranks, once they have initialized the device."""
         first, self._ready = self._ready, self._ready + count
         for me in range(len(self._started), self._ready + self._spares):
-            mine, its = multiprocessing.Pipe()
-            told = me, self._store.port, its, self._environment, self._place
-            process = multiprocessing.get_context("spawn").Process(target=run_rank, args=told, daemon=True)
+            own, other = multiprocessing.Pipe()
+            args = me, self._store.port, other, self._environment, self._place
+            process = multiprocessing.get_context("spawn").Process(target=run_rank, args=args, daemon=True)
             process.start()
-            its.close()
-            self._started.append((process, mine))
+            other.close()
+            self._started.append((process, own))
         for me in range(first, self._ready):
             self.result(me, "start", patience=STARTING)
         return list(range(first, self._ready))
@@ -245,70 +245,70 @@ class Ranks:
             self.kill(me)
 
     def ask(self, me: int, what: str, **values: Any) -> None:
-        """Give a command; that one has ended is told by its answer."""
+        """Send a command; if the rank has exited, ``answer`` reports it."""
         with suppress(BrokenPipeError):
             self._started[me][1].send((what, values))
 
     def answer(self, me: int, what: str, patience: float = PATIENCE) -> Values:
-        """The next thing that it tells."""
+        """Return the next message of a rank."""
         pipe = self._started[me][1]
         if not pipe.poll(max(0.0, self._place.until(patience) - time.monotonic())):
             raise Failed(f"rank {me} did not answer in time: {what}")
         with suppress(EOFError, ConnectionResetError):
             return dict(pipe.recv())
-        raise Failed(f"rank {me} has ended by itself: {what}")
+        raise Failed(f"rank {me} exited unexpectedly: {what}")
 
     def result(self, me: int, what: str, raised: str | None = None, patience: float = PATIENCE) -> Values:
-        """The answer to a command, behind what was told on the way to it, which ended as it should."""
+        """Return the final answer to a command, after its progress messages; raise Failed unless it is as expected."""
         while "told" not in (values := self.answer(me, what, patience)):
             pass
         if values.get("raised") != raised:
-            raise Failed(f"rank {me}, {what}: {values.get('raised', 'was carried out, to the end')}")
+            raise Failed(f"rank {me}, {what}: {values.get('raised', 'finished without an error')}")
         return values
 
     def all(self, what: str, **values: Any) -> list[Values]:
-        """Every member carries it out."""
+        """Run a command on every member."""
         for me in self.members:
             self.ask(me, what, **values)
         return [self.result(me, what) for me in self.members]
 
     def open(self, members: list[int]) -> list[Values]:
-        """The next epoch; each opens its group."""
+        """Begin the next epoch; each member opens its group."""
         self.members = self._epochs[len(self._epochs) + 1] = members
         return self.all("open", number=len(self._epochs), epochs=self._epochs)
 
 
 def one_queue(place: Place) -> str:
-    """Which kernels wait for a sum that does not end, with one hardware queue?  Is a revocation heard meanwhile?"""
+    """Check which kernels wait for a sum that does not end, with one hardware queue, and that a revocation ends it."""
     with closing(Ranks(place, CUDA_DEVICE_MAX_CONNECTIONS="1")) as ranks:
         ranks.open(ranks.ready(2))
         ranks.all("sum", rounds=1)
         told = ranks.all("queue")[0]
     if not told["one"]:
-        raise Failed("a kernel waits even for one unfinished sum: tensor parallelism beside sums may hang here")
+        raise Failed("a kernel waits even for one unfinished sum: tensor parallelism during sums may hang here")
     if told["heard"] > place.soon:
-        raise Failed(f"a revocation was heard after {told['heard']:.1f} s by who waits for a bucket to be computed")
-    behind = "two behind each other: these queues are independent" if told["two"] else "wait where two are queued"
-    heard = f"a revocation reaches who waits for a bucket in {1e3 * told['heard']:.0f} ms"
+        raise Failed(f"a revocation took {told['heard']:.1f} s to end the wait for a bucket that is being computed")
+    behind = "two behind each other: these queues are independent" if told["two"] else "wait behind two"
+    heard = f"a revocation ends the wait for a bucket within {1e3 * told['heard']:.0f} ms"
     return f"kernels pass one unfinished sum of ours, and {behind}; {heard}"
 
 
 def two(place: Place) -> str:
-    """Two ranks: exact sums, and the communicator of one epoch serves the next."""
+    """Check two ranks: sums are exact, and the communicator of one epoch is reused in the next."""
     with closing(Ranks(place)) as ranks:
         opened = ranks.open(ranks.ready(2))
         summed = ranks.all("sum", rounds=20)
         kept = ranks.open(ranks.members)
         ranks.all("sum", rounds=1)
     if {values["communicator"] for values in kept} != {opened[0]["communicator"]}:
-        raise Failed("another communicator was made where the first one could be kept")
+        raise Failed("a new communicator was opened although the first one could be reused")
     first, next_ = (1e3 * max(values["seconds"] for values in each) for each in (opened, kept))
-    version = "its double" if place.rehearse else ".".join(map(str, libraries.load().version))
+    version = "double" if place.rehearse else ".".join(map(str, libraries.load().version))
     return f"NCCL {version}; {summed[0]['rate']:.2f} GB/s; opened in {first:.0f} ms, kept in {next_:.0f} ms"
 
 
 def kills(place: Place) -> str:
-    """Killed in the middle of sums, again and again, each replaced: never a wrong element."""
+    """Kill ranks in the middle of sums, repeatedly, and replace them: no element may ever be wrong."""
     choose = random.Random(2026)
     raised, recovered, until = list[float](), list[float](), 0.0
     with closing(Ranks(place, spares=1 if place.rehearse else 6)) as ranks:
@@ -319,20 +319,20 @@ def kills(place: Place) -> str:
                 ranks.ask(me, "sum", rounds=1_000_000)
             for me in ranks.members * choose.randrange(1, 4):
                 if "round" not in (values := ranks.answer(me, "sums begin")):
-                    raise Failed(f"rank {me} has ended its sums by itself: {values}")
+                    raise Failed(f"rank {me} ended its sums unexpectedly: {values}")
             victim = choose.choice(ranks.members)
             time.sleep(choose.random() * 0.05)  # anywhere within a sum
             ranks.kill(victim)
             for me in (survivors := [me for me in ranks.members if me != victim]):
                 ranks.ask(me, "revoke")
-            raised += [ranks.result(me, "sums beside a death", "EpochRevoked")["after"] for me in survivors]
+            raised += [ranks.result(me, "sums during a death", "EpochRevoked")["after"] for me in survivors]
             newcomers, started = ranks.ready(1), time.monotonic()
             rounds = [values["round"] for values in ranks.open([*survivors, *newcomers])]
             ranks.all("recover", round=max(rounds))
             recovered.append(time.monotonic() - started)
     if max(raised) > place.soon:
-        raise Failed(f"{max(raised):.1f} s from the revocation until a rank was out of its sums")
-    return f"{len(recovered)} killed; to EpochRevoked {_spread(raised)}; to the next whole sum {_spread(recovered)}"
+        raise Failed(f"a rank left its sums only {max(raised):.1f} s after the revocation")
+    return f"{len(recovered)} killed; to EpochRevoked {_spread(raised)}; to the next full sum {_spread(recovered)}"
 
 
 def _spread(seconds: Sequence[float]) -> str:

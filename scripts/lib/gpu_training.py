@@ -1,7 +1,7 @@
-"""The trainings of gpu_checks: small GPTs that share what GPUs there are, started as a user starts them.
+"""Trainings of gpu_checks: small GPTs that share the available GPUs, started as a user starts them.
 
-A worker takes the GPU that its local rank names, so workers that share one each have a launcher of their own: several
-"nodes", all on this machine.
+A worker uses the GPU of its local rank, so workers that share a GPU have separate launchers: several "nodes", all on
+this machine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from recover_megatron.report.run_dir import compare
 from recover_megatron.run_log.steps import StepRecord, read_steps, violations
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The source tree, or what an installed package has beside its modules."""
+"""Source tree, or the data folder of an installed package."""
 ROUNDING = 1e-4
-"""Relative difference of a loss or a norm, above which the order of additions explains nothing."""
+"""Relative difference of a loss or a norm, above which the order of additions cannot be the reason."""
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
-"""For those who are hosts of their own to NCCL, which then takes several on one GPU; beside NCCL_HOSTID."""
+"""Variables, together with NCCL_HOSTID, of processes that NCCL must treat as separate hosts, to share one GPU."""
 TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2
     --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 --mock-data --split 99,1,0
@@ -40,29 +40,29 @@ TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 3
     --eval-interval 1000 --eval-iters 0 --micro-batch-size 1 --global-batch-size 12 --train-iters 6""".split()
 BUSY = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512
     --ddp-bucket-size 1250000"""
-"""Enough to keep a GPU behind its host."""
+"""Model large enough that the GPU lags behind its host."""
 SHARED = f"{BUSY} --num-layers 2 --global-batch-size 4 --ddp-bucket-size 600000"
-"""For workers that share a GPU: it serves one process after the other, so each collective of theirs takes long."""
+"""Model for workers that share a GPU: it runs one process at a time, so their collectives take long."""
 SMALLER = "--num-layers 2 --global-batch-size 6 --ddp-bucket-size 30000"
 OVERLAP = """--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --lr 1e-5 --min-lr 1e-6 --train-iters 1000000 --exit-duration-in-mins 30"""
-"""Ended when all was seen.  Rounding stays small."""
+"""Flags of a run that the check stops; the small learning rate keeps rounding differences small."""
 LARGE = f"{BUSY} --num-layers 12 --hidden-size 1024 --lr 1e-4 --min-lr 1e-5 --bf16"
 TIMED = f"{LARGE} --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 2"
-"""A microbatch takes the GPU longer than its host, whose time varies too much to be compared between two runs."""
+"""Model whose microbatch takes longer on the GPU than on the host, whose time varies too much between two runs."""
 
 
 class Failed(Exception):
-    """A check has failed; the message is for the table."""
+    """A check failed; the message is for the table."""
 
 
 class NotRun(Exception):
-    """A check cannot be run here, which is no failure; the message is for the table."""
+    """A check cannot run here, which is not a failure; the message is for the table."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run.  ``rehearse``: on the host device."""
+    """Place in which the checks run.  ``rehearse``: on the host device."""
 
     folder: Path
     rehearse: bool
@@ -71,11 +71,11 @@ class Place:
 
     @property
     def soon(self) -> float:
-        """Seconds in which a revocation is heard by everybody."""
+        """Seconds within which a revocation must reach all ranks."""
         return 10.0 if self.rehearse else 1.0
 
     def until(self, seconds: float) -> float:
-        """The deadline of one check."""
+        """Return the deadline of one check."""
         return min(self.deadline, time.monotonic() + seconds * (8 if self.rehearse else 1))
 
     def needs(self, *packages: str) -> None:
@@ -86,7 +86,10 @@ class Place:
 
 @dataclass
 class Training:
-    """``nodes`` launchers with ``each`` workers.  ``inject``: who dies; ``dead``: nodes whose launchers may fail."""
+    """Training of ``nodes`` launchers with ``each`` workers.
+
+    ``inject``: injected deaths; ``dead``: nodes whose launchers may fail.
+    """
 
     place: Place
     name: str
@@ -116,20 +119,20 @@ class Training:
             command += [*several, "--node-rank", str(node)] if self.nodes > 1 else []
             env = environment | (ALONE | {"NCCL_HOSTID": f"node{node}"} if self.nodes > 1 else {})
             with open(self._log(node), "wb") as log:
-                its = subprocess.Popen([*command, *argv], stdout=log, stderr=log, cwd=self.folder, env=env)
-            self._launchers.append(its)
+                process = subprocess.Popen([*command, *argv], stdout=log, stderr=log, cwd=self.folder, env=env)
+            self._launchers.append(process)
 
     def finish(self, deadline: float) -> None:
-        """Wait for the end; raises Failed unless it comes in time and all who were not killed ended well."""
+        """Wait for the end; raise Failed unless it comes in time and all surviving workers succeeded."""
         for node, launcher in enumerate(self._launchers):
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(max(0.1, deadline - time.monotonic()))
             if (code := launcher.poll()) is None or (code and node not in self.dead):
-                ended = "was not over in time" if code is None else f"ended with {code}"
+                ended = "did not finish in time" if code is None else f"exited with {code}"
                 raise Failed(f"{self.name}: node {node} {ended}: {self.said(node)}")
 
     def stop(self) -> None:
-        """End whatever still runs; the launchers end their workers, and those end with a launcher that is killed."""
+        """Stop all running launchers; they stop their workers, and workers of a killed launcher exit."""
         for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
             for launcher in self._launchers:
                 end(launcher)
@@ -145,8 +148,8 @@ class Training:
         return self.folder / f"launcher-{node}.log"
 
     def said(self, node: int = 0) -> str:
-        """The last line of a launcher."""
-        return (self._log(node).read_text(errors="replace").strip().splitlines() or ["nothing was said"])[-1][-160:]
+        """Return the last line of a launcher's log."""
+        return (self._log(node).read_text(errors="replace").strip().splitlines() or ["its log is empty"])[-1][-160:]
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -154,13 +157,13 @@ class Training:
         return list(read_steps(file)) if file.exists() else []
 
     def logged(self, what: str) -> list[float]:
-        """Numbers of Megatron's log, one for each iteration."""
+        """Return the numbers after ``what`` in Megatron's log, one per iteration."""
         return list(map(float, re.findall(rf"{what}: ([-+.\dE]+)", self._log().read_text(errors="replace"))))
 
 
 @contextmanager
 def running(*trainings: Training) -> Iterator[None]:
-    """At the same time, no longer than the context."""
+    """Run the trainings at the same time, and stop them at the end of the context."""
     with ExitStack() as ends:
         for training in trainings:
             ends.callback(training.stop)
@@ -169,11 +172,11 @@ def running(*trainings: Training) -> Iterator[None]:
 
 
 def difference(run: Training, reference: Training) -> str:
-    """Of the losses, for the table; raises Failed where more than rounding differs, or a microbatch is amiss."""
-    mine, its = run.steps, reference.steps
-    if wrong := [*violations(mine), *violations(its)]:
+    """Compare the losses, for the table; raise Failed if more than rounding differs, or a microbatch is wrong."""
+    ours, expected = run.steps, reference.steps
+    if wrong := [*violations(ours), *violations(expected)]:
         raise Failed(f"{run.name}: {wrong[0]}")
-    compared = compare(mine, its)
+    compared = compare(ours, expected)
     worst = max([each.relative for each in (compared.worst_loss, compared.worst_grad_norm) if each], default=1.0)
     if compared.unlike or worst > ROUNDING:
         raise Failed(f"losses or gradients differ by {worst:.1e}: {compared.unlike}")
@@ -181,7 +184,7 @@ def difference(run: Training, reference: Training) -> str:
 
 
 def deaths(name: str, flags: str, inject: str, dead: Sequence[int], replicas: int, nodes: int, place: Place) -> str:
-    """Workers on one GPU, a host each to NCCL: some die within steps, ``replicas`` are whole at the end, or again."""
+    """Run workers on one GPU, each a host for NCCL: some die within steps, ``replicas`` are complete at the end."""
     place.needs("megatron.training", "nccl")
     if place.rehearse and inject.endswith(":device"):
         raise NotRun("not run: rehearsal")
@@ -192,26 +195,26 @@ def deaths(name: str, flags: str, inject: str, dead: Sequence[int], replicas: in
         reference.finish(deadline)
         killed.finish(deadline)
     if len(killed.steps) != len(reference.steps) or killed.steps[-1].replicas != replicas:
-        raise Failed(f"{len(killed.steps)} iterations, the last one of {killed.steps[-1:]}: not as the kills have it")
+        raise Failed(f"{len(killed.steps)} iterations, the last {killed.steps[-1:]}: not as expected after the kills")
     return difference(killed, reference)
 
 
 def overlap(place: Place) -> str:
-    """What everybody uses on Hopper: sums beside tensor parallelism, one hardware queue; a death and a rejoin."""
+    """Check the usual setting on Hopper: sums during tensor parallelism, one hardware queue; a death and a rejoin."""
     nodes, each = (4, 1) if place.gpus < 2 else (2, 2) if place.gpus < 4 else (1, 4 if place.gpus < 8 else 8)
     size = SMALLER if place.rehearse else BUSY if place.gpus > 1 else SHARED
     flags = f"{size} {OVERLAP} --tensor-model-parallel-size {nodes * each // 2}"
     flags += " --recover-allow-cross-node-tp" if nodes > 1 else ""
-    told = rejoin("overlap", flags, nodes, each, (30, 10) if place.gpus > 1 else (10, 5), place)
-    return f"sums beside TP stop neither by themselves nor at a death; {told}"
+    result = rejoin("overlap", flags, nodes, each, (30, 10) if place.gpus > 1 else (10, 5), place)
+    return f"sums during TP hang neither in normal steps nor at a death; {result}"
 
 
 def rejoin(
     name: str, flags: str, nodes: int, each: int, when: tuple[int, int], place: Place, seconds: float = 100.0
 ) -> str:
-    """Worker 1 dies, one of two replicas ends with it, and it is back in the same run.
+    """Kill worker 1, which ends one of two replicas, and wait until the replica has rejoined the same run.
 
-    ``when``: the iteration of the death, and how many are seen after the rejoin, in ``seconds``.
+    ``when``: iteration of the death, and number of iterations to see after the rejoin, within ``seconds``.
     """
     place.needs("megatron.training", "nccl")
     death, after = when
@@ -226,28 +229,28 @@ def rejoin(
             if len(back) >= after and done >= back[after - 1]:
                 break
             if time.monotonic() > deadline:
-                seen = f"a death in {death}, {len(back)} of them after the rejoin"
+                seen = f"a death in iteration {death}, {len(back)} of them after the rejoin"
                 raise Failed(f"{done} iterations, {len(lost)} with {seen}: {calm.said()}; {killed.said()}")
             time.sleep(0.5)
         calm.stop()
         using = list(Counter(nvidia_smi("--query-compute-apps=gpu_uuid").splitlines()).values())
     if place.gpus > 1 and max(using, default=0) > nodes * each // min(place.gpus, each):
-        raise Failed(f"a GPU is used by others than its workers: processes of each GPU: {using}")
+        raise Failed(f"processes other than its workers use a GPU: processes per GPU: {using}")
     logs = "".join(log.read_text(errors="replace") for log in killed.folder.rglob("worker-*.log"))
-    states = [logs.count(f"{how} from device to device") for how in ("comes", "does not come")]
-    came = f"states that came from device to device: {states[0]}, that did not: {states[1]}"
+    states = [logs.count(f"{how} from device to device") for how in ("is transferred", "cannot be transferred")]
+    came = f"states transferred from device to device: {states[0]}, failed: {states[1]}"
     took = "; ".join(re.findall(r"takes position .* on: (.*)", logs))
-    return f"{difference(killed, calm)}; {came}; {took}; processes of each GPU: {using or 'not told'}"
+    return f"{difference(killed, calm)}; {came}; {took}; processes per GPU: {using or 'unknown'}"
 
 
 def large(place: Place) -> str:
-    """A state of some gigabytes from device to device, while its holder computes."""
+    """Transfer a state of some gigabytes from device to device, while its holder computes."""
     size = SMALLER if place.rehearse else f"{LARGE} --global-batch-size 4 --ddp-bucket-size 40000000"
     return rejoin("large", f"{size} {OVERLAP}", 2, 1, (4, 3), place, 150)
 
 
 def nvidia_smi(query: str) -> str:
-    """Its answer; empty where there is none."""
+    """Return the output of nvidia-smi; empty if it fails."""
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
@@ -256,7 +259,7 @@ def nvidia_smi(query: str) -> str:
 
 
 def parity(place: Place) -> str:
-    """One worker, without --recover and with it: the same losses; and the time."""
+    """Compare one worker without and with --recover: equal losses; and the times."""
     place.needs("megatron.training", "nccl")
     flags = [*TINY, *shlex.split("" if place.rehearse else TIMED), "--train-iters", "30"]
     losses, took = [], []
@@ -268,4 +271,4 @@ def parity(place: Place) -> str:
         took.append(statistics.median(training.logged(r"elapsed time per iteration \(ms\)")[10:]))
     if not losses[0] or (worst := max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))) > ROUNDING:
         raise Failed(f"losses without and with --recover: {losses}")
-    return f"losses differ by {worst:.0e}; {took[0]:.1f} ms an iteration, {took[1]:.1f} with --recover"
+    return f"losses differ by {worst:.0e}; {took[0]:.1f} ms per iteration, {took[1]:.1f} with --recover"

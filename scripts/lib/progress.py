@@ -1,4 +1,4 @@
-"""A training, for a person who watches: a table with a line now and then, and its recoveries in words."""
+"""Console output of a training: a table with some of its iterations, and a text for each recovery."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Progress:
     """Turns steps into the lines to print."""
 
     def __init__(self, iterations: int, reference: float, rows: int) -> None:
-        """``reference`` is the loss that fills the bar: the unigram entropy of the text; ``rows``: about so many."""
+        """``reference``: loss that fills the bar, the unigram entropy of the text; ``rows``: approximate number."""
         self._iterations = iterations
         self._reference = reference
         self._every = max(1, iterations // rows)
         self._since: list[StepRecord] = []
 
     def header(self) -> str:
-        """The first line of the table."""
+        """Return the first line of the table."""
         return f"{'iteration':>11}  {'loss':>6}  {'ms/iter':>7}  {'left':>6}  | = unigram entropy {self._reference:.2f}"
 
     def lines(self, steps: Iterable[StepRecord]) -> Iterable[str]:
-        """The lines that are due after ``steps``: the mean loss since the last line, and the time that is left."""
+        """Yield the lines after ``steps``: the mean loss since the last line, and the remaining time."""
         for step in steps:
             self._since.append(step)
             if step.iteration % self._every == 0 or step.iteration in (1, self._iterations):
@@ -53,22 +53,22 @@ class Progress:
 
 
 def recoveries(events: Lines) -> Iterator[str]:
-    """A line for each loss of workers, each recovery and each replica put together since ``events`` was read last."""
+    """Yield a line for each loss of workers, recovery and new replica since ``events`` was read last."""
     for event in events.new()[1]:
         if text := describe(event):
             yield f"    >>>  {text}"
 
 
 def describe(event: Mapping[str, Any]) -> str | None:
-    """An event of a training worker in words; None: not one to be shown."""
+    """Describe an event of a training worker; None if it is not shown."""
     if event["event"] == "plan" and event.get("lost_workers"):
         gone = _names("worker", event["lost_workers"])
         left = _names("replica", event["replicas"])
         spares = f"; without a place: {_names('worker', event['spares'])}" if event.get("spares") else ""
-        return f"iteration {event['iteration']}: {gone} lost; epoch {event['epoch']} goes on with {left}{spares}"
+        return f"iteration {event['iteration']}: {gone} lost; epoch {event['epoch']} continues with {left}{spares}"
     if event["event"] == "plan" and event.get("fresh"):
         together = (f"replica {fresh} of workers {event['grid'][str(fresh)]}" for fresh in event["fresh"])
-        return f"iteration {event['iteration']}: epoch {event['epoch']} puts together {', '.join(together)}"
+        return f"iteration {event['iteration']}: epoch {event['epoch']} adds {', '.join(together)}"
     if event["event"] == "recovery":
         reran = [f"{_names('microbatch', ids)} by replica {who}" for who, ids in event.get("reran", {}).items()]
         again = f"run again: {', '.join(reran)}; " if reran else ""

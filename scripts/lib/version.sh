@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# version.sh NAME: print "NAME VERSION", the line for --version of a script, which needs no .venv for it.
+# version.sh NAME: print "NAME VERSION" for --version of a script; needs no .venv.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 init=$root/recover_megatron/__init__.py

@@ -63,7 +63,7 @@ class Watched(NcclNative):
         written = operation.tensors[0]
         if not self.limits or self.over <= min(self.limits):
             super().wait(operation)
-        if self.limits and self._its and self.over == self.limits[self._its.rank]:
+        if self.limits and self._comm and self.over == self.limits[self._comm.rank]:
             self.stopped.wait(DEADLINE)
             self._cancel_token.cancel("the test ends it")
             torch.empty(0).set_(written.untyped_storage()).fill_(torch.nan)

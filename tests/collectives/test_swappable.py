@@ -122,7 +122,7 @@ def test_an_operation_of_a_broken_replica_is_left_though_its_mate_says_nothing(
     group.guard_by(AbortableWorks(token))
     work = send(group)
     token.cancel("a death")
-    with pytest.raises(dist.DistBackendError, match="was left") as left:
+    with pytest.raises(dist.DistBackendError, match="was abandoned") as left:
         work.wait()
     assert "transport" not in str(left.value.__context__), "gloo's own time limit ended the wait; in a run it has none"
 

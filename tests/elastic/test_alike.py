@@ -103,8 +103,8 @@ def test_the_tensors_are_named_and_the_worker_whose_state_is_not_that_of_most() 
     assert verdicts == [Verdict((11,), (10, 12), names)] * 3
     assert verdicts[0] is not None
     assert verdicts[0].text(50) == (
-        f"the state of worker 11 after step 50 is not that of workers 10, 12 ({names}): worker 11 takes over theirs.  "
-        "A checkpoint that was saved since the comparison before may hold the wrong one"
+        f"the state of worker 11 after step 50 differs from that of workers 10, 12 ({names}): worker 11 takes over "
+        "theirs.  A checkpoint saved since the previous comparison may contain the wrong state"
     )
 
 
@@ -113,7 +113,7 @@ def test_where_no_state_is_that_of_most_nobody_takes_over_anything(states: tuple
     verdicts = compared(*map(state, states))
     assert verdicts == [Verdict(tuple(range(10, 10 + len(states))), (), "model.bias, model.weight")] * len(states)
     assert verdicts[0] is not None
-    assert "start again from a checkpoint no newer than the comparison before" in verdicts[0].text(50)
+    assert "restart from a checkpoint that is not newer than the previous comparison" in verdicts[0].text(50)
 
 
 def test_states_with_other_tensors_and_numbers_are_compared_too() -> None:
@@ -123,7 +123,7 @@ def test_states_with_other_tensors_and_numbers_are_compared_too() -> None:
     optimizer.param_groups[0]["lr"] = 0.2
     first, _, last = compared(rest, rest, lacks)
     assert first == Verdict((12,), (10, 11), "optimizer.param_groups.0.lr, optimizer.state.1.momentum_buffer")
-    assert last == Verdict((12,), (10, 11), "optimizer.param_groups.0.lr, what this worker does not have")
+    assert last == Verdict((12,), (10, 11), "optimizer.param_groups.0.lr, a tensor that this worker does not have")
 
 
 def test_the_order_of_keys_and_the_form_of_a_sequence_do_not_count_but_types_and_shapes_do() -> None:

@@ -82,8 +82,8 @@ def test_after_an_error_in_the_update_a_worker_ends_and_gives_its_state_to_nobod
     assert it.said == []
     assert it.completed == 0
     said = capsys.readouterr().err
-    assert f"worker 1 ends, and the other workers go on without it: the script has called {word}() after" in said
-    assert f" {type(error).__name__} has left step 1, and its parameters and optimizer may be half updated" in said
+    assert f"worker 1 exits, and the other workers continue without it: the script called {word}() after" in said
+    assert f" step 1 raised {type(error).__name__}, and parameters and optimizer may be half updated" in said
     assert "Let the error end the process: --max-restarts starts another worker" in said
     assert "in update\n" in said, "where it was raised is shown"
 
@@ -232,7 +232,7 @@ def test_a_handler_of_a_signal_gets_no_state_in_the_middle_of_an_update(monkeypa
     try:
         signal.raise_signal(signal.SIGUSR2)
         monkeypatch.setattr(module, "sgd", sgd)
-        with pytest.raises(RuntimeError, match="in the middle of the update of step 1"):
+        with pytest.raises(RuntimeError, match="during the update of step 1"):
             it.step(lambda step, j: it._state._parts["model"].plain())
     finally:
         signal.signal(signal.SIGUSR2, before)

@@ -141,7 +141,7 @@ def test_a_worker_that_comes_covers_and_trains_what_the_others_do() -> None:
     mine.leave_out_unused()
     assert [its.grad is None for its in here] == [True, False, True]
     for wrong in ("0", "8", "f0"):
-        with pytest.raises(ValueError, match="not those of a model with 3"):
+        with pytest.raises(ValueError, match="do not fit a model with 3"):
             mine.cover(wrong)
 
 

@@ -333,7 +333,7 @@ def halved(state: dict[str, Any]) -> dict[str, Any]:
             "data: a dictionary of 4 became a dictionary of 1; data.rate: 0.5 became nothing; data.one: torch.float32 "
             "[2] became nothing; data.other: a dictionary of 2 became nothing; and 2 more",
         ),
-        (lambda state: dict(reversed(state.items())), "its tensors come in another order"),
+        (lambda state: dict(reversed(state.items())), "its tensors have another order"),
     ],
     ids=[
         "all is restored",
@@ -378,7 +378,7 @@ def test_a_worker_whose_state_cannot_be_sent_any_more_tells_those_that_come_and_
     one, other = (Exchange("127.0.0.1", b"x" * 32) for _ in range(2))
     data.values["best"] = b"from a later step"
     one.put(4, 7, [True, True], state)
-    with pytest.raises(NotRestored, match="cannot give their state: a bytes cannot be sent"):
+    with pytest.raises(NotRestored, match="cannot send their state: a bytes cannot be sent"):
         other.fetch(4, {0: one.address}, state, stay=lambda: None, progress=lambda: None)
 
 
@@ -404,5 +404,5 @@ def test_a_newcomer_that_does_not_restore_the_state_ends_with_2_and_at_the_launc
     with pytest.raises(SystemExit, match="2") if newcomer else nullcontext():
         assert not it._fetch(Standing(7, (0,)))
     assert not it._holds
-    assert lines == [f"worker 5 ends, and the run goes on without it: {LOST}"] * newcomer
+    assert lines == [f"worker 5 exits, and the run continues without it: {LOST}"] * newcomer
     assert gave_up == [(2, f"worker 5: {LOST}")] * (not newcomer)

@@ -33,7 +33,7 @@ class Worker:
         mine = statuses[me]
         it = self.it
         it._leading, it._holds, it._changed, it.completed = Leading(), mine.holds, True, mine.completed
-        it._told, it._statuses, it._standing, it._verify_interval, it._allow = mine, {}, None, 2, 0.0
+        it._sent, it._statuses, it._standing, it._verify_interval, it._allow = mine, {}, None, 2, 0.0
         it._own, it._state = SimpleNamespace(given="", code=""), SimpleNamespace(described=dict)
         it._generators = SimpleNamespace(after_lead=lambda *_: None)
         it._passes = SimpleNamespace(ran=[1])
@@ -244,7 +244,7 @@ def test_a_step_that_begins_with_more_parameters_that_are_trained_asks_for_anoth
     it._gradients.grow = lambda: True  # type: ignore[method-assign]
     it._column.renew = renewed.append  # type: ignore[method-assign]
     it.step(lambda step, j: striking.plain())
-    assert renewed == ["more parameters are trained from step 1 on"]
+    assert renewed == ["more parameters are trainable from step 1 on"]
 
 
 def test_where_no_state_is_that_of_most_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_all_optimizers_step_and_their_groups_are_those_of_a_scheduler() -> None
 
 @pytest.mark.parametrize("given", [{"state": {}, "param_groups": []}, {"0": {}}, {"0": {}, "1": {}, "2": {}}])
 def test_the_state_of_another_number_of_optimizers_is_not_loaded(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"this worker has \['0', '1'\]"):
+    with pytest.raises(ValueError, match=r"expected \['0', '1'\]"):
         two()[1].load_state_dict(given)
 
 
@@ -75,8 +75,8 @@ def test_each_optimizer_of_a_list_is_looked_at(monkeypatch: pytest.MonkeyPatch) 
     lbfgs = torch.optim.LBFGS(models[0].parameters())
     said = reasons(models, Optimizers([optimizers.optimizers[0], stranger, lbfgs]))
     assert [reason[:40] for reason in said] == [
-        "the optimizer has 1 parameter(s) that th", "2 parameter(s) are in several of the opt",
-        "LBFGS wants a closure, which computes th",
+        "the optimizer has 1 parameter(s) that ar", "2 parameter(s) are in several optimizers",
+        "LBFGS needs a closure, which recomputes ",
     ]  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_a_second_one_in_a_process_is_refused_in_one_line(
     with pytest.raises(SystemExit, match="2"):
         ElasticDataParallel(model, torch.optim.SGD(model.parameters()), microbatches=1)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "has made an ElasticDataParallel before" in line
+    assert "has created an ElasticDataParallel before" in line
     assert "ElasticDataParallel([model_a, model_b], [optimizer_a, optimizer_b], ...)" in line
 
 

@@ -77,7 +77,7 @@ def test_workers_that_die_while_they_save_and_one_that_comes_leave_every_number_
     last = {name: value.numpy().tobytes().hex() for name, value in saved["state"]["model"].items()}
     assert list(last.values()) == alone["end"][0][:4]
     again = finish(start(tmp_path, SCRIPT, tmp_path, "", workers=2))
-    assert again.count("all 12 steps were completed before; nothing is left to train") == 2, again
+    assert again.count("all 12 steps are completed already; nothing is left to train") == 2, again
     for worker in range(2):
         ((step, its),) = lines(tmp_path, worker).items()
         assert (step, its) == ("end", alone["end"]), "all workers have the state of the checkpoint"
@@ -87,8 +87,8 @@ def test_a_worker_whose_state_is_not_that_of_most_takes_over_theirs(tmp_path: Pa
     """From step 5 on it trains with the others' state again; step 4 was the sum of two models' gradients."""
     finish(start(tmp_path, "tests/elastic/drifting.py", tmp_path, workers=3))
     text = (tmp_path / "worker-1.log").read_text()
-    assert "the state of worker 1 after step 4 is not that of workers 0, 2 (model.2.bias)" in text
-    assert "worker 1 has the state after step 4, from worker 0" in text
+    assert "the state of worker 1 after step 4 differs from that of workers 0, 2 (model.2.bias)" in text
+    assert "worker 1 received the state after step 4 from worker 0" in text
     states = [torch.load(tmp_path / f"worker-{worker}.pt") for worker in range(3)]
     assert all(state["completed"] == 7 for state in states)
     assert same(states[1], states[0])
@@ -98,4 +98,4 @@ def test_a_worker_whose_state_is_not_that_of_most_takes_over_theirs(tmp_path: Pa
 def test_a_run_of_two_whose_states_differ_ends_with_12_and_names_what_differs(tmp_path: Path) -> None:
     said = finish(start(tmp_path, "tests/elastic/drifting.py", tmp_path, workers=2), code=12)
     assert "the states of workers 0, 1 differ after step 4 (model.2.bias)" in said
-    assert "start again from a checkpoint no newer than the comparison before" in said
+    assert "restart from a checkpoint that is not newer than the previous comparison" in said

@@ -210,10 +210,10 @@ def test_a_microbatch_gives_its_part_of_the_loss_and_of_the_gradient(name: str) 
     [
         ("nothing", "returned None: it must return its loss"),
         ("several", r"returned a tensor of shape \[3\]: it must return its loss"),
-        ("steps", r"has changed parameters: leave the optimizer's step\(\)"),
-        ("counts", "has changed the model's seen, on this worker alone"),
-        ("zeroes", r"has changed gradients beside backward: leave zero_grad\(\)"),
-        ("goes_back", r"has changed gradients beside backward: .* backward\(\) out"),
+        ("steps", r"has changed parameters: remove the optimizer's step\(\)"),
+        ("counts", "has changed the model's seen, on this worker only"),
+        ("zeroes", r"has changed gradients outside backward=: remove zero_grad\(\)"),
+        ("goes_back", r"has changed gradients outside backward=: .* and backward\(\)"),
     ],
 )
 def test_what_a_microbatch_must_not_do_is_told(name: str, error: str) -> None:
@@ -330,7 +330,7 @@ def test_a_newcomer_that_differs_ends_with_2_and_the_others_do_not_begin_with_it
     with pytest.raises(SystemExit) as ended:
         differ[3]()
     assert ended.value.code == 2
-    assert "worker 3 ends, and the run goes on without it" in lines[0]
+    assert "worker 3 exits, and the run continues without it" in lines[0]
     assert said in lines[0]
     assert gave_up == []
     del joined[3]
@@ -400,13 +400,13 @@ Optimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 @pytest.mark.parametrize(
     ("optimizer", "device", "dtype", "reason"),
     [
-        (lambda model: torch.optim.LBFGS(model.parameters()), "cpu", torch.float32, "LBFGS wants a closure"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "cpu", torch.float32, "LBFGS needs a closure"),
         (
             lambda model: torch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.ones(2))]),
-            "cpu", torch.float32, "the optimizer has 1 parameter(s) that the model does not have",
+            "cpu", torch.float32, "the optimizer has 1 parameter(s) that are not in the model",
         ),
-        (lambda model: torch.optim.SGD(model.parameters()), "meta", torch.float32, "parameters are on the device meta"),
-        (lambda model: torch.optim.SGD(model.parameters()), "cpu", torch.complex64, "parameters of torch.complex64"),
+        (lambda model: torch.optim.SGD(model.parameters()), "meta", torch.float32, "parameters are on the meta device"),
+        (lambda model: torch.optim.SGD(model.parameters()), "cpu", torch.complex64, "torch.complex64 parameters are"),
     ],
     ids=["a closure", "another's parameters", "no memory", "complex"],
 )  # fmt: skip
@@ -435,7 +435,7 @@ def test_a_process_group_in_which_no_later_worker_can_take_part_is_refused(
     module = torch.nn.Linear(2, 2)
     with pytest.raises(SystemExit, match="2"):
         ElasticDataParallel(module, torch.optim.SGD(module.parameters()), microbatches=1)
-    assert "error: there is a process group of 2 workers" in capsys.readouterr().err
+    assert "error: torch's process group has 2 workers" in capsys.readouterr().err
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     checks.check(module, torch.optim.SGD(module.parameters()), [*module.parameters()], 1, {}, again=False)
 

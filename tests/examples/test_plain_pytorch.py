@@ -90,7 +90,7 @@ def test_survivors_train_as_if_nobody_had_died(tmp_path: Path, strikes: str) -> 
     said = finish(start(tmp_path, "tests/examples/struck_plain.py", strikes, tmp_path, STEPS))
     victims = {int(strike.split("@")[0]) for strike in strikes.split(",")}
     assert said.count("was killed by SIGKILL") == len(victims), said
-    assert "worker 1 began with another state than worker 0" in said
+    assert "worker 1 started with another state than worker 0" in said
     check(tmp_path, sorted(set(range(4)) - victims))
     for victim in victims:
         assert len(losses(tmp_path, victim)) < STEPS
@@ -101,7 +101,7 @@ def test_a_worker_that_comes_back_has_the_state_and_trains_on(tmp_path: Path) ->
     strikes, options = "2@3:reduced,4@1:state", [*ELASTIC, "--max-restarts", "2"]
     said = finish(start(tmp_path, "tests/examples/struck_plain.py", strikes, tmp_path, "5+4", options=options))
     assert said.count("was killed by SIGKILL") == 2, said
-    assert "worker 5 has the state after step" in said
+    assert "worker 5 received the state after step" in said
     check(tmp_path, [0, 1, 3], [5])
 
 
@@ -195,7 +195,7 @@ def test_a_worker_in_place_of_a_lost_one_that_reads_an_edited_script_is_refused_
     eventually(lambda: any(there in log.read_text() for log in tmp_path.glob("events-*.jsonl")), "another one is there")
     go.touch()
     said = finish(run)
-    (refusal,) = re.findall("worker 3 ends, and the run goes on without it: it (.*)", said)
+    (refusal,) = re.findall("worker 3 exits, and the run continues without it: it (.*)", said)
     assert re.search(why, refusal)
     wanted, _ = alone(STEPS)
     for survivor in (0, 2):

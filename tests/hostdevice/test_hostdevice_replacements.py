@@ -342,7 +342,7 @@ def test_a_broken_driver_is_an_error_not_a_machine_without_gpu(driver):
 
 def test_a_driver_that_crashes_is_an_error(driver):
     driver("*(volatile int *)0")
-    with pytest.raises(hostdevice.CudaBroken, match="status -11"):
+    with pytest.raises(hostdevice.CudaBroken, match="exited with -11"):
         hostdevice.driver_device_count()
 
 

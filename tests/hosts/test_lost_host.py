@@ -248,7 +248,7 @@ def test_a_lost_pod_is_replaced_while_the_others_train(three_hosts: Hosts, tmp_p
     hosts.cable(3, up=True)
     pods[3] = pod(3, 2)
     assert [pods[host].wait(DEADLINE) for host in hosts] == [0, 0, 0], (tmp_path / "pod3-2.out").read_text()
-    assert "the run goes on: this pod joins it" in (tmp_path / "pod3-2.out").read_text()
+    assert "the run is already running: this pod joins it" in (tmp_path / "pod3-2.out").read_text()
     states = {path: torch.load(path) for path in tmp_path.glob("worker-*.pt")}
     assert len(states) == 3 * WORKERS, "four that were there all the time, and two that came"
     first = next(iter(states.values()))

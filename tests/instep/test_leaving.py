@@ -392,14 +392,14 @@ def test_groups_of_the_start_are_of_the_kind_that_is_made_after_a_death(
     creator = torch_nccl.dist.Backend._plugins["NCCL"].creator_fn
     assert creator == torch_nccl.c10d._create_nccl_process_group
     (line,) = said
-    assert "are ProcessGroupNCCL, not ProcessGroupNCCL2 (TORCH_DIST_USE_NCCL2=0)" in line
+    assert "NCCL groups use ProcessGroupNCCL, not ProcessGroupNCCL2 (TORCH_DIST_USE_NCCL2=0)" in line
 
 
 def test_who_asks_for_the_other_kind_is_refused_and_nothing_is_settled(torch_of_two_kinds: str) -> None:
     os.environ[NCCL2_VARIABLE] = "1"
     (reason,) = keep_one_kind(os.environ)
     assert reason.startswith("TORCH_DIST_USE_NCCL2=1: ")
-    assert "unset it" in reason
+    assert "unset the variable" in reason
     assert "NCCL" not in torch_nccl.dist.Backend._plugins
 
 

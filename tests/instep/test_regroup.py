@@ -111,7 +111,7 @@ def test_a_newcomer_brings_the_run_back_to_full_strength(runs: Runs, newcomers: 
     case = case.altered("pacing.awaiting", "3:worker-6.log:is ready for position") if spare else case.over_nccl()
     result = equal(runs, case, when="5-:3", replicas=3)
     assert result.said.count(BESIDE) == 2, result.told()
-    assert result.said.count("comes from device to device") == (0 if spare else 2), result.told()
+    assert result.said.count("is transferred from device to device") == (0 if spare else 2), result.told()
     assert [epoch for epoch, plan in result.plans.items() if plan["fresh"]] == [result.steps[-1].epoch]
     assert next(workers for workers in result.grid.values() if TP2.grid.world in workers)[1] == TP2.grid.world
 

@@ -324,7 +324,7 @@ def pauses(*errors: Exception, decision: Decision = BESIDE) -> list[float]:
 
 
 def test_the_same_failure_three_times_in_a_row_is_enough_whatever_its_numbers() -> None:
-    lost = [PeerLost(f"{number} of gloo's connections are gone already") for number in (1, 8, 3)]
+    lost = [PeerLost(f"{number} of gloo's connections were lost") for number in (1, 8, 3)]
     assert pauses(*lost) == [0.0, PAUSE_SECONDS, -1.0]
     assert pauses(lost[0], lost[1], TimeoutError("nobody came"), lost[2]) == [0.0, PAUSE_SECONDS, 0.0, 0.0]
 

@@ -204,7 +204,7 @@ def test_a_receiver_is_gone_when_its_last_connection_has_ended(monkeypatch: pyte
     first.close()
     another = Holder(state_of(1, 2))
     state_receiver._Link(another.source(), lambda: None, lambda *opened: None).close()
-    with pytest.raises(PeerLost, match="who was getting it is gone"):
+    with pytest.raises(PeerLost, match="the worker that was receiving this state is lost"):
         another.given.wait(lambda: None)
 
 
@@ -463,7 +463,7 @@ def test_a_chunk_that_comes_when_all_was_given_up_keeps_nobody_waiting() -> None
     missing = state_receiver._Missing(range(3))
     came, lost = (missing.take(wait=True) for _ in range(2))
     missing.give_up()
-    missing.came()
+    missing.mark_arrived()
     missing.give_back([came or 0, lost or 0])
     assert missing.over
     assert not missing.complete

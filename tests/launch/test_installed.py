@@ -104,7 +104,7 @@ def test_what_comes_beside_the_modules_is_found_in_any_folder(site: Path, tmp_pa
     assert (tmp_path / "mine" / "slurm" / "recover.sbatch").is_file()
     assert "is there already" in typed("copy", "slurm", tmp_path / "mine").stderr
     assert typed("patch", "--version").stdout == f"apply_patches.sh {__version__}\n"
-    assert "is no Megatron-LM checkout" in typed("patch", tmp_path).stderr
+    assert "is not a Megatron-LM checkout" in typed("patch", tmp_path).stderr
     assert "recover-tools patch --check CHECKOUT" in typed("patch", "--help").stdout
     assert typed("corpus", "--version").stdout == f"recover-tools corpus {__version__}\n"
 

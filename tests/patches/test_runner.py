@@ -234,7 +234,7 @@ def test_what_the_package_of_a_module_lacks_is_said(tmp_path: Path, package: str
     assert ended.stderr.endswith("ModuleNotFoundError: No module named 'no_such_dependency'\n")
     missing = python("-m", f"recover_megatron.{package}", "-m", "no_such_package.train", cwd=tmp_path)
     assert missing.returncode == 2
-    assert missing.stderr.endswith(f"[{package}] there is no module no_such_package.train that can be run\n")
+    assert missing.stderr.endswith(f"[{package}] no module named no_such_package.train can be run\n")
 
 
 def test_a_script_of_a_checkout_is_known_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,10 +81,10 @@ def test_what_is_gone_or_takes_something_else_or_has_another_body_is_told_apart(
     taken = f"{GROUP}.start_grad_sync takes (self, when, force_all_reduce), expected (self, force_all_reduce, ...)"
     assert reasons == [
         f"does not fit: {taken}",
-        f"does not fit: there is no {GROUP}.finish_param_sync",
-        "does not fit: megatron.core.datasets.utils.compile_helpers takes (j), the host device expects ()",
-        "does not fit: there is no megatron.core.parallel_state.get_model_parallel_group",
-        "does not fit: nothing is called per_param_grad_ready_counts any more",
+        f"does not fit: {GROUP}.finish_param_sync does not exist",
+        "does not fit: megatron.core.datasets.utils.compile_helpers has parameters (j), the host device expects ()",
+        "does not fit: megatron.core.parallel_state.get_model_parallel_group does not exist",
+        "does not fit: the name per_param_grad_ready_counts no longer occurs",
     ]
 
 
@@ -97,7 +97,7 @@ def test_where_no_megatron_is_installed_the_functions_alone_are_checked() -> Non
     done = python("-c", code, str(INSTALLED.parent), cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     first, *lines, last = done.stdout.splitlines()
-    assert (first, last) == ("no Megatron is installed here: nothing is compared", "all fit")
+    assert (first, last) == ("no Megatron is installed here: bodies are not compared", "all fit")
     assert f"{'fits':24}{GROUP}.start_grad_sync" in lines
 
 

@@ -262,7 +262,7 @@ def test_processes_that_the_tests_have_left_are_ended_and_named(bin_folder: Path
     (bin_folder / "pytest").write_text("leave")
     code, out, err = ended(bin_folder)  # returns when nobody holds its pipes any more
     assert (code, out.splitlines()[-1]) == (0, "3 passed in 0.01s")
-    assert re.search(r"\n== ended processes that the tests had left:\n +\d+ sleep 599\n", err)
+    assert re.search(r"\n== killed processes that the tests left behind:\n +\d+ sleep 599\n", err)
     (bin_folder / "pytest").write_text("0")
     assert "left" not in ended(bin_folder)[2]
 

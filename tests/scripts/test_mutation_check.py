@@ -88,7 +88,7 @@ def test_what_no_test_notices_is_told_and_the_tree_is_as_it_was(
 def test_a_test_that_fails_anyway_proves_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rewrite(project / "tests/test_rule.py", "more(2, 1)", "more(1, 2)")
     assert run(project) == 2
-    assert "these must pass before" in capsys.readouterr().err
+    assert "these tests must pass before" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -101,10 +101,10 @@ def test_a_bug_that_only_keeps_the_tests_from_running_is_not_caught(project: Pat
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
-        ("recover_megatron/rule.py", "one > other", "one - other > 0", "it was rewritten"),
-        ("recover_megatron/rule.py", "def", "# return one > other\ndef", "2 times: make it longer"),
-        ("tests/test_rule.py", "test_more", "test_fewer", "there is no test tests/test_rule.py::test_more"),
-        (str(LIST), "rule.py", "other.py", "it is in recover_megatron/rule.py now"),
+        ("recover_megatron/rule.py", "one > other", "one - other > 0", "find the rewritten code"),
+        ("recover_megatron/rule.py", "def", "# return one > other\ndef", "its text occurs 2 times"),
+        ("tests/test_rule.py", "test_more", "test_fewer", "test tests/test_rule.py::test_more does not exist"),
+        (str(LIST), "rule.py", "other.py", "it is now in recover_megatron/rule.py"),
     ],
 )
 def test_an_entry_that_does_not_fit_the_tree_is_named(

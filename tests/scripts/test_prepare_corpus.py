@@ -121,10 +121,10 @@ def test_json_lines_give_a_document_each(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ('{"id": 7, "body": "x"}', "no key 'text' (its keys: body, id); choose one with --json-key"),
-        ('{"text": 7}', "the value of 'text' is no string but a int"),
-        ("[1, 2]", "a JSON object is expected"),
-        ('{"text": "cut', "not a line of JSON"),
-        (b'{"text": "\xff"}', "not a line of JSON"),
+        ('{"text": 7}', "the value of 'text' must be a string, not a int"),
+        ("[1, 2]", "expected a JSON object, found a list"),
+        ('{"text": "cut', "invalid JSON: "),
+        (b'{"text": "\xff"}', "invalid JSON: "),
     ],
 )
 def test_a_bad_json_line_is_named(
@@ -142,8 +142,8 @@ def test_a_bad_json_line_is_named(
     [
         ("nowhere", None, "nowhere: no such file or folder"),
         ("empty.txt", b"", "the input is empty"),
-        ("program", b"\x7fELF\0\0abc", "this is not text"),
-        ("text.gz", b"\x1f\x8b\x08abc", "this is not text"),
+        ("program", b"\x7fELF\0\0abc", "not a text file"),
+        ("text.gz", b"\x1f\x8b\x08abc", "not a text file"),
         (".", None, "no text files in"),
     ],
 )
@@ -164,7 +164,7 @@ def test_binary_files_of_a_folder_are_left_out_and_told(
     (folder / ".hidden").write_bytes(b"hidden")
     corpus = prepare(tmp_path / "out", "--input", folder)
     assert corpus["train"]["documents"] + corpus["valid"]["documents"] == len(TEXTS)
-    assert "left out 1 binary files, such as" in capsys.readouterr().err
+    assert "skipped 1 binary files, such as" in capsys.readouterr().err
 
 
 def test_a_corpus_is_made_again_only_if_something_changed_or_it_is_not_whole(tmp_path: Path, folder: Path) -> None:

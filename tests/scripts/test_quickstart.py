@@ -102,7 +102,7 @@ def test_a_former_run_is_cleared_and_anything_else_or_another_ones_is_left(tmp_p
         fcntl.flock(other, fcntl.LOCK_EX)
         refused(tmp_path, "another quickstart")
     (tmp_path / "thesis.tex").touch()
-    refused(tmp_path, "no quickstart run")
+    refused(tmp_path, "not from a quickstart")
     assert (tmp_path / "thesis.tex").exists()
 
 
@@ -229,18 +229,18 @@ def two_runs(
 
 def test_what_the_death_changed_is_told_where_it_is_rounding_only(tmp_path: Path) -> None:
     text = "\n".join(quickstart.what_it_changed(*two_runs(tmp_path, norm=1 + 1e-7), FAULT))
-    assert "before iteration 3: grad norm by at most 0.0e+00" in text
-    assert "the one of the death: loss by 0.0e+00, grad norm by 1.0e-07" in text
+    assert "before iteration 3: grad norm at most 0.0e+00" in text
+    assert "with the death: loss 0.0e+00, grad norm 1.0e-07" in text
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"norm": 1.01}, "more than the order of additions"),
-        ({"norm": float("nan")}, "more than the order of additions"),
-        ({"died": None}, "was not"),
+        ({"norm": 1.01}, "exceeds the effect of the order of additions"),
+        ({"norm": float("nan")}, "exceeds the effect of the order of additions"),
+        ({"died": None}, "was not killed"),
         ({"fewer": 4}, "fewer replicas"),
-        ({"samples": 14}, "not comparable"),
+        ({"samples": 14}, "cannot be compared"),
     ],
 )
 def test_a_death_that_did_not_happen_or_changed_more_than_rounding_is_no_success(
@@ -262,7 +262,7 @@ def test_a_recovery_is_told_as_it_happens_and_a_half_written_line_when_it_is_who
         file.flush()
         assert list(recoveries(events)) == []
         file.write(whole[20:] + "\n")
-    assert list(recoveries(events)) == ["    >>>  iteration 9: worker 1 lost; epoch 3 goes on with replicas 0, 2"]
+    assert list(recoveries(events)) == ["    >>>  iteration 9: worker 1 lost; epoch 3 continues with replicas 0, 2"]
     assert list(recoveries(events)) == []
 
 
@@ -270,7 +270,7 @@ def test_the_start_is_no_recovery_and_one_says_who_ran_what_again() -> None:
     assert describe({"event": "plan", "iteration": 1, "epoch": 1, "replicas": [0, 1], "lost_workers": []}) is None
     recovery = {"event": "recovery", "iteration": 9, "epoch": 3, "reran": {"0": [1], "2": [5, 6]}}
     plan = {"event": "plan", "iteration": 7, "epoch": 5, "grid": {"0": [2, 4], "1": [1, 3]}, "fresh": [0]}
-    assert describe(plan) == "iteration 7: epoch 5 puts together replica 0 of workers [2, 4]"
+    assert describe(plan) == "iteration 7: epoch 5 adds replica 0 of workers [2, 4]"
     assert describe({**recovery, "seconds": {"rendezvous": 0.0244, "rerun": 1.5}}) == (
         "iteration 9: run again: microbatch 1 by replica 0, microbatches 5, 6 by replica 2; "
         "finished (rendezvous 24 ms, rerun 1500 ms)"
@@ -291,11 +291,11 @@ def test_the_quickstart_kills_a_worker_finishes_its_step_and_shows_that_nothing_
         capture_output=True, text=True, timeout=patient(600), env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)},
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
-    assert re.search(r"(?m)iteration 2: worker 1 lost; epoch \d+ goes on with replica 0$", process.stdout)
+    assert re.search(r"(?m)iteration 2: worker 1 lost; epoch \d+ continues with replica 0$", process.stdout)
     assert re.search(r"     5/5 +\d\.\d{3} ", process.stdout)
     for said in (
         "run again", "2, 1 from iteration 2", "each of 0..7 was counted exactly once", "exit code       0",
-        "largest relative difference of the loss", "iteration 2, the one of the death", "console.log",
+        "largest relative difference of the loss", "iteration 2, with the death", "console.log",
     ):  # fmt: skip
         assert said in process.stdout
     assert "audit" in (run / "report.html").read_text().lower()

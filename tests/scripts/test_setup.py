@@ -125,7 +125,7 @@ def test_it_installs_what_has_changed_and_nothing_where_nothing_has(checkout: Ch
 def test_a_python_that_was_built_for_an_older_linux_is_taken_and_named(checkout: Checkout) -> None:
     (checkout.fake / "lacks").write_text("pidfd_open memfd_create\n")
     said = checkout.run()
-    assert f"note: {checkout.fake}/python was built for an older Linux, without os.pidfd_open, os.memfd_create." in said
+    assert f"note: {checkout.fake}/python is built for an older Linux and lacks os.pidfd_open, os.memfd_create." in said
     assert checkout.calls() == ["make", "pip"]
 
 
@@ -155,7 +155,7 @@ def test_what_a_killed_run_left_is_not_used(checkout: Checkout) -> None:
     left = checkout.root / ".venv" / "half-written"
     left.write_text("")
     checkout.calls()
-    assert "did not come to its end" in checkout.run()
+    assert "the last run was interrupted" in checkout.run()
     assert checkout.calls() == ["make", "pip"]
     assert not left.exists()
 
@@ -175,7 +175,7 @@ def test_an_environment_that_is_not_ours_is_left_alone(checkout: Checkout) -> No
     own = checkout.root / ".venv" / "pyvenv.cfg"
     own.parent.mkdir()
     own.write_text("mine")
-    assert "was not made by this script" in checkout.run(status=1)
+    assert "was not created by this script" in checkout.run(status=1)
     assert own.read_text() == "mine"
     assert sorted(own.parent.iterdir()) == [own]
 
@@ -208,7 +208,7 @@ def test_kept_torch_replaces_the_pin_of_torch_alone(checkout: Checkout) -> None:
 
 
 def test_an_unknown_choice_is_refused_before_anything_is_made(checkout: Checkout) -> None:
-    assert "can be: keep" in checkout.run(status=1, RECOVER_TORCH="cpu")
+    assert "the only value is: keep" in checkout.run(status=1, RECOVER_TORCH="cpu")
     assert "cannot read" in checkout.run(status=1, RECOVER_CONSTRAINTS="/nonexistent")
     assert not (checkout.root / ".venv").exists()
 
@@ -285,7 +285,7 @@ def test_the_second_python_of_a_name_on_path_is_tried_too(machine: Path) -> None
         (python("3.11"), "python3 is Python 3.11"),
         (python("3.14"), "python3 is Python 3.14"),
         (python("2.7"), "python3 is Python 2.7"),
-        (python("3.12", "sys.modules['ensurepip'] = None"), "cannot make virtual environments"),
+        (python("3.12", "sys.modules['ensurepip'] = None"), "cannot create virtual environments"),
     ],
     ids=["3.11", "3.14", "2.7", "no ensurepip"],
 )
@@ -302,7 +302,7 @@ def test_a_folder_called_venv_does_not_pass_for_the_module(machine: Path) -> Non
     (machine / "ensurepip").mkdir()
     hides = "sys.path[:] = [p for p in sys.path if not p]; sys.path_importer_cache.clear()"
     put(machine / "bin" / "python3", python("3.12", hides))
-    assert find(machine, "probe_python python3").stdout.startswith("no cannot make virtual environments")
+    assert find(machine, "probe_python python3").stdout.startswith("no cannot create virtual environments")
 
 
 def test_recover_python_is_taken_before_all_others_and_not_replaced_where_it_is_unfit(machine: Path) -> None:

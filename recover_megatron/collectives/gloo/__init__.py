@@ -1,1 +1,1 @@
-"""What gloo cannot do by itself: be aborted, and change its members.  Why, and until when: docs/ring.md."""
+"""Functions that gloo lacks: abort, and change of members.  docs/ring.md explains why, and until when."""

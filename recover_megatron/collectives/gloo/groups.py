@@ -1,16 +1,16 @@
-"""gloo groups that can be aborted, made several at a time: one listener and one message for all of them.
+"""Abortable gloo groups, created several at a time: one listener and one message for all of them.
 
-    every worker    a listener; for each group a thread in which gloo publishes where it can be reached, then waits
-                    all groups have published --one message--> the job's store --one message--> each of the others
-    gloo            has been told everybody's: it connects, and the threads end
-    one look        at the sockets of this process: the connections of these groups
+    every worker    a listener; for each group a thread in which gloo publishes its address, then waits
+                    all groups have published --one message--> the job's store --one message--> each other member
+    gloo            has received the addresses of all members: it connects, and the threads end
+    one scan        of the sockets of this process: the connections of these groups
 
-What wakes an operation is shutdown(2) of the connected sockets (docs/ring.md), and those are found exactly: a device of
-gloo has one listener, every connection of its groups has the address of some member's listener at one of its ends, and
-the members tell each other theirs.
+shutdown(2) of the connected sockets wakes an operation (docs/ring.md).  These sockets are identified exactly: a gloo
+device has one listener, every connection of its groups has the address of some member's listener at one end, and the
+members exchange the addresses of their listeners.
 
-Looking through the sockets of a process costs more than connecting two members, and every message through the store
-waits for the slowest of them: hence both are done once, however many groups there are.
+A scan of the sockets of a process costs more than a connection of two members, and every message through the store
+waits for the slowest member.  So both are done once for all groups.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from recover_megatron.network.system import watch
 Address = tuple[str, int]
 
 NO_TIMEOUT = timedelta(days=7)
-"""gloo's own timeout must never fire: what hangs is ended by a revocation."""
+"""gloo's own timeout must never fire: a revocation ends an operation that hangs."""
 
 Identity = tuple[int, int]
 """Device and inode of a socket: the same for all descriptors of it."""
 
 _creating = threading.Lock()
-"""Two devices made at the same time could not tell their listeners apart."""
+"""Held while a device is created: with two at the same time their listeners would be indistinguishable."""
 
 CONNECT_SECONDS = 10.0
-"""In which gloo connects to members that have all told where they are."""
+"""Time limit for gloo to connect once all members have published their addresses."""
 _DROP_SECONDS = 1.0
-"""How long to wait for aborted groups to go; then they are left behind."""
+"""Time limit for the destruction of aborted groups; afterwards a thread is left behind."""
 
 
 def _sockets() -> list[socket.socket]:
-    """A duplicate of every TCP socket of this process; the caller closes them."""
+    """Return a duplicate of every TCP socket of this process; the caller closes them."""
     found = []
     for descriptor in open_sockets():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -75,7 +75,7 @@ def _listeners() -> set[Address]:
 
 
 def _connections(listeners: set[Address]) -> list[socket.socket]:
-    """Duplicates of the connected sockets that have one of ``listeners`` at an end."""
+    """Return duplicates of the connected sockets that have one of ``listeners`` at an end."""
     found = []
     for sock in _sockets():
         with contextlib.suppress(OSError):  # not connected
@@ -87,10 +87,10 @@ def _connections(listeners: set[Address]) -> list[socket.socket]:
 
 
 def shut(sockets: list[socket.socket]) -> set[Identity]:
-    """Shut the connections of which ``sockets`` are duplicates, and close and forget these.
+    """Shut the connections of which ``sockets`` are duplicates, close the duplicates and clear the list.
 
-    gloo's threads close its own descriptors when they see the end.  Until then they may still write what has arrived to
-    the tensors of an operation: the identities that are returned tell whether one is open (``open_sockets``).
+    gloo's threads close gloo's descriptors when they see the shutdown.  Until then they may still write received data
+    to the tensors of an operation: with the returned identities the caller sees which are open (``open_sockets``).
     """
     identities = set[Identity]()
     for sock in sockets:
@@ -104,7 +104,7 @@ def shut(sockets: list[socket.socket]) -> set[Identity]:
 
 
 def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
-    """The sockets of this process, by descriptor.  ``among``: those descriptors alone; a look at all takes longer."""
+    """Return the sockets of this process, by descriptor.  ``among``: only these descriptors, which is faster."""
     found: dict[int, Identity] = {}
     for name in os.listdir("/proc/self/fd") if among is None else map(str, among):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -115,28 +115,28 @@ def open_sockets(among: Iterable[int] | None = None) -> dict[int, Identity]:
 
 
 LOOP = "gloo_tcp_loop"
-"""Name of the threads in which gloo looks at its connections, since torch 2.13."""
+"""Name of the threads in which gloo polls its connections, since torch 2.13."""
 
 
 def loops() -> list[Path]:
-    """Return the threads of this process in which gloo looks at its connections, as folders of /proc."""
+    """Return the threads of this process in which gloo polls its connections, as folders of /proc."""
     found = list[Path]()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             if (task / "comm").read_text().strip() == LOOP:
                 found.append(task)
     return found
 
 
 def looks(threads: Iterable[Path]) -> dict[str, int]:
-    """Return a number for each of these threads (``loops``); it grows by at most one for each look at connections.
+    """Return a count for each of these threads (``loops``); it grows by at most one per poll of the connections.
 
-    A look usually waits, and the waits are counted.  A thread never waits while a connection has news that gloo does
-    not take; then its processor time is counted, ten for a hundredth of a second, in which it looks far more often.
+    A poll usually blocks, and the kernel counts that.  A thread never blocks while a connection has an event that gloo
+    does not consume; then its processor time counts, ten per 10 ms, in which it polls far more often.
     """
     found = dict[str, int]()
     for task in threads:
-        with contextlib.suppress(OSError, LookupError):  # it has ended; a kernel that does not count
+        with contextlib.suppress(OSError, LookupError):  # the thread has ended; a kernel without these counts
             ticks = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
             waits = (task / "status").read_text().partition("voluntary_ctxt_switches:")[2].split()[0]
             found[task.name] = 10 * sum(map(int, ticks)) + int(waits)
@@ -144,7 +144,7 @@ def looks(threads: Iterable[Path]) -> dict[str, int]:
 
 
 def unread(descriptors: Iterable[int]) -> dict[int, int]:
-    """Return, for each of these sockets of this process, how many bytes have arrived and were not read."""
+    """Return the number of received bytes that were not read yet, for each of these sockets of this process."""
     found = dict[int, int]()
     for descriptor in descriptors:
         count = array.array("i", [0])
@@ -155,17 +155,17 @@ def unread(descriptors: Iterable[int]) -> dict[int, int]:
 
 
 class GivenUp:
-    """Finds out whether gloo will ever close connections that were shut.
+    """Detects that gloo will never close connections that were shut.
 
-    It never does if an operation was freed in the middle of a message that it was receiving.  An all-reduce, for
-    example, frees its memory when it has lost one member, while the message of another member may be arriving.
+    gloo never closes one if an operation was freed in the middle of a message that it was receiving.  An all-reduce,
+    for example, frees its memory when it has lost one member, while the message of another member may be arriving.
     """
 
     LOOKS = 30
-    """Looks of each thread after which gloo has given up: it closes a connection at the first look, or never."""
+    """Polls of each thread after which gloo has given up: it closes a connection at the first poll, or never."""
 
     FIRST = 20
-    """Calls of ``over`` that find out nothing: gloo usually closes at once."""
+    """Calls of ``over`` that check nothing: gloo usually closes at once."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -174,15 +174,15 @@ class GivenUp:
         self._looks: dict[str, int] = {}
 
     def over(self, descriptors: Iterable[int]) -> bool:
-        """Return whether gloo has given up these connections; to be called repeatedly after they were shut.
+        """Return whether gloo has given up these connections; call it repeatedly after they were shut.
 
-        True if all of gloo's threads have looked at their connections ``LOOKS`` times and have read nothing in between:
-        then they write nothing any more that these connections have brought.  Never true with torch before 2.13.
+        True if all of gloo's threads have polled their connections ``LOOKS`` times and have read nothing in between:
+        then they no longer write data from these connections.  Never true with torch before 2.13.
         """
         self._asked += 1
         if self._asked <= self.FIRST:
             return False
-        if self._unread is None:  # one that begins later looks at other connections
+        if self._unread is None:  # a thread that starts later polls other connections
             self._threads = loops()
         before, self._unread = self._unread, unread(descriptors)
         now = looks(self._threads)
@@ -193,7 +193,7 @@ class GivenUp:
 
 
 def _device(host: str) -> tuple[Any, Address]:
-    """A device of gloo's and the address of its listener."""
+    """Create a gloo device; return it with the address of its listener."""
     with _creating:
         for _ in range(8):
             before = _listeners()
@@ -201,28 +201,28 @@ def _device(host: str) -> tuple[Any, Address]:
             new = _listeners() - before
             if len(new) == 1:
                 return device, new.pop()
-    raise RuntimeError("this process opens listening sockets all the time: gloo's could not be told from others")
+    raise RuntimeError("cannot identify gloo's listening socket: other threads of this process keep opening some")
 
 
 class _Exchange:
-    """What gloo publishes, by group and key.  Its threads wait here, and in nothing that cannot be ended."""
+    """Values that gloo publishes, by group and key.  gloo's threads wait only here, where the wait can be ended."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.mine: dict[str, dict[str, str]] = {}
+        self.own: dict[str, dict[str, str]] = {}
         self._known: dict[tuple[str, str], bytes] = {}
         self._over = False
 
     def publish(self, group: str, key: str, value: bytes) -> None:
         with self.changed:
-            self.mine.setdefault(group, {})[key] = value.hex()
+            self.own.setdefault(group, {})[key] = value.hex()
             self._known[group, key] = value
             self.changed.notify_all()
 
-    def tell(self, theirs: Mapping[str, Mapping[str, str]]) -> None:
-        """What another one has published."""
+    def tell(self, received: Mapping[str, Mapping[str, str]]) -> None:
+        """Add the values that another member has published."""
         with self.changed:
-            for group, values in theirs.items():
+            for group, values in received.items():
                 self._known |= {(group, key): bytes.fromhex(value) for key, value in values.items()}
             self.changed.notify_all()
 
@@ -230,7 +230,7 @@ class _Exchange:
         with self.changed:
             self.changed.wait_for(lambda: self._over or all((group, key) in self._known for key in keys))
             if self._over:
-                raise ConnectionAbortedError("the groups are not made any more")
+                raise ConnectionAbortedError("the creation of these gloo groups was given up")
             return [self._known[group, key] for key in keys]
 
     def wake(self) -> None:
@@ -238,14 +238,14 @@ class _Exchange:
             self.changed.notify_all()
 
     def end(self) -> None:
-        """All that wait, and will, are told that it is over."""
+        """Make all present and future waits raise ``ConnectionAbortedError``."""
         with self.changed:
             self._over = True
             self.changed.notify_all()
 
 
 class _Store(dist.Store):
-    """The store of one group's rendezvous, as gloo uses it."""
+    """Store of one group's rendezvous, as gloo uses it."""
 
     def __init__(self, group: str, exchange: _Exchange) -> None:
         super().__init__()
@@ -258,12 +258,12 @@ class _Store(dist.Store):
         return self._exchange.wait(self._group, [key])[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        del timeout  # that of the whole is the caller's business
+        del timeout  # the caller limits the total time
         self._exchange.wait(self._group, keys)
 
 
 class GlooGroups:
-    """gloo groups of one worker, made together and aborted together.  ``backends``: torch's gloo groups, by name."""
+    """gloo groups of one worker, created and aborted together.  ``backends``: torch's gloo groups, by name."""
 
     def __init__(
         self,
@@ -276,17 +276,17 @@ class GlooGroups:
         host: str = "127.0.0.1",
         timeout: float = 60.0,
     ) -> None:
-        """``groups``: name -> members in rank order, ``me`` one of them; all its members give a group the same name.
+        """``groups``: name -> members in rank order, including ``me``; all members of a group give it the same name.
 
-        ``ring``: the same on all who are in a group with another, and never used before.
+        ``ring``: prefix of the keys, the same on all members of these groups, and never used before.
 
-        Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``: then there is no group.
+        Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``: then no group exists.
         """
         self.backends: dict[str, Any] = {}
         self._cancel_token = cancel_token
         self._connected: list[socket.socket] = []
         self.shut = set[Identity]()
-        """The connections that ``abort`` has shut."""
+        """Connections that ``abort`` has shut."""
         self._closing = threading.Lock()
         self._exchange = _Exchange()
         self._failed: list[Exception] = []
@@ -296,20 +296,20 @@ class GlooGroups:
         try:
             for name, members in groups.items():
                 self._build(name, list(members).index(me), len(members), device, timeout)
-            self._wait_until(lambda: len(self._exchange.mine) == len(groups))
-            told = {"listener": listener, "groups": self._exchange.mine}
-            store.set(f"{ring}/{me}", json.dumps(told))
+            self._wait_until(lambda: len(self._exchange.own) == len(groups))
+            published = {"listener": listener, "groups": self._exchange.own}
+            store.set(f"{ring}/{me}", json.dumps(published))
             for other in sorted({member for members in groups.values() for member in members} - {me}):
-                theirs = json.loads(await_key(store, f"{ring}/{other}", cancel_token, timeout))
-                self._listeners.add((theirs["listener"][0], theirs["listener"][1]))
-                self._exchange.tell({name: theirs["groups"][name] for name in groups if other in groups[name]})
+                received = json.loads(await_key(store, f"{ring}/{other}", cancel_token, timeout))
+                self._listeners.add((received["listener"][0], received["listener"][1]))
+                self._exchange.tell({name: received["groups"][name] for name in groups if other in groups[name]})
             self._wait_until(lambda: len(self.backends) == len(groups), min(timeout, CONNECT_SECONDS))
             self._connected = _connections(self._listeners)
             for sock in self._connected:
                 watch(sock)
             missing = sum(len(members) - 1 for members in groups.values()) - len(self._connected)
             if missing > 0:
-                raise PeerLost(f"{missing} of gloo's connections are gone already")
+                raise PeerLost(f"{missing} of gloo's connections were lost while its groups were being created")
         except BaseException:
             self._exchange.end()
             self._connected += _connections(self._listeners)
@@ -319,11 +319,11 @@ class GlooGroups:
         cancel_token.on_cancel(self.abort)
 
     def _build(self, name: str, rank: int, size: int, device: Any, timeout: float) -> None:
-        """Have a group made by a thread, which is left behind if it gets stuck: it ends by gloo's timeout."""
+        """Create a group in a thread, which is left behind if it gets stuck: gloo's timeout ends it."""
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [device]
-        options._threads = 1  # two of them write one string at once (`hostdevice.replacements`)
+        options._threads = 1  # two threads would write one string at once (`hostdevice.replacements`)
         store = _Store(name, self._exchange)
 
         def build() -> None:
@@ -331,14 +331,14 @@ class GlooGroups:
             try:
                 made = dist.ProcessGroupGloo(store, rank, size, options)
                 made._set_default_timeout(NO_TIMEOUT)
-            except Exception as error:  # noqa: BLE001  whatever it is, the caller raises it
+            except Exception as error:  # noqa: BLE001  the caller raises it
                 self._failed.append(error)
             with self._exchange.changed:
                 if made is not None:
                     self.backends[name] = made
                 self._exchange.changed.notify_all()
 
-        threading.Thread(target=build, name=f"making gloo's group {name}", daemon=True).start()
+        threading.Thread(target=build, name=f"creating gloo group {name}", daemon=True).start()
 
     def _wait_until(self, done: Callable[[], bool], seconds: float | None = None) -> None:
         changed = self._exchange.changed
@@ -348,7 +348,7 @@ class GlooGroups:
         if self._failed:
             raise PeerLost(f"gloo could not connect: {self._failed[0]}", road=True) from self._failed[0]
         if not in_time:
-            raise PeerLost(f"gloo has not connected to all members within {seconds:g} s", road=True)
+            raise PeerLost(f"gloo did not connect to all members within {seconds:g} s", road=True)
 
     def abort(self) -> None:
         """Make every operation fail, here and at the other ends; from any thread."""
@@ -357,7 +357,7 @@ class GlooGroups:
 
     def close(self) -> None:
         last, self.backends = self.backends, {}
-        dropping = threading.Thread(target=last.clear, name="dropping groups of gloo's", daemon=True)
+        dropping = threading.Thread(target=last.clear, name="destroying gloo groups", daemon=True)
         dropping.start()
         dropping.join(_DROP_SECONDS if self._cancel_token.cancelled else None)
         with self._closing:
@@ -374,12 +374,12 @@ class _Job:
 
 
 class Waiter:
-    """Waits for one operation of gloo's at a time, in a thread of its own, or for the revocation.
+    """Waits for one gloo operation at a time, in a separate thread, or for the revocation.
 
-    For one thread: the next operation is waited for when the last one is over or has been left.
+    Only one thread may use it: it waits for the next operation when the previous one is over or was abandoned.
 
-    gloo can miss that its connections were shut (docs/ring.md).  A thread that waits for ever then is left behind here;
-    what arrives there goes to memory that its operation keeps alive.
+    gloo can miss that its connections were shut (docs/ring.md).  Then the separate thread waits for ever and is left
+    behind; data that still arrives goes to memory that the operation keeps alive.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:

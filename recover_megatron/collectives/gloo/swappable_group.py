@@ -1,12 +1,12 @@
-"""A torch process group of workers of one replica, whose inside can be exchanged when the replica gets new workers.
+"""Torch process group of workers of one replica, whose inner group is exchanged when the replica gets new workers.
 
-    SwappableGroup --bind(inner)--> every method is the inner group's own bound method: a call costs what it did
-                                  (gloo's: with a work that can be left when the replica breaks, ``AbortableWorks``)
-         '--renew(...)--> a new inner group among the workers that stand in the same positions of another replica
-         '--carried_by(other)--> for a while collectives go another way, messages do not
+    SwappableGroup --bind(inner)--> every method is the inner group's bound method: a call costs no more than before
+                                  (gloo: with a work that can be abandoned when the replica breaks, ``AbortableWorks``)
+         '--renew(...)--> a new inner group of the workers in the same positions of another replica
+         '--carried_by(other)--> temporarily ``other`` runs the collectives; messages still use the inner group
 
-Megatron keeps groups in layers, buckets, optimizers and communicators.  They all hold the outside, which never changes;
-so does the number of its members, and this worker's rank, which are those of its position.
+Megatron keeps groups in layers, buckets, optimizers and communicators.  All of them refer to the outer group, which
+never changes.  The number of members and this worker's rank follow from the positions, and never change either.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, Waiter
 from recover_megatron.collectives.torch_nccl import make_group, register
 
 POLL = timedelta(seconds=0.25)
-"""How long a worker of a broken replica may go on waiting for a collective."""
+"""Longest time for which a worker of a broken replica continues to wait for a collective."""
 
 _NOT_IN_PIECES = (
     "send", "recv", "recv_anysource", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
     "reduce_scatter_single", "reduce_scatter_single_coalesced",
 )  # fmt: skip
-"""Operations whose wait ends at no time limit, or breaks the group when it does."""
+"""Operations whose wait ignores a time limit, or breaks the group when the limit is reached."""
 _RECEIVES = ("recv", "recv_anysource")
 _SETTLE_SECONDS = 1.0
-SETTLING = "waiting for a collective that was left"
+SETTLING = "waiting for an abandoned collective"
 
 
 class AbortableWorks:
-    """Has gloo's operations inside a replica waited for in a way that can be left.
+    """Makes the waits for gloo's operations inside a replica interruptible.
 
     ``cancel_token``: cancelled when the replica is broken, after its connections have been shut; gloo does not always
-    pass that on, and then its wait never returns.
+    notice that, and then its wait never returns.
 
-        collective      the wait is cut in pieces: it begins again as long as the replica is whole
-        message         can't be waited for in pieces (a time that runs out shuts gloo's connections): a thread waits,
-                        and is left behind
-        reduce-scatter  likewise (torch 2.13 makes one of other works, and its wait takes no notice of a time limit)
+        collective      the wait is split into short waits, repeated as long as the replica is complete
+        message         cannot be split (an expired time limit shuts gloo's connections): a thread waits, and is left
+                        behind
+        reduce-scatter  likewise (torch 2.13 composes it of other works, and its wait ignores a time limit)
 
-    What is left behind holds its tensors, and may write to them until ``settle`` has returned.
+    An abandoned operation holds its tensors, and may write to them until ``settle`` has returned.
 
-    A receive that nobody has waited for is kept until then, too.  If its work is freed in the middle of the message,
-    gloo (torch 2.13) neither reads the rest nor notices that the connection was shut, and its thread spins.
+    A receive without a wait is kept until then, too.  If its work is freed in the middle of the message, gloo
+    (torch 2.13) neither reads the rest nor notices that the connection was shut, and its thread spins.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:
         self.cancel_token = cancel_token
         self._waiter = Waiter(cancel_token)
         self._under_way = set[Any]()
-        """Works of collectives; those that were completed, but never waited for, go when the next one is started."""
+        """Works of collectives; completed works without a wait are removed when the next collective is started."""
         self._receives = set[Any]()
-        """Works of receives that nobody has waited for yet."""
+        """Works of receives without a finished wait."""
 
     def method(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, a method of a gloo group, with a work that can be left."""
+        """Wrap ``call``, a method of a gloo group: the wait of its work can be abandoned."""
         wait = self._wait_in_thread if name in _NOT_IN_PIECES else self._wait_in_pieces
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -81,13 +81,13 @@ class AbortableWorks:
         return guarded
 
     def settle(self) -> None:
-        """Return when no collective writes to its tensors any more; its connections are shut, and gloo has closed them.
+        """Return when no collective writes to its tensors any more; call it when gloo has closed the shut connections.
 
-        A thread of gloo's may still add up what arrived before.  One that has missed that its connections were shut
-        waits for a message, which does not come: it is told from one that works by the time, a second.
+        A thread of gloo may still add up data that arrived before.  A thread that has missed the shutdown waits for a
+        message that never comes.  A time limit of one second distinguishes the two.
         """
         self._forget_completed()
-        # Of a reduce-scatter that has failed ``is_completed`` says no.
+        # For a failed reduce-scatter ``is_completed`` is False.
         works = self._under_way.copy()
         waiting = [threading.Thread(target=_over, args=(work,), name=SETTLING, daemon=True) for work in works]
         for thread in waiting:
@@ -99,7 +99,7 @@ class AbortableWorks:
         self._receives.clear()
 
     def _forget_completed(self) -> None:
-        """From any thread: looks through a copy, since another thread may start or finish an operation meanwhile."""
+        """Drop completed works.  From any thread: works on a copy, since others may start or finish an operation."""
         self._under_way -= {work for work in self._under_way.copy() if work.is_completed()}
 
     def _wait_in_thread(self, work: Any) -> bool:
@@ -129,28 +129,28 @@ class AbortableWorks:
 
 
 def _over(work: Any) -> None:
-    with suppress(RuntimeError):  # its error is that of a broken replica
+    with suppress(RuntimeError):  # the error of a broken replica
         work.wait(NO_TIMEOUT)
 
 
 def _left() -> dist.DistBackendError:
-    return dist.DistBackendError("an operation of a broken replica, of whose end gloo has not told, was left")
+    return dist.DistBackendError("a gloo operation of a broken replica never completed and was abandoned")
 
 
 class AbortableWork(dist.Work):
-    """A work of gloo's with another way to wait for it."""
+    """Work of gloo with an interruptible wait."""
 
     def __init__(self, work: Any, wait: Callable[[Any], bool], over: Callable[[Any], None]) -> None:
-        """``wait``: returns when the work is done.  ``over``: told of a work that was waited for in gloo's own way."""
+        """``wait``: returns when the work is done.  ``over``: called with a work after gloo's own wait for it."""
         super().__init__()
         self._work = work
         self._wait = wait
         self._over = over
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until it is done; raises ``RuntimeError`` as gloo does, and ``DistBackendError`` when it is left.
+        """Wait until it is done; raise ``RuntimeError`` as gloo does, and ``DistBackendError`` if it is abandoned.
 
-        ``timeout``: for a caller's own; then gloo's own way is taken.
+        ``timeout``: with a time limit of the caller, gloo's own wait is used.
         """
         if timeout is None:
             return self._wait(self._work)
@@ -191,17 +191,18 @@ COLLECTIVES = (
     "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter", "_reduce_scatter_base",
     "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier",
 )  # fmt: skip
-"""Operations that ``carried_by`` sends another way: all that ``instep.groups.process_group.EpochGroup`` carries out."""
+"""Operations that ``carried_by`` redirects: all operations of ``instep.groups.process_group.EpochGroup``."""
 _WITHOUT_WORK = ("rank", "size", "name")
-"""Megatron asks for these more often than it sends: over a hundred times in an iteration of four layers."""
+"""Methods without a work; Megatron calls them over a hundred times in an iteration of four layers."""
 
 
 class SwappableGroup(dist.ProcessGroup):
-    """A group whose inside can change.  ``positions``: of its members in the replica, in rank order; ``me``: its own.
+    """Group with an exchangeable inner group.
 
-    ``name``: the same on all members, and of no other group of theirs.  ``placeholder``: ``inner`` is nobody's group,
-    and must not stay, not even where this worker is the only member: its ranks are those of another replica.
-    ``options``: those that its maker gave it (``ProcessGroupNCCL.Options``), for every inside that it will have.
+    ``positions``: positions of the members in the replica, in rank order; ``me``: this worker's position.  ``name``:
+    the same on all members, and unique among their groups.  ``placeholder``: ``inner`` is not a usable group and must
+    be replaced, even if this worker is the only member: its ranks are those of another replica.
+    ``options``: options from its creator (``ProcessGroupNCCL.Options``), for every later inner group.
     """
 
     def __init__(
@@ -227,9 +228,9 @@ class SwappableGroup(dist.ProcessGroup):
         self.bind(inner)
 
     def bind(self, inner: Any) -> None:
-        """Forward every operation to ``inner``, the group of the present epoch."""
+        """Forward every operation to ``inner``, the group of the current epoch."""
         self.inner = inner
-        # A group of one waits for nobody. Megatron makes twenty operations over such groups in an iteration.
+        # A group of one never blocks.  Megatron runs twenty operations over such groups in an iteration.
         guard = self._guard if self.backend == "gloo" and len(self.positions) > 1 else None
         for name in _METHODS:
             method = getattr(inner, name, None)
@@ -239,13 +240,13 @@ class SwappableGroup(dist.ProcessGroup):
                 self.__dict__[name] = method
 
     def guard_by(self, guard: AbortableWorks) -> None:
-        """Have gloo's operations end with ``guard``'s switch."""
+        """Make gloo's operations end when ``guard``'s token is cancelled."""
         self._guard = guard
         self.bind(self.inner)
 
     @contextmanager
     def carried_by(self, other: dist.ProcessGroup) -> Iterator[None]:
-        """For a while have ``other``, of the same members, carry out the collectives.  In the main thread."""
+        """Run the collectives on ``other``, which has the same members, inside this context.  In the main thread."""
         self.__dict__.update({name: getattr(other, name) for name in COLLECTIVES})
         try:
             yield
@@ -265,8 +266,8 @@ class SwappableGroup(dist.ProcessGroup):
     ) -> None:
         """Become a group of the workers that call this with the same ``prefix``, each in its position.
 
-        ``gloo``: the inside, made already, which ends when the switch of ``guard`` is cancelled; over NCCL ``make``
-        makes it, with the options of the one before, and who calls this aborts it.
+        ``gloo``: the new inner group, created already, which fails when the token of ``guard`` is cancelled.  For NCCL
+        ``make`` creates the inner group, with the options of the previous one, and the caller must abort it.
         """
         rank, size = self.at, len(self.positions)
         name = f"{prefix}/{self.own_name}"
@@ -282,7 +283,7 @@ class SwappableGroup(dist.ProcessGroup):
         self.bind(group)
         self.placeholder = False
 
-    # What torch knows as attributes, not methods.
+    # Attributes of torch's groups that are not methods.
 
     @property
     def group_name(self) -> str:

@@ -1,1 +1,1 @@
-"""Gradients over NCCL by communicators of our own (NCCL's Python bindings, nccl4py), without torch's process groups."""
+"""Gradients over NCCL communicators opened with nccl4py (NCCL's Python bindings), without torch's process groups."""

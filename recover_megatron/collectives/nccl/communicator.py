@@ -1,32 +1,33 @@
-"""One non-blocking communicator of NCCL's, and what may be asked of it when.
+"""Non-blocking NCCL communicator, and the calls that each of its states allows.
 
                 success               launch                  all over and believed
     OPENING -------------> READY -----------------> IN_USE -----------------------> READY
        |                     |                         |
-       | error, timeout,     | nobody keeps it         | the switch is cancelled, or NCCL reports an error
-       | switch cancelled    |                         |
+       | error, timeout,     | not kept                | the token is cancelled, or NCCL reports an error
+       | token cancelled     |                         |
        '---------------------'--abort------------------'------> CLOSED
 
-What NCCL's user guide says ("Fault Tolerance", "Asynchronous errors and error handling", ncclCommGetAsyncError) and
-what is made of it here:
+Rules of NCCL's user guide ("Fault Tolerance", "Asynchronous errors and error handling", ncclCommGetAsyncError), and
+their consequences here:
 
-* Any call may leave the communicator *in progress*; until that is over nothing but ncclCommGetAsyncError and
-  ncclCommAbort may be called, and nothing may be enqueued on its streams.  ``launch`` returns only when it is over, so
-  the event that it records is recorded behind the operation.
-* *After an error nothing can be assumed* of what was enqueued; a kernel that was aborted completes, with garbage in its
+* Any call may leave the communicator *in progress*; until that is over only ncclCommGetAsyncError and ncclCommAbort
+  may be called, and nothing may be enqueued on its streams.  ``launch`` returns only when it is over, so the event that
+  it records is behind the operation.
+* *After an error nothing can be assumed* about enqueued operations; an aborted kernel completes, with garbage in its
   output.  So an operation is *over* when its event is, and *believed* if, after that, NCCL reports success and the
-  switch is not cancelled: the token is cancelled before this process, and nobody else, aborts this end.
-* *An aborted kernel still posts* its steps to its peers, with nothing in them (src/device/prims_simple.h: genericOp,
-  postPeer).  Over P2P and shared memory theirs then complete with garbage, and NCCL reports success there.  So what is
-  under way is aborted only when the switches of all members that live are cancelled (``CancelToken.all_heard``): who
-  still believes has no aborted kernel among its peers.  A member that is out of the run aborts nothing, but ends; one
-  that does not know it yet is not in touch (``CancelToken.in_touch``), and believes nothing.
-* Nothing is ever destroyed or finalized here, which may wait for members that are dead: ``close`` aborts, which is
-  allowed in every state, at any time, from any thread.
+  token is not cancelled: only this process aborts this end, and it cancels the token first.
+* *An aborted kernel still posts* its steps to its peers, with no data in them (src/device/prims_simple.h: genericOp,
+  postPeer).  Over P2P and shared memory the peers' kernels then complete with garbage, and NCCL reports success there.
+  So operations in flight are aborted only when the tokens of all live members are cancelled
+  (``CancelToken.all_heard``): a member that still believes operations has no aborted kernel among its peers.  A member
+  that was evicted aborts nothing, but exits; until it learns of the eviction it is not in touch
+  (``CancelToken.in_touch``), and believes nothing.
+* Nothing is ever destroyed or finalized here, since that may wait for dead members: ``close`` aborts, which is allowed
+  in every state, at any time, from any thread.
 
-One thread at a time owns a communicator: whoever opens it, then the group's progress thread, then whoever closes the
-group.  The owner aborts.  Only if it has been inside one call of NCCL's for ``STUCK`` seconds after the switch was
-cancelled does another thread do so; the call then returns.
+One thread at a time owns a communicator: the thread that opens it, then the group's progress thread, then the thread
+that closes the group.  The owner aborts.  Another thread does so only if the owner has been inside one NCCL call for
+``STUCK`` seconds after the cancellation; that call then returns.
 """
 
 from __future__ import annotations
@@ -59,20 +60,20 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """Something launched: a point in a stream.  Its tensors belong to NCCL until it was waited for."""
+    """Launched operation: a point in a stream.  Its tensors belong to NCCL until ``wait`` for it has returned."""
 
     event: Any
     tensors: tuple[Any, ...]
-    """Kept alive: torch's allocator knows nothing of the stream that uses them."""
+    """Tensors that must stay alive: torch's allocator does not know the stream that uses them."""
 
     @property
     def done(self) -> bool:
-        """Whether it is over; says nothing of success."""
+        """True if the operation is over, successful or not."""
         return bool(self.event.query())
 
 
 class Communicator:
-    """``handle``: of NCCL's, being opened, on the device that is current."""
+    """NCCL communicator with its state; ``handle``: nccl4py's communicator, being opened on the current device."""
 
     def __init__(
         self, library: Library, handle: Any, identity: str, cancel_token: CancelToken, *, rank: int, size: int
@@ -81,34 +82,34 @@ class Communicator:
         self.handle = handle
         self.rank, self.size = rank, size
         self.identity = identity
-        """The same at all members, and of no other communicator."""
+        """Name of the communicator: the same at all members, and unique."""
         self.operations = 0
-        """Believed ones."""
+        """Number of believed operations."""
         self._device: int = library.cuda.current_device()
         self.state = State.OPENING
         self._lock = threading.Lock()
-        """Of the state's end: the guard and the owner must not abort both."""
+        """Protects the transition to CLOSED: the guard and the owner must not both abort."""
         self._under_way: deque[Operation] = deque()
         self._handed: tuple[Any, ...] = ()
-        """Tensors of a launch that is not an operation yet: it may become a kernel though it was given up."""
+        """Tensors of a launch that is not an operation yet: it may become a kernel even if the caller gave up."""
         self._entered: float | None = None
         self.adopt(cancel_token)
 
     def adopt(self, cancel_token: CancelToken) -> None:
-        """Belong to another epoch from now on."""
+        """Assign the communicator to another epoch."""
         self._token = cancel_token
         cancel_token.on_cancel(lambda: self._beside(GUARD, lambda: self._guard(cancel_token)))
 
     def release(self) -> None:
-        """Belong to no epoch: nobody is in a call of NCCL's, nobody makes one until it is adopted."""
+        """Detach from the epoch: no thread is in an NCCL call, and none makes one until ``adopt``."""
         self._token = CancelToken(0)
 
     # ---- opening
 
     def advance(self) -> bool:
-        """Whether it is open by now; to be asked again and again, by one thread.
+        """Return whether the communicator is open; one thread calls this repeatedly.
 
-        Raises ``PeerLost`` and ``EpochRevoked``, after which it is closed.
+        Raises ``PeerLost`` and ``EpochRevoked``; the communicator is then closed.
         """
         try:
             self._token.check()
@@ -122,12 +123,12 @@ class Communicator:
     # ---- use
 
     def launch(self, call: Callable[[Any], None], event: Callable[[], Any], *tensors: Any) -> Operation:
-        """Enqueue what ``call`` does with the handle; ``event`` records an event on the same stream afterwards.
+        """Enqueue the operation that ``call`` starts on the handle; ``event`` then records an event on the same stream.
 
-        Returns when NCCL has enqueued it, which is before it has been carried out.
+        Returns when NCCL has enqueued the operation, before the device has run it.
         """
         self._token.check()
-        self._become(State.IN_USE)  # before NCCL is asked: one that reports an error must not be kept
+        self._become(State.IN_USE)  # before the NCCL call: a communicator with an error must not be kept
         self._check()
         self._handed = tensors
         self._ask(call)
@@ -138,9 +139,9 @@ class Communicator:
         return operation
 
     def wait(self, operation: Operation) -> None:
-        """Block the host until ``operation``, and what was launched before it, is over and believed.
+        """Block the host until ``operation``, and all operations before it, are over and believed.
 
-        Raises ``EpochRevoked`` when the switch is cancelled, ``PeerLost`` when NCCL reports an error.
+        Raises ``EpochRevoked`` if the token is cancelled and ``PeerLost`` if NCCL reports an error.
         """
         for _ in pauses():
             if operation.done:
@@ -149,7 +150,7 @@ class Communicator:
         self.believe()
 
     def believe(self) -> None:
-        """All operations that are over are believed, or an error is raised: call it before their output is read."""
+        """Mark all operations that are over as believed, or raise; call this before their output is read."""
         over = []
         while self._under_way and self._under_way[0].done:
             over.append(self._under_way.popleft())
@@ -163,29 +164,29 @@ class Communicator:
             self._become(State.READY)
 
     def _check(self) -> None:
-        """Return when nothing is in progress; raises as ``wait`` does."""
+        """Return when the communicator is not in progress; raises as ``wait`` does."""
         self._token.check()
         if self.state is State.CLOSED:
-            raise PeerLost("this communicator of NCCL's was ended")
+            raise PeerLost("this NCCL communicator was aborted")
         for _ in pauses():
             if self._succeeded():
                 return
             self._token.check()
 
     def _succeeded(self) -> bool:
-        """NCCL's word on its state: success, or in progress; ``PeerLost`` if it is an error."""
+        """Return True if NCCL reports success, False for in progress; raise ``PeerLost`` for an error."""
         result = int(self._ask(_state))
         if result not in (SUCCESS, IN_PROGRESS):
-            raise PeerLost(f"NCCL reports error {result} of its communicator")
+            raise PeerLost(f"NCCL reports error {result} (ncclResult_t) for its communicator")
         return result == SUCCESS
 
     def _ask[R](self, call: Callable[[Any], R]) -> R:
-        """Every call of NCCL's: the guard sees how long it takes, and its errors are ``PeerLost``."""
+        """Make an NCCL call: the guard sees how long it takes, and an error becomes ``PeerLost``."""
         self._entered = time.monotonic()
         try:
             return call(self.handle)
         except self.library.errors as error:
-            self._token.check()  # whatever it says after the switch, it is the switch
+            self._token.check()  # after a cancellation every error counts as its consequence
             raise PeerLost(f"NCCL: {error}") from error
         finally:
             self._entered = None
@@ -193,17 +194,17 @@ class Communicator:
     # ---- the end
 
     def settle(self) -> None:
-        """The epoch is over: return when nothing of it runs in NCCL any more.  Raises as ``close`` does.
+        """Return when no operation of the finished epoch runs in NCCL any more.  Raises as ``close`` does.
 
-        A communicator all of whose operations here are over and believed stays READY; any other one is closed.
+        If all operations here are over and believed, the communicator stays READY; otherwise it is closed.
         """
         if self.state is not State.READY:
             self.close()
 
     def close(self) -> None:
-        """Abort, unless that was done.  May wait for the device, which must be the current one of the thread.
+        """Abort, unless that was done.  May wait for the device, which must be the thread's current device.
 
-        Where something may be under way it waits until all members have heard, and raises as ``all_heard`` does.
+        If an operation may be in flight, this waits until all members have cancelled, and raises as ``all_heard`` does.
         """
         if self.state is State.IN_USE:
             self._token.all_heard()
@@ -211,7 +212,7 @@ class Communicator:
             if self.state is State.CLOSED:
                 return
             self.state = State.CLOSED
-            with contextlib.suppress(*self.library.errors):  # it is of no use any more in any case
+            with contextlib.suppress(*self.library.errors):  # it is unusable in any case
                 self.handle.abort()
 
     def _become(self, state: State) -> None:
@@ -220,26 +221,26 @@ class Communicator:
                 self.state = state
 
     def close_beside(self) -> None:
-        """``close`` in a thread that nobody waits for."""
+        """Run ``close`` in a detached thread."""
         if self.state is not State.CLOSED:
-            self._beside("aborting a communicator of NCCL's", self.close)
+            self._beside("aborting an NCCL communicator", self.close)
 
     def _beside(self, name: str, abort: Callable[[], None]) -> None:
         def unless_out() -> None:
-            with contextlib.suppress(MembershipError):  # this process ends
+            with contextlib.suppress(MembershipError):  # this process exits
                 abort()
 
         abort_beside(name, self.library.cuda, self._device, unless_out)
 
     def _guard(self, token: CancelToken) -> None:
-        """While the owner is in NCCL after the switch was cancelled: abort in its place when it stays there."""
+        """Abort in place of the owner if it stays inside an NCCL call after the cancellation."""
         since, may_abort = time.monotonic(), False
         while self._token is token and self.state is not State.CLOSED:
             entered = self._entered
             if entered is not None and time.monotonic() > max(entered, since) + STUCK:
                 if may_abort:
                     return self.close()
-                token.all_heard()  # meanwhile the owner may have come out, and given the communicator on
+                token.all_heard()  # meanwhile the owner may have returned, and passed the communicator on
                 since, may_abort = time.monotonic(), True
             time.sleep(STUCK / 20)
 

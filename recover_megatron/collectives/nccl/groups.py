@@ -1,8 +1,8 @@
-"""What a group needs of NCCL, opened for it.  On one GPU over sockets alone (docs/reference/gpu_results.md).
+"""NCCL backend of a group.  Members on the same GPU communicate over sockets only (docs/reference/gpu_results.md).
 
-``NcclNative``: NCCL's own collectives, on a stream of the group's own.
+``NcclNative``: NCCL's collectives, on a dedicated stream.
 
-    reduce_scatter, all_gather, transfer --launch--> the stream --event--> over --NCCL's word--> believed
+    reduce_scatter, all_gather, transfer --launch--> the stream --event--> over --NCCL reports success--> believed
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from recover_megatron.collectives.nccl.renewal import Keeper, Opening, opened
 
 
 class NcclNative(DeviceStream, NativeBackend):
-    """``its``: None where the member is alone.  ``keeper``: takes the communicator when the epoch is over."""
+    """Backend with NCCL's collectives; its communicator is None if the group has one member.
+
+    ``keeper``: takes the communicator when the epoch is over.
+    """
 
     def __init__(
         self,
         library: Library,
-        its: Communicator | None,
+        comm: Communicator | None,
         cancel_token: CancelToken,
         keeper: Keeper,
         device: torch.device,
     ) -> None:
         super().__init__(device, cancel_token, library.cuda, keeper.stream)
         self._library = library
-        self._its = its
+        self._comm = comm
         self._keeper = keeper
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
@@ -48,7 +51,7 @@ class NcclNative(DeviceStream, NativeBackend):
         return self._launch(lambda handle: handle.allgather(source, output, stream=self._stream), output, source)
 
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """One launch: NCCL carries out all of a group at the same time, so no order of theirs matters."""
+        """Exchange all messages in one launch: NCCL runs them concurrently, so their order does not matter."""
 
         def all_of_them(handle: Any) -> None:
             with self._library.core.group():
@@ -61,22 +64,22 @@ class NcclNative(DeviceStream, NativeBackend):
 
     def wait(self, operation: Operation) -> None:
         assert isinstance(operation, communicator.Operation)
-        assert self._its is not None
-        self._its.wait(operation)
+        assert self._comm is not None
+        self._comm.wait(operation)
 
     def settle(self) -> None:
-        if self._its is not None:
-            self._its.settle()
+        if self._comm is not None:
+            self._comm.settle()
         self.finish()
 
     def close(self) -> None:
-        if self._its is not None:
-            self._keeper.give(self._its)
-            self._its = None
+        if self._comm is not None:
+            self._keeper.give(self._comm)
+            self._comm = None
 
     def _launch(self, call: Callable[[Any], None], *tensors: torch.Tensor) -> Operation:
-        assert self._its is not None, "a group of one member has nothing to sum"
-        return self._its.launch(call, self._event, *tensors)
+        assert self._comm is not None, "a group of one member has nothing to sum"
+        return self._comm.launch(call, self._event, *tensors)
 
 
 def open_native(
@@ -89,8 +92,11 @@ def open_native(
     device: torch.device,
     timeout: float,
 ) -> NcclNative:
-    """``prefix``: of the group's keys in the store.  ``timeout``: seconds in which all members must have come."""
+    """Open the NCCL backend of a group.
+
+    ``prefix``: prefix of the group's keys in the store.  ``timeout``: seconds in which all members must have joined.
+    """
     library = libraries.load()
     keeper.stream = keeper.stream or library.cuda.Stream(device, priority=-1)
-    its = None if size == 1 else opened(Opening(library, keeper, store, cancel_token, prefix, rank, size), timeout)
-    return NcclNative(library, its, cancel_token, keeper, device)
+    comm = None if size == 1 else opened(Opening(library, keeper, store, cancel_token, prefix, rank, size), timeout)
+    return NcclNative(library, comm, cancel_token, keeper, device)

@@ -1,6 +1,6 @@
-"""The NCCL library that torch has loaded, NCCL's Python bindings (nccl4py) for it, and where its aborts run.
+"""NCCL library that torch has loaded, NCCL's Python bindings (nccl4py) for it, and threads for its aborts.
 
-Everything else in this package gets a ``Library`` as an argument, so that a double can stand in for NCCL and CUDA.
+All other modules of this package get a ``Library`` as an argument, so that a double can replace NCCL and CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from recover_megatron.errors import UserError
 
 OLDEST = (2, 27, 0)
-"""Aborts hang in several versions before it (docs/gpu.md)."""
+"""Oldest supported version: aborts hang in several earlier versions (docs/gpu.md)."""
 _OLDEST_BINDINGS = (0, 6)
 SUCCESS, IN_PROGRESS = 0, 7
 """ncclResult_t (nccl.h); every other value is an error."""
@@ -27,7 +27,7 @@ SUCCESS, IN_PROGRESS = 0, 7
 
 @dataclass(frozen=True)
 class Library:
-    """``core``: the module ``nccl.core``.  ``cuda``: ``torch.cuda``.  ``errors``: what a failed call raises."""
+    """Loaded NCCL.  ``core``: module ``nccl.core``; ``cuda``: ``torch.cuda``; ``errors``: errors of a failed call."""
 
     core: Any
     cuda: Any
@@ -35,11 +35,11 @@ class Library:
     errors: tuple[type[Exception], ...]
 
     def config(self) -> Any:
-        """Of a communicator: no call of NCCL's blocks longer than it takes to hand something over."""
+        """Return the configuration of a communicator: non-blocking, so an NCCL call only enqueues work."""
         return self.core.NCCLConfig(blocking=False)
 
     def unique_id(self) -> str:
-        """As text, for the rendezvous."""
+        """Return a new unique id as text, for the rendezvous."""
         return bytes(self.core.get_unique_id()).hex()
 
     def read_unique_id(self, text: str) -> Any:
@@ -58,10 +58,10 @@ def abort_beside(
     abort: Callable[[], None],
     over: Callable[[BaseException | None], None] = _raised,
 ) -> None:
-    """Call ``abort`` in a thread of its own, since it may wait for the device; ``over`` gets what it has raised, if so.
+    """Call ``abort`` in a separate thread, since it may wait for the device; ``over`` gets its error, or None.
 
-    ``cuda``: ``torch.cuda``, or a double.  The thread's current device is ``device``: an abort restores the one that it
-    has found, which makes a context of some 400 MB there, and a new thread finds the first GPU, whoever uses that.
+    ``cuda``: ``torch.cuda``, or a double.  The thread's current device is ``device``.  Reason: an abort restores the
+    device that was current, which creates a context of some 400 MB there, and in a new thread that is device 0.
     """
 
     def run() -> None:
@@ -69,7 +69,7 @@ def abort_beside(
         try:
             with cuda.device(device):
                 abort()
-        except BaseException as raised:  # noqa: BLE001  the thread's boundary: told to ``over``
+        except BaseException as raised:  # noqa: BLE001  the thread's boundary: passed to ``over``
             error = raised
         over(error)
 
@@ -77,31 +77,31 @@ def abort_beside(
 
 
 def checked(library: Library) -> Library:
-    """``library`` itself; ``UserError`` if it is too old."""
+    """Return ``library``; raise ``UserError`` if it is too old."""
     if library.version < OLDEST:
         found, oldest = (".".join(map(str, version)) for version in (library.version, OLDEST))
         raise UserError(
-            f"--recover: torch has loaded NCCL {found}; {oldest} or later is needed (in older ones aborts hang)."
-            " Take a newer torch"
+            f"--recover: torch has loaded NCCL {found}; {oldest} or later is required (aborts hang in older versions)."
+            " Install a newer torch"
         )
     return library
 
 
 @cache
 def load() -> Library:
-    """The library of this process.  ``UserError`` where nccl4py or NCCL is missing, or one of them is too old."""
-    # torch was imported above, with the libnccl that it brings: nccl4py takes the one that is loaded already.
+    """Return the library of this process; raise ``UserError`` if nccl4py or NCCL is missing or too old."""
+    # torch was imported above and has loaded its libnccl: nccl4py uses a library that is loaded already.
     try:
         if tuple(map(int, re.findall(r"\d+", here := version("nccl4py"))))[:2] < _OLDEST_BINDINGS:
             raise ImportError(f"{here} is too old")
         core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
     except ImportError as error:
         raise UserError(
-            f"--recover: gradients travel over NCCL by NCCL's Python bindings, nccl4py, which cannot be used ({error}):"
+            f"--recover: gradients over NCCL need NCCL's Python bindings nccl4py, which cannot be used ({error}):"
             " pip install 'nccl4py>=0.6,<0.7', or recover-megatron[gpu]"
         ) from error
     found = core.get_version().libnccl
     if found is None:
-        raise UserError("--recover: nccl4py finds no NCCL library: this torch is built without it")
+        raise UserError("--recover: nccl4py finds no NCCL library: install a torch that is built with NCCL")
     errors = (bindings.NCCLError, core.NcclInvalid)
     return checked(Library(core, torch.cuda, tuple(found.version.release), errors))

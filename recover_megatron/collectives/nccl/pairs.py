@@ -1,23 +1,24 @@
-"""The bytes of a state from device to device, by a communicator of two that is made for it.
+"""Transfer of a state from device to device, over an NCCL communicator of two members.
 
     receiver                                              holder
-       | -- NCCL's unique id -------------------------->     |    both open it
-       | -- CONNECT: no other receive is under way here ->   |    both launch a message, which connects them
+       | -- NCCL's unique id -------------------------->     |    both open the communicator
+       | -- CONNECT: no other receive in flight here ---->   |    both launch a message, which connects them
        |    receive, launched                                |
-       | -- number of a chunk -------------------------->     |    packed into one piece, and its digest
+       | -- number of a chunk -------------------------->     |    packed into one buffer, and its digest
        |    over  <===== send, which finds its receive ===   |    over
        | <-- trailer: the digest ------------------------    |
-       |    digest of what arrived, copies to the tensors    |
+       |    digest of the received data, copies to tensors   |
 
-A chunk is asked for when its receive is in the stream of its device: a send finds it there, needs nobody's host, and so
-is no operation that holds up a queue (`collectives.device`).  The holder's device computes meanwhile.  Each worker has
-one send and one receive under way at a time, whatever the number of connections; only who receives waits for its turn
-at both ends, so nobody waits in a circle.
+The receiver requests a chunk when the receive is in the stream of its device.  So the send finds its receive, needs no
+host, and does not hold up a queue (`collectives.device`).  The holder's device computes meanwhile.  Each worker has one
+send and one receive in flight at a time, whatever the number of connections.  Only the receiver waits for its turn at
+both ends, so no cyclic wait is possible.
 
-The connection is the switch: when it ends here or there, or a message takes too long, what is under way is aborted at
-this end, at once.  Nobody has to have heard of it: a message that the other end's abort has completed with garbage has
-no trailer, and is not believed (`collectives.state.receiver`).  It has written to memory of the pair's own, which lives
-until the abort is over.  What was not fetched is asked for by way of the hosts, over another connection, or of others.
+The connection acts as cancel token: when it closes at either end, or a message takes too long, the operation is aborted
+at this end at once.  The other end need not agree first: a message that the abort completes there with garbage has no
+trailer, and is not believed (`collectives.state.receiver`).  It has written to a buffer of the pair, which lives until
+the abort is over.  The receiver requests missing chunks through the hosts, over another connection, or from other
+workers.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ from recover_megatron.collectives.nccl.library import Library
 from recover_megatron.collectives.state.transport import digest
 
 OPENING_SECONDS, CONNECTING_SECONDS = 20.0, 10.0
-"""The latter at the holder, when the receiver connects already."""
+"""Time limits in seconds; the second one at the holder, when the receiver is already connecting."""
 SENDING_SECONDS, RECEIVING_SECONDS = 5.0, 15.0
-"""Of a message, which takes some ms.  A receive lasts longer: its send may stand behind one that is given up."""
+"""Time limits in seconds of a message, which takes some ms; a receive may wait for a send behind an abandoned one."""
 LOOK_MILLISECONDS = 50
 ID_BYTES = 128
 """NCCL_UNIQUE_ID_BYTES (nccl.h)."""
 _RECEIVER, _HOLDER = 0, 1
 _DIGESTS = 1 << 64
-"""A trailer has it unsigned."""
+"""Modulus of a digest: a trailer contains it unsigned."""
 
 
 class _Connection(CancelToken):
-    """A switch that the end of a connection cancels, or the end of the time that its user has set.
+    """Cancel token that is cancelled when a connection closes or a deadline passes.
 
-    A thread of its own looks, until it is cancelled: its user may be inside a call of NCCL's, which the switch ends.
+    A separate thread polls until the cancellation: the user may be inside an NCCL call, which the cancellation ends.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -64,19 +65,19 @@ class _Connection(CancelToken):
         self.deadline = time.monotonic() + OPENING_SECONDS
         poll = select.poll()
         poll.register(sock, select.POLLRDHUP)
-        threading.Thread(target=self._look, args=(poll,), name="switch of a pair", daemon=True).start()
+        threading.Thread(target=self._look, args=(poll,), name="cancel token of a pair", daemon=True).start()
 
     def _look(self, poll: select.poll) -> None:
         while not self.cancelled:
             if poll.poll(LOOK_MILLISECONDS):
-                self.cancel("the connection between the two has ended")
+                self.cancel("the connection between receiver and holder was closed")
             elif time.monotonic() > self.deadline:
-                self.cancel("what NCCL was asked for does not come to an end")
+                self.cancel("an NCCL operation did not finish in time")
 
 
 @dataclass(eq=False)
 class _Lane:
-    """One direction of a worker: its operations take turns."""
+    """Direction (send or receive) of a worker, in which operations run one at a time."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     stream: Any = None
@@ -84,18 +85,18 @@ class _Lane:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Those of one worker, whose tensors are on ``device``."""
+    """Factory for the pairs of one worker, whose tensors are on ``device``."""
 
     device: torch.device
     _lanes: tuple[_Lane, _Lane] = field(default_factory=lambda: (_Lane(), _Lane()), init=False)
 
     def unique_id(self) -> bytes:
-        """For both ends of a pair: made by the receiver, in the process that opens it.  Raises ``PeerLost``."""
+        """Return a unique id for both ends of a pair; the receiver's process calls this.  Raises ``PeerLost``."""
         with _as_lost():
             return bytes.fromhex(libraries.load().unique_id())
 
     def open(self, sock: socket.socket, unique_id: bytes, *, receives: bool) -> Pair:
-        """One end, to be connected; the other end does the same.  Raises ``PeerLost``."""
+        """Open one end, for ``connect``; the other worker opens the other end.  Raises ``PeerLost``."""
         library, rank = libraries.load(), _RECEIVER if receives else _HOLDER
         with _as_lost(), library.cuda.device(self.device):
             handle = library.core.Communicator.init(2, rank, library.read_unique_id(unique_id.hex()), library.config())
@@ -115,9 +116,9 @@ class Pairs:
 
 @dataclass(eq=False)
 class Pair:
-    """One end of an open one; a ``StateTransport``.  Used by one thread.
+    """End of an open pair; a ``StateTransport``.  Used by one thread.
 
-    It raises ``PeerLost``, after which it is of no use, whether or not the other end is there.
+    After a ``PeerLost`` it is unusable, whether or not the other end is alive.
     """
 
     _library: Library
@@ -128,25 +129,25 @@ class Pair:
     _room: torch.Tensor = field(init=False)
 
     def connect(self, room: int, ask: Callable[[], None] = lambda: None) -> None:
-        """Exchange a byte: the first message is in progress until both have called it.
+        """Exchange one byte: the first message is in progress until both ends have called this.
 
-        ``room``: bytes of the largest message.  ``ask``: has the holder call this; not before it is this one's turn
-        here, since the holder gives nobody else anything meanwhile.
+        ``room``: bytes of the largest message.  ``ask``: requests the holder's call; called only at this receiver's
+        turn, since the holder serves no other receiver meanwhile.
         """
         with _as_lost():
             self._room = torch.empty(room, dtype=torch.uint8, device=self._device)
             if self._communicator.rank == _HOLDER:
                 return self._exchange(self._room[:1], CONNECTING_SECONDS)
-            self._drained()  # kernels of whoever had this memory before
+            self._drained()  # kernels that still use this memory for its previous owner
             self._exchange(self._room[:1], OPENING_SECONDS, before=ask)
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
-        """As ``StateTransport``.  What is sent is a copy, so ``parts`` may change as soon as it is made."""
+        """Send ``parts`` as ``StateTransport`` does; from a copy, so ``parts`` may change once the copy is complete."""
         with _as_lost():
             packed = self._packed(parts)
-            for mine, part in zip(_pieces(packed, parts), parts, strict=True):
-                mine.copy_(part, non_blocking=True)
-            found = digest([packed]) % _DIGESTS  # for which the host has waited, and so for the copies
+            for piece, part in zip(_pieces(packed, parts), parts, strict=True):
+                piece.copy_(part, non_blocking=True)
+            found = digest([packed]) % _DIGESTS  # the host has waited for it, and so for the copies
             self._exchange(packed, SENDING_SECONDS)
         return found
 
@@ -155,18 +156,18 @@ class Pair:
             packed = self._packed(parts)
             self._exchange(packed, RECEIVING_SECONDS, launched=ask)
             found = digest([packed]) % _DIGESTS
-            for mine, part in zip(_pieces(packed, parts), parts, strict=True):
-                part.copy_(mine, non_blocking=True)
+            for piece, part in zip(_pieces(packed, parts), parts, strict=True):
+                part.copy_(piece, non_blocking=True)
             self._drained()
         return found
 
     def close(self) -> None:
-        """Abort what is under way, in a thread that nobody waits for; its memory lives as long."""
-        self._connection.cancel("it is closed")
+        """Abort the operation in flight in a detached thread; the buffer lives until the abort is over."""
+        self._connection.cancel("the pair was closed")
         self._communicator.close_beside()
 
     def _drained(self) -> None:
-        """Return when this thread's stream has carried out what it was given."""
+        """Return when all work on this thread's current stream is done."""
         cuda = self._library.cuda
         until(_recorded(cuda, cuda.current_stream(self._device)), within())
 
@@ -181,7 +182,7 @@ class Pair:
         before: Callable[[], None] = lambda: None,
         launched: Callable[[], None] = lambda: None,
     ) -> None:
-        """One message; return when it is over and NCCL reports success.  ``before``: called when it is its turn."""
+        """Exchange one message; return when it is over and NCCL reports success.  ``before``: called at its turn."""
         other, cuda, lane = 1 - self._communicator.rank, self._library.cuda, self._lane
         with lane.lock, cuda.device(self._device):
             stream = lane.stream = lane.stream or cuda.Stream(self._device)
@@ -197,7 +198,7 @@ class Pair:
                 launched()
                 self._communicator.wait(operation)
             except BaseException:
-                lane.stream = None  # which stands still until the abort is over
+                lane.stream = None  # it is blocked until the abort is over
                 raise
             self._connection.deadline = math.inf
 
@@ -214,9 +215,9 @@ def _pieces(packed: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[tor
 
 @contextmanager
 def _as_lost() -> Iterator[None]:
-    """All that ends a pair is ``PeerLost``: a device without memory for it, too, since there is another way.
+    """Turn every error that ends a pair into ``PeerLost``: also lack of device memory, since the hosts can be used.
 
-    Without the frames of what it was: they hold the pair, and here on to each other.
+    The error keeps no frames: they would hold the pair in a reference cycle.
     """
     try:
         yield

@@ -1,12 +1,12 @@
-"""How the communicator of the next epoch comes to be: from the last one, or anew.
+"""Creation of the communicator of the next epoch: the last one is reused, or a new one is opened.
 
-    every member   tells what it has kept for such a rank among so many members ----.
-    rank 0                                                   '--> decide(), pure --> tells the decision
-    every member   keeps it    the same members, and nothing outstanding at any of them
-                   opens one   anything else, with a new unique id; what it had is aborted
+    every member   publishes the communicators that it has kept for its rank and number of members ----.
+    rank 0                                                   '--> decide(), pure --> publishes the decision
+    every member   reuses it   if the members are the same, and no operation is outstanding at any of them
+                   opens one   otherwise, with a new unique id; kept ones are aborted
 
-All members decide alike since one of them decides.  Everything travels over the epoch's rendezvous, two messages a
-member.  (NCCL can shrink and grow communicators, too: what is shrunk after an abort shares nothing with its parent.)
+Rank 0 decides for all members.  Everything travels over the epoch's rendezvous, two messages per member.  (NCCL can
+shrink and grow communicators, too: after an abort the shrunk one shares nothing with its parent.)
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from recover_megatron.collectives.nccl.library import Library
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 
 
-def decide(told: Sequence[Mapping[str, int]]) -> str | None:
-    """Which communicator is kept; None: none.  ``told``: of each member identity -> operations that it believed."""
-    return min((identity for identity, _ in set.intersection(*(set(its.items()) for its in told))), default=None)
+def decide(held: Sequence[Mapping[str, int]]) -> str | None:
+    """Return the identity to reuse, if any.  ``held``: for each member identity -> number of believed operations."""
+    return min((identity for identity, _ in set.intersection(*(set(own.items()) for own in held))), default=None)
 
 
 class Keeper:
-    """The communicators of this worker that no epoch uses at the moment; for any thread.
+    """Pool of this worker's communicators that no epoch uses at the moment; for any thread.
 
-    It keeps them until they are taken: who knows that columns have got other members calls ``close``.  ``keeps``: False
-    aborts what it is given.
+    A communicator stays until it is taken; when the members of columns have changed, the caller calls ``close``.
+    ``keeps``: False: every communicator is aborted instead of kept.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
         self._keeps = keeps
         self._held: list[Communicator] = []
         self.stream: Any = None
-        """Of all columns, in every epoch: torch's pool would soon give one that others have, too."""
+        """Stream of all columns, in every epoch: torch's pool would soon return streams that are in use."""
         self._lock = threading.Lock()
 
     def give(self, communicator: Communicator) -> None:
-        """The epoch that used it is over, and it has settled."""
+        """Keep a communicator whose epoch is over and which has settled; abort it if it is not READY."""
         if self._keeps and communicator.state is State.READY:
             communicator.release()
             with self._lock:
@@ -55,14 +55,14 @@ class Keeper:
             communicator.close_beside()
 
     def take(self, rank: int, size: int) -> dict[str, Communicator]:
-        """Those in which this worker has this rank among so many members, by identity."""
+        """Remove and return the communicators with this rank and size, by identity."""
         with self._lock:
-            fitting = {its.identity: its for its in self._held if (its.rank, its.size) == (rank, size)}
-            self._held = [its for its in self._held if its.identity not in fitting]
+            fitting = {kept.identity: kept for kept in self._held if (kept.rank, kept.size) == (rank, size)}
+            self._held = [kept for kept in self._held if kept.identity not in fitting]
         return fitting
 
     def close(self) -> None:
-        """Abort them all, in threads that nobody waits for."""
+        """Abort all of them, in detached threads."""
         with self._lock:
             held, self._held = self._held, []
         for communicator in held:
@@ -71,7 +71,7 @@ class Keeper:
 
 @dataclass(eq=False)
 class Opening:
-    """One communicator on its way.  ``prefix``: the same at all members, and used for no other."""
+    """Communicator that is being opened.  ``prefix``: of its keys; the same at all members, and unique."""
 
     library: Library
     keeper: Keeper
@@ -87,36 +87,36 @@ class Opening:
         self._steps = self._open()
 
     def advance(self) -> bool:
-        """Whether it is open by now.  Raises ``PeerLost`` and ``EpochRevoked``."""
+        """Return whether it is open.  Raises ``PeerLost`` and ``EpochRevoked``."""
         return next(self._steps, True)
 
     def fail(self) -> None:
-        """Nobody waits for it any more."""
-        for its in filter(None, (self.communicator, *self._kept.values())):
-            its.close_beside()
+        """Give up: abort the communicator and all kept ones."""
+        for communicator in filter(None, (self.communicator, *self._kept.values())):
+            communicator.close_beside()
 
     def _open(self) -> Generator[bool]:
         self._kept = self.keeper.take(self.rank, self.size)
-        told = {identity: its.operations for identity, its in self._kept.items()}
-        self.store.set(f"{self.prefix}/held/{self.rank}", json.dumps(told))
+        held = {identity: kept.operations for identity, kept in self._kept.items()}
+        self.store.set(f"{self.prefix}/held/{self.rank}", json.dumps(held))
         if self.rank == 0:
             members = []
             for rank in range(self.size):
-                members.append((yield from self._told("held", rank)))
+                members.append((yield from self._published("held", rank)))
             chosen = decide(members)
             order = {"identity": chosen or uuid.uuid4().hex, "unique_id": "" if chosen else self.library.unique_id()}
             self.store.set(f"{self.prefix}/decision/0", json.dumps(order))
-        order = yield from self._told("decision", 0)
+        order = yield from self._published("decision", 0)
         if (kept := self._kept.pop(order["identity"], None)) is not None:
             kept.adopt(self.cancel_token)
         self.communicator = kept or self._init(**order)
-        for other in self._kept.values():  # of another column, if this one is as it was
+        for other in self._kept.values():  # a communicator of another column, if this column is unchanged
             self.keeper.give(other) if kept else other.close_beside()
         self._kept = {}
         while not self.communicator.advance():
             yield False
 
-    def _told(self, what: str, rank: int) -> Generator[bool, None, Any]:
+    def _published(self, what: str, rank: int) -> Generator[bool, None, Any]:
         while not self.store.check([key := f"{self.prefix}/{what}/{rank}"]):
             yield False
         return json.loads(self.store.get(key))
@@ -131,14 +131,17 @@ class Opening:
 
 
 def opened(opening: Opening, timeout: float) -> Communicator:
-    """Raises ``EpochRevoked``, ``PeerLost``, and ``TimeoutError`` after ``timeout`` seconds; then it is given up."""
+    """Wait until the communicator is open and return it; on an error it is given up.
+
+    Raises ``EpochRevoked``, ``PeerLost``, and ``TimeoutError`` after ``timeout`` seconds.
+    """
     deadline, pause, cancel_token = time.monotonic() + timeout, _FIRST_PAUSE, opening.cancel_token
     try:
         while not opening.advance():
             if cancel_token.wait(pause):
                 raise cancel_token.error()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{opening.prefix}: not all members have opened it within {timeout:g} s")
+                raise TimeoutError(f"{opening.prefix}: not all members opened this communicator within {timeout:g} s")
             pause = min(1.5 * pause, _LONGEST_PAUSE)
     except BaseException:
         opening.fail()

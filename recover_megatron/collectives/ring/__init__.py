@@ -1,1 +1,1 @@
-"""The fault-tolerant ring: schedule (pure), executor, progress thread, and the group that callers see."""
+"""Fault-tolerant ring: schedule (pure functions), executor, and the group that callers use."""

@@ -1,21 +1,20 @@
-"""The fault-tolerant ring: carries out programs of ``schedule`` over a transport.
+"""Fault-tolerant ring: carries out programs of ``schedule`` over a transport.
 
 The bucket's own gradient is the only copy of the input, and it survives until the result is safe:
 
                      +--------- reduce-scatter half ----------+      +------ all-gather half ------+
     from the         | arrives in scratch                     |      | arrives in scratch          |
-    predecessor ---> | ADD: scratch += my gradient, pass it on |      | STORE: copy to the bucket,  |
-                     | FINISH (I am its owner):               |      |        mark it REDUCED,     |
-                     |   bucket = scratch + my gradient,      |      |        pass it on           |
+    predecessor ---> | ADD: scratch += own gradient, pass on  |      | STORE: copy to the bucket,  |
+                     | FINISH (at the owner):                 |      |        mark it REDUCED,     |
+                     |   bucket = scratch + own gradient,     |      |        pass it on           |
                      |   mark it REDUCED                      |      |                             |
                      +----------------------------------------+      +-----------------------------+
 
     one segment at one member:     LOCAL --FINISH or STORE--> REDUCED
-    (the write and the mark follow each other with no point of interruption in between: a revocation is looked at only
-    while waiting for a message)
+    (nothing can interrupt between the write and the mark: a revocation is checked only while waiting for a message)
 
-What is sent is read from my gradient (hop 0), from scratch (a partial sum) or from a finished segment.  Scratch is used
-again only when its message has gone.
+A message is sent from the own gradient (hop 0), from scratch (a partial sum) or from a finished segment.  Scratch is
+reused only when its message has been sent.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from recover_megatron.collectives.ring.schedule import (
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
 LOOKAHEAD = 1
-"""How many receives are posted ahead of the one that is waited for."""
+"""Number of receives that are posted ahead of the current one."""
 _MESSAGES = 32
-"""So many messages are handled at most before what was handed in meanwhile is taken on."""
+"""Maximum number of messages between two checks for newly submitted tasks."""
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
 
 Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-"""What a program sends and receives, as parts of the bucket."""
+"""Views of the bucket for the sends and for the receives of a program."""
 
 
 def parts_of(flat: torch.Tensor, program: Program) -> Parts:
@@ -62,16 +61,16 @@ def parts_of(flat: torch.Tensor, program: Program) -> Parts:
 
 @dataclass(eq=False)
 class RingTask(Task):
-    its: BucketCollective
+    spec: BucketCollective
     program: Program
     to_send: Sequence[torch.Tensor]
     to_receive: Sequence[torch.Tensor]
     tag: int
     epoch_of: Callable[[int], int]
-    """What to mark a finished segment with, by its first element."""
+    """Returns the epoch of a finished segment, by its first element."""
     token: object
     stored: str
-    """What the hook is told of a finished sum that has arrived."""
+    """Name of the hook's boundary for a received finished sum."""
     posted: int = 0
     gone: int = 0
     asked: int = 0
@@ -87,22 +86,22 @@ class RingTask(Task):
 
 
 _Sending = tuple[RingTask, Pending, Arrival | None]
-"""A message under way, and the partial sum that it is, if it is one."""
+"""Message in flight, with its partial sum if it is one."""
 _Receiving = tuple[RingTask, Receive, Arrival]
-# Tuples: one of each is made for every message, and the time counts.
+# Tuples for speed: one of each is created per message.
 
 
 class Ring(Executor[RingTask]):
-    """Runs of one group, messages of later runs following those of earlier ones without a gap."""
+    """Executor of the runs of one group; the messages of a run follow those of the previous run without a gap."""
 
     def __init__(self, transport: Transport, hook: Hook | None = None) -> None:
         self._transport = transport
         self._transport.on_sent(self._reap)
         self._hook = hook
         self._used = 0
-        """Segments of scratch in the hands of receives and partial sums."""
+        """Segments of scratch that receives and partial sums use."""
         self._handed_in: deque[RingTask] = deque()
-        """Those whose bucket may still be computed."""
+        """Submitted tasks whose bucket may still be being computed."""
         self._runs: deque[RingTask] = deque()
         self._to_send: deque[RingTask] = deque()
         self._to_ask: deque[RingTask] = deque()
@@ -126,15 +125,15 @@ class Ring(Executor[RingTask]):
             self._begin(self._handed_in.popleft())
         with self._transport.scope():
             self._step()
-            for _ in range(_MESSAGES):  # what has arrived already, without going round by the progress thread
+            for _ in range(_MESSAGES):  # messages that have arrived already, without returning to the progress thread
                 if not (self._receiving and self._receiving[0][2].done):
                     break
                 self._step()
 
     def _begin(self, task: RingTask) -> None:
         self._transport.begin(task.token)
-        for span in task.its.final:
-            task.its.ledger.mark(span, task.epoch_of(span.start))
+        for span in task.spec.final:
+            task.spec.ledger.mark(span, task.epoch_of(span.start))
         for queue in (self._runs, self._to_send, self._to_ask):
             queue.append(task)
 
@@ -143,7 +142,7 @@ class Ring(Executor[RingTask]):
             self._reap()
         if self._to_send:
             self._post_sends()
-            self._reap()  # what went at once gives its memory back before this thread waits for more
+            self._reap()  # messages sent at once release their memory before this thread waits
         if self._to_ask:
             self._post_receives()
         if self._receiving:
@@ -163,12 +162,12 @@ class Ring(Executor[RingTask]):
     def close(self) -> None:
         self._transport.close()
         for queue in (self._handed_in, self._runs, self._to_send, self._to_ask, self._sending, self._receiving):
-            queue.clear()  # what they hold keeps the transport's memory and connections alive
+            queue.clear()  # their items keep the transport's memory and connections alive
 
     # ---- sending
 
     def _post_sends(self) -> None:
-        """Hand over every message that is ready, in order."""
+        """Send every message that is ready, in order."""
         while self._to_send:
             run = self._to_send[0]
             sends = run.program.sends
@@ -201,7 +200,7 @@ class Ring(Executor[RingTask]):
     # ---- receiving
 
     def _post_receives(self) -> None:
-        """Ask for the next messages, as far ahead as is useful and as scratch allows."""
+        """Post the next receives, as far ahead as is useful and as scratch allows."""
         while self._to_ask and len(self._receiving) <= LOOKAHEAD:
             run = self._to_ask[0]
             receives = run.program.receives
@@ -209,8 +208,8 @@ class Ring(Executor[RingTask]):
                 self._to_ask.popleft()
                 continue
             if self._used > run.program.partials + LOOKAHEAD:
-                # The successor lags: partial sums pile up.  One more than the schedule holds at once is enough for the
-                # member that lags most, so waiting here can't close a circle.
+                # The successor lags: partial sums accumulate.  One more than the schedule needs is enough for the
+                # member that lags most, so waiting here cannot deadlock.
                 if self._receiving:
                     return
                 self._transport.wait(self._sending[0][1])
@@ -218,13 +217,13 @@ class Ring(Executor[RingTask]):
                 continue
             receive = receives[run.asked]
             span = receive.span
-            arrival = self._transport.recv(span.stop - span.start, run.its.flat.dtype, run.tag_of(run.asked, span))
+            arrival = self._transport.recv(span.stop - span.start, run.spec.flat.dtype, run.tag_of(run.asked, span))
             self._receiving.append((run, receive, arrival))
             self._used += 1
             run.asked += 1
 
     def _handle(self, run: RingTask, receive: Receive, arrival: Arrival) -> None:
-        """Deal with a segment that is complete in scratch.  No point of interruption between write and mark."""
+        """Process a segment that is complete in scratch.  Nothing interrupts between write and mark."""
         scratch, hook, part = arrival.tensor, self._hook, run.to_receive[run.handled]
         if hook:
             hook("arrived", receive.hop)
@@ -235,7 +234,7 @@ class Ring(Executor[RingTask]):
             if receive.action is Action.FINISH:
                 torch.add(scratch, part, out=part)
                 self._mark(run, receive)
-            elif not run.its.ledger.covers(receive.span):
+            elif not run.spec.ledger.covers(receive.span):
                 part.copy_(scratch)
                 self._mark(run, receive)
             self._release(arrival)
@@ -246,13 +245,13 @@ class Ring(Executor[RingTask]):
     def _mark(self, run: RingTask, receive: Receive) -> None:
         if self._hook:
             self._hook("written", receive.hop)
-        run.its.ledger.mark(receive.span, run.epoch_of(receive.span.start))
+        run.spec.ledger.mark(receive.span, run.epoch_of(receive.span.start))
 
     # ---- the rest
 
     @property
     def scratch_peak(self) -> int:
-        """The most bytes that arriving segments and partial sums ever took, over all runs."""
+        """Peak memory of received segments and partial sums over all runs, in bytes."""
         return self._transport.scratch_peak
 
     def _release(self, arrival: Arrival) -> None:
@@ -267,35 +266,35 @@ class Ring(Executor[RingTask]):
 
 @dataclass(frozen=True)
 class Tuning:
-    """How buckets are cut; the same on all members.  Measured with benchmarks/bench_ring.py."""
+    """Segmentation of buckets; the same on all members.  Measured with benchmarks/bench_ring.py."""
 
     segment_bytes: int = 512 << 10
-    """The longest segment."""
+    """Maximum length of a segment."""
     least_bytes: int = 128 << 10
-    """No segment is made shorter than this only to have several under way."""
+    """Minimum length below which a segment is not cut only to have several in flight."""
     depth: int = 2
-    """Blocks under way at a time; see ``schedule``."""
+    """Blocks in flight at a time; see ``schedule``."""
 
     @property
     def slots(self) -> int:
-        """Segments that one member has room for: all partial sums that it may hold, and one that arrives."""
+        """Segments that one member has room for: the maximum of its partial sums, and one that arrives."""
         return most_partials(self.depth) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A program, and what tells whether all members have the same."""
+    """Program, with a signature by which members check that theirs are the same."""
 
     program: Program
     signature: int
 
 
 MOST_MESSAGES = 1 << 17
-"""Limit of the programs that a group remembers, in messages: some 20 MiB."""
+"""Limit of the programs that a group caches, in messages: some 20 MiB."""
 
 
 class RingGroup(Group):
-    """Use ``open_group``."""
+    """Group over the ring; create it with ``open_group``."""
 
     def __init__(
         self,
@@ -317,27 +316,27 @@ class RingGroup(Group):
         self._serve(Ring(transport, hook))
 
     def segment_elements(self, chunks: Chunks, element_size: int) -> int:
-        """Elements of a segment for ``chunks``."""
+        """Return the elements of a segment for ``chunks``."""
         tuning = self.tuning
         most, least = max(1, tuning.segment_bytes // element_size), tuning.least_bytes // element_size
         return segment_length(chunks, most, least, tuning.depth)
 
     def _start(self, collective: BucketCollective) -> Handle:
-        its, flat, what = collective, collective.flat, collective.what
-        gather_hops = max(its.to, default=0)  # a ring gives it to all in between
-        key = what, flat.dtype, its.reduce, gather_hops, frozen(its.chunks)
-        planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, its.chunks, its.reduce, gather_hops))
+        spec, flat, what = collective, collective.flat, collective.what
+        gather_hops = max(spec.to, default=0)  # in a ring all members in between get it, too
+        key = what, flat.dtype, spec.reduce, gather_hops, frozen(spec.chunks)
+        planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, spec.chunks, spec.reduce, gather_hops))
         run = RingTask(
-            its, planned.program, *self._parts(what, flat, key, planned.program),
-            tag=planned.signature, epoch_of=its.epoch_of or (lambda _: self.epoch),
+            spec, planned.program, *self._parts(what, flat, key, planned.program),
+            tag=planned.signature, epoch_of=spec.epoch_of or (lambda _: self.epoch),
             token=self._transport.submitted(), stored="gather" if what == "all-gather" else "store",
         )  # fmt: skip
         return self._hand_in(run)
 
     def _parts(self, what: str, flat: torch.Tensor, key: Hashable, program: Program) -> Parts:
-        """Those of gradients are remembered: the next iteration wants the same.
+        """Return the views for a program; cached for gradients, since the next iteration needs the same ones.
 
-        So is the bucket, which stays alive: no other tensor has its ``id``.
+        The cache also holds the bucket, which so stays alive: no other tensor gets its ``id``.
         """
         if what != "reduce":
             return parts_of(flat, program)

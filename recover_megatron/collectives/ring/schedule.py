@@ -1,30 +1,30 @@
-"""Which segment goes where and when: pure functions of (rank, size, spans).
+"""Schedule of the segments of a ring: pure functions of (rank, size, spans).
 
 A bucket is cut into one *chunk* per rank, its owner, and each chunk into *segments*.  A segment travels round the ring,
 always from rank r to rank r + 1:
 
     reduce-scatter, hops 0 .. n-2:   the segment of chunk c starts at rank c + 1 as that rank's own gradient; each
-                                     receiver adds its own gradient to what arrived; after hop n-2 it is complete at c
+                                     receiver adds its own gradient; after hop n-2 the sum is complete at c
     all-gather, hops n-1 .. 2n-3:    the finished segment goes from its owner c to c + 1, c + 2, ...
 
-Order of summation, hence the result to the last bit, is fixed by (members, spans):
+The members and the spans determine the order of summation, hence the result to the last bit:
 
     sum of chunk c = (((g[c+1] + g[c+2]) + g[c+3]) + ... ) + g[c]          indices modulo n
 
-Hops of one segment wait for each other, so several segments are under way at a time.  Segment k of every chunk forms
+Hops of one segment wait for each other, so several segments are in flight at a time.  Segment k of every chunk forms
 *block* k; block k starts ``stride`` hops after block k - 1, and messages are ordered by the wave k * stride + hop:
 
     wave     0      1      2      3      4      5      6
-    block 0  hop 0  hop 1  hop 2  hop 3  hop 4  hop 5            n = 4, stride 2: three blocks under way
+    block 0  hop 0  hop 1  hop 2  hop 3  hop 4  hop 5            n = 4, stride 2: three blocks in flight
     block 1                hop 0  hop 1  hop 2  hop 3  hop 4
     block 2                              hop 0  hop 1  hop 2
 
 Every rank sends in this order and receives in this order, so a message needs no address.  A message of hop h + 1
-depends on the receipt of the same segment at hop h, which is at least ``blocks under way`` messages earlier.
+depends on the receipt of the same segment at hop h, which is at least ``blocks in flight`` messages earlier.
 
 A member holds the partial sums of the blocks that are between two hops of the reduce-scatter half, and nothing is sent
-to a member without room for it.  So blocks start late enough that no more than ``most_partials`` are held at a time:
-members with room for one segment more can't block each other (tests/collectives/test_schedule.py).
+to a member without room for it.  So blocks start late enough that a member holds at most ``most_partials`` at a time:
+members with room for one more segment cannot block each other (tests/collectives/test_schedule.py).
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from recover_megatron.collectives.ledger import Span
 
 
 class Action(Enum):
-    """What a rank does with a segment that arrived."""
+    """Action of a rank on a received segment."""
 
-    ADD = "add"  # add my gradient, keep the partial sum in scratch, pass it on
-    FINISH = "finish"  # add my gradient: the sum is complete and mine; write it to the bucket
-    STORE = "store"  # it is a finished sum: copy it to the bucket
+    ADD = "add"  # add the own gradient, keep the partial sum in scratch, pass it on
+    FINISH = "finish"  # add the own gradient: this rank owns the complete sum; write it to the bucket
+    STORE = "store"  # the segment is a finished sum: copy it to the bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message to the successor. ``after``: how many receipts of the same program must have been handled before."""
+    """Message to the successor.  ``after``: number of receipts of the same program that must be handled before it."""
 
     span: Span
     hop: int
     after: int
     partial: bool
-    """A partial sum: it lies in the scratch of receipt ``after - 1``; of hop 0, my own gradient."""
+    """True for a partial sum: it is in the scratch of receipt ``after - 1``; at hop 0 it is the own gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,16 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All messages of one rank in one collective, each list in the order of the wire."""
+    """All messages of one rank in one collective, each tuple in wire order."""
 
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
     partials: int
-    """The most partial sums that are held at a time when no neighbour lags."""
+    """Maximum of the partial sums held at a time when no neighbour lags."""
 
 
 def segments(chunk: Sequence[Span], length: int) -> list[Span]:
-    """Cut a chunk into segments of at most ``length`` elements, equal ones but for the last of a span."""
+    """Cut a chunk into segments of at most ``length`` elements, of equal length except the last one of a span."""
     fragments = []
     for span in chunk:
         part = even_part(len(span), -(-len(span) // length)) if len(span) else 1
@@ -83,22 +83,22 @@ def segments(chunk: Sequence[Span], length: int) -> list[Span]:
 
 
 def segment_length(chunks: Chunks, most: int, least: int, depth: int) -> int:
-    """Elements of a segment: a chunk is cut into ``depth`` or more, but into none of more than ``most`` elements, and
-    not below ``least`` for the sake of the pipeline alone."""
+    """Return the elements of a segment: a chunk is cut into at least ``depth`` segments, each of at most ``most``
+    elements; but segments are not made shorter than ``least`` only for the pipeline."""
     longest = max((sum(map(len, chunk)) for chunk in chunks), default=0)
     return max(1, min(most, max(least, -(-longest // depth)), longest))
 
 
 def most_partials(depth: int) -> int:
-    """The most partial sums that a member holds at a time when no neighbour lags, whatever the program."""
+    """Return the maximum of a member's partial sums at a time when no neighbour lags, for any program."""
     return -(-depth // 2) + 1
 
 
 def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int) -> Program:
-    """The program of ``rank`` in a ring of ``len(chunks)``.
+    """Return the program of ``rank`` in a ring of ``len(chunks)`` members.
 
-    ``reduce``: begin with the reduce-scatter half.  ``gather_hops``: how many hops finished segments travel on,
-    0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: blocks under way at a time.
+    ``reduce``: begin with the reduce-scatter half.  ``gather_hops``: number of hops that finished segments travel,
+    0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: blocks in flight at a time.
     """
     size = len(chunks)
     parts = [segments(chunk, length) for chunk in chunks]
@@ -113,7 +113,7 @@ def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: i
     receives: list[Receive] = []
     receipt: dict[tuple[int, int], int] = {}
     for _, block, hop in order:
-        # Chunk that a rank passes on at a hop: the reduce half starts at the owner's successor, the gather half at it.
+        # Chunk that a rank sends at a hop: the reduce half starts behind the owner, the gather half at the owner.
         behind = hop + 1 if hop < reduce_hops else hop - reduce_hops
         outgoing, incoming = parts[(rank - behind) % size], parts[(rank - 1 - behind) % size]
         if block < len(outgoing):

@@ -1,1 +1,1 @@
-"""States of workers on their way to other workers: as trees of values and tensors, from holders to receivers."""
+"""Transfer of workers' states, as trees of values and tensors, from holders to receivers."""

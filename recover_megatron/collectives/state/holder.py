@@ -1,19 +1,19 @@
-"""The states that this worker gives to others, each as text and tensors that are cut in chunks.
+"""States that this worker sends to others, each as text and tensors that are cut in chunks.
 
     holder    tree --flatten--> text (JSON: the tree, tensors by number), tensors
-    receiver  text --unflatten--> the same tree, with tensors of its own (`receiver` fills them); nothing is unpickled
+    receiver  text --unflatten--> the same tree, with new tensors (`receiver` fills them); nothing is unpickled
 
     receiver                                     holder: a thread for each connection (a stream named state/<key>)
        | <-- text's length, chunk's, layout ----- |   as soon as the state of that key is offered
        | --- TEXT ------------------------------> |
        | <-- text, trailer ---------------------- |
-       | --- PAIR, an id of NCCL's; CONNECT ----> |   chunks go from device to device from now on: see `nccl.pairs`
-       | --- number of a chunk, any, in any order |   over the connection several may be asked for ahead
-       | <-- the chunk's bytes, trailer --------- |   trailer: number, check sum, whether the offer still stands
+       | --- PAIR, NCCL's unique id; CONNECT ---> |   from now on chunks go from device to device: see `nccl.pairs`
+       | --- number of a chunk, in any order ---> |   over the connection several may be requested ahead
+       | <-- the chunk's bytes, trailer --------- |   trailer: number, checksum, flag: the offer is still valid
        | --- DONE ------------------------------> |   everything has arrived
 
-An offer is withdrawn before its tensors change.  A chunk whose bytes were read while that happened says so in its
-trailer, so nobody believes it.  The holder's training goes on meanwhile: its threads only read.
+An offer is withdrawn before its tensors change.  If the bytes of a chunk were read during the withdrawal, its trailer
+says so, and the receiver discards it.  The holder's training continues meanwhile: these threads only read.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ log = get_logger(__name__)
 
 
 MAX_TEXT = 256 << 20
-"""Bytes of the text: the plain values of a state, and the shapes of its tensors."""
+"""Maximum bytes of the text: the plain values of a state, and the shapes of its tensors."""
 
 
 KIND = "state"
 CHUNK = 8 << 20
-"""Bytes of a chunk: enough that asking for one costs nothing beside it (with 1 MiB it took half as long again)."""
+"""Bytes of a chunk: large enough that the request is negligible (with 1 MiB a transfer took 50 % longer)."""
 LARGE_CHUNK, MAX_CHUNK = 32 << 20, 1 << 30
-"""Where it goes from device to device, so much faster; and the most that is believed."""
+"""Bytes of a chunk from device to device, which is much faster; and the maximum that a receiver accepts."""
 HELLO, REQUEST, TRAILER = struct.Struct("<QQ32s"), struct.Struct("<q"), struct.Struct("<qQ?")
 TEXT, DONE, PAIR, CONNECT = -1, -2, -3, -4
 LOOK_SECONDS = 0.25
-"""How often whoever waits for an offer, or for chunks, asks whether the wait is to end."""
+"""Interval at which a wait for an offer or for chunks checks whether it must end."""
 
 Chunk = Sequence[tuple[int, int, int]]
-"""Pieces: (number of a tensor, first byte, byte behind the last)."""
+"""Pieces of a chunk: (number of a tensor, first byte, end byte)."""
 
 
 class Offer:
-    """A tree that others may have.  The tensors are read in place, whenever they are asked for.
+    """Tree that other workers may fetch.  The tensors are read in place, whenever a chunk is requested.
 
-    ``shared``: so many of its tensors, the first ones, are equal in all holders of the state; see ``chunks_of``.
-    ``chunk``: bytes; default: ``CHUNK``.
+    ``shared``: number of its first tensors that are equal in all holders of the state; see ``chunks_of``.
+    ``chunk``: bytes of a chunk; default: ``CHUNK``.
     """
 
     def __init__(self, tree: Any, shared: int = 0, chunk: int | None = None) -> None:
@@ -84,26 +84,26 @@ class Offer:
         self._error: str | None = None
 
     def parts(self, number: int) -> list[torch.Tensor]:
-        """The bytes of a chunk.  Raises IndexError."""
+        """Return the bytes of a chunk.  Raises IndexError."""
         if number < 0:
             raise IndexError(number)
         return [self._parts[tensor][start:stop] for tensor, start, stop in self.chunks[number]]
 
     def connected(self) -> None:
-        """Count one more connection by which a receiver fetches this; a receiver may have several."""
+        """Count one more connection over which a receiver fetches this; a receiver may have several."""
         with self._lock:
             self._connections += 1
 
     def was_taken(self) -> None:
-        """Note that a receiver has all of it."""
+        """Record that a receiver has all of it."""
         self._error = None
         self._over.set()
 
     def disconnected(self, error: Exception) -> None:
-        """Note that a connection ended before the receiver had said over it that it has all.
+        """Record that a connection ended before the receiver had sent DONE over it.
 
-        The receiver counts as gone when its last connection has ended: once it has everything, it closes those of its
-        connections that have not been answered yet.
+        The receiver counts as dead when its last connection has ended: a receiver that has everything also closes
+        connections whose requests have not been answered yet.
         """
         with self._lock:
             self._connections -= 1
@@ -112,26 +112,26 @@ class Offer:
                 self._over.set()
 
     def wait(self, patience: Callable[[], None]) -> None:
-        """Until the only one who is to have it has it; ``PeerLost`` if it is gone.  ``patience``: raises to give up."""
+        """Wait until the only receiver has it; ``PeerLost`` if that receiver is lost.  ``patience``: raises to stop."""
         while not self._over.wait(LOOK_SECONDS):
             patience()
         if self._error is not None:
-            raise PeerLost(f"who was getting it is gone: {self._error}")
+            raise PeerLost(f"the worker that was receiving this state is lost: {self._error}")
 
     def withdraw(self) -> None:
-        """Its tensors are about to change: what is being sent is believed no more, and nothing else is.  Idempotent."""
+        """Invalidate the offer before its tensors change: receivers discard chunks in flight.  Idempotent."""
         self.stands = False
         self._parts = []
 
 
 def layout_of(tensors: Sequence[torch.Tensor], chunk: int) -> bytes:
-    """32 bytes that are equal where shapes, types and the limit of a chunk are."""
+    """Return 32 bytes that are equal if the shapes, dtypes and the chunk limit are equal."""
     shapes = [(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]
     return hashlib.sha256(json.dumps([chunk, shapes]).encode()).digest()
 
 
 def chunks_of(sizes: Sequence[int], shared: int, limit: int | None = None) -> tuple[list[Chunk], int]:
-    """The chunks of tensors of these sizes in bytes, and how many, the first ones, hold the shared tensors alone.
+    """Return the chunks of tensors of these sizes in bytes, and the number of first chunks with only shared tensors.
 
     ``limit``: bytes of a chunk; default: ``CHUNK``.
     """
@@ -142,40 +142,40 @@ def chunks_of(sizes: Sequence[int], shared: int, limit: int | None = None) -> tu
 
 
 class Offers:
-    """All offers of one worker, served to whoever connects to its peer store's ``streams``.
+    """All offers of one worker, served to every worker that connects to its peer store's ``streams``.
 
-    ``pairs``: by which they go from device to device where the receiver asks for it; None: they never do.
+    ``pairs``: transfers from device to device if the receiver requests them; None: refused.
     """
 
     def __init__(self, streams: Streams, pairs: Pairs | None = None) -> None:
         self._pairs = pairs
         self._changed = threading.Condition()
         self._offers: dict[str, Offer] = {}
-        streams.serve(KIND, self._came)
+        streams.serve(KIND, self._accept)
 
     def put(self, key: str, offer: Offer) -> Offer:
-        """Offer it under a key that was not used before."""
+        """Publish ``offer`` under a key that was not used before."""
         with self._changed:
-            self._offers = {known: its for known, its in self._offers.items() if its.stands}
+            self._offers = {known: old for known, old in self._offers.items() if old.stands}
             self._offers[key] = offer
             self._changed.notify_all()
         return offer
 
-    def _came(self, name: str, sock: socket.socket) -> None:
+    def _accept(self, name: str, sock: socket.socket) -> None:
         threading.Thread(
-            target=self._serve, args=(name.partition("/")[2], sock), name="giving a state", daemon=True
+            target=self._serve, args=(name.partition("/")[2], sock), name="sending a state", daemon=True
         ).start()
 
     def _serve(self, key: str, sock: socket.socket) -> None:
-        with sock, suppress(OSError):  # whoever hangs up before anything is offered
+        with sock, suppress(OSError):  # the receiver closed the connection before the offer
             watch(sock)
             offer = self._await(key, sock)
             offer.connected()
             try:
                 with beside(offer.gpu, offer.made, within()):
                     serve(sock, SocketTransport(sock), offer, self._pairs)
-            except (OSError, PeerLost, IndexError) as error:  # whatever it is costs this connection, no more
-                log.info(f"a state is not given any further over one connection: {error}")
+            except (OSError, PeerLost, IndexError) as error:  # a fault ends this connection only
+                log.info(f"one connection over which a state was being sent has ended: {error}")
                 offer.disconnected(error)
 
     def _await(self, key: str, sock: socket.socket) -> Offer:
@@ -183,17 +183,17 @@ class Offers:
             with self._changed:
                 if self._changed.wait_for(lambda: key in self._offers, LOOK_SECONDS):
                     if not self._offers[key].stands:
-                        raise ConnectionResetError("that state is given to nobody any more")
+                        raise ConnectionResetError("the offer of that state was withdrawn")
                     return self._offers[key]
-            if select.select([sock], [], [], 0)[0]:  # nothing is asked before the hello: it has hung up
-                raise ConnectionResetError("whoever wanted a state is gone")
+            if select.select([sock], [], [], 0)[0]:  # no request precedes the hello: the peer hung up
+                raise ConnectionResetError("the worker that requested a state closed the connection")
 
 
 def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: Pairs | None = None) -> None:
-    """Give what is asked for on ``sock``, by ``transport`` or by a pair, until all has arrived.
+    """Send the chunks that are requested on ``sock``, by ``transport`` or by a pair, until DONE.
 
-    Raises OSError and ``PeerLost`` where the receiver is gone or a pair is of no use any more, IndexError for a chunk
-    that there is not.
+    Raises OSError and ``PeerLost`` if the receiver is lost or a pair has failed, IndexError for a chunk that does not
+    exist.
     """
     sock.sendall(HELLO.pack(len(offer.text), offer.chunk, offer.layout))
     request, unique_id = bytearray(REQUEST.size), bytearray(ID_BYTES)
@@ -208,7 +208,7 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
             if number == PAIR:
                 receive_into(sock, [memoryview(unique_id)])
                 if pairs is None:
-                    raise PeerLost("a state is asked for from device to device, and gradients do not travel over NCCL")
+                    raise PeerLost("a state was requested from device to device, but this worker does not use NCCL")
                 transport = pair = ends.enter_context(closing(pairs.open(sock, bytes(unique_id), receives=False)))
                 continue
             if number == CONNECT and pair is not None:
@@ -223,5 +223,5 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer, pairs: P
 
 
 def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """That on which some of them are."""
+    """Return the first CUDA device of ``tensors``, if any."""
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)

@@ -1,13 +1,13 @@
-"""A state that comes from several holders at once; who is lost is left out, the others give what is missing.
+"""Receipt of a state from several holders at once; if a holder is lost, the others send the missing chunks.
 
-    LEAD    from the first holder that answers: the text, and what is not equal in all holders
-    PULL    from all holders with the same layout, several connections: the shared chunks, each from whoever is free
-              a holder is lost  --> what it was asked for and has not given is asked of the others; where it was to
-                                    come from device to device, of itself as well, over another connection
-              a chunk is not what was sent --> refused, and that holder is not asked again
-    all chunks are there --> DONE to all     no holder is left --> PeerLost, or Disagreement where one was refused
+    LEAD    from the first holder that answers: the text, and the chunks that are not equal in all holders
+    PULL    from all holders with the same layout, over several connections: the shared chunks, each from a free holder
+              a holder is lost  --> the chunks it has not sent are requested from the others; if they were to come from
+                                    device to device, also from the same holder over another connection
+              a chunk fails its checksum --> refused, and nothing more is requested from that holder
+    all chunks received --> DONE to all     no holder is left --> PeerLost, or Disagreement if one was refused
 
-Bytes are received into the memory that ``place`` names: mostly the model's and the optimizer's own, which is in use.
+Bytes are received into the memory that ``place`` returns: mostly memory of the model and the optimizer that is in use.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from recover_megatron.network.system import watch
 log = get_logger(__name__)
 
 STREAMS = 4
-"""Connections, over all holders: one of them rarely fills a link, and one thread does not check what it brings."""
+"""Connections, over all holders: one connection rarely saturates a link, nor can one thread check its data."""
 AHEAD = 2
-"""Chunks that a holder is asked for before the first of them has arrived."""
+"""Number of chunks that are requested from a holder before the first of them has arrived."""
 
 Shared = Callable[[Any], int]
-"""How many tensors of a tree, the first ones, are equal in all holders of the state."""
+"""Returns the number of first tensors of a tree that are equal in all holders of the state."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A worker that holds the state.  ``connect``: opens a connection to what it offers; raises ``Unreachable``.
+    """Worker that holds the state.  ``connect``: opens a connection to its offer; raises ``Unreachable``.
 
-    ``pairs``: this worker's own, where chunks are to come from device to device.
+    ``pairs``: the receiver's pairs, if chunks must come from device to device.
     """
 
     worker: int
@@ -58,19 +58,19 @@ class Source:
 
 
 class _Link:
-    """A connection to one holder, after its hello."""
+    """Connection to one holder, after its hello."""
 
     def __init__(
         self, source: Source, awaited: Callable[[], None], opened: Callable[[int, socket.socket], None]
     ) -> None:
-        """``awaited``: asked until the holder offers something; raises to give up.
+        """``awaited``: called repeatedly until the holder offers the state; raises to give up.
 
-        ``opened``: told the holder and the connection.
+        ``opened``: called with the holder and the connection.
         """
         try:
             self._socket = source.connect()
         except Unreachable as error:
-            raise PeerLost(f"worker {source.worker} cannot be reached: {error}", road=error.road) from error
+            raise PeerLost(f"worker {source.worker} is unreachable: {error}", road=error.road) from error
         opened(source.worker, self._socket)
         watch(self._socket)
         self.source, self.worker = source, source.worker
@@ -83,25 +83,25 @@ class _Link:
         except OSError as error:
             raise lost(error) from error
         if not 0 < self.chunk_bytes <= state_holder.MAX_CHUNK:
-            raise Disagreement(f"worker {self.worker} announces chunks of {self.chunk_bytes} bytes")
+            raise Disagreement(f"worker {self.worker} announced an invalid chunk size of {self.chunk_bytes} bytes")
 
     def _hello(self, awaited: Callable[[], None]) -> bytes:
-        heard = b""
-        while len(heard) < state_holder.HELLO.size:
+        data = b""
+        while len(data) < state_holder.HELLO.size:
             awaited()
             with suppress(TimeoutError):
-                if not (came := self._socket.recv(state_holder.HELLO.size - len(heard))):
-                    raise ConnectionResetError("it closed the connection")
-                heard += came
-        return heard
+                if not (part := self._socket.recv(state_holder.HELLO.size - len(data))):
+                    raise ConnectionResetError("the peer closed the connection")
+                data += part
+        return data
 
     @property
     def ahead(self) -> int:
-        """Chunks that may be asked for before the first of them has arrived."""
+        """Number of chunks that may be requested before the first of them has arrived."""
         return 1 if self._pair is not None else AHEAD
 
     def open_pair(self) -> None:
-        """Have chunks come from device to device, if the source says so.  Raises ``PeerLost``."""
+        """Switch to transfers from device to device, if the source has ``pairs``.  Raises ``PeerLost``."""
         pairs = self.source.pairs
         if pairs is None or self._pair is not None:
             return
@@ -109,10 +109,10 @@ class _Link:
         self._send(state_holder.REQUEST.pack(state_holder.PAIR) + unique_id)
         self._pair = pairs.open(self._socket, unique_id, receives=True)
         self._pair.connect(self.chunk_bytes, lambda: self._send(state_holder.REQUEST.pack(state_holder.CONNECT)))
-        log.info(f"the state of worker {self.worker} comes from device to device")
+        log.info(f"the state of worker {self.worker} is transferred from device to device")
 
     def ask(self, number: int) -> None:
-        """Have it send what has this number; a chunk that comes by a pair is asked for when its receive stands."""
+        """Request the chunk with this number; with a pair, ``chunk`` requests it when its receive is launched."""
         if self._pair is None or number < 0:
             self._send(state_holder.REQUEST.pack(number))
 
@@ -124,7 +124,7 @@ class _Link:
 
     def text(self) -> str:
         if not 0 < self.length <= state_holder.MAX_TEXT:
-            raise Disagreement(f"worker {self.worker} announces a state of {self.length} bytes of text")
+            raise Disagreement(f"worker {self.worker} announced an invalid text size of {self.length} bytes")
         self.ask(state_holder.TEXT)
         body = bytearray(self.length)
         self._fill(body)
@@ -132,18 +132,18 @@ class _Link:
         return body.decode()
 
     def chunk(self, number: int, parts: Sequence[torch.Tensor]) -> None:
-        """Receive the chunk that was asked for first of those that have not come."""
+        """Receive the oldest requested chunk."""
         transport = self._transport if self._pair is None else self._pair
         self._check(number, transport.receive(parts, lambda: self._send(state_holder.REQUEST.pack(number))))
 
     def _check(self, number: int, found: int) -> None:
         trailer = bytearray(state_holder.TRAILER.size)
         self._fill(trailer)
-        told, check_sum, stands = state_holder.TRAILER.unpack(trailer)
-        if told == number and not stands:  # its bytes may have changed after the sum of them was taken
-            raise PeerLost(f"worker {self.worker} does not hold that state any more")
-        if (told, check_sum) != (number, found):
-            raise Disagreement(f"a part of a state arrived from worker {self.worker} that is not the one that was sent")
+        sent, check_sum, valid = state_holder.TRAILER.unpack(trailer)
+        if sent == number and not valid:  # its bytes may have changed after the checksum was computed
+            raise PeerLost(f"worker {self.worker} has withdrawn that state")
+        if (sent, check_sum) != (number, found):
+            raise Disagreement(f"a chunk of a state from worker {self.worker} arrived damaged: its checksum differs")
 
     def _fill(self, buffer: bytearray) -> None:
         try:
@@ -154,12 +154,12 @@ class _Link:
     def close(self) -> None:
         if self._pair is not None:
             self._pair.close()
-            self._pair = None  # and its memory, though somebody may hold the link
+            self._pair = None  # frees its memory even if the link is still referenced
         self._socket.close()
 
 
 class _Missing:
-    """The chunks that have not arrived, shared out among the threads that receive."""
+    """Chunks that have not arrived, distributed among the receiving threads."""
 
     def __init__(self, numbers: range) -> None:
         self.changed = threading.Condition()
@@ -169,7 +169,7 @@ class _Missing:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is to be asked for any more."""
+        """True if nothing more must be requested."""
         return self._given_up or self.complete
 
     @property
@@ -177,13 +177,13 @@ class _Missing:
         return self.arrived == self._wanted
 
     def take(self, *, wait: bool) -> int | None:
-        """One to ask for; None: there is none (``wait``: and there will be none, since all have arrived)."""
+        """Return a chunk to request; None if there is none (``wait``: if all have arrived)."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self._todo or self.over)
             return self._todo.popleft() if self._todo else None
 
-    def came(self) -> None:
+    def mark_arrived(self) -> None:
         with self.changed:
             self.arrived += 1
             self.changed.notify_all()
@@ -195,7 +195,7 @@ class _Missing:
             self.changed.notify_all()
 
     def give_up(self) -> None:
-        """Nobody is to ask for anything any more."""
+        """Make all threads stop requesting chunks."""
         with self.changed:
             self._todo.clear()
             self._given_up = True
@@ -203,12 +203,12 @@ class _Missing:
 
 
 class Receiver:
-    """One state on its way.  ``fetch`` once.
+    """Receipt of one state.  Call ``fetch`` once.
 
-    ``sources``: the holders; the first is asked first.  ``stay``: called again and again; raises to end all of it.
-    ``awaited``: the same while nothing of a holder's is there yet.  ``progress``: called as chunks arrive.
-    ``lost``: the holders that are known to be dead, asked again and again.  The kernel closes the connections of a dead
-    process only when it has taken its memory apart, so this end closes them.
+    ``sources``: the holders; the first is tried first.  ``stay``: called repeatedly; raises to abort the receipt.
+    ``awaited``: likewise while a holder has sent nothing yet.  ``progress``: called as chunks arrive.
+    ``lost``: returns the holders that are known to be dead; polled.  The kernel closes the connections of a dead
+    process only when it has freed its memory, so this end closes them.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Receiver:
         self._place = place
         self._stay, self._awaited, self._progress, self._lost = stay, awaited, progress, lost
         self._sockets: list[tuple[int, socket.socket]] = []
-        """Each with the holder at its other end."""
+        """Open connections, each with its holder."""
         self._lock = threading.Lock()
         self._given_up = False
         self._tensors: list[torch.Tensor] = []
@@ -234,13 +234,13 @@ class Receiver:
         self._errors: list[Exception] = []
         self._changed = threading.Condition()
         self._running = self._away = 0
-        """Threads, and those of them that are on the way to a holder, by a connection or a pair."""
+        """Number of threads, and number of threads that are connecting to a holder, by a connection or a pair."""
         self._refused: set[int] = set()
-        """Workers of whom something came that was not what they sent."""
+        """Workers from which a damaged chunk arrived."""
         self._missing = _Missing(range(0))
 
     def fetch(self, shared: Shared) -> tuple[Any, int]:
-        """The tree, and the bytes of its tensors.  ``shared``: of a tree's, how many tensors all holders have equal.
+        """Return the tree, and the bytes of its tensors.  ``shared``: number of tensors that are equal in all holders.
 
         Raises what ``stay`` and ``awaited`` raise, ``PeerLost``, and ``Disagreement``.
         """
@@ -249,7 +249,7 @@ class Receiver:
             self._run([lambda: led.append(self._lead(shared))], lambda: not self._running)
             if not led:
                 raise self._failure()
-            tree, link, common = led.pop()  # from now on the thread's that pulls from it
+            tree, link, common = led.pop()  # from now on the pulling thread owns it
             self._missing = _Missing(range(common))
             layout = link.layout
             works: list[Callable[[], None]] = [lambda: self._pull(link)]
@@ -265,10 +265,10 @@ class Receiver:
         return tree, sum(tensor.nbytes for tensor in self._tensors)
 
     def _further(self, leader: int) -> list[Source]:
-        """The holders to which further connections are opened: each in turn."""
+        """Return the holders for further connections, in turn."""
         known = [source for source in self._sources if source.worker != leader]
         lead = [source for source in self._sources if source.worker == leader]
-        if lead[0].pairs is not None:  # one pair has all of what two devices can do, and costs memory of both
+        if lead[0].pairs is not None:  # one pair saturates two devices, and takes memory of both
             return [*known[: STREAMS - 1], *(replace(source, pairs=None) for source in known[STREAMS - 1 :])]
         turns = [*known, *lead]
         return [turns[n % len(turns)] for n in range(max(STREAMS - 1, len(known)))]
@@ -288,13 +288,13 @@ class Receiver:
                     raise
 
     def _begin(self, link: _Link, shared: Shared) -> tuple[Any, _Link, int]:
-        """The text, room for all tensors, and the chunks that the first holder alone can give."""
+        """Receive the text, allocate all tensors, and receive the chunks that only the first holder can send."""
         tree, tensors = unflatten(link.text(), self._place)
         if not all(tensor.is_contiguous() for tensor in tensors):
-            raise ValueError("a state can be received into contiguous tensors only")
+            raise ValueError("a state can only be received into contiguous tensors")
         number = shared(tree)
         if state_holder.layout_of(tensors[:number], link.chunk_bytes) != link.layout:
-            raise Disagreement(f"worker {link.worker} says of its state what its text does not")
+            raise Disagreement(f"the layout that worker {link.worker} announced does not match the text of its state")
         self._tensors, self._parts = tensors, [bytes_of(tensor) for tensor in tensors]
         sizes = [part.numel() for part in self._parts]
         self._chunks, common = state_holder.chunks_of(sizes, number, link.chunk_bytes)
@@ -305,7 +305,7 @@ class Receiver:
         with self._on_the_way():
             link = _Link(source, lambda: self._awaited_for(self._missing), self._opened)
         if link.layout != layout:
-            raise PeerLost(f"worker {source.worker} holds a state of another shape")
+            raise PeerLost(f"worker {source.worker} holds a state with other shapes, dtypes or chunk size")
         self._pull(link)
 
     def _awaited_for(self, missing: _Missing) -> None:
@@ -314,16 +314,16 @@ class Receiver:
 
     def _wanted(self, missing: _Missing) -> None:
         if missing.over:
-            raise PeerLost("nothing is missing any more")
+            raise PeerLost("no chunk is missing any more")
 
     def _pull(self, link: _Link) -> None:
         link = self._give_and_take(link, self._missing)
-        with suppress(PeerLost):  # it has given all that was wanted
+        with suppress(PeerLost):  # it has sent everything that was requested
             link.ask(state_holder.DONE)
         link.close()
 
     def _give_and_take(self, link: _Link, missing: _Missing) -> _Link:
-        """Fetch from one holder until nothing is missing; the link by which it gave last."""
+        """Fetch from one holder until nothing is missing; return the link that was used last."""
         while not missing.over:
             try:
                 with self._on_the_way():
@@ -334,15 +334,15 @@ class Receiver:
                 link.close()
                 if not isinstance(error, PeerLost) or link.source.pairs is None or missing.over:
                     raise
-                log.warning(f"the state of worker {link.worker} does not come from device to device: {error}")
-            by_hosts = replace(link.source, pairs=None)  # the error and its frames are gone, and with them the pair
-            with self._on_the_way():  # nor does the epoch's end end it: that holder has offered its state
+                log.warning(f"worker {link.worker}'s state cannot be transferred from device to device: {error}")
+            by_hosts = replace(link.source, pairs=None)  # the error and its frames are freed, and so is the pair
+            with self._on_the_way():  # continues after the epoch's end: that holder has offered its state
                 link = _Link(by_hosts, lambda: self._wanted(missing), self._opened)
         return link
 
     @contextmanager
     def _on_the_way(self) -> Iterator[None]:
-        """Meanwhile this thread writes nothing and tells no holder anything: who has all does not wait for it."""
+        """Mark this thread as connecting: it writes nothing, so a complete receiver need not wait for it."""
         with self._changed:
             self._away += 1
             self._changed.notify_all()
@@ -364,18 +364,18 @@ class Receiver:
                 pieces = self._chunks[asked[0]]
                 link.chunk(asked[0], [self._parts[tensor][start:stop] for tensor, start, stop in pieces])
                 asked.popleft()
-                missing.came()
-            raise PeerLost(f"worker {link.worker} is not to be believed")
+                missing.mark_arrived()
+            raise PeerLost(f"worker {link.worker} is not used any more: it sent a damaged chunk")
         except Disagreement:
             self._refused.add(link.worker)
             raise
         finally:
             missing.give_back(asked)
 
-    # ---- in the caller's
+    # ---- in the caller's thread
 
     def _run(self, works: Sequence[Callable[[], Any]], at_rest: Callable[[], bool]) -> None:
-        """Run them side by side, asking ``stay`` meanwhile, until they are ``at_rest``."""
+        """Run ``works`` concurrently, calling ``stay`` meanwhile, until ``at_rest``."""
         self._running = len(works)
         threads = [threading.Thread(target=self._one, args=(w,), name="receiving a state", daemon=True) for w in works]
         for thread in threads:
@@ -403,7 +403,7 @@ class Receiver:
     def _one(self, work: Callable[[], Any]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001  the thread's boundary: the caller raises it, if it matters
+        except Exception as error:  # noqa: BLE001  the thread's boundary: the caller raises it if the receipt fails
             self._errors.append(error.bare() if isinstance(error, PeerLost) else error)
         with self._changed:
             self._running -= 1
@@ -416,7 +416,7 @@ class Receiver:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _hang_up(self, holders: Collection[int]) -> None:
-        """End the connections to these, and with them every wait for what they were asked for."""
+        """Shut the connections to these holders, which ends every wait for their chunks."""
         with self._lock:
             for holder, sock in self._sockets:
                 if holder in holders:
@@ -424,7 +424,7 @@ class Receiver:
                         sock.shutdown(socket.SHUT_RDWR)
 
     def _end(self) -> None:
-        """Have all threads end: nothing is written to any tensor when they have."""
+        """Make all threads end; afterwards nothing is written to any tensor."""
         with self._lock:
             self._given_up = True
             everybody = {holder for holder, _ in self._sockets}
@@ -432,8 +432,8 @@ class Receiver:
         self._missing.give_up()
 
     def _failure(self) -> Exception:
-        """Why nobody has given it."""
+        """Return the error that explains why the state was not received."""
         for error in self._errors:
             if not isinstance(error, PeerLost):
                 return error
-        return self._errors[-1] if self._errors else PeerLost("nobody holds the state")
+        return self._errors[-1] if self._errors else PeerLost("no worker holds the state")

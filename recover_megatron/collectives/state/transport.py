@@ -1,11 +1,11 @@
-"""How the bytes of a state get from the memory of one worker into that of another: the one thing that devices change.
+"""Transport of the bytes of a state from one worker's memory to another's; the only part that depends on the device.
 
-    holder     send(parts)     -> check sum of what was sent        parts: pieces of tensors, contiguous, of bytes
-    receiver   receive(parts)  -> check sum of what arrived
+    holder     send(parts)     -> checksum of the sent bytes        parts: pieces of tensors, contiguous, uint8
+    receiver   receive(parts)  -> checksum of the received bytes
 
-The transport does not know who holds what, which pieces are asked for, whether the two sums agree or what happens when
-a holder is lost (`holder` and `receiver` do).  ``SocketTransport`` goes by way of the hosts, `nccl.pairs` from device
-to device.  The check sums (``check_sum``, ``Digest``) notice what accidents have changed.
+`holder` and `receiver` choose the pieces, compare the checksums and handle the loss of a holder; the transport only
+moves bytes.  ``SocketTransport`` uses the hosts' memory, `nccl.pairs` goes from device to device.  The checksums
+(``check_sum``, ``Digest``) detect accidental changes.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.network.connection import is_of_the_road
 
 _SMALL = 64 << 10
-"""Bytes below which a call of torch costs more than zlib takes."""
+"""Bytes below which zlib is faster than a torch call."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, one behind the other; its own memory where it is contiguous."""
+    """Return the bytes of a tensor, flat; a view of its memory if it is contiguous."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 _ROW = 1 << 15
-"""Words that get a factor of their own each; it stays in a processor's cache."""
+"""Number of words with distinct factors; the factors stay in a processor's cache."""
 _ROWS = 32
-"""Rows looked at in one call: a device takes as much memory again for it."""
+"""Rows per call: a device needs as much additional memory for it."""
 _STEP = 0x100000001B3
 _MASK = (1 << 64) - 1
 
 
 class Digest:
-    """64 bits that change with any bit of any tensor, and with their order; the same on every kind of device.
+    """Digest of 64 bits that depends on every bit of every tensor and on their order; equal on all kinds of device.
 
-    A tensor's words of 64 bits, each times an odd number of its own, are summed in rows modulo 2**64, and the sums of
-    the rows, its length and the digest of the tensors before are a polynomial in an odd number: what one bit adds to it
-    is never zero.  A check against accidents, not against anybody who wants to deceive.
+    The 64-bit words of a tensor, each multiplied by a distinct odd factor, are summed in rows modulo 2**64.  The sums
+    of the rows, the length and the digest of the previous tensors form a polynomial in an odd number, so a change of
+    one bit always changes the digest.  It detects accidents, not deliberate manipulation.
     """
 
     def __init__(self) -> None:
@@ -55,20 +55,20 @@ class Digest:
 
     @property
     def value(self) -> int:
-        """As a signed number, which is what a tensor can hold."""
+        """Digest as a signed number, which fits in an int64 tensor."""
         return self._state - (1 << 64) if self._state >> 63 else self._state
 
     def add(self, tensor: torch.Tensor) -> None:
         view = bytes_of(tensor)
         if view.storage_offset() % 8:
-            view = view.clone()  # words begin where words can
-        whole = view.numel() // 8
+            view = view.clone()  # align the words
+        complete = view.numel() // 8
         rest = torch.zeros(8, dtype=torch.uint8, device=view.device)
-        rest[: view.numel() % 8].copy_(view[8 * whole :])
-        words, found = view[: 8 * whole].view(torch.int64), [torch.empty(0, dtype=torch.int64, device=view.device)]
+        rest[: view.numel() % 8].copy_(view[8 * complete :])
+        words, found = view[: 8 * complete].view(torch.int64), [torch.empty(0, dtype=torch.int64, device=view.device)]
         if self._factors.device != view.device or not self._factors.numel():
             self._factors = torch.arange(1, 2 * _ROW, 2, device=view.device) * 0x9E3779B1
-        for at in range(0, whole, _ROWS * _ROW):
+        for at in range(0, complete, _ROWS * _ROW):
             block = words[at : at + _ROWS * _ROW]
             full = block.numel() // _ROW * _ROW
             last = block[full:]
@@ -82,7 +82,7 @@ class Digest:
 
 
 def _row_sums(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Of each row the sum of its words times the factors; overflow is meant."""
+    """Return for each row the sum of its words times the factors; overflow is intended."""
     if rows.device.type == "cpu":  # four times as fast as mv
         return torch.stack([torch.dot(row, factors) for row in rows])
     return (rows * factors).sum(1)  # CUDA has no dot for them
@@ -105,9 +105,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def check_sum(parts: Sequence[torch.Tensor]) -> int:
-    """64 bits, unsigned, of pieces of bytes on the host; pieces that are cut elsewhere may give others.
+    """Return an unsigned 64-bit checksum of pieces of bytes on the host; it depends on where the pieces are cut.
 
-    Three times as fast as CRC-32, which is as fast as anything of zlib's and hashlib's.
+    Three times as fast as CRC-32, the fastest function of zlib and hashlib.
     """
     found = 1
     for part in parts:
@@ -118,27 +118,27 @@ def check_sum(parts: Sequence[torch.Tensor]) -> int:
 
 _WORD = 64
 _MOST_PIECES = 512
-"""In one call of the kernel, whose limit is 1,024."""
+"""Buffers in one system call; the kernel's limit is 1,024."""
 
 
 class StateTransport(Protocol):
-    """Between two workers; each end is used by one thread.
+    """Transport between two workers; one thread uses each end.
 
-    Both ends name the same sizes in the same order.  Both raise ``PeerLost``.  ``parts``: one-dimensional, contiguous,
+    Both ends use the same sizes in the same order.  Both raise ``PeerLost``.  ``parts``: one-dimensional, contiguous,
     uint8.
     """
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
-        """Send; the check sum of what was sent, 64 bits, unsigned."""
+        """Send ``parts``; return their checksum, 64 bits, unsigned."""
 
     def receive(self, parts: Sequence[torch.Tensor], ask: Callable[[], None]) -> int:
-        """Fill ``parts``; the check sum of what they hold then.  ``ask``: has the other end send them."""
+        """Fill ``parts``; return their checksum.  ``ask``: requests them from the other end."""
 
 
 class SocketTransport:
-    """Over a connection, between the kernel and the tensors' own memory; those of a GPU by way of pinned memory.
+    """Transport over a connection, between the kernel and the tensors' memory; GPU tensors through pinned memory.
 
-    That the bytes come from somebody who knows the run's secret was proved when the connection was made.
+    The peer proved that it knows the run's secret when the connection was opened.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -147,9 +147,9 @@ class SocketTransport:
 
     def send(self, parts: Sequence[torch.Tensor]) -> int:
         on_host = self._staged(parts)
-        for mine, part in zip(on_host, parts, strict=True):
-            if mine is not part:
-                mine.copy_(part, non_blocking=True)
+        for buffer, part in zip(on_host, parts, strict=True):
+            if buffer is not part:
+                buffer.copy_(part, non_blocking=True)
         _synchronize(parts)
         found, views = check_sum(on_host), [memory_of(part) for part in on_host]
         try:
@@ -162,21 +162,21 @@ class SocketTransport:
         return found
 
     def receive(self, parts: Sequence[torch.Tensor], ask: Callable[[], None] = lambda: None) -> int:
-        """``ask``: not called, since it was asked ahead."""
+        """Fill ``parts``; ``ask`` is not called, since the chunk was requested ahead."""
         on_host = self._staged(parts)
         try:
             receive_into(self._socket, [memory_of(part) for part in on_host])
         except OSError as error:
             raise lost(error) from error
         found = check_sum(on_host)
-        for mine, part in zip(on_host, parts, strict=True):
-            if mine is not part:
-                part.copy_(mine, non_blocking=True)
+        for buffer, part in zip(on_host, parts, strict=True):
+            if buffer is not part:
+                part.copy_(buffer, non_blocking=True)
         _synchronize(parts)
         return found
 
     def _staged(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The parts themselves; for those of a GPU, room in pinned memory."""
+        """Return the parts themselves, or buffers in pinned memory if they are on a GPU."""
         if all(part.device.type == "cpu" for part in parts):
             return parts
         total = sum(part.numel() for part in parts)
@@ -186,19 +186,19 @@ class SocketTransport:
 
 
 def _synchronize(parts: Sequence[torch.Tensor]) -> None:
-    """Wait for the copies of this thread's stream: what is in pinned memory may be sent or written over."""
+    """Wait for the copies of this thread's stream; then the pinned memory may be sent or overwritten."""
     for device in {part.device for part in parts if part.device.type == "cuda"}:
         drained(device, within())
 
 
 def memory_of(part: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host; valid as long as the tensor lives."""
+    """Return the memory of a contiguous tensor on the host; valid as long as the tensor lives."""
     return memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
 
 
 def lost(error: OSError | None) -> PeerLost:
-    """``error`` of a connection, or its end, in the words of this package."""
-    return PeerLost(str(error or "it closed the connection"), road=is_of_the_road(error))
+    """Return a ``PeerLost`` for an ``error`` of a connection, or for its end (None)."""
+    return PeerLost(str(error or "the peer closed the connection"), road=is_of_the_road(error))
 
 
 def _send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
@@ -209,17 +209,17 @@ def _send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fill all of them.  Raises OSError, ``ConnectionResetError`` where the connection ends before."""
+    """Fill all ``views``.  Raises OSError, ``ConnectionResetError`` if the connection ends first."""
     left = [view for view in views if len(view)]
     while left:
-        came = sock.recvmsg_into(left[:_MOST_PIECES], 0, socket.MSG_WAITALL)[0]
-        if not came:
-            raise ConnectionResetError("it closed the connection")
-        left = _after(left, came)
+        received = sock.recvmsg_into(left[:_MOST_PIECES], 0, socket.MSG_WAITALL)[0]
+        if not received:
+            raise ConnectionResetError("the peer closed the connection")
+        left = _after(left, received)
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of them behind the first ``count`` bytes."""
+    """Return the rest of ``views`` behind the first ``count`` bytes."""
     left = iter(views)
     for view in left:
         if count < len(view):
@@ -229,9 +229,9 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 def cut(sizes: Sequence[int], limit: int, most: int = 256) -> Iterator[list[tuple[int, int, int]]]:
-    """Tensors of ``sizes`` bytes in chunks of at most ``limit`` bytes and ``most`` pieces, in order.
+    """Cut tensors of ``sizes`` bytes into chunks of at most ``limit`` bytes and ``most`` pieces, in order.
 
-    A piece: (number of the tensor, first byte, byte behind the last).
+    A piece: (number of the tensor, first byte, end byte).
     """
     chunk: list[tuple[int, int, int]] = []
     room = limit
@@ -240,7 +240,7 @@ def cut(sizes: Sequence[int], limit: int, most: int = 256) -> Iterator[list[tupl
         while at < size:
             part = min(size - at, room)
             if at + part < size and part > _WORD:
-                part -= part % _WORD  # so that the next piece begins where words begin
+                part -= part % _WORD  # aligns the next piece to a word
                 room = part
             chunk.append((number, at, at + part))
             at, room = at + part, room - part

@@ -1,7 +1,7 @@
-"""States as trees of plain values and tensors: as text and tensors to be sent, and built again from them.
+"""Serialization of states, trees of plain values and tensors, to text and tensors, and back.
 
-A tree is made of dictionaries (keys: texts and integers), lists, tuples, tensors, numbers, texts, booleans and None.
-Nothing is pickled.
+A tree consists of dictionaries (keys: strings and integers), lists, tuples, tensors, numbers, strings, booleans and
+None.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from recover_megatron.errors import Disagreement
 
 Path = tuple[str | int, ...]
-"""The keys and places that lead to a value of a tree."""
+"""Keys and indices that lead to a value of a tree."""
 Place = Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
-"""Gives the tensor at this place of a tree: contiguous, of this shape and type."""
+"""Returns the tensor for this path of a tree: contiguous, with this shape and dtype."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def flatten(tree: Any) -> tuple[str, list[torch.Tensor]]:
-    """The tree as text, and its tensors in the order of their numbers.
+    """Return the tree as text, and its tensors in the order of their numbers.
 
-    A tree is made of dictionaries (keys: texts and integers), lists, tuples (which become lists), tensors, numbers,
-    texts, booleans and None.  Raises TypeError for anything else.
+    A tree consists of dictionaries (keys: strings and integers), lists, tuples (which become lists), tensors, numbers,
+    strings, booleans and None.  Raises TypeError for anything else.
     """
     tensors: list[torch.Tensor] = []
     return json.dumps(_plain(tree, tensors)), tensors
@@ -41,7 +41,7 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {"tensor": len(tensors) - 1, "shape": shape, "dtype": dtype}
     if isinstance(value, dict):
         if bad := [key for key in value if type(key) not in (str, int)]:
-            raise TypeError(f"keys {bad} of a state are neither texts nor integers")
+            raise TypeError(f"keys {bad} of a state are neither strings nor integers")
         return {"items": [[key, _plain(item, tensors)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
         return [_plain(item, tensors) for item in value]
@@ -51,13 +51,13 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def unflatten(text: str, place: Place) -> tuple[Any, list[torch.Tensor]]:
-    """The tree of a text, with tensors that ``place`` gives; and these, in their order.  Raises Disagreement."""
+    """Return the tree of a text, with tensors from ``place``, and these tensors in order.  Raises Disagreement."""
     tensors: list[torch.Tensor] = []
     return _built(json.loads(text), (), place, tensors), tensors
 
 
 def _built(value: Any, path: Path, place: Place, tensors: list[torch.Tensor]) -> Any:
-    """Not a function within another one: that would hold on to itself, and so to the tensors."""
+    """Build a value.  Not a nested function: its reference cycle would keep the tensors alive."""
     if isinstance(value, list):
         return [_built(item, (*path, at), place, tensors) for at, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -65,20 +65,20 @@ def _built(value: Any, path: Path, place: Place, tensors: list[torch.Tensor]) ->
     if "items" in value:
         return {key: _built(item, (*path, key), place, tensors) for key, item in value["items"]}
     if value["tensor"] != len(tensors):
-        raise Disagreement("the tensors of a state arrive out of order")
+        raise Disagreement("the text of a state numbers its tensors out of order")
     tensors.append(place(path, value["shape"], _DTYPES[value["dtype"]]))
     return tensors[-1]
 
 
 MAPPED = 128 << 10
-"""Bytes from which on a tensor of ``new_memory`` is a mapping of its own."""
+"""Bytes from which on ``new_memory`` gives a tensor a separate mapping."""
 
 
 def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype, advice: int | None = None) -> torch.Tensor:
-    """For ``unflatten``: tensors of their own, on the host.
+    """Allocate a tensor on the host, for ``unflatten``.
 
-    Their memory goes back to the system when they are dropped.  The C library keeps most of what it frees of a state.
-    ``advice``: to the kernel, on the memory of large ones.
+    The memory goes back to the system when the tensor is freed; the C library would keep most of it.
+    ``advice``: madvise for the memory of large tensors.
     """
     del path
     size = math.prod(shape) * dtype.itemsize
@@ -91,13 +91,13 @@ def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype, advice: int
 
 
 def in_place(used: Any, path: Path, shape: Sequence[int], dtype: torch.dtype, make: Place = new_memory) -> torch.Tensor:
-    """``used``, where it is a tensor for which ``Place`` may be asked so; otherwise what ``make`` gives."""
+    """Return ``used`` if it is a contiguous tensor of this shape and dtype; otherwise a tensor from ``make``."""
     fits = isinstance(used, torch.Tensor) and (list(used.shape), used.dtype) == (list(shape), dtype)
     return used if fits and used.is_contiguous() else make(path, shape, dtype)
 
 
 def at(tree: Any, path: Path) -> Any:
-    """What a tree has at a place; None: nothing."""
+    """Return the value at ``path`` of a tree; None if there is none."""
     for key in path:
         try:
             tree = tree[key]

@@ -1,1 +1,1 @@
-"""What carries the messages of a ring: TCP, shared memory, NCCL; how neighbours find and trust each other."""
+"""Transports of a ring: TCP and shared memory; discovery and authentication of neighbours."""

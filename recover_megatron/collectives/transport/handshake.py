@@ -1,13 +1,13 @@
-"""How a member of a ring is found by its predecessor and joined to both neighbours, who prove that they belong to it.
+"""Handshake of a member of a ring with both neighbours, which prove that they belong to the ring.
 
     connecting (sender)                                  accepting (receiver)
         |  <------------------ nonce A (16) ---------------- |
-        |  -- nonce B (16), HMAC(secret, "send" A B ring) ->  |      wrong: closed, and the next one may try
+        |  -- nonce B (16), HMAC(secret, "send" A B ring) ->  |      wrong: closed; another candidate may try
         |  <------ HMAC(secret, "receive" A B ring) --------  |
 
-``ring`` names job-wide group, epoch, and both ranks, so a connection of another epoch, another column or another place
-in the ring is refused, whoever opened it.  Fixed lengths; nothing is parsed.  A connection that says nothing holds
-nobody up: all candidates are served side by side until the right one is there; each has ``PROOF_SECONDS``.
+``ring`` contains the group, the epoch and both ranks, unique in the job.  So a connection of another epoch, another
+column or another rank is refused.  Lengths are fixed; nothing is parsed.  A silent connection blocks no other: all
+candidates are served concurrently until one is authenticated; each has ``PROOF_SECONDS``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from recover_megatron.network.system import close_in_children, forget
 
 NONCE, MAC = 16, 32
 CONNECT_SECONDS = 5.0
-"""A host that has not answered by then is not reached; what its process does plays no part in it."""
+"""Time limit for a host to accept a connection; its kernel answers, whatever the process does."""
 PROOF_SECONDS = 5.0
 FULL_SECONDS = 0.25
-"""How long nobody is let in when this process has no descriptor left."""
+"""Pause before connections are accepted again when this process has no free descriptor."""
 MAX_CANDIDATES = 64
 """Connections served at a time; the oldest is dropped for a newer one."""
 
@@ -46,30 +46,30 @@ def _mac(secret: bytes, role: str, nonces: bytes, ring: bytes) -> bytes:
 
 
 class _Conversation:
-    """One side of a hello on a non-blocking socket; ``step`` until it returns True."""
+    """Side of a handshake on a non-blocking socket; call ``step`` until it returns True."""
 
     def __init__(self, sock: socket.socket, secret: bytes, ring: bytes) -> None:
         self.sock = sock
         self.since = time.monotonic()
         self._secret = secret
         self._ring = ring
-        self._heard = b""
-        self._mine = os.urandom(NONCE)
+        self._received = b""
+        self._nonce = os.urandom(NONCE)
 
-    def _hear(self, length: int) -> bool:
-        """Whether ``length`` bytes have arrived."""
+    def _receive(self, length: int) -> bool:
+        """Return whether ``length`` bytes have arrived."""
         try:
-            data = self.sock.recv(length - len(self._heard))
+            data = self.sock.recv(length - len(self._received))
         except BlockingIOError:
             return False
         if not data:
-            raise Refused("it was closed before the hello was over")
-        self._heard += data
-        return len(self._heard) == length
+            raise Refused("the peer closed the connection during the handshake")
+        self._received += data
+        return len(self._received) == length
 
-    def _say(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         if self.sock.send(data) != len(data):  # a fresh connection has room for 48 bytes
-            raise Refused("it does not take the hello")
+            raise Refused("the connection does not accept the handshake")
 
     def step(self) -> bool:
         raise NotImplementedError
@@ -78,15 +78,15 @@ class _Conversation:
 class _Accepting(_Conversation):
     def __init__(self, sock: socket.socket, secret: bytes, ring: bytes) -> None:
         super().__init__(sock, secret, ring)
-        self._say(self._mine)
+        self._send(self._nonce)
 
     def step(self) -> bool:
-        if not self._hear(NONCE + MAC):
+        if not self._receive(NONCE + MAC):
             return False
-        nonces = self._mine + self._heard[:NONCE]
-        if not connection.proves(self._heard[NONCE:], _mac(self._secret, "send", nonces, self._ring)):
-            raise Refused("it does not know the secret, or belongs to another ring")
-        self._say(_mac(self._secret, "receive", nonces, self._ring))
+        nonces = self._nonce + self._received[:NONCE]
+        if not connection.proves(self._received[NONCE:], _mac(self._secret, "send", nonces, self._ring)):
+            raise Refused("the peer does not know the secret, or belongs to another ring")
+        self._send(_mac(self._secret, "receive", nonces, self._ring))
         return True
 
 
@@ -95,19 +95,19 @@ class _Connecting(_Conversation):
 
     def step(self) -> bool:
         if not self._nonces:
-            if not self._hear(NONCE):
+            if not self._receive(NONCE):
                 return False
-            self._nonces, self._heard = self._heard + self._mine, b""
-            self._say(self._mine + _mac(self._secret, "send", self._nonces, self._ring))
-        if not self._hear(MAC):
+            self._nonces, self._received = self._received + self._nonce, b""
+            self._send(self._nonce + _mac(self._secret, "send", self._nonces, self._ring))
+        if not self._receive(MAC):
             return False
-        if not connection.proves(self._heard, _mac(self._secret, "receive", self._nonces, self._ring)):
-            raise Refused("it does not know the secret, or belongs to another ring")
+        if not connection.proves(self._received, _mac(self._secret, "receive", self._nonces, self._ring)):
+            raise Refused("the peer does not know the secret, or belongs to another ring")
         return True
 
 
 class Handshake:
-    """Opens both connections of a member at once: out to the successor, in from the predecessor."""
+    """Opens both connections of a member concurrently: out to the successor, in from the predecessor."""
 
     def __init__(self, listener: socket.socket, cancel_token: CancelToken, wake: int, secret: bytes) -> None:
         listener.setblocking(False)
@@ -118,10 +118,10 @@ class Handshake:
         self._closed_until = 0.0
 
     def hold(self, out: socket.socket, out_ring: bytes, in_ring: bytes, timeout: float) -> socket.socket:
-        """Say hello on ``out`` (connecting or connected, non-blocking) and to all who come in.
+        """Run the handshake on ``out`` (connecting or connected, non-blocking) and on all incoming connections.
 
-        Returns the connection from the predecessor.  Raises ``EpochRevoked``, ``TimeoutError``, or ``PeerLost`` when
-        the successor turns us away.
+        Returns the connection from the predecessor.  Raises ``EpochRevoked``, ``TimeoutError``, or ``PeerLost`` if
+        the successor refuses this member.
         """
         deadline = time.monotonic() + timeout
         outgoing: _Conversation | None = _Connecting(out, self._secret, out_ring)
@@ -171,17 +171,17 @@ class Handshake:
 
     @staticmethod
     def _give_up_on(outgoing: _Conversation | None, candidates: dict[int, _Conversation], deadline: float) -> None:
-        """Some time is over: that of a candidate, of the connection to the successor, or of all."""
+        """Handle an expired time limit: of a candidate, of the connection to the successor, or of the handshake."""
         now = time.monotonic()
         for fd in [fd for fd, candidate in candidates.items() if now >= candidate.since + PROOF_SECONDS]:
             candidates.pop(fd).sock.close()
         if outgoing and now >= outgoing.since + CONNECT_SECONDS and not _is_connected(outgoing.sock):
             raise PeerLost(
-                f"the host of the successor in the ring has not answered for {CONNECT_SECONDS:g} s", road=True
+                f"the host of the successor in the ring did not answer within {CONNECT_SECONDS:g} s", road=True
             )
         if now > deadline:
             missing = "successor" if outgoing else "predecessor"
-            raise TimeoutError(f"the {missing} in the ring did not come within the time for connecting")
+            raise TimeoutError(f"the {missing} in the ring did not connect within the time limit")
 
     def _step_out(self, outgoing: _Conversation) -> bool:
         try:
@@ -195,7 +195,7 @@ class Handshake:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # no descriptor is left: those that have proved nothing give theirs back, and others may, too
+        except OSError:  # no free descriptor: drop all candidates, and wait for others to be freed
             while candidates:
                 candidates.popitem()[1].sock.close()
             self._closed_until = time.monotonic() + FULL_SECONDS
@@ -213,7 +213,7 @@ class Handshake:
             try:
                 if candidates[fd].step():
                     return candidates.pop(fd).sock
-            except (Refused, OSError):  # a stranger, or a neighbour that died: neither may harm the ring
+            except (Refused, OSError):  # a foreign process, or a neighbour that died: ignored
                 candidates.pop(fd).sock.close()
         return None
 
@@ -227,9 +227,9 @@ def _is_connected(sock: socket.socket) -> bool:
 
 
 def machine() -> str:
-    """Equal on two processes if one may see the other's descriptors under /proc: same boot, same namespaces.
+    """Return a string that is equal on two processes if one may open the other's descriptors under /proc.
 
-    "-" where the system does not tell.
+    It names the boot and the namespaces; "-" if the system does not provide them.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -239,11 +239,11 @@ def machine() -> str:
 
 
 class SharedMemory:
-    """``count`` slots of ``size`` bytes, shared by two neighbours on one host.
+    """Slots of ``size`` bytes, ``count`` in number, shared by two neighbours on one host.
 
-    The receiver makes the memory (anonymous, sealed against shrinking, gone with its last user) and the sender maps it.
-    A slot belongs to the sender while it is free and to the receiver from the header that names it until the byte that
-    gives it back.  A sender that dies while it writes never sends the header, so half a segment is never seen.
+    The receiver creates the memory (anonymous, sealed against shrinking, freed with its last user) and the sender maps
+    it.  A free slot belongs to the sender.  The header that names it passes it to the receiver, a byte passes it back.
+    A sender that dies while it writes never sends the header, so half a segment is never seen.
     """
 
     def __init__(self, descriptor: int, count: int, size: int) -> None:
@@ -255,7 +255,7 @@ class SharedMemory:
 
     @classmethod
     def make(cls, count: int, size: int) -> SharedMemory | None:
-        """None where it cannot be had: no memfd_create (``network.system``), or files may not be that long."""
+        """Create the memory; None if there is no memfd_create (``network.system``), or the file size is limited."""
         try:
             descriptor = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (AttributeError, OSError):
@@ -270,22 +270,22 @@ class SharedMemory:
 
     @classmethod
     def open(cls, pid: int, descriptor: int, count: int, size: int) -> SharedMemory | None:
-        """The memory that process ``pid`` of this machine made; None if the system does not let us."""
+        """Map the memory that process ``pid`` of this machine created; None if the system forbids it."""
         try:
-            mine = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
         try:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-            if fcntl.fcntl(mine, fcntl.F_GET_SEALS) & seals != seals or os.fstat(mine).st_size != count * size:
-                raise OSError("not the memory of a ring")
+            if fcntl.fcntl(own, fcntl.F_GET_SEALS) & seals != seals or os.fstat(own).st_size != count * size:
+                raise OSError("the descriptor is not shared memory of a ring")
         except (AttributeError, OSError):
-            os.close(mine)
+            os.close(own)
             return None
-        return cls(mine, count, size)
+        return cls(own, count, size)
 
     def view(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first ``numel`` elements of a slot."""
+        """Return the first ``numel`` elements of a slot."""
         key = slot, numel, dtype
         view = self._views.get(key)
         if view is None:
@@ -296,7 +296,7 @@ class SharedMemory:
         return view
 
     def close(self) -> None:
-        """Give back; the memory itself goes when the last tensor on it does."""
+        """Release the memory; it is freed with the last tensor that uses it."""
         os.close(self.descriptor)
         self._views.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -306,13 +306,13 @@ _BACKLOG = 128
 
 
 class RingListener:
-    """Where the predecessor in a ring finds a member: a listening socket and, for one on the same host, shared memory.
+    """Listening socket for the predecessor in a ring, and shared memory for one on the same host.
 
-    It can be made before the ring is known.  A worker that tells its address with the status with which it joins an
-    epoch needs no store: with the plan everybody has been told all addresses.
+    It can be created before the ring is known.  A worker that includes its address in the status with which it joins
+    an epoch needs no store: the plan delivers all addresses to all members.
 
-    ``host``: the address of this machine that the others can reach.  ``slots``: number and bytes of the slots; None, or
-    where there is no shared memory: everything goes through the connections.
+    ``host``: address of this machine that the other members can reach.  ``slots``: number and bytes of the slots; if
+    None, or without shared memory, everything goes through the connections.
     """
 
     def __init__(self, host: str, slots: tuple[int, int] | None) -> None:
@@ -320,20 +320,20 @@ class RingListener:
         self._slots = SharedMemory.make(*slots) if slots and machine() != "-" else None
         offer = f"{machine()}:{os.getpid()}:{self._slots.descriptor}" if self._slots else "-"
         self.address = f"{address} {offer}"
-        """For the predecessor: one line of text."""
+        """Address for the predecessor: one line of text."""
         close_in_children(self)
 
     def take_slots(self) -> SharedMemory | None:
-        """The shared memory, which is the caller's from now on."""
+        """Return the shared memory; from now on the caller owns it."""
         slots, self._slots = self._slots, None
         return slots
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket and the shared memory; idempotent."""
         forget(self)
         self.listener.close()
         if (slots := self.take_slots()) is not None:
             slots.close()
 
     close_in_child = close
-    """A process forked from a worker (a loader of data) must not keep the ring listener of a dead worker open."""
+    """Close in a process forked from a worker (a data loader): it must not keep a dead worker's listener open."""

@@ -1,15 +1,15 @@
-"""The interface between the ring and whatever carries its messages.
+"""Interface between the ring and its transport.
 
-A transport joins one member to its two neighbours of one epoch: it sends to the successor and receives from the
-predecessor, each in order.  It is made for one epoch and cancelled away with it; nothing of it is used again.
+A transport connects one member to its two neighbours in one epoch: it sends to the successor and receives from the
+predecessor, each in order.  It is created for one epoch and cancelled with it; it is never reused.
 
     open  --close()-->  closed
       '---abort(), from any thread-->  aborted --close()--> closed
 
 Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``settle``; ``abort`` may come from
-any thread at any time.  On a device that works asynchronously the ring has a stream of its own (``DeviceStream``).
+any thread at any time.  On an asynchronous device the ring has a dedicated stream (``DeviceStream``).
 
-A column without Megatron sums a GPU's gradients over a transport of the host (``StagedTransport``).
+A column without Megatron sums a GPU's gradients through host memory (``StagedTransport``).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from recover_megatron.collectives.epoch import CancelToken
 
 
 class Pending(Protocol):
-    """A message under way; the tensor given belongs to the transport until ``done``."""
+    """Message in flight; its tensor belongs to the transport until ``done``."""
 
     @property
     def done(self) -> bool:
-        """Whether the tensor may be used again (sent: reused; received: read)."""
+        """True if the tensor may be used again (sent: reused; received: read)."""
 
 
 class Arrival(Pending, Protocol):
-    """A message being received."""
+    """Message being received."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What arrived, once ``done``; the ring may write to it, until it gives it back with ``release``."""
+        """Received tensor, once ``done``; the ring may write to it until ``release``."""
 
 
 class Transport(Order, ABC):
@@ -49,53 +49,53 @@ class Transport(Order, ABC):
     @property
     @abstractmethod
     def scratch_peak(self) -> int:
-        """The most bytes of memory that arriving segments ever took."""
+        """Peak memory of received segments, in bytes."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        """Begin to send a contiguous tensor to the successor.  ``tag`` (31 bits) must be what the receiver names."""
+        """Begin to send a contiguous tensor to the successor.  ``tag`` (31 bits) must equal the receiver's tag."""
 
     @abstractmethod
     def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
-        """Begin to receive ``numel`` elements from the predecessor, into memory of the transport's own."""
+        """Begin to receive ``numel`` elements from the predecessor, into memory of the transport."""
 
     @abstractmethod
     def release(self, arrival: Arrival) -> None:
-        """Nothing reads ``arrival.tensor`` any more."""
+        """Release ``arrival.tensor``: nothing reads it any more."""
 
     @abstractmethod
     def wait(self, pending: Pending) -> None:
         """Block until ``pending`` is done.
 
-        Raises ``PeerLost`` when a neighbour is gone (a transport may also just hang then), ``EpochRevoked`` after
-        ``abort``, ``CollectiveMismatch`` when what arrives is not what was asked for.
+        Raises ``PeerLost`` if a neighbour is dead (a transport may instead block), ``EpochRevoked`` after ``abort``,
+        ``CollectiveMismatch`` if the received message is not the expected one.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Wake whoever is in ``wait``.  When ``settle`` has returned after it, not one more byte is sent."""
+        """Wake a thread in ``wait``.  Once ``settle`` has returned after it, no more bytes are sent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back; after this the neighbours may be gone too."""
+        """Release all resources; afterwards the neighbours may exit, too."""
 
     def on_sent(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` from within ``wait`` whenever sends may have finished.
 
-        A transport whose receive memory is limited must: a partial sum that has been sent gives its memory back there,
-        and without that the predecessor could not send what ``wait`` is waiting for.
+        A transport with limited receive memory must do so: a sent partial sum releases its memory in the callback, and
+        otherwise the predecessor could not send the message that ``wait`` is waiting for.
         """
 
     def settle(self) -> None:
-        """Called after an error: block until nothing of this transport reads, writes or sends a tensor any more."""
+        """Block until this transport no longer reads, writes or sends a tensor; called after an error."""
         return None
 
 
 class Scratch:
-    """A pool of equal buffers; grows to what a collective needs, counts its peak."""
+    """Pool of equal buffers; grows to the largest request, and records its peak."""
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
-        """``pinned``: host memory that a GPU copies from and to without a detour."""
+        """``pinned``: pinned host memory, which a GPU copies from and to directly."""
         self._device = device
         self._pinned = pinned
         self._size = 0
@@ -103,10 +103,10 @@ class Scratch:
         self.bytes = 0
         """Bytes allocated now."""
         self.peak = 0
-        """The most bytes ever allocated."""
+        """Peak of the allocated bytes."""
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of ``numel`` elements with arbitrary content; ``give`` it back."""
+        """Return a tensor of ``numel`` elements with arbitrary content; return it with ``give``."""
         needed = numel * dtype.itemsize
         if needed > self._size:
             self._drop()
@@ -118,9 +118,9 @@ class Scratch:
         return self._free.pop()[:needed].view(dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back what ``take`` gave, when nothing reads or writes it any more."""
+        """Take back a tensor from ``take``, when nothing reads or writes it any more."""
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._size:  # of before the buffers grew
+        if storage.nbytes() < self._size:  # allocated before the buffers grew
             self.bytes -= storage.nbytes()
             return
         self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
@@ -132,7 +132,7 @@ class Scratch:
 
 @dataclass(eq=False)
 class _Sending:
-    """A message whose payload was copied to the host; the inner transport sends that."""
+    """Message whose payload was copied to the host; the inner transport sends the copy."""
 
     inner: Pending
     host: torch.Tensor
@@ -144,7 +144,7 @@ class _Sending:
 
 @dataclass(eq=False)
 class _Landing:
-    """A message being received; on the device once it was waited for."""
+    """Message being received; on the device once ``wait`` has returned."""
 
     inner: Arrival
     numel: int
@@ -154,12 +154,12 @@ class _Landing:
 
 
 class StagedTransport(Transport):
-    """Carries a device's tensors by copies in host memory, in the device's order.  ``inner`` carries CPU tensors.
+    """Transport of a device's tensors through host memory, in stream order.  ``inner`` transports CPU tensors.
 
         bucket (device) --copy--> host memory, pinned --inner transport--> host memory --copy--> scratch (device)
 
-    It is slower than NCCL by what the copies cost; it fails and is aborted as the inner transport does.  On the CPU the
-    same copies are made without a stream, so the tests of the ring run this code too.
+    It is slower than NCCL by the cost of the copies; it fails and is aborted as the inner transport is.  On the CPU the
+    same copies run without a stream, so the tests of the ring cover this code, too.
     """
 
     def __init__(self, inner: Transport, device: torch.device, cancel_token: CancelToken) -> None:
@@ -176,7 +176,7 @@ class StagedTransport(Transport):
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         self._reap()
         host = self._host.take(tensor.numel(), tensor.dtype)
-        host.copy_(tensor)  # returns when the bytes are there: the current stream is that of ``scope``
+        host.copy_(tensor)  # returns when the copy is complete: the current stream is the one of ``scope``
         sending = _Sending(self._inner.send(host, tag), host)
         self._sending.append(sending)
         return sending
@@ -190,7 +190,7 @@ class StagedTransport(Transport):
         if isinstance(pending, _Landing):
             pending.tensor = self._scratch.take(pending.numel, pending.dtype)
             pending.tensor.copy_(pending.inner.tensor)
-            self._order.finish()  # from memory that is not pinned, too, a copy may still be under way
+            self._order.finish()  # even from memory that is not pinned a copy may still be running
             self._inner.release(pending.inner)
             pending.done = True
 

@@ -1,18 +1,18 @@
 """Transport over two TCP connections: one to the successor, one from the predecessor.
 
-Single-threaded and driven by ``wait``: a wait for one message moves the other direction too, so a ring in which
-everybody sends before receiving does not lock up.
+Single-threaded and driven by ``wait``: a wait for one message moves the other direction too, so a ring in which all
+members send before receiving does not deadlock.
 
-    against the data, one byte each:   slot number: free again   |   GOODBYE: I leave in order, this is no death
+    opposite to the data, one byte each:   slot number: free again   |   GOODBYE: closing in order, not a death
                   +---------------------------------------------------------------------------+
     member r      |<--------------------------------------------------------------------------|   member r + 1
                   |-- mode (1 byte), then messages: header (tag, slot, length) [ payload ] -->|
                   +---------------------------------------------------------------------------+
 
-    mode INLINE: the payload follows its header, between the tensor's memory and the kernel without a copy in between
-    mode SHARED: the payload lies in a slot of shared memory (neighbours on one host: ``SharedMemory``)
+    mode INLINE: the payload follows its header, without a copy between the tensor's memory and the kernel
+    mode SHARED: the payload is in a slot of shared memory (neighbours on one host: ``SharedMemory``)
 
-The header is checked before a payload is believed.  A neighbour's death closes its connections, which ``wait`` sees at
+The header is checked before a payload is used.  A neighbour's death closes its connections, which ``wait`` sees at
 once on either of them.
 """
 
@@ -41,15 +41,15 @@ _GOODBYE = 255
 _FROM_SUCCESSOR = select.POLLIN | select.POLLRDHUP
 _FROM_SUCCESSOR_OR_END = _FROM_SUCCESSOR | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _WORTH_WAKING = 128 << 10
-"""Bytes of a payload that may collect before a waiting thread is woken."""
+"""Bytes of a payload that may accumulate before a waiting thread is woken."""
 IN_LINE = -1
-"""Slot number of a message whose payload follows."""
+"""Slot number of a message whose payload follows the header."""
 _HEADER = struct.Struct("<IiQ")
 _NOTHING = torch.empty(0)
 
 
 class Message:
-    """A message under way; ``parts`` is what is left of it to be moved through the connection."""
+    """Message in flight; ``parts``: the bytes that must still go through the connection."""
 
     __slots__ = ("done", "dtype", "header", "numel", "own", "parts", "slot", "tag", "tensor")
 
@@ -69,24 +69,24 @@ class Message:
         return self.numel * self.dtype.itemsize
 
     def write_header(self, slot: int) -> None:
-        """For the receiver: the payload lies in its slot ``slot``, or follows (``IN_LINE``)."""
+        """Write the header: the payload is in the receiver's slot ``slot``, or follows (``IN_LINE``)."""
         _HEADER.pack_into(self.header, 0, self.tag, slot, self.nbytes)
 
     def read_header(self) -> int:
-        """The slot that a header which has arrived names.
+        """Return the slot in a received header.
 
-        Raises ``CollectiveMismatch`` if it is the header of another message than the one that is waited for.
+        Raises ``CollectiveMismatch`` if it is not the header of the expected message.
         """
         tag, slot, length = _HEADER.unpack(self.header)
         if (tag, length) != (self.tag, self.nbytes):
             raise CollectiveMismatch(
-                f"the predecessor in the ring sent message {tag:08x} of {length} bytes, this worker waits for message "
+                f"the predecessor in the ring sent message {tag:08x} of {length} bytes, this worker expects message "
                 f"{self.tag:08x} of {self.nbytes} bytes: the members did not issue the same collectives"
             )
         return int(slot)
 
     def add_payload(self, tensor: torch.Tensor) -> None:
-        """The memory of ``tensor``, contiguous on the CPU, goes through the connection, too; it must live as long."""
+        """Append the memory of ``tensor`` (CPU, contiguous) as payload; the tensor must live until ``done``."""
         self.parts.append(memory_of(tensor))
 
     def advance(self, count: int) -> None:
@@ -97,7 +97,7 @@ class Message:
             parts[0] = parts[0][count:]
 
     def forget(self) -> None:
-        """Nobody reads the tensor any more."""
+        """Drop the tensor: nothing reads it any more."""
         self.tensor = _NOTHING
 
 
@@ -116,11 +116,11 @@ class TcpTransport(Transport):
         timeout: float = 60.0,
         ring_listener: RingListener | None = None,
     ) -> None:
-        """Meet both neighbours.  ``members``: by rank, as the epoch names them.
+        """Connect to both neighbours.  ``members``: worker ids by rank.
 
-        ``ring``: a name that no other ring of the job has (group, epoch).  ``host``, ``slots``: as for
-        ``RingListener``, the slots the same on all members.  ``ring_listener``: made before, with these; it is closed
-        when the neighbours have been met.  Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
+        ``ring``: name of the ring, unique in the job (group, epoch).  ``host``, ``slots``: as for ``RingListener``;
+        ``slots`` must be the same on all members.  ``ring_listener``: created earlier with these; it is closed when
+        both neighbours are connected.  Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
         self._cancel_token = cancel_token
         self._sent: Callable[[], None] = lambda: None
@@ -129,9 +129,9 @@ class TcpTransport(Transport):
         self._receiving: deque[Message] = deque()
         self._out: socket.socket | None = None
         self._in: socket.socket | None = None
-        self._theirs: SharedMemory | None = None
+        self._remote: SharedMemory | None = None
         self._free: list[int] = []
-        self._mine: SharedMemory | None = None
+        self._local: SharedMemory | None = None
         self._mode = b""
         self._longest_shared = 0
         self._successor_left = False
@@ -139,7 +139,7 @@ class TcpTransport(Transport):
         self._watched_in = self._watched_out = 0
         size = len(members)
         self._neighbours = {"successor": members[(rank + 1) % size], "predecessor": members[(rank - 1) % size]}
-        self._descriptors = threading.Lock()  # abort must not use a descriptor's number after it was closed
+        self._descriptors = threading.Lock()  # abort must not use the number of a closed descriptor
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
         self._poller.register(self._wake, select.POLLIN)
@@ -166,9 +166,9 @@ class TcpTransport(Transport):
         after, before = (rank + 1) % size, (rank - 1) % size
         here = machine() if slots else ""
         with contextlib.closing(ring_listener):
-            self._mine = ring_listener.take_slots()
+            self._local = ring_listener.take_slots()
             store.set(f"{ring}/{rank}", ring_listener.address)
-            address, port, theirs = await_key(store, f"{ring}/{after}", self._cancel_token, timeout).split(" ")
+            address, port, offer = await_key(store, f"{ring}/{after}", self._cancel_token, timeout).split(" ")
             self._out = socket.socket(family_of(address), socket.SOCK_STREAM)
             self._out.setblocking(False)
             with contextlib.suppress(BlockingIOError):
@@ -176,7 +176,7 @@ class TcpTransport(Transport):
                     self._out.connect((address, int(port)))
                 except BlockingIOError:
                     raise
-                except OSError as error:  # its host is gone, or there is no way to it, and this one knows it at once
+                except OSError as error:  # the host is down or unreachable, and the kernel knows it at once
                     raise self._lost("successor", error, connecting=True) from error
             meeting = Handshake(ring_listener.listener, self._cancel_token, self._wake, secret)
             try:
@@ -189,18 +189,18 @@ class TcpTransport(Transport):
         for sock in (self._out, self._in):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             watch(sock)
-        if slots and theirs.startswith(here + ":"):
-            pid, descriptor = theirs.rsplit(":", 2)[1:]
-            self._theirs = SharedMemory.open(int(pid), int(descriptor), *slots)
-            self._free = list(range(slots[0])) if self._theirs else []
+        if slots and offer.startswith(here + ":"):
+            pid, descriptor = offer.rsplit(":", 2)[1:]
+            self._remote = SharedMemory.open(int(pid), int(descriptor), *slots)
+            self._free = list(range(slots[0])) if self._remote else []
         try:
-            self._out.send(_SHARED if self._theirs else _INLINE)
-        except OSError as error:  # it hung up, or we did: the epoch is over
+            self._out.send(_SHARED if self._remote else _INLINE)
+        except OSError as error:  # either end closed the connection: the epoch is over
             raise self._lost("successor", error) from error
 
     @property
     def scratch_peak(self) -> int:
-        shared = self._mine.count * self._longest_shared if self._mine else 0
+        shared = self._local.count * self._longest_shared if self._local else 0
         return self._scratch.peak + shared
 
     # ---- messages
@@ -208,7 +208,7 @@ class TcpTransport(Transport):
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         message = Message(tag, tensor.numel(), tensor.dtype)
         message.tensor = tensor
-        if self._theirs is None:
+        if self._remote is None:
             message.write_header(IN_LINE)
             message.add_payload(tensor)
         self._sending.append(message)
@@ -229,7 +229,7 @@ class TcpTransport(Transport):
             self._scratch.give(arrival.own)
         else:
             assert self._in is not None
-            with contextlib.suppress(OSError):  # gone: then it needs no slot, and the next receive tells
+            with contextlib.suppress(OSError):  # it is dead and needs no slot; the next receive reports it
                 self._in.send(bytes((arrival.slot,)))
         arrival.forget()
 
@@ -246,11 +246,11 @@ class TcpTransport(Transport):
                 self._poll()
 
     def _push(self) -> bool:
-        """Give the kernel what it takes; whether it took anything."""
+        """Send as much as the kernel accepts; return whether it accepted anything."""
         moved = False
         while self._sending:
             message = self._sending[0]
-            if self._theirs is not None and message.slot == IN_LINE and not self._place(message):
+            if self._remote is not None and message.slot == IN_LINE and not self._place(message):
                 return moved
             parts = message.parts
             assert self._out is not None
@@ -268,19 +268,19 @@ class TcpTransport(Transport):
         return moved
 
     def _place(self, message: Message) -> bool:
-        """Copy a payload to a slot of the successor's; False while it has none free."""
-        assert self._theirs is not None
+        """Copy a payload to a slot of the successor; return False if no slot is free."""
+        assert self._remote is not None
         if not self._free:
-            self._hear_successor()
+            self._read_successor()
             if not self._free:
                 return False
         message.slot = self._free.pop()
-        self._theirs.view(message.slot, message.numel, message.dtype).copy_(message.tensor)
+        self._remote.view(message.slot, message.numel, message.dtype).copy_(message.tensor)
         message.write_header(message.slot)
         return True
 
     def _pull(self) -> bool:
-        """Take what the kernel has for the first message that is waited for; whether there was anything."""
+        """Read the available bytes of the first expected message; return whether there were any."""
         if not self._receiving:
             return False
         message = self._receiving[0]
@@ -299,9 +299,9 @@ class TcpTransport(Transport):
             raise self._lost("predecessor", error) from error
         if count == 0:
             raise self._lost("predecessor", None)
-        whole = len(parts) == 2 or self._mode == _SHARED
+        at_once = len(parts) == 2 or self._mode == _SHARED
         message.advance(count)
-        if whole and len(parts) < (1 if self._mode == _SHARED else 2):
+        if at_once and len(parts) < (1 if self._mode == _SHARED else 2):
             self._check(message)
         if not parts:
             message.done = True
@@ -313,25 +313,25 @@ class TcpTransport(Transport):
         self._mode = self._in.recv(1)
         if not self._mode:
             raise self._lost("predecessor", None)
-        if self._mode not in (_INLINE, _SHARED) or (self._mode == _SHARED and self._mine is None):
-            raise CollectiveMismatch(f"the predecessor in the ring speaks mode {self._mode!r}")
+        if self._mode not in (_INLINE, _SHARED) or (self._mode == _SHARED and self._local is None):
+            raise CollectiveMismatch(f"the predecessor in the ring uses unknown mode {self._mode!r}")
         return True
 
     def _check(self, message: Message) -> None:
-        """The header is complete: is it the message that is waited for?"""
+        """Check a complete header: it must belong to the expected message."""
         slot = message.read_header()
         if self._mode == _SHARED:
-            assert self._mine is not None
-            if not 0 <= slot < self._mine.count:
-                raise CollectiveMismatch(f"the predecessor in the ring names slot {slot}")
+            assert self._local is not None
+            if not 0 <= slot < self._local.count:
+                raise CollectiveMismatch(f"the predecessor in the ring sent invalid slot number {slot}")
             message.slot = slot
-            message.tensor = self._mine.view(slot, message.numel, message.dtype)
+            message.tensor = self._local.view(slot, message.numel, message.dtype)
             self._longest_shared = max(self._longest_shared, message.nbytes)
 
     def _poll(self) -> None:
         assert self._out is not None
         assert self._in is not None
-        full = self._theirs is not None and not self._free  # then only the successor's word helps
+        full = self._remote is not None and not self._free  # then only a byte from the successor helps
         watched = select.POLLOUT if self._sending and not full else 0
         if not self._successor_left:
             watched |= _FROM_SUCCESSOR
@@ -347,35 +347,35 @@ class TcpTransport(Transport):
         out = self._out.fileno()
         for fd, events in self._poller.poll():
             if fd == out and events & _FROM_SUCCESSOR_OR_END:
-                self._hear_successor()
+                self._read_successor()
 
     def _wake_for(self, count: int) -> None:
-        """Let the kernel collect some more before it wakes this thread for a few bytes."""
+        """Make the kernel wake this thread only when ``count`` bytes have accumulated."""
         assert self._in is not None
         if count != self._low_water:
             self._in.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._low_water = count
 
-    def _hear_successor(self) -> None:
-        """Read what the successor says: which slots are free again, that it leaves, or that it is gone."""
+    def _read_successor(self) -> None:
+        """Read bytes of the successor: slots that are free again, or GOODBYE; raise if it is lost."""
         if self._successor_left:
             raise self._lost("successor", None)
         assert self._out is not None
         try:
-            words = self._out.recv(64)
+            data = self._out.recv(64)
         except BlockingIOError:
             return
         except OSError as error:
             raise self._lost("successor", error) from error
-        if not words:
+        if not data:
             raise self._lost("successor", None)
-        for word in words:
-            if word == _GOODBYE:
+        for number in data:
+            if number == _GOODBYE:
                 self._successor_left = True
-            elif self._theirs is not None and word < self._theirs.count and word not in self._free:
-                self._free.append(word)
+            elif self._remote is not None and number < self._remote.count and number not in self._free:
+                self._free.append(number)
             else:
-                raise CollectiveMismatch(f"the successor in the ring gives back slot {word}, which is not in use")
+                raise CollectiveMismatch(f"the successor in the ring returned slot {number}, which is not in use")
 
     def _lost(self, who: str, error: OSError | None, *, connecting: bool = False) -> Exception:
         if self._cancel_token.cancelled:
@@ -411,19 +411,19 @@ class TcpTransport(Transport):
             self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Without a word to the neighbours.
+        """Close everything without a message to the neighbours.
 
-        A process forked from a worker must not keep the worker's connections open after its death.
+        A process forked from a worker must not keep the worker's connections open after the worker's death.
         """
         forget(self)
         for sock in (self._out, self._in):
             if sock is not None:
                 sock.close()
-        for slots in (self._mine, self._theirs):
+        for slots in (self._local, self._remote):
             if slots is not None:
                 slots.close()
-        self._mine = self._theirs = None
-        self._sent = lambda: None  # whoever was to be called holds this transport: no circle may keep its memory
+        self._local = self._remote = None
+        self._sent = lambda: None  # the callback's owner refers to this transport: a cycle would keep its memory
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1

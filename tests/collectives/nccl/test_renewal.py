@@ -137,7 +137,7 @@ def test_an_opening_that_nobody_joins_is_ended_by_the_switch_and_by_its_timeout(
     def alone() -> Opening:
         return Opening(library, Keeper(), Dictionary(), token, prefix="c", rank=0, size=2)
 
-    with pytest.raises(TimeoutError, match="not all members have opened it"):
+    with pytest.raises(TimeoutError, match="not all members opened this communicator"):
         opened(alone(), 0.01)
     token.cancel("a test ends the epoch")
     with pytest.raises(EpochRevoked):
