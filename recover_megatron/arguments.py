@@ -163,8 +163,8 @@ class RecoverConfig:
         "also wait so long for its data; 0: never wait",
         metavar="S",
         check=seconds_from_0,
-        docs="[stalls](operations.md#a-stall-of-many-replicas): raise it if storage or hosts stall for more than ten minutes; 0 to "
-        "never wait",
+        docs="[stalls](operations.md#a-stall-of-many-replicas): raise it if storage or hosts stall for more than ten "
+        "minutes; 0 to never wait",
     )
     grace: float = option(
         0.0,
@@ -228,8 +228,8 @@ class RecoverConfig:
         "become spares",
         metavar="N",
         check=at_least(0),
-        docs="to let a run grow by `recover-run --join` ([growing](regroup.md#let-the-run-grow)). At most the number of "
-        "microbatches of an iteration. Give it to every launcher",
+        docs="to let a run grow by `recover-run --join` ([growing](regroup.md#let-the-run-grow)). At most the number "
+        "of microbatches of an iteration. Give it to every launcher",
     )
     allow_cross_node_tp: bool = option(
         False,
@@ -288,7 +288,8 @@ class RecoverConfig:
         choices=("auto", "off"),
         default_text="",
         docs="`off` to end the run after a loss of the state, so that an operator can inspect it or a job script "
-        "restarts it; snapshots in memory have their own flag: [rollback](checkpoints.md#go-back-after-the-state-is-lost)",
+        "restarts it; snapshots in memory have their own flag: "
+        "[rollback](checkpoints.md#go-back-after-the-state-is-lost)",
     )
     untested: bool = option(
         False,
@@ -303,7 +304,8 @@ class RecoverConfig:
         "worker with another value is refused",
         metavar="FLAG[,FLAG...]",
         docs="if a flag must have another value on some nodes (names without dashes); `code`: the program "
-        "([refused workers](troubleshooting.md#a-worker-is-refused-other-flags-or-other-code)). Give it to every launcher",
+        "([refused workers](troubleshooting.md#a-worker-is-refused-other-flags-or-other-code)). Give it to every "
+        "launcher",
     )
     metrics: str | None = option(
         None,

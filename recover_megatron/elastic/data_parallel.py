@@ -63,16 +63,15 @@ class ElasticDataParallel:
 
     ``state``: other objects that change from step to step (a scheduler): sent to new workers, and saved.
     ``before_update``: called when the gradients of the step are summed, before the optimizer's step, on all workers
-    with the same gradients: to clip them.  ``backward``: called with each loss, divided by ``microbatches``
-    (accelerate: ``accelerator.backward``); it must not scale the gradient.  ``seed``: the default generators of
-    Python, NumPy and torch are seeded with it and the step: before each microbatch (also with the microbatch's number,
-    so that dropout does not depend on the worker that runs it), and before the update, so that all workers draw the
-    same numbers there and in the loop; None: the generators are not changed.
-    ``verify_interval``: every that many steps the workers compare digests of their states, before the next sum.  A
-    worker whose state differs from the majority's takes that state over; without a majority the run ends with exit
-    code 12.  0: never.
-    ``allow_seconds``: a microbatch may take this long beyond the hang timeout (60 s) before its worker counts as hung.
-    ``compare_code``: refuse a worker whose script, or a module of it, differs from the run's (`program`).
+    with the same gradients: to clip them. ``backward``: called with each loss, divided by ``microbatches`` (accelerate:
+    ``accelerator.backward``); it must not scale the gradient. ``seed``: the default generators of Python, NumPy and
+    torch are seeded with it and the step: before each microbatch (also with the microbatch's number, so that dropout
+    does not depend on the worker that runs it), and before the update, so that all workers draw the same numbers there
+    and in the loop; None: the generators are not changed. ``verify_interval``: every that many steps the workers
+    compare digests of their states, before the next sum. A worker whose state differs from the majority's takes that
+    state over; without a majority the run ends with exit code 12. 0: never. ``allow_seconds``: a microbatch may take
+    this long beyond the hang timeout (60 s) before its worker counts as hung. ``compare_code``: refuse a worker whose
+    script, or a module of it, differs from the run's (`program`).
 
     Workers need not begin with equal parameters: of the workers with the most completed steps the lowest sends its
     state to all others.  A process that joins a running job gets the state of the workers that train.  It is refused,

@@ -145,9 +145,9 @@ def unsupported(args: Any) -> list[str]:
 def never_summed(args: Any) -> list[str]:
     """Return one line if Megatron-FSDP would silently train a separate model in each of its instances.
 
-    ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce.  Without it Megatron-FSDP does not
-    know the last microbatch, after which alone it sums over the instances.
-    Seen with Megatron 0.19.2.  Megatron-FSDP 2 has only one instance.
+    ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce. Without it Megatron-FSDP does not
+    know the last microbatch, after which alone it sums over the instances. Seen with Megatron 0.19.2. Megatron-FSDP 2
+    has only one instance.
     """
     instances = getattr(args, "num_distributed_optimizer_instances", 1) or 1
     first = getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) == 1

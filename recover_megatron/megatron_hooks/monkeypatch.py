@@ -75,9 +75,9 @@ def parse_release(version: str) -> tuple[int, int]:
 def find_megatron(*, brings_script: bool = False) -> Megatron:
     """Find the Megatron of this process and check that this package supports it.
 
-    Only reads Megatron's version file, so a refusal needs no import of torch.  Raises UserError if Megatron is missing,
-    lacks ``megatron.training``, or has an unsupported version.
-    ``brings_script``: the caller has a GPT script, so a wheel without one is sufficient.
+    Only reads Megatron's version file, so a refusal needs no import of torch. Raises UserError if Megatron is missing,
+    lacks ``megatron.training``, or has an unsupported version. ``brings_script``: the caller has a GPT script, so a
+    wheel without one is sufficient.
     """
     try:
         spec = importlib.util.find_spec("megatron.core")

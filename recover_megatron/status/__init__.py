@@ -2,5 +2,6 @@
 
     addresses --watch: ask--> view (JSON) --model: read--> Status --screen: render--> terminal, or JSON
 
-docs/monitoring.md describes the command. A view changes nothing: an observer is no member of the run (``membership.view``).
+docs/monitoring.md describes the command. A view changes nothing: an observer is no member of the run
+(``membership.view``).
 """

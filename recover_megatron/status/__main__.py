@@ -53,8 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Show a live view of a running job, from its coordinator. A view changes nothing in the run. "
         "drain NODE makes the workers of a node leave the run in order, so that the node can be switched off.",
         epilog="The job's secret: DIR/secret, if the launch generated one; else from the environment, "
-        f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} (a file of mode 0600). docs/monitoring.md describes where to find "
-        "the address and the secret of a launch.",
+        f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} (a file of mode 0600). docs/monitoring.md describes where to "
+        "find the address and the secret of a launch.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Metrics of a run for Prometheus: families of ``prometheus_client``, from the data that ``recover-status`` shows.
 
-docs/reference/metrics.md lists them; names and labels are part of the interface.  Every sample has the label ``run``: several
-runs may be reported on one node, in textfiles that are read together, and one after the other at one port.
+docs/reference/metrics.md lists them; names and labels are part of the interface.  Every sample has the label ``run``:
+several runs may be reported on one node, in textfiles that are read together, and one after the other at one port.
 """
 
 from __future__ import annotations

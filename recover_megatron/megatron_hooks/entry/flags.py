@@ -281,7 +281,7 @@ def _warn(line: str) -> None:
 
 
 def remarks(args: argparse.Namespace) -> list[str]:
-    """Return warnings about flags that Megatron accepts but does not implement (0.18 to 0.20: docs/troubleshooting.md)."""
+    """Return warnings about flags that Megatron accepts but does not implement (0.18 to 0.20)."""
     found = []
     if getattr(args, "rampup_batch_size", None):
         found.append(
