@@ -220,7 +220,8 @@ def _still_in(manager: Manager) -> bool:
 def _to_megatrons_writers(manager: Manager, outcome: Outcome, seconds: float, recoveries: int) -> None:
     """Write scalars to TensorBoard and W&B, on the rank that has Megatron's writers.
 
-    Their names are those of docs/reference/metrics.md.  A metric that is a counter there is the increment of this iteration here: a new writer does not know the sums.
+    Their names are those of docs/reference/metrics.md.  A metric that is a counter there is the increment of this
+    iteration here: a new writer does not know the sums.
     """
     decision, launched = manager.view.decision, manager.view.grid.launched
     recovering = sum(outcome.seconds.values())
