@@ -106,7 +106,7 @@ def measure(server: ForkServer, folder: Path, case: Case, model: Model, timeout:
         if event["event"] == "recovery":
             for phase in PHASES:
                 most(phase, 1e3 * event["seconds"].get(phase, 0.0))
-            most("set aside", event["aside_bytes"] / 2**20)
+            most("set aside", event["saved_bytes"] / 2**20)
         elif event["event"] == "repartition" and event["iteration"] > 1:
             most("repartition", 1e3 * event["seconds"])
         elif event["event"] == "snapshot":

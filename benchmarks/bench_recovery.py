@@ -165,7 +165,7 @@ class Launcher:
     def of_no_interest(self, *told: object) -> None:
         """Ignore other messages of a coordinator to a node agent."""
 
-    put_out = epoch_wanted = noted = draining = said = may_host = of_no_interest
+    evict = epoch_wanted = noted = draining = said = may_host = of_no_interest
 
 
 def prepared(launcher: Launcher, gib: float, worker: Callable[[int, TextIO], object], me: int, report: TextIO) -> None:

@@ -115,7 +115,7 @@ def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tup
     # A row has the peak of the previous iteration.
     found["peak before, MiB"] = max(rows[at + 1]["peak"] for at in quiet) / 1024
     found["peak, MiB"] = rows[iteration + 1]["peak"] / 1024
-    found["set aside, MiB"] = (accounts[-1]["aside_bytes"] if accounts else 0) / 2**20
+    found["set aside, MiB"] = (accounts[-1]["saved_bytes"] if accounts else 0) / 2**20
     return found
 
 

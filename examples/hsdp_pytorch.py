@@ -88,7 +88,7 @@ class Trainer:
     def finish_iteration(self) -> None:
         """Run the missing microbatches, sum them, and agree with all.  Raises EpochRevoked if a worker has died."""
         group, own = self.column.group([self.bucket]), self.share()
-        with self.bucket.set_aside():  # keeps the finished sums
+        with self.bucket.save_sums():  # keeps the finished sums
             for j in own:
                 self.run(j)
         group.all_reduce(self.bucket).wait()

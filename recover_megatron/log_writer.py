@@ -47,7 +47,7 @@ Job = Callable[[], object]
 """Callable that may be called several times: again after an OSError."""
 
 
-class Aside:
+class BackgroundWriter:
     """Background writer: runs jobs in their order, in a thread that starts with the first job.
 
     ``what`` names the file in messages, ``say`` (called in any thread) logs trouble; ``most_bytes`` bounds the queue.
@@ -231,7 +231,7 @@ def open_to_append(path: Path, *, drop_cut: bool = False) -> int:
     return descriptor
 
 
-class LogWriter(Aside):
+class LogWriter(BackgroundWriter):
     """Background writer that appends lines to one file, which it opens with the first line.
 
     ``opening`` returns the descriptor, in the thread, and is called again when the file must be reopened (its folder
@@ -331,7 +331,7 @@ class LogWriter(Aside):
             self._add(b"", 0, None)
 
 
-def flush_all(files: Iterable[Aside], seconds: float = FLUSH_SECONDS) -> None:
+def flush_all(files: Iterable[BackgroundWriter], seconds: float = FLUSH_SECONDS) -> None:
     """Flush all files; if one gives up, the others, perhaps on the same disk, get only ``PATIENCE_SECONDS``."""
     for file in files:
         if not file.flush(seconds):

@@ -84,7 +84,7 @@ def _fingerprint(sources: Iterable[Path], args: argparse.Namespace) -> str:
     return hashlib.sha256(json.dumps([inputs, options]).encode()).hexdigest()
 
 
-def load_if_whole(out: Path, fingerprint: str | None = None) -> dict[str, Any] | None:
+def load_if_complete(out: Path, fingerprint: str | None = None) -> dict[str, Any] | None:
     """Return corpus.json of ``out``; None if there is no complete corpus, or its fingerprint differs."""
     try:
         corpus: dict[str, Any] = json.loads((out / "corpus.json").read_bytes())
@@ -131,7 +131,7 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("a") as lock, tempfile.TemporaryDirectory(prefix=".making-", dir=out) as name:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two concurrent calls would mix their files
-        if corpus := load_if_whole(out, fingerprint):
+        if corpus := load_if_complete(out, fingerprint):
             return corpus, True
         folder = Path(name)
         documents = at_most(documents_of(sources, args.json_key), args.max_mib)

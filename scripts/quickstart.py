@@ -170,7 +170,7 @@ def corpus_of(folder: Path | None) -> dict[str, Any]:
         if prepare_corpus.main(["--out", str(prepare_corpus.LIBRARY_OUT)]) != 0:
             raise Stop("the corpus could not be created (see above)")
         folder = prepare_corpus.LIBRARY_OUT
-    corpus = prepare_corpus.load_if_whole(folder)
+    corpus = prepare_corpus.load_if_complete(folder)
     if corpus is None:
         raise Stop(
             f"--corpus {folder}: this folder has no complete corpus; create one with\n"
@@ -212,7 +212,7 @@ def run_training(command: Sequence[str], run: Path, corpus: dict[str, Any], rows
     return status
 
 
-def what_it_changed(run: Path, reference: Path, fault: int) -> list[str]:
+def compare_runs(run: Path, reference: Path, fault: int) -> list[str]:
     """Compare the run with the death to the run without; return the lines to print.
 
     Raises Stop if no worker died, if the other workers did not finish that step, or if more changed than the order of
@@ -273,7 +273,7 @@ def quickstart(args: argparse.Namespace) -> int:
         print(f"{'written':<16}{run}: " + ", ".join(name for name in names if (run / name).exists()))
         if compared:
             assert fault is not None
-            print("", *what_it_changed(run, reference, fault), sep="\n")
+            print("", *compare_runs(run, reference, fault), sep="\n")
     return status or audit_status
 
 

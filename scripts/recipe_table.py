@@ -92,7 +92,7 @@ def verdicts() -> list[Verdict]:
     """Return the verdict on each, in order.  Imports Megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
-    from recover_megatron.megatron_hooks.entry.refused import cannot_recover, cannot_shard, settle
+    from recover_megatron.megatron_hooks.entry.refused import adjust, cannot_recover, cannot_shard
     from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 
     plain, untested = RecoverConfig(enabled=True), RecoverConfig(enabled=True, untested=True)
@@ -114,7 +114,7 @@ def verdicts() -> list[Verdict]:
     def judge(recipe: Recipe) -> Verdict:
         unknown = tuple(" ".join(words) for words in recipe.flags if not known(words))
         args = parser.parse_args([*chain.from_iterable(filter(known, recipe.flags))])
-        switched = [its.flag for its in settle(args) if its.off]
+        switched = [its.flag for its in adjust(args) if its.off]
         anyway, unless = refusals(args, untested), refusals(args, plain)
         if refused := anyway or unless:
             answer = Answer.REFUSED if anyway else Answer.UNTESTED

@@ -155,7 +155,7 @@ def refused_page() -> str:
     """Return the page of what ``--recover`` refuses or does in another way than Megatron."""
     settled = [
         (prose(its.flag), "switched off" if its.off else "done in another way", prose(its.words).replace("|", "\\|"))
-        for its in refused.SETTLED
+        for its in refused.ADJUSTED
     ]
     return page(
         "What --recover refuses, and what it does differently",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron import log_writer
-from recover_megatron.log_writer import Aside, LogWriter
+from recover_megatron.log_writer import BackgroundWriter, LogWriter
 from recover_megatron.logger import LINES_VARIABLE, get_logger
 from tests.harness import REPOSITORY
 from tests.harness.processes import python
@@ -274,7 +274,7 @@ def test_a_closed_aside_gives_up_what_the_disk_refuses() -> None:
         raise OSError(28, "No space left on device")
 
     said: list[str] = []
-    aside = Aside("it", said.append)
+    aside = BackgroundWriter("it", said.append)
     aside.submit(refused, 1)
     assert not aside.flush()
     aside.close()
@@ -284,7 +284,7 @@ def test_a_closed_aside_gives_up_what_the_disk_refuses() -> None:
 
 def test_a_writer_that_had_nothing_to_do_for_long_is_not_taken_for_a_disk_that_blocks() -> None:
     said: list[str] = []
-    aside = Aside("it", said.append)
+    aside = BackgroundWriter("it", said.append)
     aside.submit(lambda: None, 1)
     assert aside.flush(DEADLINE)
     aside._since -= 10 * log_writer.STALL_SECONDS  # so long ago

@@ -57,13 +57,13 @@ NEWS_SECONDS = 30.0
 """Time limit for the report of a death after the shard group's communication failed."""
 
 
-def whole_shard_groups(workers: Collection[int], shards: int) -> list[int]:
+def complete_shard_groups(workers: Collection[int], shards: int) -> list[int]:
     """Return the numbers of the shard groups whose workers are all in ``workers``, ascending."""
     there = Counter(worker // shards for worker in set(workers))
     return sorted(number for number, count in there.items() if count == shards)
 
 
-def why_no_shard_groups(shards: int, environ: Mapping[str, str]) -> str:
+def shard_group_problem(shards: int, environ: Mapping[str, str]) -> str:
     """Return why the workers of this launch cannot form shard groups of ``shards`` workers; empty if they can."""
     workers = int(environ.get("WORLD_SIZE", shards))
     if shards > 1 and workers % shards:
@@ -160,7 +160,7 @@ class Column:
         If the workers cannot form shard groups, the process prints a line and exits with code 2.  So call this before
         ``init_process_group``: an incomplete shard group would wait there for its missing workers.
         """
-        if why := why_no_shard_groups(shards, os.environ):
+        if why := shard_group_problem(shards, os.environ):
             refuse(os.path.basename(sys.argv[0]), [why])
         key, host = find_secret(os.environ).key("column"), os.environ.get(HOST_VARIABLE, LOOPBACK)
         return cls(connect(), worker_id(), key, shards=shards, host=host, device=device, timeout=timeout)
@@ -189,7 +189,7 @@ class Column:
     @property
     def shard_groups(self) -> list[int]:
         """Numbers of the epoch's complete shard groups, ascending; if ``shards`` is 1, the worker ids."""
-        return whole_shard_groups(self.members, self.shards)
+        return complete_shard_groups(self.members, self.shards)
 
     @property
     def column(self) -> list[int]:
@@ -272,7 +272,7 @@ class Column:
             except EpochRevoked as over:
                 self._failed = True
                 if self._group is None and isinstance(lost := over.__cause__, PeerLost):
-                    self._lost = PeerLost(str(lost), lost.peer, road=lost.road)
+                    self._lost = PeerLost(str(lost), lost.peer, unreachable=lost.unreachable)
                 raise
         return self._group
 

@@ -37,7 +37,7 @@ MOST_ASKED = 3
 
 
 @dataclass(frozen=True)
-class Told:
+class ComparedStatus:
     """Compared parts of a worker's status, as received."""
 
     given: str = ""
@@ -49,7 +49,7 @@ class Told:
     peer_store: str = ""
 
     @classmethod
-    def of(cls, status: Any, placed: str, holds: str, peer_store: str) -> Told:
+    def of(cls, status: Any, placed: str, holds: str, peer_store: str) -> ComparedStatus:
         """Read ``status``; the other arguments are names of its fields.
 
         Raises nothing: a worker of another version may have sent it.
@@ -68,7 +68,7 @@ class OddOnes:
     model: int = -1
 
 
-def odd_ones(compared: Mapping[int, Told], what: str = "given") -> OddOnes:
+def odd_ones(compared: Mapping[int, ComparedStatus], what: str = "given") -> OddOnes:
     """Return the workers whose digest differs from the run's; ``what``: "given" or "code".
 
     The run's digest is the most frequent one among the workers with a place; if no worker has a place, among those
@@ -108,7 +108,7 @@ class OwnDescription:
             peer_store.put(GIVEN, json.dumps(given))
             peer_store.put(CODE, json.dumps(code))
 
-    def different(self, me: int, compared: Mapping[int, Told], odd: OddOnes) -> str:
+    def different(self, me: int, compared: Mapping[int, ComparedStatus], odd: OddOnes) -> str:
         """Return why this worker is refused; empty if it is accepted.  ``odd``: the ``odd_ones`` of ``compared``."""
         if me in odd.workers:
             other = self._ask(compared[odd.model].peer_store, GIVEN)
@@ -119,7 +119,7 @@ class OwnDescription:
             return f"runs {code}; start it with the files of the run, or restart the run ({self._lets_in} accepts it)"
         return ""
 
-    def _other_program(self, me: int, compared: Mapping[int, Told]) -> str:
+    def _other_program(self, me: int, compared: Mapping[int, ComparedStatus]) -> str:
         """Return how this worker's program differs from the run's; empty if it does not.
 
         Compares once, at the first call in which some worker has sent a digest.  If no worker with the run's program

@@ -21,18 +21,18 @@ __all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost"]
 class PeerLost(ConnectionError):
     """The connection to another member broke.  Used in this package and layer 2 only: callers see ``EpochRevoked``.
 
-    ``peer``: worker id of the other member, if it is known.  ``road``: True if the peer is unreachable (the network
+    ``peer``: worker id of the other member, if it is known.  ``unreachable``: True if the peer is unreachable (the network
     path fails in one direction or both); False if the peer closed the connection.
     """
 
-    def __init__(self, text: str, peer: int | None = None, *, road: bool = False) -> None:
+    def __init__(self, text: str, peer: int | None = None, *, unreachable: bool = False) -> None:
         super().__init__(text)
         self.peer = peer
-        self.road = road
+        self.unreachable = unreachable
 
     def bare(self) -> PeerLost:
         """Return a copy without frames, which would keep connections and memory of the epoch alive."""
-        return PeerLost(str(self), self.peer, road=self.road)
+        return PeerLost(str(self), self.peer, unreachable=self.unreachable)
 
 
 class CollectiveMismatch(RuntimeError):

@@ -7,7 +7,7 @@ of epoch e, bit for bit the same at every member where it is REDUCED.  Spans are
 chunks and segments change with the number of members, finished elements do not.  A ledger replaces its tuple of spans
 atomically, so a reader in another thread always sees a valid ledger.
 
-Between two epochs finished sums are saved (``Aside``) while lost microbatches are run again into the bucket.
+Between two epochs finished sums are saved (``SavedSums``) while lost microbatches are run again into the bucket.
 ``Memory`` decides where: on their device, or on the host if the device is full.
 """
 
@@ -248,13 +248,13 @@ class Bucket:
         self.flat.zero_()
         self.ledger.clear()
 
-    def set_aside(self, memory: Memory | None = None, beside: int = 0) -> Aside:
+    def save_sums(self, memory: Memory | None = None, beside: int = 0) -> SavedSums:
         """Save the REDUCED spans (and nothing else) before gradients are accumulated into the bucket again.
 
         ``with bucket.set_aside():`` restores them at exit.  ``memory``: allocator of the copies; by default they stay
         on the bucket's device if they fit.  ``beside``: bytes of other buckets' copies on that device.
         """
-        return Aside(self, memory or Memory(), beside)
+        return SavedSums(self, memory or Memory(), beside)
 
 
 def _shard(parameter: Any) -> torch.Tensor:
@@ -279,7 +279,7 @@ def is_distributed(parameter: Any) -> bool:
     return hasattr(parameter, "device_mesh")
 
 
-class Aside:
+class SavedSums:
     """Saved finished sums of a bucket, while lost microbatches are run again into it."""
 
     def __init__(self, bucket: Bucket, memory: Memory, beside: int) -> None:
@@ -297,14 +297,14 @@ class Aside:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
-        self.put_back()
+        self.restore()
 
     @property
     def nbytes(self) -> int:
         """Size of all copies in bytes."""
         return sum(values.nbytes for _, values in self._kept)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Overwrite the REDUCED spans with the finished sums."""
         for span, values in self._kept:
             self._bucket.flat[span.start : span.stop].copy_(values)

@@ -50,7 +50,7 @@ class PeerStoreClient(dist.Store):
         self._unsent: list[dict[str, Any]] = []
         self._connection: Connection | None = None
         self._error: str | None = None
-        self._road = False
+        self._unreachable = False
         threading.Thread(target=self._talk, name="recover-peer-store-client", daemon=True).start()
 
     # ---- methods of a store
@@ -97,7 +97,7 @@ class PeerStoreClient(dist.Store):
 
     def _check(self) -> None:
         if self._error is not None:
-            raise PeerLost(self._error, road=self._road)
+            raise PeerLost(self._error, unreachable=self._unreachable)
 
     def _send(self, **message: Any) -> None:
         with self._changed:
@@ -111,10 +111,10 @@ class PeerStoreClient(dist.Store):
                 self._fail(str(error))
                 self._check()
 
-    def _fail(self, reason: str, *, road: bool = False) -> None:
+    def _fail(self, reason: str, *, unreachable: bool = False) -> None:
         with self._changed:
             if self._error is None:
-                self._road = road
+                self._unreachable = unreachable
                 self._error = f"the peer store at {self._address} is unreachable: {reason}"
             if self._connection is not None:
                 self._connection.shutdown()
@@ -125,7 +125,7 @@ class PeerStoreClient(dist.Store):
         try:
             connection = Connection(self._address, self._challenge)
         except Unreachable as error:
-            self._fail(str(error), road=error.road)
+            self._fail(str(error), unreachable=error.unreachable)
             return
         try:
             with self._changed:
@@ -138,7 +138,7 @@ class PeerStoreClient(dist.Store):
                     self._values[str(answer["key"])] = str(answer["value"]).encode("latin-1")
                     self._changed.notify_all()
         except (Unreachable, PeerLost, ValueError, KeyError) as error:
-            self._fail(str(error), road=isinstance(error, Unreachable) and error.road)
+            self._fail(str(error), unreachable=isinstance(error, Unreachable) and error.unreachable)
         finally:
             with self._changed:
                 self._connection = None
@@ -172,7 +172,7 @@ class Neighbours:
                 if not self._of(key).check([key]):
                     return False
             except PeerLost as lost:
-                raise PeerLost(str(lost), self._member(key), road=lost.road) from lost
+                raise PeerLost(str(lost), self._member(key), unreachable=lost.unreachable) from lost
         return True
 
     def _of(self, key: str) -> PeerStoreClient:
@@ -194,7 +194,7 @@ class Fetcher:
         try:
             self._connection = Connection(address, Challenge(secret), patience)
         except Unreachable as error:
-            raise self._lost(error, road=error.road) from error
+            raise self._lost(error, unreachable=error.unreachable) from error
 
     def fetch(self, what: Sequence[int]) -> bytes | None:
         """Return what the other side's ``source`` returns for these numbers: at most ``MOST_BYTES`` bytes, or None."""
@@ -205,7 +205,7 @@ class Fetcher:
                 raise self._lost(f"it announced {size} bytes; the limit is {MOST_BYTES}")
             return None if size < 0 else self._connection.receive_bytes(size)
         except Unreachable as error:
-            raise self._lost(error, road=error.road) from error
+            raise self._lost(error, unreachable=error.unreachable) from error
         except (ValueError, KeyError, TypeError) as error:
             raise self._lost(error) from error
 
@@ -213,8 +213,8 @@ class Fetcher:
         """Close the connection; idempotent."""
         self._connection.close()
 
-    def _lost(self, why: object, *, road: bool = False) -> PeerLost:
-        return PeerLost(f"the peer store at {self._address} gave no usable answer: {why}", road=road)
+    def _lost(self, why: object, *, unreachable: bool = False) -> PeerLost:
+        return PeerLost(f"the peer store at {self._address} gave no usable answer: {why}", unreachable=unreachable)
 
 
 REACH_SECONDS = 4.0

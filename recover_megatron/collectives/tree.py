@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost
 from recover_megatron.collectives.state.transport import bytes_of, receive_into
-from recover_megatron.network.connection import Challenge, Unreachable, is_of_the_road
+from recover_megatron.network.connection import Challenge, Unreachable, is_path_error
 from recover_megatron.network.peer_store import PeerStoreServer, open_stream
 from recover_megatron.network.system import close_in_children, forget, watch
 
@@ -101,7 +101,7 @@ class Tree:
                 sock = open_stream(addresses[self.parent], challenge, name, self._patience)
             except Unreachable as error:
                 self._cancel_token.check()
-                raise PeerLost(str(error), self._members[self.parent], road=error.road) from error
+                raise PeerLost(str(error), self._members[self.parent], unreachable=error.unreachable) from error
             self._keep(self.parent, sock)
         for child in self.children:
             self._keep(child, self._streams.take(f"{self._name}/{child}", self._patience))
@@ -155,7 +155,9 @@ class Tree:
 
     def _lost(self, member: int, error: OSError) -> PeerLost:
         self._cancel_token.check()
-        return PeerLost(f"member {member} of {self._name}: {error}", self._members[member], road=is_of_the_road(error))
+        return PeerLost(
+            f"member {member} of {self._name}: {error}", self._members[member], unreachable=is_path_error(error)
+        )
 
     # ---- the end
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron import program
-from recover_megatron.collectives.comparison import OwnDescription, Told, odd_ones
+from recover_megatron.collectives.comparison import ComparedStatus, OwnDescription, odd_ones
 from recover_megatron.collectives.ledger import is_distributed
 from recover_megatron.elastic.state import Optimizers, Stateful
 from recover_megatron.errors import EXIT_USAGE, UserError, refuse, traceback_wanted
@@ -164,7 +164,7 @@ def some_differ(own: OwnDescription, worker: int, holds: bool, statuses: Mapping
     If this worker differs, the process exits; if it also has a state (``holds``), it was launched with the run, and the
     run ends.
     """
-    compared = {each: Told.of(status, "holds", "holds", "address") for each, status in statuses.items()}
+    compared = {each: ComparedStatus.of(status, "holds", "holds", "address") for each, status in statuses.items()}
     odd = odd_ones(compared)
     different = own.different(worker, compared, odd)
     if different and not holds:

@@ -236,7 +236,7 @@ class ElasticDataParallel:
         A function of ``lead`` calls it before it renames a checkpoint: a worker that was stopped for a while does not
         know that another worker may have written a newer one.  Raises ``Fenced`` and ``CoordinatorLost``.
         """
-        self._session.be_in_touch(in_epoch=False)
+        self._session.wait_in_touch(in_epoch=False)
 
     @takes_part
     def leave(self) -> None:

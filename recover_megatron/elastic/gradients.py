@@ -132,7 +132,7 @@ class Gradients:
         with contextlib.ExitStack() as stack:
             beside = 0
             for bucket in self.buckets:
-                saved = bucket.set_aside(beside=beside)
+                saved = bucket.save_sums(beside=beside)
                 beside += saved.device_bytes
                 stack.enter_context(saved)
             yield

@@ -259,7 +259,7 @@ class Decision:
     """Iterations between two snapshots."""
     holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Worker that needs a state -> all workers that hold it, the preferred sender first: they share the work."""
-    mended: tuple[int, ...] = ()
+    repaired: tuple[int, ...] = ()
     """Workers that need a state because theirs differs from that of most of their column."""
     disputed: tuple[int, ...] = ()
     """Workers of columns whose states differ without a majority for any: the lowest replica's state was taken."""
@@ -279,7 +279,7 @@ class Decision:
     """Worker with a place -> the failure domains whose loss would break its replica."""
     broken: frozenset[Edge] = frozenset()
     """Pairs of live workers that cannot connect to each other."""
-    put_out: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
+    left_out: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
     """Complete replicas that are left out -> the broken edges that caused it."""
     draining: tuple[str, ...] = ()
     """Nodes that the run drains: workers there with a place leave at the next boundary, the others leave now."""

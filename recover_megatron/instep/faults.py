@@ -4,7 +4,7 @@ mates        an operation on a group of this replica failed         ``is_in_a_gr
                                                                     ``is_communication``; the worker is an orphan
 own host     this host or device cannot do what others may          ``is_own``; the worker exits, the run continues
 CUDA context CUDA has failed in this process                        ``is_of_device``; the worker exits, even an orphan,
-                                                                    soon, whatever hangs in it (``ends_soon``)
+                                                                    soon, whatever hangs in it (``exit_soon``)
 any other    of the worker or of the training code: the             ``signature``; the worker exits, and the run if
              coordinator compares the errors of all workers         other workers fail with the same error
 
@@ -311,7 +311,7 @@ def break_device(device: torch.device) -> None:
     torch.zeros(4, device=device)[torch.tensor([1 << 30], device=device)]
 
 
-def ends_soon(seconds: float = END_SECONDS) -> None:
+def exit_soon(seconds: float = END_SECONDS) -> None:
     """Make this process exit within ``seconds``: with a broken device any later call may hang."""
     timer = threading.Timer(seconds, _end)
     timer.daemon = True

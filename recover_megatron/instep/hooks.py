@@ -153,7 +153,7 @@ class ProgressReports:
         with suppress(CoordinatorLost, Fenced):
             self._session.wait_lost((), threading.TIMEOUT_MAX)
 
-    def begin_anew(self) -> None:
+    def allow_first_decision(self) -> None:
         """Allow this worker as much time until the end of the next decision as in its first one.
 
         A worker that joined the run late compiles its kernels then, and its mates wait for it.

@@ -39,7 +39,7 @@ Raised by ``start``, ``at_boundary``, ``step``, ``section`` and ``finish``, whic
     StateLost          a part of the training's state is lost: the run ends for all, exit code 12
     Fenced             this worker was evicted, and the run continues without it: exit with code 13
     CoordinatorLost    the run has ended, or its majority is lost: exit with the error's code
-    EpochRevoked       only from ``View.groups`` and ``be_in_touch``: let it leave the section, which is then run again
+    EpochRevoked       only from ``View.groups`` and ``wait_in_touch``: let it leave the section, which is then run again
                        (a step uses neither)
 
 The idea of a manager that hides a quorum behind step, boundary and commit is torchft's; there a failed step is dropped,
@@ -195,14 +195,14 @@ class Manager:
         """Raise ``Orphaned`` if the replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out."""
         self._parts.orphan.stay()
 
-    def be_in_touch(self, *, in_epoch: bool = True) -> None:
+    def wait_in_touch(self, *, in_epoch: bool = True) -> None:
         """Return once the coordinator has answered a new request, mostly at once.  From any thread.
 
         Call it before an action that a stopped worker, evicted without knowing it, must not perform.  Raises ``Fenced``
         or ``CoordinatorLost``, ``EpochRevoked`` unless ``in_epoch`` is False, and after ``finish`` another
         ``MembershipError``.
         """
-        self._parts.session.be_in_touch(in_epoch=in_epoch)
+        self._parts.session.wait_in_touch(in_epoch=in_epoch)
 
     def is_of_mates(self, error: BaseException) -> bool:
         """Return whether ``error`` comes from a loss in this replica, or this worker is an orphan already.

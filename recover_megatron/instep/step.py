@@ -175,11 +175,11 @@ class Step:
         self._progress.mark("forward")
         self._progress.inject("recovery")
         with self._phase("rerun"):
-            kept = gradients.set_aside()
-            self._outcome.aside_bytes = max(self._outcome.aside_bytes, sum(aside.nbytes for aside in kept))
+            kept = gradients.save_sums()
+            self._outcome.saved_bytes = max(self._outcome.saved_bytes, sum(saved.nbytes for saved in kept))
             self._run_microbatches()
-            for aside in kept:
-                aside.put_back()
+            for saved in kept:
+                saved.restore()
         return State.REDUCE
 
     # ---- parts of the above

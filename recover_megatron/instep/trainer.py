@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.collectives.ledger import Aside, Bucket, Memory
+from recover_megatron.collectives.ledger import Bucket, Memory, SavedSums
 from recover_megatron.collectives.progress import Handle
 from recover_megatron.errors import Disagreement
 from recover_megatron.instep.groups.epoch_groups import EpochGroups
@@ -108,11 +108,11 @@ class Gradients:
                 buckets.append(tail.bucket)
             epoch_groups.ring(alive(column, live)).pull(buckets)
 
-    def set_aside(self) -> list[Aside]:
+    def save_sums(self) -> list[SavedSums]:
         """Save copies of the REDUCED spans, while lost microbatches run again into the same buffers."""
-        kept: list[Aside] = []
+        kept: list[SavedSums] = []
         for _, bucket in self._parts:
-            kept.append(bucket.set_aside(self._memory, sum(aside.device_bytes for aside in kept)))
+            kept.append(bucket.save_sums(self._memory, sum(saved.device_bytes for saved in kept)))
         return kept
 
     def divide_local(self, number: int, factor: float) -> None:
@@ -177,9 +177,9 @@ class Tail:
         flat[self.total + where] = share * (replica + 1)
         flat[self._seconds_at + replica] = share * seconds
         flat[self._extras_at : self._extras_at + extras.numel()] = extras
-        aside = self.bucket.set_aside()
+        saved = self.bucket.save_sums()
         self.bucket.flat.copy_(flat)
-        aside.put_back()
+        saved.restore()
 
     def verify(self) -> dict[int, list[int]]:
         """Return replica -> ids it counted, by the finished sum.  Raises Disagreement if an id was not counted once."""
@@ -236,7 +236,7 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of the recovery by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker joined it;
     empty if there was none."""
-    aside_bytes: int = 0
+    saved_bytes: int = 0
     """Peak device and host memory of the finished sums that were saved during a re-run."""
     speeds: dict[int, float] = field(default_factory=dict)
     """Replica -> seconds per microbatch of its main pass, the same on all workers of a column."""

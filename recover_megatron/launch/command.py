@@ -24,7 +24,7 @@ from recover_megatron.launch.command_line.forecast import LOSSES, Forecast, give
 from recover_megatron.launch.command_line.plan import Domains, LaunchPlan, is_known, loopback, saves_checkpoints
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.device_test import command_of
-from recover_megatron.launch.messages import SHARE_A_SECRET, count, goes_on_without
+from recover_megatron.launch.messages import SHARE_A_SECRET, continues_without, count
 from recover_megatron.launch.nodes import peers, store
 from recover_megatron.launch.nodes.control_plane import has_secret, own_address
 from recover_megatron.launch.nodes.leasing import AUTO, OFF, lease_path
@@ -294,7 +294,7 @@ def _in_use(lock: FolderLock, plan: LaunchPlan, reason: str) -> arguments.UsageE
     if not lock.goes_on:
         return arguments.UsageError([reason])
     coordinators = f"$(recover-status {shlex.quote(str(plan.log_dir))} --coordinators)" if plan.log_dir else ""
-    return arguments.UsageError([goes_on_without(plan, reason, coordinators)], code=LEFT_OUT)
+    return arguments.UsageError([continues_without(plan, reason, coordinators)], code=LEFT_OUT)
 
 
 def _check_secret(options: arguments.Options) -> list[str]:

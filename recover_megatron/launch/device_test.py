@@ -64,7 +64,7 @@ def computes(device: torch.device, size: int = BYTES, side: int = SIDE) -> str:
     return ""
 
 
-def complains(nvml: Any, uuid: str) -> str:
+def nvml_error(nvml: Any, uuid: str) -> str:
     """Return the error that NVML (the module ``pynvml``) reports for the device of this UUID; empty if none."""
     nvml.nvmlInit()
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -108,7 +108,7 @@ def examine(local_rank: int) -> str:
     except ImportError:
         return ""
     try:
-        return complains(nvml, uuid)
+        return nvml_error(nvml, uuid)
     except nvml.NVMLError as error:
         print(f"NVML cannot be queried: {error}")
         return ""

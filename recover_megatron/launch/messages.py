@@ -178,7 +178,7 @@ def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
     return f"more workers may join from other hosts: {_join_command(plan, coordinators)}"
 
 
-def goes_on_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
+def continues_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
     """Describe a launcher that was started again but is not needed; ``coordinators``: of the run."""
     text = f"{why}: the run continues without this node"
     if not plan.fault_tolerant or not coordinators:

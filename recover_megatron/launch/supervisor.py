@@ -91,7 +91,7 @@ class Supervisor:
         self._exporter = ExporterProcess(plan, inherited, self._loop, say)
         self._late = LateNewcomers(plan, self._loop, self._table, self._control, say)
         self._start_up = StartUp(
-            self._loop, plan, self._table, self._control, say, self.go_on_without, self.fail_launch
+            self._loop, plan, self._table, self._control, say, self.continue_without, self.fail_launch
         )
         secret = find_secret(inherited) if plan.nnodes > 1 and has_secret(inherited) else None
         self._peers = Peers(self._loop, plan, secret, listener, self._start_up.launcher_lost, say, self)
@@ -244,9 +244,9 @@ class Supervisor:
         if self._state is not LaunchState.STOPPING and self._start_up.ended_in_it(worker):
             self._start_up.worker_lost(worker, left_behind, cause)
         else:
-            self.go_on_without(worker, left_behind, cause if worker.state is WorkerState.KILLED else "")
+            self.continue_without(worker, left_behind, cause if worker.state is WorkerState.KILLED else "")
 
-    def go_on_without(self, worker: WorkerProcess, left_behind: int, cause: str = "") -> None:
+    def continue_without(self, worker: WorkerProcess, left_behind: int, cause: str = "") -> None:
         """Log how and why ``worker`` has ended; start its replacement, or stop after the last worker."""
         successor = None
         if self._state is LaunchState.RUNNING and self._control.under_way:
@@ -277,7 +277,7 @@ class Supervisor:
             return bool(left_behind) and not self._plan.fault_tolerant  # Megatron's helper processes are no news
         victim = self._start_up.under_way and worker.exit_code in NO_FAULT  # the cause was logged
         ordered = self._state is LaunchState.STOPPING and (victim or worker.signal in (signal.SIGTERM, signal.SIGKILL))
-        return not ordered and not self._late.told_of(worker)
+        return not ordered and not self._late.already_logged(worker)
 
     def _start_tested(self, worker: WorkerProcess) -> None:
         """Start a worker whose device has passed its test.  Raises OSError."""
@@ -288,10 +288,10 @@ class Supervisor:
         if self._state is LaunchState.RUNNING and not self._table.live:
             self._own_workers_ended()
 
-    def put_out(self, worker_id: int, reason: str) -> None:
+    def evict(self, worker_id: int, reason: str) -> None:
         worker = self._table.running_worker(worker_id)
         if worker is not None:
-            self._successors.put_out(worker_id)
+            self._successors.evict(worker_id)
             self._table.note(worker_id, f"{messages.EVICTED}: {reason}")
             alone = "; it is not replaced: its host or device may need a check" * bool(self._plan.max_restarts)
             self._console.say(f"worker {worker_id} is evicted from the run ({reason}): killing it{alone}")

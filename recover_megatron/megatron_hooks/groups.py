@@ -32,7 +32,7 @@ from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.groups.model_parallel_groups import ModelParallelGroups
-from recover_megatron.instep.groups.process_group import EpochGroup, register, register_new, renumber, stands_in
+from recover_megatron.instep.groups.process_group import EpochGroup, register, register_new, register_slots, renumber
 from recover_megatron.instep.groups.traffic import WORLD, Caller, Mode, Traffic, caller
 from recover_megatron.instep.manager import Manager, View
 from recover_megatron.integrate import Loop
@@ -276,7 +276,7 @@ class Groups:
         """True if this worker takes no part in the training: its operations over replicas involve only itself."""
         return self.traffic.mode is Mode.ALONE
 
-    def stand_apart(self) -> None:
+    def leave_training(self) -> None:
         """Leave the training until ``open``: nothing is sent to other replicas."""
         self.traffic.mode = Mode.ALONE
 
@@ -335,7 +335,7 @@ class Groups:
         default.mates = (self._mates, slots)
         moved = dict(zip(self.grid.replicas[self._replica], slots, strict=True))
         for group in self._own:
-            stands_in(group, [slots[position] for position in group.positions])
+            register_slots(group, [slots[position] for position in group.positions])
         self._lists = {name: _moved(value, moved) for name, value in self._lists.items()}
         self._replica = view.replica
 

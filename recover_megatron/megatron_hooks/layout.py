@@ -90,7 +90,7 @@ def _resumes(args: Any) -> bool:
     return unknown or (Path(load) / "latest_checkpointed_iteration.txt").is_file()
 
 
-def no_way_back(args: Any, optimizers: Sequence[Any] = ()) -> str:
+def no_rollback_reason(args: Any, optimizers: Sequence[Any] = ()) -> str:
     """Return why the run cannot roll back to its checkpoints in place, as a clause; empty if it can.
 
     ``optimizers``: those of Megatron.

@@ -30,7 +30,7 @@ from recover_megatron.hostdevice import megatron_fixes
 from recover_megatron.integrate import Wrapper
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.entry import flags
-from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge, with_those_of_checkpoint
+from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge, with_checkpoint_args
 from recover_megatron.megatron_hooks.monkeypatch import ENTRY, SUPPORTED, find_megatron, is_surviving
 from recover_megatron.variables import JOIN_VARIABLE
 
@@ -119,8 +119,8 @@ def parsing(parse_args: Callable[..., argparse.Namespace]) -> Callable[..., argp
             _check_kept()
             config = config_from_argv(sys.argv[1:])
             provider = flags.arguments_provider(config, [extra_args_provider] if extra_args_provider else [])
-            args: argparse.Namespace = flags.in_plain_words(lambda: parse_args(provider, ignore_unknown_args))
-            if reasons := flags.problems(with_those_of_checkpoint(args), config, may_have_data=not _is_megatrons()):
+            args: argparse.Namespace = flags.as_user_errors(lambda: parse_args(provider, ignore_unknown_args))
+            if reasons := flags.problems(with_checkpoint_args(args), config, may_have_data=not _is_megatrons()):
                 raise UserError(*reasons)
         return args
 

@@ -72,7 +72,7 @@ class Admission:
         self._roster.bind(worker, session, now)
         awaited = self._rendezvous.is_open and number in self._rendezvous.members
         if worker.back and not awaited:
-            self._roster.away_again(worker)
+            self._roster.set_aside_again(worker)
         worker.new = new or worker.back
         worker.incarnation, worker.host = message["incarnation"], message["host"]
         worker.node_agent, worker.done = message.get("node_agent", ""), message["done"]
@@ -198,9 +198,9 @@ class TakeOver:
     def lose_silent(self, now: float) -> None:
         """Unbind or evict workers that have been silent for the heartbeat timeout."""
         for worker in self._lateness.silent(now):
-            self.lost_touch(worker, f"silent for {now - worker.heard:.1f} s", now)
+            self.connection_ended(worker, f"silent for {now - worker.heard:.1f} s", now)
 
-    def lost_touch(self, worker: Member, reason: str, now: float) -> None:
+    def connection_ended(self, worker: Member, reason: str, now: float) -> None:
         """Unbind or evict a worker that may still run and is not reached.
 
         Before this candidate has a term the worker may attach again. So may a worker on which the run does not count:

@@ -182,17 +182,17 @@ class Coordinator:
         elif ended and peer.fate in (Fate.LIVE, Fate.ASIDE):
             self.roster.dead(peer, reason, now)
         elif peer.back:
-            self.roster.away_again(peer)
+            self.roster.set_aside_again(peer)
         elif peer.fate is Fate.LIVE:
             self._lost_touch(peer, reason, now)
 
     def _lost_touch(self, worker: Member, reason: str, now: float) -> None:
         """Handle the loss of contact with a worker that may still be running."""
         if self._is_taking_over:
-            self._takeover.lost_touch(worker, reason, now)
+            self._takeover.connection_ended(worker, reason, now)
         else:
-            self.lateness.lost_touch(worker, reason, now)
-            self.lateness.put_out(self._awaited, now)
+            self.lateness.connection_ended(worker, reason, now)
+            self.lateness.evict(self._awaited, now)
 
     def _acknowledged(self, session: int, silence: float, delivered: bool, now: float) -> None:
         """Handle the kernel's answer to a ``Probe``."""
@@ -206,10 +206,10 @@ class Coordinator:
             return
         reason = f"its host has not acknowledged any data for {silence:.1f} s"
         if self._is_taking_over:
-            self._takeover.lost_touch(worker, reason, now)
+            self._takeover.connection_ended(worker, reason, now)
         else:
             self.lateness.unacknowledged(worker, reason, now)
-            self.lateness.put_out(self._awaited, now)
+            self.lateness.evict(self._awaited, now)
 
     @property
     def _is_taking_over(self) -> bool:
@@ -230,15 +230,15 @@ class Coordinator:
         held_up = late > self.settings.heartbeat_interval
         if held_up:
             self._excuse(late, now)
-        self.roster.without_last_word(now)
+        self.roster.expire_ended(now)
         self.lateness.ask_the_quiet(now, held_up)
         self._candidates.look()
         self._witnessed.look(self.state, now)
         if self._is_taking_over:
             self._takeover.lose_silent(now)
             return
-        self.lateness.put_out_aside(now)
-        stuck = self.lateness.put_out(self._awaited, now)
+        self.lateness.evict_aside(now)
+        stuck = self.lateness.evict(self._awaited, now)
         if self.state is State.STEADY and not self.roster.changes:
             self.lateness.set_aside(self._awaited, now)
         if stuck and self.state is State.STEADY and not self.roster.changes:
@@ -261,10 +261,10 @@ class Coordinator:
             self.roster.changes.clear()
             self._consider_leading(now)
         own = self.epochs.formed if self.epochs.own else None
-        if self.roster.deserted and not self.leadership.has_followers(own):
+        if self.roster.was_abandoned and not self.leadership.has_followers(own):
             self._step_down("so many members abandoned this coordinator that another candidate may lead")
             return
-        self.roster.deserted = False
+        self.roster.was_abandoned = False
         if self.state is State.GATHERING:
             self._gather(now)
         for _ in range(len(self.roster.workers) + 1):  # each round except the last evicts a worker
@@ -303,7 +303,7 @@ class Coordinator:
         if epochs.formed.epoch == 0 and roster.settings.start_needs_all and (lost := epochs.formed.members - members):
             names = ", ".join(map(str, sorted(lost)[:20]))
             raise RunOver(EXIT_NO_REPLICA, f"workers {names} were lost before the first plan, which needs all workers")
-        roster.heirs = self._survivors.heirs(members)
+        roster.required_aside = self._survivors.required_aside(members)
         self._survivors.check(members, counted_on)
         if not members & epochs.formed.members and not roster.returning:
             self._survivors.wait_for_heirs()
@@ -323,7 +323,7 @@ class Coordinator:
 
     def _try_to_form(self, now: float) -> None:
         """Fix the plan of the open rendezvous if all members have joined and may continue."""
-        may = not self.roster.heirs and self.rendezvous.may_follow(self.lateness.unreached, now)
+        may = not self.roster.required_aside and self.rendezvous.may_follow(self.lateness.unreached, now)
         self.rendezvous.hearing.may = may or not self.roster.with_fate(Fate.OUT)
         if not may or not self.rendezvous.all_joined:
             return
@@ -411,7 +411,7 @@ class Coordinator:
                 if cause is not None and self.state is not State.STANDBY:
                     raise RunOver(EXIT_SAME_FAULT, cause, by=worker.number)
             case "abandon":
-                self.roster.turned_away(worker, message["reason"], now, followed=self.state is not State.STANDBY)
+                self.roster.abandoned(worker, message["reason"], now, followed=self.state is not State.STANDBY)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -217,7 +217,7 @@ def many_share(late: Iterable[WorkerId], replica_of: Mapping[WorkerId, Hashable]
 class Answer:
     """Decision about the late workers."""
 
-    put_out: Workers = frozenset()
+    evict: Workers = frozenset()
     say: bool = False
     """True if the stall must be reported now."""
     over: float | None = None
@@ -289,28 +289,28 @@ class Stall:
         hang = self._settings.hang_timeout
         self.lately = {worker: at for worker, at in self.lately.items() if now - at <= hang}
         shared = bool(late) and many_share([*late, *allowed, *suspected, *self.lately], replica_of)
-        put_out = Workers()
+        evict = Workers()
         if not shared:
             self._shared_since = None
         elif self._shared_since is None:
             self._shared_since = now
         if shared and self.since is not None and self.left(now) <= 0:
-            shared, put_out, self.told, self._shared_since = False, frozenset(late), False, None
+            shared, evict, self.told, self._shared_since = False, frozenset(late), False, None
         elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late, replica_of)):
             # Workers that shared the stall, or waited for a peer's storage, come back a moment after the others.
             self.fresh = now if self.told else now - hang / 2
         elif not shared:
-            put_out = frozenset(late)
+            evict = frozenset(late)
             self.lately |= dict.fromkeys(late, now)
         self._shared = shared
         self.waited = {**(late if shared else {}), **allowed}
         if not self.waited:
             over = now - self.since if self.since is not None and self.told else None
             self.since, self.told = None, False
-            return Answer(put_out, over=over)
+            return Answer(evict, over=over)
         self.since = now if self.since is None else self.since
         certain = bool(allowed) or many_share([*late, *self.lately], replica_of) or now >= self.since + SAY_SECONDS
         say = now >= self._say_at if self.told else certain
         if say:
             self.told, self._say_at = True, now + SAY_SECONDS
-        return Answer(put_out, say)
+        return Answer(evict, say)

@@ -269,8 +269,8 @@ class Survivors:
     def check(self, members: Workers, counted_on: Workers) -> None:
         """Raise RunOver if neither ``members``, the live workers of ``counted_on``, nor heirs can continue."""
         roster, epochs = self._roster, self._epochs
-        heirs = roster.heirs | (roster.returning if epochs.own else frozenset())
-        if not members & epochs.formed.members and not heirs:  # newcomers alone hold no state
+        required_aside = roster.required_aside | (roster.returning if epochs.own else frozenset())
+        if not members & epochs.formed.members and not required_aside:  # newcomers alone hold no state
             if (counted_on - roster.idle(epochs.formed)) & roster.with_fate(Fate.LEFT):
                 raise RunOver(0, "all workers have left")
             if same := self._exceptions.same_of_all(epochs.formed.members):
@@ -282,7 +282,7 @@ class Survivors:
         if epochs.finished:
             raise RunOver(0, "all workers with a part in the work have left")
 
-    def heirs(self, members: Workers) -> Workers:
+    def required_aside(self, members: Workers) -> Workers:
         """Return the set-aside workers that must ask for a place before the next epoch, in addition to ``members``.
 
         If no worker with a part in the last epoch is live, they hold all that is left of the run's state. They may
@@ -295,8 +295,8 @@ class Survivors:
 
     def wait_for_heirs(self) -> None:
         """Report that no rendezvous can be opened until a set-aside worker asks for a place."""
-        heirs = self._roster.heirs
-        names = ", ".join(self._roster.workers[number].name for number in sorted(heirs)[:4])
-        text = f"all others are lost: the run waits for {names}{' and others' * (len(heirs) > 4)} (set aside earlier)"
-        self._out.log("waits", workers=to_runs(heirs), reason=text)
+        required_aside = self._roster.required_aside
+        names = ", ".join(self._roster.workers[number].name for number in sorted(required_aside)[:4])
+        text = f"all others are lost: the run waits for {names}{' and others' * (len(required_aside) > 4)} (set aside earlier)"
+        self._out.log("waits", workers=to_runs(required_aside), reason=text)
         self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})

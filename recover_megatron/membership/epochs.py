@@ -65,7 +65,7 @@ class Epochs:
         """Continue from the newest epoch and commit that a member has presented."""
         self.formed = evidence.formed
         self.committed = max(self.committed, evidence.committed)
-        self._roster.told_of(evidence.dead, evidence.left)
+        self._roster.merge_ends(evidence.dead, evidence.left)
 
     def take_over(self, evidence: Evidence, now: float) -> Workers:
         """Adopt ``evidence`` as a new coordinator. Return the workers that the run counts on.
@@ -80,7 +80,7 @@ class Epochs:
                 self._roster.set_aside([worker.number], "it was set aside when the previous coordinator was lost", now)
             else:
                 self._roster.exclude(worker, "it was evicted earlier in the run", now)
-        self._roster.tell_of_ends(now)
+        self._roster.log_unclear_ends(now)
         self._roster.changes.clear()
         return evidence.target
 
@@ -208,7 +208,7 @@ class Epochs:
                 progress.waiting_since, progress.waits = None, False
 
 
-class Hearing:
+class RevokeConfirmations:
     """Confirmations that workers know the end of the last epoch. Until all do, no worker may abort operations.
 
     An aborted NCCL kernel still posts its steps, empty, to its peers, whose kernels then complete without an error.
@@ -281,7 +281,7 @@ class Rendezvous:
         self._epochs = epochs
         self._leadership = leadership
         self._joined = 0  # number of members
-        self.hearing = Hearing(roster, epochs)
+        self.hearing = RevokeConfirmations(roster, epochs)
 
     @property
     def members(self) -> Workers:

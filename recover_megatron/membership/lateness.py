@@ -71,7 +71,7 @@ class Lateness:
         timeout = self._roster.settings.heartbeat_timeout
         return [w for w in self._quiet(timeout, now) if now - fresh > timeout and not self._roster.vouched(w, now)]
 
-    def lost_touch(self, worker: Member, reason: str, now: float) -> None:
+    def connection_ended(self, worker: Member, reason: str, now: float) -> None:
         """Record that the connection of a worker has ended that may still be running."""
         self._roster.unbind(worker)
         self.unreached[worker.number] = now, reason
@@ -84,7 +84,7 @@ class Lateness:
         """Exclude a pause of this process: it waited for no worker meanwhile."""
         self.stall.excuse(pause)
 
-    def put_out(self, members: Workers, now: float) -> bool:
+    def evict(self, members: Workers, now: float) -> bool:
         """Evict late ``members``, or wait for them. Return whether all wait for each other.
 
         ``members``: those that the run waits for now, in an epoch or in a rendezvous.
@@ -113,8 +113,8 @@ class Lateness:
             replica_of = {}  # no stall: they share only their node
         self.stall.until = self._until(group, slow) if waiting or late or not slow else math.inf
         answer = self.stall.consider(late, slow, suspected, replica_of, now)
-        for number in sorted(answer.put_out):
-            self._roster.exclude(workers[number], late[number], now, together=answer.put_out)
+        for number in sorted(answer.evict):
+            self._roster.exclude(workers[number], late[number], now, together=answer.evict)
         self._report(answer, replica_of, now)
         return judgement.stuck
 
@@ -142,7 +142,7 @@ class Lateness:
         ends = (max(p.marked, min(since, default=p.marked)) + settings.hang_timeout + p.allow for p in longer)
         return max(ends, default=None)
 
-    def put_out_aside(self, now: float) -> None:
+    def evict_aside(self, now: float) -> None:
         """Evict workers that were set aside and did not come back in time."""
         workers, settings = self._roster.workers, self._roster.settings
         for number in sorted(self._roster.with_fate(Fate.ASIDE)):

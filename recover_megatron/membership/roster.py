@@ -125,9 +125,9 @@ class Roster:
         """Reasons to open the next rendezvous, as text; empty: none."""
         self.fault_at: float | None = None
         """Time of the first fault since the last plan."""
-        self.heirs: Workers = frozenset()
+        self.required_aside: Workers = frozenset()
         """Set-aside workers without which no epoch is formed: no other worker with a part is left."""
-        self.deserted = False
+        self.was_abandoned = False
         """True if a member has abandoned this coordinator and may follow another one."""
         self._unclear_ends: set[WorkerId] = set()
         """Workers that ended in order while this candidate did not lead: it does not know whether they had left."""
@@ -289,13 +289,13 @@ class Roster:
 
     def dead(self, worker: Member, reason: str, now: float) -> None:
         """Record that the process has certainly ended."""
-        if worker.fate is Fate.LIVE or worker.number in self.heirs:
+        if worker.fate is Fate.LIVE or worker.number in self.required_aside:
             self.changes.append(f"{worker.name} died: {reason}")
         worker.fate = Fate.DEAD
         self.unbind(worker)
         self._fault("dead", worker, reason, now)
 
-    def turned_away(self, worker: Member, reason: str, now: float, *, followed: bool) -> None:
+    def abandoned(self, worker: Member, reason: str, now: float, *, followed: bool) -> None:
         """Record that a worker abandons this coordinator to look for another one; ``followed``: this coordinator leads.
 
         It comes back if there is no other, unless its launcher reports its end. It is not evicted: what this
@@ -305,10 +305,10 @@ class Roster:
         self.unbind(worker)
         if followed and worker.fate is Fate.LIVE:
             worker.awaited_until = now + self.settings.lost_timeout
-            self.deserted = True
+            self.was_abandoned = True
             self.changes.append(f"{worker.name} abandoned this coordinator and is awaited")
 
-    def told_of(self, dead: Workers, left: Workers) -> None:
+    def merge_ends(self, dead: Workers, left: Workers) -> None:
         """Take in deaths and orderly departures that another coordinator knew."""
         for number in dead | left:
             worker = self.workers[number]
@@ -342,7 +342,7 @@ class Roster:
         worker.fate, worker.new, worker.back, worker.idle_in, worker.progress.marked = Fate.LIVE, True, True, 0, now
         self._out.log("back", worker=worker.number, host=worker.host, seconds=now - worker.aside_since)
 
-    def away_again(self, worker: Member) -> None:
+    def set_aside_again(self, worker: Member) -> None:
         """Set a returning worker aside again that lost its connection before it had a plan: it may ask once more."""
         self.changes.append(f"{worker.name} was back, and lost its connection")
         worker.fate, worker.new, worker.back = Fate.ASIDE, False, False
@@ -374,13 +374,13 @@ class Roster:
         elif worker.fate in (Fate.LIVE, Fate.OUT, Fate.ASIDE):
             self.dead(worker, f"its process has ended ({how})", now)
 
-    def tell_of_ends(self, now: float) -> None:
+    def log_unclear_ends(self, now: float) -> None:
         """Log workers as dead that ended in order without having left; all presentations are known now."""
         for number in sorted(self._unclear_ends & self.with_fate(Fate.DEAD)):
             self._fault("dead", self.workers[number], f"its process has ended ({ENDED_IN_ORDER})", now)
         self._unclear_ends.clear()
 
-    def without_last_word(self, now: float) -> None:
+    def expire_ended(self, now: float) -> None:
         """Mark workers dead whose processes ended in order, and that have sent nothing since.
 
         A child process may keep their connections open.

@@ -186,17 +186,17 @@ _PATH_ERRORS = {
 }  # fmt: skip
 
 
-def is_of_the_road(error: OSError | None) -> bool:
+def is_path_error(error: OSError | None) -> bool:
     """Return whether the error of an established connection concerns the network path, not the other process."""
     return error is not None and (isinstance(error, TimeoutError) or error.errno in _PATH_ERRORS)
 
 
 class Unreachable(ConnectionError):
-    """No process answers that knows the secret. ``road``: the network path failed; the peer did not hang up."""
+    """No process answers that knows the secret. ``unreachable``: the network path failed; the peer did not hang up."""
 
-    def __init__(self, text: str, *, road: bool = False) -> None:
+    def __init__(self, text: str, *, unreachable: bool = False) -> None:
         super().__init__(text)
-        self.road = road
+        self.unreachable = unreachable
 
 
 class Connection:
@@ -212,7 +212,7 @@ class Connection:
         try:
             self._socket = connect(address, HANDSHAKE_SECONDS)
         except (OSError, ValueError) as error:
-            raise Unreachable(str(error), road=isinstance(error, OSError)) from error
+            raise Unreachable(str(error), unreachable=isinstance(error, OSError)) from error
         try:
             if patience is not None:
                 self._socket.settimeout(POLL_SECONDS)
@@ -282,12 +282,12 @@ class Connection:
                 data = self._socket.recv(limit)
             except TimeoutError as error:
                 if self._patience is None:
-                    raise Unreachable(f"no proof within {HANDSHAKE_SECONDS:g} s", road=True) from error
+                    raise Unreachable(f"no proof within {HANDSHAKE_SECONDS:g} s", unreachable=True) from error
                 self._patience()
                 continue
             except OSError as error:
-                raise Unreachable(str(error), road=is_of_the_road(error)) from error
+                raise Unreachable(str(error), unreachable=is_path_error(error)) from error
             if not data:
-                raise Unreachable("the peer closed the connection", road=is_silent(self._socket))
+                raise Unreachable("the peer closed the connection", unreachable=is_silent(self._socket))
             self._decoder.feed(data)
             return

@@ -19,7 +19,7 @@ and a new replica formed without changes of position takes exactly G from that s
 later.
 
 Live workers that cannot connect to each other, although others reach both, are not put together: their *edge* is broken
-(``cover``, ``seated``, ``free_of``, ``can_join``).
+(``cover``, ``compatible_replicas``, ``connectable``, ``can_connect``).
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def _greedy(near: Mapping[int, set[int]]) -> frozenset[int]:
     return frozenset(out)
 
 
-def seated(
+def compatible_replicas(
     whole: Mapping[int, tuple[int, ...]], broken: Collection[Edge]
 ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[Edge, ...]]]:
     """Return the replicas that can continue together, and those that cannot, with the edges that are the reason.
@@ -332,7 +332,9 @@ def seated(
     return {replica: workers for replica, workers in whole.items() if replica not in out}, reasons
 
 
-def free_of(candidates: Mapping[int, Candidate], working: set[int], broken: Collection[Edge]) -> dict[int, Candidate]:
+def connectable(
+    candidates: Mapping[int, Candidate], working: set[int], broken: Collection[Edge]
+) -> dict[int, Candidate]:
     """Return the candidates that can connect to all workers with a place and to each other."""
     cut_off = {pair[1 - at] for pair in broken for at in (0, 1) if pair[at] in working}
     rest = set(candidates) - cut_off
@@ -340,7 +342,7 @@ def free_of(candidates: Mapping[int, Candidate], working: set[int], broken: Coll
     return {worker: candidate for worker, candidate in candidates.items() if worker not in cut_off}
 
 
-def can_join(whole: Mapping[int, Sequence[int]], placement: Placement, broken: Collection[Edge]) -> bool:
+def can_connect(whole: Mapping[int, Sequence[int]], placement: Placement, broken: Collection[Edge]) -> bool:
     """Return whether new replicas can join as they are: all can connect, and no worker must build a model first."""
     grid = {**whole, **placement.replicas}
     return not (placement.rebuild or inside(grid, broken) or between(grid, broken))

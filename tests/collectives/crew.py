@@ -238,10 +238,10 @@ class Worker:
     def run_again(self, orphaned: list[int]) -> None:
         """Accumulate the gradients of the dead into what is LOCAL, as a schedule does: into the whole bucket."""
         for at, bucket in enumerate(self.buckets):
-            aside = bucket.set_aside()
+            aside = bucket.save_sums()
             for worker in orphaned:
                 bucket.flat.add_(gradient(worker, at, bucket.flat.numel(), self.scenario))
-            aside.put_back()
+            aside.restore()
         self.holds += orphaned
 
     def attempt(self, order: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from examples import hsdp_pytorch
 from recover_megatron.collectives import column as column_module
-from recover_megatron.collectives.column import Column, ShardGroup, whole_shard_groups
+from recover_megatron.collectives.column import Column, ShardGroup, complete_shard_groups
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.ledger import Bucket, Reduced, Span
 from recover_megatron.collectives.transport.handshake import RingListener
@@ -144,7 +144,7 @@ def test_a_cleared_bucket_is_zero_and_local() -> None:
 def test_what_is_reduced_is_put_back_however_the_block_ends(error: type[Exception] | None) -> None:
     bucket = Bucket(torch.ones(2, 3))
     bucket.ledger.mark(Span(1, 3), 7)
-    with contextlib.suppress(KeyError), bucket.set_aside():
+    with contextlib.suppress(KeyError), bucket.save_sums():
         bucket.flat += 1
         if error:
             raise error
@@ -221,10 +221,10 @@ def test_a_member_that_lives_and_cannot_be_reached_ends_the_run_after_some_epoch
 def test_a_shard_group_is_whole_if_all_of_its_workers_are_there(
     workers: list[int], shards: int, whole: list[int]
 ) -> None:
-    assert whole_shard_groups(workers, shards) == whole
+    assert complete_shard_groups(workers, shards) == whole
 
 
-class Told:
+class ComparedStatus:
     """A session that was told who is left."""
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class Told:
 def test_a_worker_ends_when_a_mate_is_lost_and_only_then(
     me: int, shards: int, members: set[int], left: set[int], ends: bool
 ) -> None:
-    session: Any = Told()
+    session: Any = ComparedStatus()
     ended: list[int] = []
     group = ShardGroup(session, me, shards, ended.append)
     session.revoke(members, left)
@@ -287,8 +287,8 @@ def test_workers_that_cannot_be_shard_groups_are_refused_before_they_wait_for_ea
 
 def test_whole_shard_groups_and_newcomers_that_are_one_each_are_not_refused() -> None:
     newcomer = {"WORLD_SIZE": "3", "RECOVER_REPLACED": "1", "RECOVER_JOIN": "1"}
-    assert column_module.why_no_shard_groups(1, newcomer) == ""
-    assert column_module.why_no_shard_groups(3, {"WORLD_SIZE": "3"}) == ""
+    assert column_module.shard_group_problem(1, newcomer) == ""
+    assert column_module.shard_group_problem(3, {"WORLD_SIZE": "3"}) == ""
 
 
 def test_each_shard_is_summed_over_the_whole_shard_groups(control: Cluster) -> None:

@@ -235,25 +235,25 @@ def test_a_refused_connection_names_the_member_that_refuses() -> None:
             open_group(PlainEpoch(1, [7, 8, 9], 8), known, name="named", secret=SECRET)
     cause = raised.value.__cause__
     assert isinstance(cause, PeerLost)
-    assert (cause.peer, cause.road) == (9, True)
+    assert (cause.peer, cause.unreachable) == (9, True)
 
 
 def test_a_neighbour_that_hangs_up_is_named_and_the_road_is_not_blamed(pool: ThreadPoolExecutor) -> None:
     store = Dictionary()
 
-    def hang_up() -> None:
+    def disconnect() -> None:
         group = opening(store, 0)
         group.abort("it fails here")
         group.close()
 
-    hanging_up = pool.submit(hang_up)
+    hanging_up = pool.submit(disconnect)
     with contextlib.closing(opening(store, 1)) as group:
         with pytest.raises(EpochRevoked):
             group.all_reduce(Bucket(torch.zeros(100))).wait()
         lost = group.lost
     hanging_up.result(DEADLINE)
     assert lost is not None
-    assert (lost.peer, lost.road) == (0, False)
+    assert (lost.peer, lost.unreachable) == (0, False)
 
 
 def test_a_bucket_on_a_gpu_is_sent_from_copies_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,13 +162,13 @@ def test_what_the_device_has_no_room_for_is_kept_on_the_host_and_comes_back(left
     for (_, bucket), (start, stop) in zip(gradients._parts, finished, strict=True):
         bucket.ledger.mark(range(start, stop), 1)
     expected = [flat.clone() for flat in flats]
-    kept = gradients.set_aside()
+    kept = gradients.save_sums()
     assert len(memory.to_host) == {0: 3, 40: 2, 1000: 0}[left]
     assert sum(aside.nbytes for aside in kept) == 4 * 26
     for flat in flats:
         flat.add_(1.0)  # the lost microbatches
     for aside in kept:
-        aside.put_back()
+        aside.restore()
     for flat, before, (start, stop) in zip(flats, expected, finished, strict=True):
         assert torch.equal(flat[start:stop], before[start:stop])
     assert flats[1][:2].tolist() == [101.0, 102.0], "what was not finished has the lost microbatches"

@@ -186,7 +186,7 @@ def test_a_worker_that_learns_in_a_function_of_lead_that_it_was_put_out_ends_in_
     reported: list[Any] = []
     it._column, it._leading, it.completed = SimpleNamespace(me=0, members=[0, 1]), Leading(), 5
     it._session = SimpleNamespace(settings=SimpleNamespace(stall_timeout=1.0), mark=lambda *_, **__: None)
-    it._session.be_in_touch = lambda **_: (_ for _ in ()).throw(error)
+    it._session.wait_in_touch = lambda **_: (_ for _ in ()).throw(error)
     it._report = lambda *what: reported.append(what)
     with pytest.raises(SystemExit) as ended:
         it.lead(it.check)

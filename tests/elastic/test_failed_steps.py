@@ -48,7 +48,7 @@ def worker(model: Striking) -> Any:
     it._known, it.said = set(map(id, model.parameters())), []
     it._column.leave = lambda: it.said.append("left")
     it._exchange.put = lambda *_: it.said.append("put")
-    it._session.be_in_touch = lambda **_: None
+    it._session.wait_in_touch = lambda **_: None
     return it
 
 

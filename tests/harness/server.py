@@ -308,7 +308,7 @@ class _Recovering:
                 os.killpg(pid, signal.SIGKILL)
             self._node_agent.ended(self._children[pid].worker, how)
 
-    def put_out(self, worker: int, reason: str) -> None:
+    def evict(self, worker: int, reason: str) -> None:
         pids = [pid for pid, who in self._children.copy().items() if who.worker == worker]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pids[0], signal.SIGKILL)

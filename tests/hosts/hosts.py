@@ -199,8 +199,8 @@ class Hosts:
         for host in self:
             self._isolate(host, "off")
             for other in self:
-                road = ("route", "del", "unreachable", f"{self.address(other)}/32")
-                _ip("-n", self.space(host), *road, check=False)
+                unreachable = ("route", "del", "unreachable", f"{self.address(other)}/32")
+                _ip("-n", self.space(host), *unreachable, check=False)
             # Who asked for an address in vain is about to be told that there is none.
             _ip("-n", self.space(host), "neigh", "flush", "dev", "e0")
 

@@ -266,7 +266,7 @@ def over_nccl(settings: str) -> None:
 
     its_double = nccl_double(**json.loads(settings))
 
-    class Told(list[str]):
+    class ComparedStatus(list[str]):
         def append(self, call: str) -> None:
             print("NCCL's double:", call, flush=True)
             super().append(call)
@@ -276,7 +276,7 @@ def over_nccl(settings: str) -> None:
 
     libraries.load = lambda: its_double  # type: ignore[assignment]
     fault_tolerance.CommunicationConfig = config  # type: ignore[assignment,misc]
-    its_double.core.calls = Told()
+    its_double.core.calls = ComparedStatus()
     _late_device(nccl_double)
 
 

@@ -38,7 +38,7 @@ class Worker:
     """The first one of its replica; ``plan`` is what the rendezvous does after an epoch."""
 
     def __init__(self, me: int) -> None:
-        self.session: Any = SimpleNamespace(epoch=0, revoked=False, wait_all_heard=Mock(), be_in_touch=Mock())
+        self.session: Any = SimpleNamespace(epoch=0, revoked=False, wait_all_heard=Mock(), wait_in_touch=Mock())
         config = CommunicationConfig(PeerStoreServer("127.0.0.1", SECRET), SECRET, CPU, collective="native")
         self.address = config.peer_store.address
         self.mine = Assignment(self.session, me, GRID, config)
@@ -86,7 +86,7 @@ def test_a_worker_that_is_cut_off_from_the_coordinator_believes_no_sum(monkeypat
     library = nccl_double()
     monkeypatch.setattr(libraries, "load", lambda: library)
     both = cut_off, other = Worker(0), Worker(2)
-    cut_off.session.be_in_touch = Mock(side_effect=Fenced("it was put out"))
+    cut_off.session.wait_in_touch = Mock(side_effect=Fenced("it was put out"))
     for worker in both:
         worker.plan(1, {0: (0, 1), 1: (2, 3)}, {0: cut_off.address, 2: other.address})
     with ThreadPoolExecutor(2) as pool:

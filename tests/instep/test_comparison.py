@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recover_megatron.collectives import comparison
-from recover_megatron.collectives.comparison import OwnDescription, Told, odd_ones
+from recover_megatron.collectives.comparison import ComparedStatus, OwnDescription, odd_ones
 from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.instep.faults import EXIT_REFUSED, OtherFlags
 from recover_megatron.instep.meeting.planner import Planner
@@ -127,11 +127,16 @@ def test_a_status_of_a_newcomer_that_cannot_be_read_ends_nobody_else(version: st
 
 
 def test_replica_0_has_a_place_and_a_state_of_iteration_0_is_one() -> None:
-    told = Told.of({"replica": 0, "version": 0}, "replica", "version", "peer_store")
+    told = ComparedStatus.of({"replica": 0, "version": 0}, "replica", "version", "peer_store")
     assert (told.placed, told.holds) == (True, True)
-    assert not Told.of({"holds": False}, "holds", "holds", "address").placed
+    assert not ComparedStatus.of({"holds": False}, "holds", "holds", "address").placed
 
 
 def test_the_program_of_the_run_is_that_of_the_workers_with_a_place() -> None:
-    told = {0: Told(code="a", placed=True), 5: Told(code="b"), 6: Told(code="b"), 7: Told()}
+    told = {
+        0: ComparedStatus(code="a", placed=True),
+        5: ComparedStatus(code="b"),
+        6: ComparedStatus(code="b"),
+        7: ComparedStatus(),
+    }
     assert odd_ones(told, "code").workers == {5, 6}

@@ -45,7 +45,7 @@ def test_two_hosts_that_do_not_hear_each_other_cost_one_replica_and_no_microbatc
     statuses = in_step(PAIRS, {2: (4, 5), 3: (4, 5), 4: (2, 3), 5: (2, 3)})
     decision = decide(3, statuses, PAIRS)
     assert decision.replicas == (0, 1)
-    assert decision.put_out == {2: ((2, 4), (2, 5), (3, 4), (3, 5))}
+    assert decision.left_out == {2: ((2, 4), (2, 5), (3, 4), (3, 5))}
     assert decision.spares == (4, 5)
     assert counted(decision, statuses) == list(range(12))
     text = "\n".join(describe(decision, statuses))
@@ -61,7 +61,7 @@ def test_one_broken_edge_among_four_replicas_costs_one_of_them() -> None:
     grid = launch_grid(4, tensor=1, context=1, pipeline=1, inner_ranks=1)
     decision = decide(3, in_step(grid, {0: (1,)}), grid)
     assert decision.replicas == (0, 2, 3)
-    assert decision.put_out == {1: ((0, 1),)}
+    assert decision.left_out == {1: ((0, 1),)}
 
 
 def test_a_replica_that_cannot_talk_inside_is_none_and_is_not_put_together_again_over_the_same_edge() -> None:
@@ -69,7 +69,7 @@ def test_a_replica_that_cannot_talk_inside_is_none_and_is_not_put_together_again
     deaf = {w: [o for o in range(6) if {hosts[w], hosts[o]} == {1, 2}] for w in range(6)}
     first = decide(3, in_step(STAGES, deaf), STAGES)
     assert first.replicas == (0,)
-    assert set(first.put_out) == {1, 2}  # 2 is torn, and 1 cannot talk to 0 on all positions
+    assert set(first.left_out) == {1, 2}  # 2 is torn, and 1 cannot talk to 0 on all positions
     # At the boundary they are ready: 1 and 2 hear everybody that works, 4 and 5 do not hear worker 3.
     spares = {
         worker: replace(status, replica=None, ready=True, step=False, ran=())
@@ -121,8 +121,8 @@ class Road:
 
 def tried_by_two(broken: set[int]) -> tuple[Road, Edges]:
     """The roads of worker 2."""
-    road = Road(broken)
-    return road, Edges(2, road, pause=lambda seconds: None)
+    unreachable = Road(broken)
+    return unreachable, Edges(2, unreachable, pause=lambda seconds: None)
 
 
 def planned(edges: Edges, epoch: int, at: int) -> None:
@@ -141,24 +141,24 @@ def epochs(edges: Edges, count: int) -> list[tuple[int, ...]]:
 
 
 def test_after_the_second_epoch_at_one_decision_everybody_is_tried() -> None:
-    road, edges = tried_by_two({4})
+    unreachable, edges = tried_by_two({4})
     planned(edges, 1, at=5)
     assert epochs(edges, 3) == [(), (), (4,)]
-    assert road.tried == [{0, 1, 3, 4, 5}]
+    assert unreachable.tried == [{0, 1, 3, 4, 5}]
 
 
 def test_with_whom_a_connection_failed_is_tried_at_once() -> None:
-    road, edges = tried_by_two({4})
+    unreachable, edges = tried_by_two({4})
     planned(edges, 1, at=5)
     edges.noticed(4)
     assert epochs(edges, 1) == [(4,)]
-    assert road.tried == [{4}]
+    assert unreachable.tried == [{4}]
 
 
 def test_who_was_not_reached_is_tried_again_and_a_mended_road_is_used() -> None:
-    road, edges = tried_by_two({4})
+    unreachable, edges = tried_by_two({4})
     assert epochs(edges, 3)[-1] == (4,)
-    road.broken = set()
+    unreachable.broken = set()
     planned(edges, 5, at=9)
     assert edges.look(11, lambda: frozenset(range(6))) == ()
 
@@ -184,8 +184,8 @@ def test_epochs_at_one_decision_are_counted_to_a_bound_and_any_progress_begins_a
 
 
 def test_who_dies_meanwhile_is_tried_by_nobody() -> None:
-    road, edges = tried_by_two({4})
+    unreachable, edges = tried_by_two({4})
     epochs(edges, 1)
     edges.noticed(4)
     assert edges.look(7, lambda: frozenset({0, 1, 2, 3, 5})) == ()
-    assert not any(4 in tried for tried in road.tried)
+    assert not any(4 in tried for tried in unreachable.tried)

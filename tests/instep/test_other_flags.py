@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.collectives.comparison import Told, odd_ones
+from recover_megatron.collectives.comparison import ComparedStatus, odd_ones
 from recover_megatron.instep.faults import EXIT_REFUSED
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.folder import candidates
@@ -19,12 +19,12 @@ from tests.test_end_to_end import finished, launch, wait_until_iteration
 from tests.test_joined_replicas import SECRET, training, undisturbed
 
 
-def placed(flags: str) -> Told:
-    return Told(flags, placed=True, holds=True)
+def placed(flags: str) -> ComparedStatus:
+    return ComparedStatus(flags, placed=True, holds=True)
 
 
-def spare(flags: str, version: int | None = None) -> Told:
-    return Told(flags, holds=version is not None)
+def spare(flags: str, version: int | None = None) -> ComparedStatus:
+    return ComparedStatus(flags, holds=version is not None)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def spare(flags: str, version: int | None = None) -> Told:
     ],
 )
 def test_the_flags_of_the_run_are_those_of_who_has_a_place_then_of_who_holds_a_state(
-    statuses: dict[int, Told], odd: set[int], model: int
+    statuses: dict[int, ComparedStatus], odd: set[int], model: int
 ) -> None:
     found = odd_ones(statuses)
     assert (found.workers, found.model) == (odd, model)

@@ -226,7 +226,7 @@ def test_a_state_comes_from_one_of_the_same_column_that_is_whole_and_right(meeti
         assert not decision.holders
         return
     fresh = {worker for replica in decision.fresh for worker in decision.grid[replica]}
-    assert set(decision.holders) == fresh | set(decision.mended)
+    assert set(decision.holders) == fresh | set(decision.repaired)
     for receiver, (donor, *_) in decision.holders.items():
         position = statuses[receiver].position
         assert position is not None
@@ -235,7 +235,7 @@ def test_a_state_comes_from_one_of_the_same_column_that_is_whole_and_right(meeti
         counts = Counter(statuses[worker].digest for worker in column)
         assert counts[statuses[donor].digest] == max(counts.values())
         assert donor not in decision.holders, "who gives has nothing to get"
-    for worker in decision.mended:
+    for worker in decision.repaired:
         assert statuses[worker].digest != statuses[decision.holders[worker][0]].digest
 
 
@@ -462,7 +462,7 @@ def test_the_state_that_differs_is_replaced_by_that_of_the_others() -> None:
     told = placed(*(JoinStatus(replica, at=7, boundary=True, version=6, digest="right") for replica in range(3)))
     told[3] = replace(told[3], digest="wrong")
     decision = decide(2, told, THREE)
-    assert (decision.mended, decision.holders) == ((3,), {3: (1, 5)})
+    assert (decision.repaired, decision.holders) == ((3,), {3: (1, 5)})
 
 
 def test_where_no_majority_says_whose_state_is_right_the_lowest_is_followed_or_the_run_ends() -> None:

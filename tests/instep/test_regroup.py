@@ -224,7 +224,7 @@ def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(runs: 
     case = Case(TP2, flags=("--recover-verify-interval", "4")).altered("faulty.corrupt", "parameter", 3, 3)
     result = equal(runs, case.altered("pacing.late_states"))
     assert result.said.count(BESIDE) == 1, result.told()
-    assert [plan["mended"] for plan in result.plans.values() if plan["mended"]] == [[3]]
+    assert [plan["repaired"] for plan in result.plans.values() if plan["repaired"]] == [[3]]
     assert "differs from that of its column" in result.log(3)
 
 

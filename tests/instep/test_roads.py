@@ -109,7 +109,7 @@ def other_files(must: set[str], may: set[str], entered: set[str]) -> list[str]:
     return wrong + [f"{file} is entered and not listed" for file in sorted(entered - may)]
 
 
-def wrong_of_a_gradient(road: Road, calls: Sequence[Call]) -> list[str]:
+def wrong_of_a_gradient(unreachable: Road, calls: Sequence[Call]) -> list[str]:
     """What is wrong with the list: the training thread and the ring's call its functions, each thread those of its own,
     for the first time in the order of the list."""
     within = iteration(calls, DEATH - 1)
@@ -117,7 +117,7 @@ def wrong_of_a_gradient(road: Road, calls: Sequence[Call]) -> list[str]:
     computes = first(calls, within, "MegatronTrainer.compute")
     seen = [n for n in within if n >= computes and (calls[n].thread == training or calls[n].thread.startswith("ring-"))]
     wrong, last = list[str](), dict[str, int]()
-    for step in road.steps:
+    for step in unreachable.steps:
         at = next((n for n in seen if (calls[n].file, calls[n].function) == (step.file, step.function)), -1)
         if at < last.get(calls[at].thread, 0):
             wrong.append(f"{step.file} {step.function} is not called, or before what is above it")
@@ -125,13 +125,13 @@ def wrong_of_a_gradient(road: Road, calls: Sequence[Call]) -> list[str]:
             last[calls[at].thread] = at
     begin, end = (first(calls, seen, function) for function in (LAST_GRADIENT, COMMITTED))
     entered = of(OF_A_GRADIENT, (calls[n].file for n in seen if begin <= n < end))
-    names = [step.function for step in road.steps]
-    between = road.steps[names.index(LAST_GRADIENT) : names.index(COMMITTED)]
+    names = [step.function for step in unreachable.steps]
+    between = unreachable.steps[names.index(LAST_GRADIENT) : names.index(COMMITTED)]
     must = of(OF_A_GRADIENT, (step.file for step in between))
-    return wrong + other_files(must | road.beside, road.files | road.beside, entered)
+    return wrong + other_files(must | unreachable.beside, unreachable.files | unreachable.beside, entered)
 
 
-def wrong_of_a_death(road: Road, calls: Sequence[Call]) -> list[str]:
+def wrong_of_a_death(unreachable: Road, calls: Sequence[Call]) -> list[str]:
     """What is wrong with the list: the training thread calls its functions, each in the call that it is indented below,
     and there for the first time in the order of the list."""
     within = iteration(calls, DEATH)
@@ -146,7 +146,7 @@ def wrong_of_a_death(road: Road, calls: Sequence[Call]) -> list[str]:
             above |= {n: [*above[parent], parent]} if of(OF_A_DEATH, [call.file]) else {}
     del above[-1]
     wrong, last, under = list[str](), -1, [-1]
-    for step in road.steps:
+    for step in unreachable.steps:
         del under[step.depth + 1 :]
         names = step.file, step.function
         here = (n for n in above if (calls[n].file, calls[n].function) == names and under[-1] in above[n])
@@ -157,7 +157,7 @@ def wrong_of_a_death(road: Road, calls: Sequence[Call]) -> list[str]:
         under.append(found)
         if step.into and not any(call.parent == found and of([step.into], [call.file]) for call in calls):
             wrong.append(f"{step.file} {step.function} does not call {step.into}/")
-    files = road.files | road.beside
+    files = unreachable.files | unreachable.beside
     return wrong + other_files(files, files, {calls[n].file for n in above})
 
 
@@ -177,15 +177,19 @@ def test_the_calls_that_the_docs_list_are_those_that_are_made(calls: list[Call],
 @pytest.mark.parametrize("way", WAYS)
 def test_every_error_in_a_list_is_told(calls: list[Call], way: str) -> None:
     listed, wrong = WAYS[way]
-    road = listed()
-    for file in road.beside:
-        assert wrong(replace(road, beside=road.beside - {file}), calls) == [f"{file} is entered and not listed"]
-    more = road.beside | {"instep/meeting/spare.py"}
-    assert wrong(replace(road, beside=more), calls) == ["instep/meeting/spare.py is listed and not entered"]
-    for n, step in enumerate(road.steps):
+    unreachable = listed()
+    for file in unreachable.beside:
+        assert wrong(replace(unreachable, beside=unreachable.beside - {file}), calls) == [
+            f"{file} is entered and not listed"
+        ]
+    more = unreachable.beside | {"instep/meeting/spare.py"}
+    assert wrong(replace(unreachable, beside=more), calls) == ["instep/meeting/spare.py is listed and not entered"]
+    for n, step in enumerate(unreachable.steps):
         renamed = replace(step, function=f"{step.function}_as_it_was")
         if step.function not in (LAST_GRADIENT, COMMITTED):
-            assert wrong(replace(road, steps=(*road.steps[:n], renamed, *road.steps[n + 1 :])), calls), step
-        for other in () if step.function in LAST_OF_A_THREAD else road.steps[n + 1 : n + 2]:
-            swapped = (*road.steps[:n], other, step, *road.steps[n + 2 :])
-            assert wrong(replace(road, steps=swapped), calls), (step, other)
+            assert wrong(
+                replace(unreachable, steps=(*unreachable.steps[:n], renamed, *unreachable.steps[n + 1 :])), calls
+            ), step
+        for other in () if step.function in LAST_OF_A_THREAD else unreachable.steps[n + 1 : n + 2]:
+            swapped = (*unreachable.steps[:n], other, step, *unreachable.steps[n + 2 :])
+            assert wrong(replace(unreachable, steps=swapped), calls), (step, other)

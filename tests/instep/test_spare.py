@@ -270,7 +270,7 @@ def test_a_worker_that_has_finished_is_no_orphan_when_its_mate_leaves_before_it(
     assert did[3:] == ["worker 1 of its replica is lost"], "as before the end of the training"
 
 
-class Told:
+class ComparedStatus:
     """In place of the session: the seconds that were allowed beyond the hang timeout, mark by mark."""
 
     def __init__(self) -> None:
@@ -290,7 +290,7 @@ HOOKS: Any = SimpleNamespace(iteration=lambda: 1, inject=lambda phase, iteration
 @pytest.mark.parametrize(("mates", "allowed"), [((1, 4), FIRST_SECONDS), ((1, 2), 0.0)])
 def test_mates_of_a_newcomer_may_wait_until_its_kernels_are_compiled(mates: tuple[int, ...], allowed: float) -> None:
     """Worker 1 has trained for long; the newcomer, worker 4 of a run of four, compiles in its first step."""
-    session: Any = Told()
+    session: Any = ComparedStatus()
     progress = ProgressReports(session, HOOKS)
     progress.agree(1)
     grid = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)

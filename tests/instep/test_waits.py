@@ -21,7 +21,7 @@ Statuses = dict[int, JoinStatus]
 
 
 @dataclass(frozen=True)
-class Settled:
+class Adjusted:
     """How a run stands when nobody asks for another epoch."""
 
     decision: Decision
@@ -29,18 +29,18 @@ class Settled:
     """What another epoch would decide, at a boundary, of the same workers; None: the run has ended."""
 
 
-def settle(statuses: Statuses, grid: LaunchGrid, rules: Rules | None = None, beyond: Beyond | None = None) -> Settled:
+def settle(statuses: Statuses, grid: LaunchGrid, rules: Rules | None = None, beyond: Beyond | None = None) -> Adjusted:
     """Go from epoch to epoch as long as a worker has something to do that ends in the next one."""
     epochs = range(3, 3 + EPOCHS)
     for epoch in epochs:
         decision = decide(epoch, statuses, grid, rules, beyond=beyond)
         if decision.enough < 1:
-            return Settled(decision, None)
+            return Adjusted(decision, None)
         then = {worker: after(decision, worker, status) for worker, status in statuses.items()}
         there = {worker: replace(status, boundary=True) for worker, status in then.items() if placed(status)}
         arrived = any(status.ready and not statuses[worker].ready for worker, status in then.items())
         if not (arrived or decision.rebuild or decision.regroup):
-            return Settled(decision, decide(epoch + 1, then | there, grid, rules, beyond=beyond))
+            return Adjusted(decision, decide(epoch + 1, then | there, grid, rules, beyond=beyond))
         statuses = then | there if decision.regroup else then
     raise AssertionError(f"after {EPOCHS} epochs there is still something to do: {decision}")
 

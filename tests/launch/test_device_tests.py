@@ -116,7 +116,7 @@ class Nvml:
     ids=["well", "knows nothing", "ecc", "rows pending", "rows failed", "xid", "unknown action"],
 )
 def test_what_nvml_counts_against_a_device_is_told(nvml: Any, said: str) -> None:
-    told = device_test.complains(nvml, "GPU-1")
+    told = device_test.nvml_error(nvml, "GPU-1")
     assert said in told
     assert bool(told) == bool(said)
 

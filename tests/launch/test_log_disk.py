@@ -144,7 +144,12 @@ REPLACED = {"workers.json", "run.prom"}
     ],
 )  # fmt: skip
 def test_a_disk_that_takes_nothing_more_costs_a_warning_for_each_file_and_no_iteration(
-    bench: Bench, disk: Path, break_it: Callable[[Path], Callable[[], None]], why: str, told_of: set[str], form: str
+    bench: Bench,
+    disk: Path,
+    break_it: Callable[[Path], Callable[[], None]],
+    why: str,
+    already_logged: set[str],
+    form: str,
 ) -> None:
     launch = bench.start(
         "--nproc-per-node", 3, "--log-dir", "logs", "--log-format", form, bench.script(WORKER), "--recover",
@@ -154,17 +159,17 @@ def test_a_disk_that_takes_nothing_more_costs_a_warning_for_each_file_and_no_ite
     undo = break_it(disk)
     (bench.folder / "go").touch()
     launch.wait_for("iteration 90 ", 2)
-    for name in told_of:
+    for name in already_logged:
         launch.wait_for(f"{name} cannot be written ({why})")
     warnings = [line for line in (launch.out + launch.err).splitlines() if "cannot be written" in line]
     # Worker 0 writes the first 30 iterations, worker 1 the others: each of them says it of its file.
-    most = {name: 2 if name in LAST else 1 for name in told_of}
-    for name in told_of:
+    most = {name: 2 if name in LAST else 1 for name in already_logged}
+    for name in already_logged:
         assert 1 <= sum(f"/{name} " in line for line in warnings) <= most[name], warnings
     # The worker that was killed may have said it before, and a candidate that does not lead if it logged a delay of its
     # own.
     others = {"worker-0.log", "events-1.jsonl"}
-    assert {line.partition(" cannot")[0].rpartition("/")[2] for line in warnings} <= told_of | others
+    assert {line.partition(" cannot")[0].rpartition("/")[2] for line in warnings} <= already_logged | others
     undo()
     (bench.folder / "end").touch()
     launch.ends()

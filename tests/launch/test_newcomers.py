@@ -119,7 +119,7 @@ def test_who_finished_or_ended_by_a_verdict_is_not_started_again(status):
     replacements = successors.Replacements(plan)
     workers = successors.launched(plan)
     assert replacements.of(ended(workers[0], status), 0) is None
-    replacements.put_out.add(1)
+    replacements.evict.add(1)
     assert replacements.of(ended(workers[1], -9), 0) is None
     assert replacements.of(ended(workers[2], 1), 0) is not None
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.workers.output import MOST_PENDING, Sink, Voice
+from recover_megatron.launch.workers.output import MOST_PENDING, ConsoleFilter, Sink
 from recover_megatron.launch.workers.reaper import MISSED, StandIn, beat
 from recover_megatron.launch.workers.states import WorkerProcess, WorkerState
 from tests.harness import REPOSITORY
@@ -407,13 +407,13 @@ def test_the_last_line_counts_no_newcomer_that_came_too_late_and_names_what_the_
 
 
 def test_a_newcomer_is_heard_on_the_console_with_its_own_lines_until_it_has_a_place():
-    voice = Voice(newcomer=True)
+    voice = ConsoleFilter(newcomer=True)
     lines = [
         b"using world size: 8", b"recover: worker 9 waits for a place", b"iteration  7/",
         b"recover: worker 9 takes position 0 of replica 1 from iteration 8 on: ...", b"iteration  8/",
     ]  # fmt: skip
-    assert [voice.is_for_people(line) for line in lines] == [False, True, False, True, True]
-    assert Voice(newcomer=False).is_for_people(lines[0])
+    assert [voice.is_shown(line) for line in lines] == [False, True, False, True, True]
+    assert ConsoleFilter(newcomer=False).is_shown(lines[0])
 
 
 @pytest.mark.parametrize("form", ["iso", "json"])

@@ -256,7 +256,7 @@ def test_a_pod_takes_the_command_by_which_it_joins_from_no_launcher_that_was_lef
     tmp_path: Path, joinable: LaunchPlan
 ) -> None:
     logs = tmp_path / "run"
-    (logs / "launcher-1.log").write_text(f"recover-run: {messages.goes_on_without(joinable, 'lost', '$(a b)')}\n")
+    (logs / "launcher-1.log").write_text(f"recover-run: {messages.continues_without(joinable, 'lost', '$(a b)')}\n")
     joined = pod(tmp_path, "HEALTHY")
     address = f"--master-addr {joinable.master_addr} --master-port {joinable.master_port}"
     its = f"--join --recover-coordinator c:8 --world-size 2 {address} --nproc-per-node 1 --log-dir {logs} train.py"

@@ -408,7 +408,7 @@ def test_a_launcher_lets_its_coordinator_write_how_the_run_has_ended_before_it_e
     loop, listener, log = EventLoop(), listen("127.0.0.1"), tmp_path / "log"
     over, address = CoordinatorLost("no live worker is left", EXIT_NO_REPLICA, told=True), listener.getsockname()[:2]
     wait = lambda seconds: None  # noqa: E731
-    agent = SimpleNamespace(out=over, led=True, epoch=1, turned_to=address, catch_up=wait, wait_out=wait)
+    agent = SimpleNamespace(out=over, led=True, epoch=1, connected_to=address, catch_up=wait, wait_out=wait)
     start = lambda _: spawn(["/bin/sh", "-c", f"echo stop >{log}"], os.environ, 1, 2)  # noqa: E731
     control = ControlPlane(plan_of(), {}, loop, pytest.fail, SimpleNamespace())
     control.agent = agent

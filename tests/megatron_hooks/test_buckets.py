@@ -58,7 +58,7 @@ def test_gradients_are_scaled_before_the_sum_and_local_ones_back_for_lost_microb
     assert torch.equal(gradients[4:], its_own[4:])
     gradients += 8  # the lost microbatches
     buckets.settle()
-    aside.put_back()
+    aside.restore()
     assert torch.equal(gradients[:4], finished)
     assert torch.equal(gradients[4:], SCALE * (its_own[4:] + 8))
 

@@ -26,7 +26,7 @@ def test_what_is_written_after_the_tracker_file_belongs_to_the_checkpoint(
     def get_checkpoint_name(path: str, iteration: int, release: bool = False, return_base_dir: bool = False) -> str:
         return f"{path}/iter_{iteration:07d}"
 
-    manager: Any = SimpleNamespace(be_in_touch=lambda: None)
+    manager: Any = SimpleNamespace(wait_in_touch=lambda: None)
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(checkpoints, "get_args", lambda: SimpleNamespace(async_save=False))
     unused: Any = None

@@ -286,11 +286,11 @@ def test_steps_that_a_slow_disk_has_not_taken_yet_are_written_by_who_was_not_put
 ) -> None:
     """Also when the worker has finished: the thread that writes asks whether it may, and must not end by the answer."""
 
-    def be_in_touch(*, in_epoch: bool) -> None:
+    def wait_in_touch(*, in_epoch: bool) -> None:
         if error is not None:
             raise error
 
-    manager: Any = SimpleNamespace(be_in_touch=be_in_touch)
+    manager: Any = SimpleNamespace(wait_in_touch=wait_in_touch)
     assert records._still_in(manager) is writes
 
 

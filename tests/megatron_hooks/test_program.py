@@ -38,7 +38,7 @@ from recover_megatron.megatron_hooks.entry import flags as flag_checks
 from recover_megatron.megatron_hooks.entry.endings import HANDLERS, EndedEarly
 from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
 from recover_megatron.megatron_hooks.entry.flags import arguments_provider
-from recover_megatron.megatron_hooks.entry.program import with_those_of_checkpoint
+from recover_megatron.megatron_hooks.entry.program import with_checkpoint_args
 from recover_megatron.megatron_hooks.entry.refused import cannot_recover, cannot_shard
 from recover_megatron.megatron_hooks.layout import batches_to_come
 from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
@@ -484,7 +484,7 @@ FLAGS = (
     "--distributed-timeout-seconds-after-init 60 --gpu-sniff-test-interval 9 --defer-embedding-wgrad-compute "
     "--async-save --async-strategy mcore"
 ).split()
-SETTLED = [its for its in refused.SETTLED if its.flag != "--optimizer dist_muon"]
+ADJUSTED = [its for its in refused.ADJUSTED if its.flag != "--optimizer dist_muon"]
 """Each of these by one of the flags."""
 
 
@@ -501,26 +501,26 @@ def test_every_flag_that_is_done_in_another_way_is_set_so_and_told_once(
     said: list[str] = []
     monkeypatch.setattr(refused.log, "info", said.append)
     args = parsed(True, *FLAGS)
-    assert all(not its.given(args) for its in refused.SETTLED)
+    assert all(not its.given(args) for its in refused.ADJUSTED)
     assert (args.moe_token_dispatcher_type, args.cuda_graph_impl) == ("alltoall", "none")
     assert (args.optimizer, args.use_distributed_optimizer, args.fp8_param_gather) == ("muon", False, False)
     assert (args.num_distributed_optimizer_instances, args.error_injection_rate) == (2, 0)
     assert (args.rerun_mode, args.accumulate_allreduce_grads_in_fp32) == ("disabled", True)
     parsed(True, *FLAGS)
-    assert said == [f"with --recover, {its}" for its in SETTLED]
+    assert said == [f"with --recover, {its}" for its in ADJUSTED]
     config = RecoverConfig(enabled=True)
     assert [*cannot_recover(args, config), *cannot_shard(args, config)] == []
 
 
 def test_without_recover_every_flag_is_as_megatron_has_it() -> None:
     args = parsed(False, *FLAGS)
-    assert all(its.given(args) for its in SETTLED)
+    assert all(its.given(args) for its in ADJUSTED)
 
 
 def test_the_old_name_of_spread_muon_is_muon_that_is_not_spread() -> None:
     args = parsed(True, "--optimizer", "dist_muon", "--overlap-param-gather")
     assert (args.optimizer, args.use_distributed_optimizer, args.overlap_param_gather) == ("muon", False, False)
-    assert refused.not_settled(args) == []
+    assert refused.refuse_unadjusted(args) == []
 
 
 @pytest.mark.parametrize(
@@ -642,8 +642,8 @@ def test_a_script_may_require_flags_of_its_own() -> None:
 
 def test_what_comes_past_the_parser_is_refused_and_not_run_as_it_is() -> None:
     args = parsed(False, *FLAGS)
-    assert len(refused.not_settled(args)) == len(SETTLED)
-    assert refused.not_settled(parsed(True, *FLAGS)) == []
+    assert len(refused.refuse_unadjusted(args)) == len(ADJUSTED)
+    assert refused.refuse_unadjusted(parsed(True, *FLAGS)) == []
     args.yaml_cfg = "model.yaml"
     reasons = flags.problems(args, RecoverConfig(enabled=True))
     assert any("--moe-token-dispatcher-type flex from a --yaml-cfg file" in reason for reason in reasons)
@@ -662,9 +662,9 @@ def test_why_the_sizes_of_a_checkpoint_cannot_be_read_is_told(tmp_path: Path) ->
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     args = parsed(True, "--use-checkpoint-args", "--load", str(tmp_path))
     with pytest.raises(UserError, match=r"--use-checkpoint-args: Megatron ends: .*could not load the checkpoint"):
-        with_those_of_checkpoint(args)
+        with_checkpoint_args(args)
     with pytest.raises(UserError, match="--use-checkpoint-args needs a checkpoint: give --load FOLDER"):
-        with_those_of_checkpoint(parsed(True, "--use-checkpoint-args"))
+        with_checkpoint_args(parsed(True, "--use-checkpoint-args"))
 
 
 def test_flags_are_checked_with_the_sizes_that_the_checkpoint_has(forkserver: ForkServer, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from recover_megatron.megatron_hooks.checkpoint import memory_tier
 from recover_megatron.megatron_hooks.checkpoint.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.checkpoint.state_exchange import StateExchange
 from recover_megatron.megatron_hooks.groups import Groups, renew_rank_copies
-from recover_megatron.megatron_hooks.layout import no_way_back
+from recover_megatron.megatron_hooks.layout import no_rollback_reason
 from recover_megatron.megatron_hooks.logging import writers
 from recover_megatron.megatron_hooks.loop import rejoin as rejoin_module
 from recover_megatron.megatron_hooks.loop.bridge_arguments import BridgeArguments
@@ -52,7 +52,7 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
         offers.append(offer)
         raise RunOver(0, "the training is over")
 
-    nothing: Any = SimpleNamespace(stand_apart=lambda: None, left=lambda manager: None)
+    nothing: Any = SimpleNamespace(leave_training=lambda: None, left=lambda manager: None)
 
     def leave(why: str, note: str) -> None:
         left.append(why)
@@ -273,19 +273,19 @@ def test_which_runs_go_back_to_their_checkpoints_is_known_at_the_start_and_befor
         [f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else [])] for name, value in flags.items()
     ]
     of_launcher = forecast._no_way_back(["--save", "checkpoints", *itertools.chain(*words)])
-    for found in (no_way_back(SimpleNamespace(**args), [optimizer]), of_launcher):
+    for found in (no_rollback_reason(SimpleNamespace(**args), [optimizer]), of_launcher):
         assert bool(found) == bool(why)
         assert why in found
 
 
 def test_bridges_loop_goes_back_to_no_checkpoint_and_says_why() -> None:
-    assert no_way_back(BridgeArguments(SimpleNamespace())).startswith("Megatron-Bridge")
+    assert no_rollback_reason(BridgeArguments(SimpleNamespace())).startswith("Megatron-Bridge")
 
 
 @pytest.mark.parametrize(("flag", "kept"), [("auto", [(4, "save"), (3, "load")]), ("off", [])])
 def test_with_the_last_resort_off_no_checkpoint_is_one_to_go_back_to(flag: str, kept: list[Any]) -> None:
     hooks = object.__new__(TrainingHooks)
-    parts: Any = SimpleNamespace(state=SimpleNamespace(no_way_back="", loaded_at_launch=3))
+    parts: Any = SimpleNamespace(state=SimpleNamespace(no_rollback_reason="", loaded_at_launch=3))
     checkpoints: Any = SimpleNamespace(complete=[(4, "save")], unreadable=set())
     hooks._config, hooks._parts, hooks._checkpoints = RecoverConfig(last_resort=flag), parts, checkpoints
     assert hooks.kept_checkpoints() == (kept, set())
@@ -355,7 +355,7 @@ def test_a_worker_that_comes_in_late_gets_no_profiler_of_other_iterations(
 ) -> None:
     args = SimpleNamespace(rank=1, **flags)
     monkeypatch.setattr(rejoin_module, "get_args", lambda: args)
-    nothing: Any = SimpleNamespace(stand_apart=lambda: None)
+    nothing: Any = SimpleNamespace(leave_training=lambda: None)
     manager: Any = SimpleNamespace(view=SimpleNamespace(worker=4))
     rejoin = Rejoin(manager, nothing, nothing, nothing, nothing)
     monkeypatch.setattr(rejoin, "_wait", lambda: BESIDE)
@@ -409,10 +409,10 @@ def test_writers_are_told_of_missed_steps_before_one_begins_to_write(
 # ---- a state that a worker takes over at a boundary
 
 
-def mended(fetch: Any) -> tuple[StateExchange, list[str], list[Any]]:
+def repaired(fetch: Any) -> tuple[StateExchange, list[str], list[Any]]:
     """The exchange of worker 2, whose state differs from that of worker 0; a list of the reasons for which the worker
     leaves its place; a list of its marks and of the states that it loads."""
-    decision = Decision(5, {0: (0, 1), 1: (2, 3)}, (), at=7, version=6, mended=(2,), holders={2: (0,)})
+    decision = Decision(5, {0: (0, 1), 1: (2, 3)}, (), at=7, version=6, repaired=(2,), holders={2: (0,)})
     grid = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)
     left: list[str] = []
     noted: list[Any] = []
@@ -443,7 +443,7 @@ def test_a_worker_whose_state_differs_and_gets_no_other_gives_up_its_place(error
     def fetch(*unused: Any, **named: Any) -> None:
         raise error
 
-    exchange, left, noted = mended(fetch)
+    exchange, left, noted = repaired(fetch)
     with pytest.raises(Orphaned, match="holds a wrong state, which must not be used"):
         exchange.at_boundary()
     assert noted == []
@@ -459,7 +459,7 @@ def test_a_worker_that_receives_a_state_makes_progress_as_long_as_it_comes() -> 
         progress()
         return "the state", 1 << 40
 
-    exchange, left, noted = mended(fetch)
+    exchange, left, noted = repaired(fetch)
     exchange.at_boundary()
     assert (noted, left) == ([("state", False), ("state", False), "the state"], [])
 
@@ -475,6 +475,6 @@ def test_a_holder_is_lost_when_the_run_does_not_count_on_it_and_has_not_set_it_a
             slots.append(lost())
         return "the state", 0
 
-    exchange, _, _ = mended(fetch)
+    exchange, _, _ = repaired(fetch)
     exchange.at_boundary()
     assert slots == [set(), {0}, set()]

@@ -111,7 +111,7 @@ class KillOrders(NodeAgentEvents):
     def __init__(self, workers: dict[int, Process]) -> None:
         self._workers = workers
 
-    def put_out(self, worker: int, reason: str) -> None:
+    def evict(self, worker: int, reason: str) -> None:
         self._workers[worker].kill()
 
 
@@ -252,7 +252,7 @@ class Cluster:
             self.workers[number].event("plan", start=start)
             self.commit_again(number)
 
-    def go_on_without(self, *gone: int) -> None:
+    def continue_without(self, *gone: int) -> None:
         """Every other worker gets a plan without the gone and then commits."""
         for number, process in self.workers.items():
             if number not in gone:

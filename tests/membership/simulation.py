@@ -574,7 +574,7 @@ class World:
                         current.member_uses = False
                         for message in list(current.down)[: current.arrived]:
                             if message["type"] not in ("eof", "accepted", "connected"):
-                                self.members[name].overhear(over_the_wire(message, TO_MEMBER))
+                                self.members[name].late_message(over_the_wire(message, TO_MEMBER))
                     self.current[name] = None
                 case Hangup():
                     if current is not None:

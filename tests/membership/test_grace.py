@@ -269,11 +269,11 @@ def test_a_stopped_process_that_is_aside_comes_back_whoever_is_killed_meanwhile(
         run.workers[1].wait_for(lambda line: line["event"] == "commit" and line["iteration"] >= 20)
         run.workers[1].kill(signal.SIGSTOP)
         run.wait_event("aside", worker=1)
-        run.go_on_without(1)
+        run.continue_without(1)
         if lost == "coordinator":
             run.coordinators[0].kill()
             run.wait_event("lead", candidate=1)
-            run.go_on_without(1)
+            run.continue_without(1)
         else:
             for other in (0, 2):
                 run.workers[other].kill()

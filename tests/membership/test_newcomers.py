@@ -119,7 +119,7 @@ def test_two_newcomers_join_a_run_in_turn_and_a_death_is_made_up_for(tmp_path: P
         run.start_worker(3, newcomer=True)
         admitted(run, 3)
         run.workers[1].kill()
-        run.go_on_without(1)
+        run.continue_without(1)
         run.start_worker(4, newcomer=True)
         admitted(run, 3, 4)
         first = next(line for line in run.workers[4].lines if line["event"] == "plan")

@@ -44,7 +44,7 @@ def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(t
     with cluster(tmp_path, **TIMES) as run, Hosts(3) as hosts:
         start(run, hosts, [2, 1, 1], [1])
         hosts.cable(3, up=False) if how == "both directions" else mute(hosts, 3)
-        run.go_on_without(3)
+        run.continue_without(3)
         fault = run.wait_event("fault", worker=3)
         assert fault["kind"] == "out"
         assert run.workers[3].exit_code() in (11, 13)
@@ -55,7 +55,7 @@ def test_the_half_with_the_coordinator_goes_on_and_the_other_half_stops(tmp_path
     with cluster(tmp_path, **TIMES) as run, Hosts(2) as hosts:
         start(run, hosts, [2, 2], [1, 2])
         hosts.cable(2, up=False)
-        run.go_on_without(2, 3)
+        run.continue_without(2, 3)
         assert run.exit_codes(2, 3) == [11, 11]
 
 
@@ -63,7 +63,7 @@ def test_a_majority_goes_on_when_the_coordinator_is_cut_off_and_the_minority_sto
     with cluster(tmp_path, **TIMES) as run, Hosts(3) as hosts:
         start(run, hosts, [1, 2, 1], [1, 2, 3])
         hosts.cable(1, up=False)
-        run.go_on_without(0)
+        run.continue_without(0)
         assert run.workers[0].exit_code() == 11
         assert run.coordinators[0].exit_code() == 11
 

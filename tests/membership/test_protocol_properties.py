@@ -14,7 +14,7 @@ from simulation import SETTINGS, PropertyViolated, World
 
 from recover_megatron.membership import leadership
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.epochs import Epochs, Hearing, Rendezvous
+from recover_megatron.membership.epochs import Epochs, Rendezvous, RevokeConfirmations
 from recover_megatron.membership.events import State
 from recover_megatron.membership.records import Evidence, Formed, Presentation
 from recover_megatron.membership.roster import Member, Roster
@@ -468,7 +468,7 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
 
 def hears_itself(patch: pytest.MonkeyPatch) -> None:
     """Whoever is told of a rendezvous is taken to have heard it."""
-    patch.setattr(Hearing, "missing", frozenset())
+    patch.setattr(RevokeConfirmations, "missing", frozenset())
 
 
 PARTITIONED = [("partition", 1, 1), *[("run", 3, 0)] * 16]

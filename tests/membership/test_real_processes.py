@@ -35,7 +35,7 @@ def test_half_of_all_workers_killed_at_once_does_not_stop_the_run(tmp_path: Path
             run.coordinators[0].kill()
         for victim in (0, 2, 4, 6):
             run.workers[victim].kill()
-        run.go_on_without(0, 2, 4, 6)
+        run.continue_without(0, 2, 4, 6)
 
 
 @pytest.mark.parametrize("with_launcher", [False, True])
@@ -44,7 +44,7 @@ def test_a_stopped_worker_is_put_out_and_stops_by_itself_when_it_wakes_up(tmp_pa
         run.start(3, launcher=with_launcher)
         run.all_commit()
         run.workers[1].kill(signal.SIGSTOP)
-        run.go_on_without(1)
+        run.continue_without(1)
         if with_launcher:
             assert run.workers[1].exit_code() == -signal.SIGKILL  # by the launcher's hand
             run.wait_event("fault", worker=1, kind="dead")
@@ -69,7 +69,7 @@ def test_a_collective_that_all_wait_in_is_revoked_and_the_one_who_stays_away_is_
 def test_a_hung_worker_that_others_wait_for_is_put_out_though_its_heartbeats_go_on(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK) as run:
         run.start(3, {1: {"hang_at": 5}})
-        run.go_on_without(1)
+        run.continue_without(1)
         assert run.workers[1].exit_code() == 13
 
 
@@ -105,7 +105,7 @@ def test_children_that_a_worker_forked_do_not_hide_its_death(tmp_path: Path) -> 
         run.workers[0].event("forked")
         run.workers[1].event("commit")
         run.workers[0].kill()
-        run.go_on_without(0)
+        run.continue_without(0)
         os.killpg(run.workers[0].pid, 0)  # the child still runs
         assert run.wait_event("fault", worker=0)["kind"] == "dead", "by the end of its connection, not by its silence"
 
@@ -198,7 +198,7 @@ def test_the_smaller_part_that_gets_the_lease_goes_on(tmp_path: Path) -> None:
         run.start_workers(3)
         for number in (1, 2):
             run.workers[number].kill(signal.SIGSTOP)
-        run.go_on_without(1, 2)
+        run.continue_without(1, 2)
         for number in (1, 2):
             run.workers[number].kill(signal.SIGCONT)
             assert run.workers[number].exit_code() == 13

@@ -99,10 +99,10 @@ def test_a_mate_that_is_late_only_when_the_other_is_back_already_gets_its_whole_
     """And nobody else does: neither whose own time for storage is over, nor one of another replica."""
     stall, waits = Stall(SETTINGS), {2: "data", 3: "its mate"}
     assert stall.consider({}, waits, (), PAIRS, 50.0) == Answer(say=True)
-    assert stall.consider(waits, {}, (), PAIRS, 60.0).put_out == frozenset({2, 3})
+    assert stall.consider(waits, {}, (), PAIRS, 60.0).evict == frozenset({2, 3})
     stall = Stall(SETTINGS)
     assert stall.consider({}, {2: "data"}, (), PAIRS, 50.0) == Answer(say=True)
-    assert stall.consider({0: "of another replica"}, {}, (), PAIRS, 50.1).put_out == frozenset({0})
+    assert stall.consider({0: "of another replica"}, {}, (), PAIRS, 50.1).evict == frozenset({0})
 
 
 def test_who_waits_for_storage_is_told_of_and_not_put_out() -> None:
@@ -118,7 +118,7 @@ def test_hosts_that_stop_while_storage_has_been_out_for_long_have_their_whole_ti
     late = 60.0 + SETTINGS.stall_timeout
     assert consider(stall, late, 0, 1, 3, slow=(2,)) == Answer(say=True)
     assert stall.left(late) == SETTINGS.stall_timeout
-    assert consider(stall, late + SETTINGS.stall_timeout, 0, 1, 3, slow=(2,)).put_out == frozenset({0, 1, 3})
+    assert consider(stall, late + SETTINGS.stall_timeout, 0, 1, 3, slow=(2,)).evict == frozenset({0, 1, 3})
 
 
 # -- the state machines over a simulated network -----------------------------------------------------------------------
@@ -279,5 +279,5 @@ def test_processes_that_stay_stopped_are_put_out_after_the_stall_timeout(tmp_pat
     with cluster(tmp_path, workers=4, launcher=True, **QUICK) as run:
         send(run, signal.SIGSTOP, 0, 1, 2)
         run.wait_event("stalled")
-        run.go_on_without(0, 1, 2)
+        run.continue_without(0, 1, 2)
         assert run.exit_codes(0, 1, 2) == [-9] * 3

@@ -201,7 +201,7 @@ def test_a_run_that_cannot_write_says_so_and_leaves_no_corpus_that_is_half_of_an
 
     monkeypatch.setattr(os, "replace", full)
     assert prepare_corpus.main(["--out", str(out), "--input", str(folder), "--valid-percent", "20"]) == 1
-    assert prepare_corpus.load_if_whole(out) is None
+    assert prepare_corpus.load_if_complete(out) is None
     assert not list(out.glob(".making-*"))
     assert f"{out}: No space left on device" in capsys.readouterr().err
 

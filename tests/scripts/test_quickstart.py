@@ -228,7 +228,7 @@ def two_runs(
 
 
 def test_what_the_death_changed_is_told_where_it_is_rounding_only(tmp_path: Path) -> None:
-    text = "\n".join(quickstart.what_it_changed(*two_runs(tmp_path, norm=1 + 1e-7), FAULT))
+    text = "\n".join(quickstart.compare_runs(*two_runs(tmp_path, norm=1 + 1e-7), FAULT))
     assert "before iteration 3: grad norm at most 0.0e+00" in text
     assert "with the death: loss 0.0e+00, grad norm 1.0e-07" in text
 
@@ -247,7 +247,7 @@ def test_a_death_that_did_not_happen_or_changed_more_than_rounding_is_no_success
     tmp_path: Path, change: dict[str, float], words: str
 ) -> None:
     with pytest.raises(quickstart.Stop, match=words):
-        quickstart.what_it_changed(*two_runs(tmp_path, **change), FAULT)  # type: ignore[arg-type]
+        quickstart.compare_runs(*two_runs(tmp_path, **change), FAULT)  # type: ignore[arg-type]
 
 
 def test_a_recovery_is_told_as_it_happens_and_a_half_written_line_when_it_is_whole(tmp_path: Path) -> None:

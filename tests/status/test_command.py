@@ -84,7 +84,7 @@ def test_a_running_job_is_shown_and_a_dead_worker_with_its_reason(run: Cluster) 
     places = {r["replica"]: [(w["worker"], w["position"]) for w in r["workers"]] for r in before["grid"]}
     assert places == {0: [(0, 0), (1, 1)], 1: [(2, 0), (3, 1)], 2: [(4, 0), (5, 1)]}
     run.workers[3].kill()
-    run.go_on_without(3)
+    run.continue_without(3)
     after = seen(run)
     assert [(gone["worker"], gone["fate"]) for gone in after["gone"]] == [(3, "dead")]
     why = after["gone"][0]["why"]  # with an answer unread in its socket the kernel resets the connection instead

@@ -346,9 +346,9 @@ class GlooGroups:
             in_time = changed.wait_for(lambda: done() or bool(self._failed) or self._cancel_token.cancelled, seconds)
         self._cancel_token.check()
         if self._failed:
-            raise PeerLost(f"gloo could not connect: {self._failed[0]}", road=True) from self._failed[0]
+            raise PeerLost(f"gloo could not connect: {self._failed[0]}", unreachable=True) from self._failed[0]
         if not in_time:
-            raise PeerLost(f"gloo did not connect to all members within {seconds:g} s", road=True)
+            raise PeerLost(f"gloo did not connect to all members within {seconds:g} s", unreachable=True)
 
     def abort(self) -> None:
         """Make every operation fail, here and at the other ends; from any thread."""

@@ -70,7 +70,7 @@ class _Link:
         try:
             self._socket = source.connect()
         except Unreachable as error:
-            raise PeerLost(f"worker {source.worker} is unreachable: {error}", road=error.road) from error
+            raise PeerLost(f"worker {source.worker} is unreachable: {error}", unreachable=error.unreachable) from error
         opened(source.worker, self._socket)
         watch(self._socket)
         self.source, self.worker = source, source.worker

@@ -20,7 +20,7 @@ import torch
 
 from recover_megatron.collectives.device import drained, within
 from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.network.connection import is_of_the_road
+from recover_megatron.network.connection import is_path_error
 
 _SMALL = 64 << 10
 """Bytes below which zlib is faster than a torch call."""
@@ -198,7 +198,7 @@ def memory_of(part: torch.Tensor) -> memoryview:
 
 def lost(error: OSError | None) -> PeerLost:
     """Return a ``PeerLost`` for an ``error`` of a connection, or for its end (None)."""
-    return PeerLost(str(error or "the peer closed the connection"), road=is_of_the_road(error))
+    return PeerLost(str(error or "the peer closed the connection"), unreachable=is_path_error(error))
 
 
 def _send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:

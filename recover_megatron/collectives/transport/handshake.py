@@ -177,7 +177,7 @@ class Handshake:
             candidates.pop(fd).sock.close()
         if outgoing and now >= outgoing.since + CONNECT_SECONDS and not _is_connected(outgoing.sock):
             raise PeerLost(
-                f"the host of the successor in the ring did not answer within {CONNECT_SECONDS:g} s", road=True
+                f"the host of the successor in the ring did not answer within {CONNECT_SECONDS:g} s", unreachable=True
             )
         if now > deadline:
             missing = "successor" if outgoing else "predecessor"
@@ -187,8 +187,10 @@ class Handshake:
         try:
             return outgoing.step()
         except (Refused, OSError) as error:
-            road = isinstance(error, OSError) and not isinstance(error, (ConnectionResetError, BrokenPipeError))
-            raise PeerLost(f"the successor in the ring refused the connection: {error}", road=road) from error
+            unreachable = isinstance(error, OSError) and not isinstance(error, (ConnectionResetError, BrokenPipeError))
+            raise PeerLost(
+                f"the successor in the ring refused the connection: {error}", unreachable=unreachable
+            ) from error
 
     def _admit(self, candidates: dict[int, _Conversation], ring: bytes) -> None:
         try:

@@ -33,7 +33,7 @@ from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, 
 from recover_megatron.collectives.state.transport import memory_of
 from recover_megatron.collectives.transport.handshake import Handshake, RingListener, SharedMemory, machine
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Scratch, Transport
-from recover_megatron.network.connection import family_of, is_of_the_road
+from recover_megatron.network.connection import family_of, is_path_error
 from recover_megatron.network.system import SECONDS, close_in_children, forget, is_silent, watch
 
 _INLINE, _SHARED = b"i", b"s"
@@ -388,7 +388,7 @@ class TcpTransport(Transport):
         return PeerLost(
             f"the connection to the {who} in the ring broke{why}",
             self._neighbours[who],
-            road=connecting or silent or is_of_the_road(error),
+            unreachable=connecting or silent or is_path_error(error),
         )
 
     # ---- the end

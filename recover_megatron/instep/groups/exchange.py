@@ -132,7 +132,7 @@ class Exchange:
                 present = [Slot(int(slot)) for slot in found.split()[1:]]
                 if assignment.slot not in present:
                     raise PeerLost(
-                        "the others continue without this worker, which some of them could not reach", road=True
+                        "the others continue without this worker, which some of them could not reach", unreachable=True
                     )
                 try:
                     self._together(self._repeating(rendezvous), f"repeated {group}", present, performed)
@@ -164,7 +164,7 @@ class Exchange:
             if answer == UNREACHED:
                 worker = self._assignment.standing[leader]
                 self._edges.suspect([worker])
-                raise PeerLost(f"worker {worker} is alive but unreachable in an operation of {group}", road=True)
+                raise PeerLost(f"worker {worker} is alive but unreachable in an operation of {group}", unreachable=True)
             if answer != "left":
                 return answer
         others = [slot for slot in members if slot > me]
@@ -191,11 +191,11 @@ class Exchange:
                     if (value := peer_stores.look(slot, wanted)) is not None:
                         return value
             except PeerLost as lost:
-                if not lost.road:
+                if not lost.unreachable:
                     return ""  # it is lost: the next rendezvous will show it
                 if time.monotonic() > until:
                     return UNREACHED
-                peer_stores.hang_up(slot)
+                peer_stores.disconnect(slot)
                 pause = RETRY_SECONDS
             self._orphan.stay()
             if not self._announcements.wait(rendezvous, pause):
@@ -252,7 +252,7 @@ class _PeerStores:
         with suppress(PeerLost):  # raised by ``look``
             self.look(slot, key)
 
-    def hang_up(self, slot: Slot) -> None:
+    def disconnect(self, slot: Slot) -> None:
         """Connect again with the next look."""
         if client := self._clients.pop(slot, None):
             client.close()

@@ -332,7 +332,7 @@ def renumber(ranks: dict[Slot, int]) -> None:
             world.pg_group_ranks[group] = {ranks.get(slot, -1 - slot): at for at, slot in enumerate(slots)}
 
 
-def stands_in(group: dist.ProcessGroup, slots: list[Slot]) -> None:
+def register_slots(group: dist.ProcessGroup, slots: list[Slot]) -> None:
     """Register the slots of the members of a group inside a replica, for ``renumber``."""
     _slots_of[group] = slots
 

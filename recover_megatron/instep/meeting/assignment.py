@@ -237,7 +237,7 @@ class Assignment:
         """Let ``pending`` return this plan for the step that others have begun; None: no worker has begun it."""
         self._pending = decision
 
-    def look_on(self, decision: Decision) -> EpochGroups:
+    def open_mirror_groups(self, decision: Decision) -> EpochGroups:
         """Return a spare's groups in an epoch in which it mirrors another worker's state: its slot is no worker's."""
         self._close_groups()
         with self.lock:
@@ -255,7 +255,7 @@ class Assignment:
     def _groups_of(self, decision: Decision, slot: Slot) -> EpochGroups:
         peer_stores = decision.peer_stores_by_slot(self.grid)
         all_heard = self.all_heard_of(decision.epoch)
-        return EpochGroups(decision.epoch, slot, self._comm_config, peer_stores, all_heard, self._session.be_in_touch)
+        return EpochGroups(decision.epoch, slot, self._comm_config, peer_stores, all_heard, self._session.wait_in_touch)
 
     def _end_if_over(self, decision: Decision) -> None:
         if self._session.revoked or self._session.epoch != decision.epoch:

@@ -121,7 +121,7 @@ def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str
         + "; ".join(f"{name(one)} and {name(other)}" for one, other in pairs[:4])
         + (f"; and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
     ]
-    for replica, reasons in decision.put_out.items():
+    for replica, reasons in decision.left_out.items():
         because = ", ".join(f"{one}-{other}" for one, other in reasons[:4])
         lines.append(f"replica {replica} is left out (workers {because} cannot connect); its workers wait as spares")
     return lines
@@ -133,9 +133,9 @@ def news(
     """Return console lines about an epoch that no death has caused; ``reason``: why the last one ended."""
     if before is None:
         return []
-    if before.broken != decision.broken or decision.put_out:
-        mended = {worker for pair in before.broken for worker in pair} <= set(statuses)
-        return describe(decision, statuses) or ["all workers can connect to each other again"] * mended
+    if before.broken != decision.broken or decision.left_out:
+        now_reachable = {worker for pair in before.broken for worker in pair} <= set(statuses)
+        return describe(decision, statuses) or ["all workers can connect to each other again"] * now_reachable
     if READY in reason or decision.fresh:
         return []  # the training reports the workers that come back
     if ADMITTED in reason:
@@ -152,7 +152,7 @@ def news(
 
 def why_out(decision: Decision, replica: int) -> str:
     """Return why a complete replica has no place; empty: not because of broken edges."""
-    pairs = ", ".join(f"{one}-{other}" for one, other in decision.put_out.get(replica, ())[:4])
+    pairs = ", ".join(f"{one}-{other}" for one, other in decision.left_out.get(replica, ())[:4])
     return f"its replica was left out: workers {pairs} cannot connect to each other" if pairs else ""
 
 

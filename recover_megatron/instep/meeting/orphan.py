@@ -140,7 +140,7 @@ class Orphan:
         """
         spare = self._spare or self._be_spare("it has no place yet")
         while isinstance(outcome := spare.arrive(**offer), Mirror):
-            epoch_groups = self._assignment.look_on(outcome.decision)
+            epoch_groups = self._assignment.open_mirror_groups(outcome.decision)
             offer = offer | self._hooks.mirror(outcome.decision, epoch_groups)
             epoch_groups.close()
         if isinstance(outcome, InStepError):
@@ -156,7 +156,7 @@ class Orphan:
         self._announcements.settled()
         self._assignment.take_up(decision)
         if self._assignment.with_newcomers:
-            self._progress.begin_anew()
+            self._progress.allow_first_decision()
         self._assignment.wait_for_step(None)
         self._progress.at = decision.at - 1
 

@@ -38,7 +38,7 @@ from recover_megatron.instep.meeting.standing import (
 from recover_megatron.workload import Placement, reassign
 from recover_megatron.workload.domains import touched_by
 from recover_megatron.workload.grid import LaunchGrid
-from recover_megatron.workload.placement import Edge, edge, seated
+from recover_megatron.workload.placement import Edge, compatible_replicas, edge
 from recover_megatron.workload.snapshots import FIRST_INTERVAL, Spread, copies
 
 _DISPUTED = (
@@ -66,7 +66,7 @@ def decide(
     facts = _facts(statuses, launch, rules, drain, beyond)
     members, there, state = facts.members, facts.members.statuses, _state(epoch, facts, beyond)
     grid, whole = state.grid, members.whole
-    holders, mended, disputed = _holders(members, state.fresh, grid) if facts.boundary else ({}, (), [])
+    holders, repaired, disputed = _holders(members, state.fresh, grid) if facts.boundary else ({}, (), [])
     enough, state_lost = state.enough, state.state_lost
     if disputed and rules.strict:
         enough, state_lost = 0, _DISPUTED.format(", ".join(map(str, disputed)))
@@ -89,7 +89,7 @@ def decide(
         fresh=state.fresh,
         version=state.version,
         holders=holders,
-        mended=mended,
+        repaired=repaired,
         disputed=tuple(disputed),
         rollback=state.rollback,
         undone=timelines.undone(statuses) if state.rollback is None else state.rollback.next,
@@ -109,7 +109,7 @@ def decide(
         peer_stores={worker: there[worker].peer_store for worker in sorted(working)},
         touched=touched_by(grid.values(), domains),
         broken=members.broken,
-        put_out=facts.put_out,
+        left_out=facts.left_out,
         draining=facts.draining,
         undrained=facts.undrained,
         leaving=facts.leaving,
@@ -134,7 +134,7 @@ class _Facts:
     begun: Mapping[int, JoinStatus]
     boundary: bool
     timeline: Timeline
-    put_out: Mapping[int, tuple[Edge, ...]]
+    left_out: Mapping[int, tuple[Edge, ...]]
     draining: tuple[str, ...]
     undrained: Mapping[str, str]
     leaving: frozenset[int]
@@ -146,7 +146,7 @@ def _facts(
     timeline = timelines.newest(statuses)
     everybody = timelines.of_timeline(statuses, timeline)
     broken = _broken(everybody)
-    whole, put_out = seated(whole_replicas(everybody, launch), broken)
+    whole, left_out = compatible_replicas(whole_replicas(everybody, launch), broken)
     common = {replica: _common(replica, [everybody[w] for w in workers]) for replica, workers in whole.items()}
     at = max((status.at for status in common.values()), default=0)
     begun = {replica: status for replica, status in common.items() if status.at == at and status.step}
@@ -157,7 +157,7 @@ def _facts(
     missed = 0 if common else max(0, beyond.committed - newest)
     members = Members(going_on, whole, launch, rules, broken, missed)
     leaving = leaving_of(whole, going_on, draining)
-    return _Facts(members, everybody, common, at, begun, boundary, timeline, put_out, draining, undrained, leaving)
+    return _Facts(members, everybody, common, at, begun, boundary, timeline, left_out, draining, undrained, leaving)
 
 
 # ---- grid and state
@@ -199,7 +199,7 @@ def _state(epoch: int, facts: _Facts, beyond: Beyond) -> _State:
         version = _version({status.version for status in facts.common.values()})
     seen = beyond.seen if members.missed else 0
     iteration, timeline, same = max(_newest(statuses).iteration, seen), facts.timeline, timelines.same_as(statuses)
-    rollback = timelines.not_told(statuses, version) if fresh and not members.whole else None
+    rollback = timelines.pending_rollback(statuses, version) if fresh and not members.whole else None
     rebuild = placement.rebuild if members.whole else {}
     enough, state_lost = members.prospects(grid)
     in_memory = timelines.kept(statuses, timeline)
@@ -281,7 +281,7 @@ def _holders(
     """
     statuses = members.statuses
     holders: dict[int, tuple[int, ...]] = {}
-    mended: list[int] = []
+    repaired: list[int] = []
     disputed: list[int] = []
     for position in range(len(next(iter(grid.values()), ()))):
         column = [workers[position] for workers in members.whole.values()]
@@ -292,11 +292,11 @@ def _holders(
             right = statuses[compared[0]].digest
         donors = [worker for worker in column if not compared or statuses[worker].digest == right]
         wrong = [worker for worker in compared if statuses[worker].digest != right]
-        mended += wrong
+        repaired += wrong
         for number, worker in enumerate([*wrong, *(grid[replica][position] for replica in fresh)]):
             first = number % len(donors)
             holders[worker] = (*donors[first:], *donors[:first])
-    return dict(sorted(holders.items())), tuple(sorted(mended)), sorted(disputed)
+    return dict(sorted(holders.items())), tuple(sorted(repaired)), sorted(disputed)
 
 
 # ---- lost microbatches

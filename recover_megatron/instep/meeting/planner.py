@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
-from recover_megatron.collectives.comparison import ASKED_SECONDS, OwnDescription, Told, odd_ones
+from recover_megatron.collectives.comparison import ASKED_SECONDS, ComparedStatus, OwnDescription, odd_ones
 from recover_megatron.errors import Disagreement
 from recover_megatron.instep.decision import (
     Beyond,
@@ -173,7 +173,9 @@ class Planner:
         ``EXIT_REFUSED``.
         """
         me, session = self._assignment.me, self._session
-        known = {worker: Told.of(status, "replica", "version", "peer_store") for worker, status in joined.items()}
+        known = {
+            worker: ComparedStatus.of(status, "replica", "version", "peer_store") for worker, status in joined.items()
+        }
         odd = odd_ones(known)
         placed = sorted(worker for worker in odd.workers if known[worker].placed)
         different = self.own.different(me, known, odd)
@@ -215,14 +217,14 @@ class Planner:
             lost_replicas=list(lost.replicas) if lost else [],
             grid={str(replica): list(workers) for replica, workers in decision.grid.items()},
             fresh=list(decision.fresh),
-            mended=list(decision.mended),
+            repaired=list(decision.repaired),
             rollback=None if decision.rollback is None else asdict(decision.rollback),
             disputed=list(decision.disputed),
             broken=[list(pair) for pair in sorted(decision.broken)],
             draining=list(decision.draining),
             undrained=dict(decision.undrained),
             leaving=sorted(decision.leaving),
-            put_out={str(replica): [list(pair) for pair in edges] for replica, edges in decision.put_out.items()},
+            left_out={str(replica): [list(pair) for pair in edges] for replica, edges in decision.left_out.items()},
             seconds={"rendezvous": round(seconds, 6)},
             **self._hooks.describe(decision),
         )
@@ -237,9 +239,9 @@ class Planner:
             self._session.ask("an operation of the epoch has failed", None)
             return
         worker = None if lost.peer is None else assignment.standing.get(Slot(lost.peer))
-        if worker is not None and lost.road:
+        if worker is not None and lost.unreachable:
             self._edges.noticed(worker)
-        elif lost.road:
+        elif lost.unreachable:
             self._edges.suspect(assignment.decision.workers)
         self._session.ask(str(lost) + ("" if worker is None else f" (with worker {worker})"), worker)
 

@@ -23,7 +23,7 @@ from recover_megatron.instep.decision import JoinStatus, Rules
 from recover_megatron.workload import Candidate, Placement, Shape, assemble, openings
 from recover_megatron.workload.domains import Drain, drain, leaving
 from recover_megatron.workload.grid import LaunchGrid
-from recover_megatron.workload.placement import Edge, build_ahead, can_join, edge, free_of
+from recover_megatron.workload.placement import Edge, build_ahead, can_connect, connectable, edge
 
 GONE = "no worker holds the state of one of its positions any more"
 
@@ -106,12 +106,12 @@ class Members:
 
     def usable(self) -> dict[int, Candidate]:
         """Return candidates that can connect to all workers with a place, and to each other."""
-        return free_of(self.candidates(), self._working, self.broken)
+        return connectable(self.candidates(), self._working, self.broken)
 
     def placement(self) -> Placement:
         """Form new replicas; if edges are broken, of workers that can connect to all placed ones and to each other."""
         placement = self._assembled(self.candidates(), self.whole)
-        if self.broken and not can_join(self.whole, placement, self.broken):
+        if self.broken and not can_connect(self.whole, placement, self.broken):
             placement = self._assembled(self.usable(), self.whole)
         return placement
 
@@ -161,7 +161,7 @@ class Members:
                 if self.statuses[worker].version == version
                 and self.statuses[worker].digest == self._digest_of_most(worker, version)
             }
-            usable = free_of(holders, set(), self.broken)
+            usable = connectable(holders, set(), self.broken)
             found = self._assembled(usable).replicas
             if found:
                 return dict(sorted(found.items())), version

@@ -50,7 +50,7 @@ def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[
     return found
 
 
-def not_told(statuses: Mapping[int, JoinStatus], version: int | None) -> Rollback | None:
+def pending_rollback(statuses: Mapping[int, JoinStatus], version: int | None) -> Rollback | None:
     """Return the rollback to ``version``, held by workers, with which the present timeline began and which no worker
     has carried out yet; None: there is none."""
     _, begun_after = newest(statuses)

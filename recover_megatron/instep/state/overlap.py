@@ -239,7 +239,7 @@ class Overlap:
                 try:
                     data = self._ask(worker, what)
                 except PeerLost as lost:
-                    if lost.road:
+                    if lost.unreachable:
                         unreached.setdefault(worker, time.monotonic())
                     if fetcher := self._fetchers.pop(worker, None):
                         fetcher.close()
@@ -254,7 +254,9 @@ class Overlap:
             if all(time.monotonic() - unreached.get(worker, math.inf) > UNREACHED_SECONDS for worker in left):
                 # They live, and others may reach them: this worker's replica cannot continue, theirs can.
                 self._recovery.edges.suspect(left)
-                raise PeerLost(f"workers {left}, which hold parameters that this one needs, are unreachable", road=True)
+                raise PeerLost(
+                    f"workers {left}, which hold parameters that this one needs, are unreachable", unreachable=True
+                )
             time.sleep(RETRY_SECONDS)  # it is dead, and the run does not know yet
 
     def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:

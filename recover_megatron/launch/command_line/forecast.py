@@ -274,12 +274,12 @@ def _go(loss: Loss) -> str:
     return f"{count(loss.whole, 'replica continues', 'replicas continue')}{more}"
 
 
-def _then(loss: Loss, fewest: int, no_way_back: str, replaced: bool) -> str:
+def _then(loss: Loss, fewest: int, no_rollback_reason: str, replaced: bool) -> str:
     if not loss.later:
         wait = "waits five minutes for workers, else ends (10)"
         return wait if replaced and loss.waits else "ends (10): too few workers are left for a replica"
     if loss.lost and not loss.back:
-        return f"ends (12): no snapshots (--recover-memory-tier off), {no_way_back}"
+        return f"ends (12): no snapshots (--recover-memory-tier off), {no_rollback_reason}"
     if loss.later < fewest:
         return f"ends (10): fewer than {fewest} replicas are left"
     return f"{count(loss.whole, 'replica goes', 'replicas go')} back to {loss.back}" if loss.back else _go(loss)

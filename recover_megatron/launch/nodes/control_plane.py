@@ -125,7 +125,7 @@ class _InMainThread:
         self, loop: EventLoop, orders: Orders, say: Callable[[str], None], may_host: Callable[..., None]
     ) -> None:
         self.may_host = loop.from_thread(may_host)
-        self.put_out = loop.from_thread(orders.put_out)
+        self.evict = loop.from_thread(orders.evict)
         self.epoch_wanted = loop.from_thread(orders.epoch_wanted)
         self.noted = loop.from_thread(orders.noted)
         self.draining = loop.from_thread(orders.draining)
@@ -368,8 +368,8 @@ class ControlPlane:
         Otherwise it would be killed with the launch, before it has logged the end of the run and, on several nodes,
         before it has reported it to nodes that are reconnecting.  Waits for a bounded time.
         """
-        turned_to = self.agent.turned_to
-        candidate = self._candidates.get(turned_to) if turned_to is not None else None
+        connected_to = self.agent.connected_to
+        candidate = self._candidates.get(connected_to) if connected_to is not None else None
         if self.told and candidate is not None:
             candidate.wait(2 * self._settings.heartbeat_timeout + 1)
 

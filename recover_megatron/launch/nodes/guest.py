@@ -20,7 +20,7 @@ from recover_megatron.launch.command_line.plan import (
     join_addresses,
     listen,
 )
-from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without
+from recover_megatron.launch.messages import SHARE_A_SECRET, continues_without
 from recover_megatron.launch.nodes import leasing
 from recover_megatron.launch.nodes.host import LOST_SECONDS
 from recover_megatron.launch.nodes.leasing import lease_path, try_lease
@@ -196,7 +196,7 @@ class Guest:
     def _left_out(self, coordinators: str = "") -> None:
         """Stop: the launch started again without this node."""
         why = f"node {self._plan.node_rank} was lost at the start of the run, which started again without it"
-        self._tell(self._events.failed, goes_on_without(self._plan, why, coordinators), LEFT_OUT)
+        self._tell(self._events.failed, continues_without(self._plan, why, coordinators), LEFT_OUT)
 
     def _come_second(self, store: Store) -> None:
         """Stop: another launcher was welcomed as this node; it is live, or was lost and the run continues.
@@ -219,7 +219,7 @@ class Guest:
                 return
         reply = self._look(store, "coordinators", self._run_id) if plan.control_plane else None
         addresses = [address_from(value) for value in reply["addresses"]] if reply else []
-        reason = goes_on_without(plan, f"{first} is lost", join_addresses(addresses))
+        reason = continues_without(plan, f"{first} is lost", join_addresses(addresses))
         self._tell(self._events.failed, reason, LEFT_OUT)
 
     def _refused(self, reason: str) -> None:

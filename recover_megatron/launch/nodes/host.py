@@ -10,7 +10,7 @@ from typing import Any
 
 from recover_megatron.launch.command_line.forecast import LOSSES, of_launch
 from recover_megatron.launch.command_line.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
-from recover_megatron.launch.messages import SHARE_A_SECRET, goes_on_without, spared
+from recover_megatron.launch.messages import SHARE_A_SECRET, continues_without, spared
 from recover_megatron.launch.nodes import leasing
 from recover_megatron.launch.nodes.leasing import AUTO, OFF, LeaseTrial, lease_path
 from recover_megatron.launch.nodes.store import (
@@ -208,7 +208,7 @@ class Host:
         plan = self._plan
         if (coordinators := message.get("goes_on")) is not None and self._seal.proves:
             why = f"node {rank} on host {message['host']} has workers in the run of an earlier launcher of node 0"
-            return self._end(goes_on_without(plan, why, str(coordinators)), LEFT_OUT)
+            return self._end(continues_without(plan, why, str(coordinators)), LEFT_OUT)
         if reason := message.get("refusal"):
             text = f"the launcher of node {rank} on host {message['host']} was refused: {reason}"
             return self._end(text + "; the launch cannot be complete", LAUNCH_FAILED)

@@ -27,7 +27,7 @@ from pathlib import Path
 from recover_megatron.launch.workers.loop import EventLoop
 from recover_megatron.launch.workers.output import LogFile
 from recover_megatron.launch.workers.states import WorkerProcess
-from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, flush_all
+from recover_megatron.log_writer import PATIENCE_SECONDS, BackgroundWriter, flush_all
 from recover_megatron.membership.wire import SECRET_FILE
 
 LOCK_FILE = "launch.lock"
@@ -273,7 +273,7 @@ class SecretFile:
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         """Keep the path; ``say``, called in any thread, logs trouble with the disk."""
         self._path = folder / SECRET_FILE
-        self.writing = Aside(str(self._path), say)
+        self.writing = BackgroundWriter(str(self._path), say)
 
     def write(self, secret: str) -> None:
         """Write the file.  It exists when this returns, if the disk is well."""
@@ -343,7 +343,7 @@ class WorkersFile:
         self._folder = folder
         self._latest: tuple[str, Entries] = ("", {})
         self._begun = False
-        self.writing = Aside(str(folder / WORKERS_FILE), say)
+        self.writing = BackgroundWriter(str(folder / WORKERS_FILE), say)
 
     def put(self, run_id: str, workers: Sequence[WorkerProcess]) -> None:
         """Merge ``workers``, all of this launcher, into the file, before this returns if the disk is well."""
@@ -392,7 +392,7 @@ class LogFolder:
         self._lock = lock
         self._say = loop.from_thread(say)
         self._locks = [held for held in (lock, *other_locks) if held]
-        self._logs: list[Aside] = []
+        self._logs: list[BackgroundWriter] = []
         self._workers_file = WorkersFile(folder, self._say) if folder else None
         self._secret_file = SecretFile(folder, self._say) if folder else None
         self._secret_is_ours = False
@@ -439,7 +439,7 @@ class LogFolder:
                 self._secret_file.remove()
             files.append(self._secret_file.writing)
         for lock in self._locks:
-            end_job = Aside("", lambda text: None)  # a failure does not matter; a hang blocks no other file
+            end_job = BackgroundWriter("", lambda text: None)  # a failure does not matter; a hang blocks no other file
             end_job.submit(partial(lock.end, code, reason), 1)
             files.append(end_job)
         flush_all(files)

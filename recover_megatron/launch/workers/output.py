@@ -2,7 +2,7 @@
 
 Bytes are never decoded.  A line is shown when it is complete; the available part of an incomplete line (a progress bar)
 is shown after ``PARTIAL_SECONDS``, and a very long line in pieces of ``LONGEST_LINE`` bytes, so that memory is bounded
-and lines of different workers are never mixed.  ``Voice`` decides which lines are shown at all.  If the reader of the
+and lines of different workers are never mixed.  ``ConsoleFilter`` decides which lines are shown at all.  If the reader of the
 launcher's output is slow, the launcher stops reading the workers' pipes for a moment, as if they wrote to the reader
 directly; if it does not read at all, lines are dropped on the console and kept in the logs (``Sink``).
 """
@@ -151,7 +151,7 @@ class Sink:
         self._on_room()
 
 
-class Voice:
+class ConsoleFilter:
     """Filter of a process's console lines: all, or only this package's while a newcomer builds its model.
 
     Megatron prints its flags and its model in hundreds of lines, as all workers did at the start.  They are in the
@@ -165,7 +165,7 @@ class Voice:
     def __init__(self, *, newcomer: bool) -> None:
         self._quiet = newcomer
 
-    def is_for_people(self, line: bytes) -> bool:
+    def is_shown(self, line: bytes) -> bool:
         """Return whether to show the next line, of either stream."""
         ours = line.startswith(self.OURS)
         if ours and self.PLACED in line:
@@ -230,7 +230,7 @@ class Stream:
     _sink: Sink
     _prefix: bytes
     _log: LogFile | None
-    _voice: Voice
+    _voice: ConsoleFilter
     _lines: LineFormat
     _name: str
     """Name of the stream: stdout or stderr."""
@@ -311,7 +311,7 @@ class Stream:
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         self._last = next((line for line in reversed(shown) if line.strip()), self._last)[:LONGEST_LAST]
         self.fatal.take(shown)
-        for_people = [line for line in shown if self._voice.is_for_people(line)]
+        for_people = [line for line in shown if self._voice.is_shown(line)]
         prefix = self._prefix
         if not self._lines.plain:
             now, prefix = time.time(), b""
@@ -374,11 +374,11 @@ class Console:
     ) -> tuple[list[Stream], int, int]:
         """Create the two pipes of a process.  Return its streams, and the ends for its stdout and its stderr.
 
-        ``newcomer``: see ``Voice``; only with a log, or its lines would be lost.  ``on_fatal``: called when Python's
+        ``newcomer``: see ``ConsoleFilter``; only with a log, or its lines would be lost.  ``on_fatal``: called when Python's
         faulthandler begins to report a fatal signal.  The caller closes these two ends once the process has them, and
         calls ``read`` when its output may be shown.
         """
-        streams, ends, voice = [], [], Voice(newcomer=newcomer and log is not None)
+        streams, ends, voice = [], [], ConsoleFilter(newcomer=newcomer and log is not None)
         lines = LineFormat(self._form, self._node, label)
         for name, sink in (("stdout", self._out), ("stderr", self._err)):
             read, write = os.pipe()

@@ -81,7 +81,7 @@ class Replacements:
         """Seconds before the last replacement that ``of`` returned is started."""
         self.kept = False
         """True if one more replacement is left, but reserved for another cause than the last one."""
-        self.put_out: set[int] = set()
+        self.evict: set[int] = set()
         """Workers that the coordinator has evicted from the run."""
 
     def of(
@@ -104,7 +104,7 @@ class Replacements:
         self.wait = min(WAIT_SECONDS * 2 ** (self.alike - 2), LONGEST_WAIT_SECONDS) if repeated else 0.0
         if self._started >= plan.max_restarts or worker.state is WorkerState.FINISHED:
             return None
-        if worker.exit_code in (REFUSED, *RUN_VERDICTS, EXIT_FENCED) or worker.worker_id in self.put_out:
+        if worker.exit_code in (REFUSED, *RUN_VERDICTS, EXIT_FENCED) or worker.worker_id in self.evict:
             return None
         if repeated and self._started == plan.max_restarts - 1:
             self.kept = True
@@ -144,9 +144,9 @@ class Successors:
         self._waiting: list[WorkerProcess] = []
         self._tests = DeviceTests(self._loop, self._plan.device_test, self._plan.device_test_timeout)
 
-    def put_out(self, worker_id: int) -> None:
+    def evict(self, worker_id: int) -> None:
         """Note that the coordinator has evicted this worker: it is not replaced."""
-        self._replacements.put_out.add(worker_id)
+        self._replacements.evict.add(worker_id)
 
     def stop(self, stopped: bool = True) -> bool:
         """Start no replacement from now on, or (False) resume.  Return whether this changes anything."""
@@ -239,7 +239,7 @@ class LateNewcomers:
         self._run_is_over = True
         self.look()
 
-    def told_of(self, worker: WorkerProcess) -> bool:
+    def already_logged(self, worker: WorkerProcess) -> bool:
         """Return whether the end of ``worker`` was logged already."""
         return worker.worker_id in self._killed
 

@@ -261,7 +261,7 @@ class Checkpoints:
                 self._folders[folder] = final
                 if dist.get_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # each host may have its own disk
                     if (manager := self._manager()) is not None:
-                        manager.be_in_touch()
+                        manager.wait_in_touch()
                     clean(checkpoints_path, attempt, [other.attempt for other in self._under_way])
             return folder + name[len(final) :]
 
@@ -300,7 +300,7 @@ class Checkpoints:
 
         First checks that this worker, which may have been stopped, was not evicted: the tracker file is written next.
         """
-        manager.be_in_touch()
+        manager.wait_in_touch()
         for folder, final in folders.items():
             if dist.get_rank() == 0:
                 publish(folder, final)

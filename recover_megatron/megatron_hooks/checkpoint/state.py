@@ -31,7 +31,7 @@ from recover_megatron.errors import Disagreement
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.gradients.maxima import Scales
 from recover_megatron.megatron_hooks.gradients.microbatches import to_skip, with_skipped
-from recover_megatron.megatron_hooks.layout import no_way_back
+from recover_megatron.megatron_hooks.layout import no_rollback_reason
 from recover_megatron.megatron_hooks.logging import dumps
 from recover_megatron.megatron_hooks.logging.trackers import LogTotals, biases
 from recover_megatron.megatron_hooks.loop.loop_counters import LoopCounters
@@ -72,7 +72,7 @@ class TrainingState:
         all_of_it = not blank and args.load is not None and not (args.finetune or args.no_load_optim)
         self.loaded_at_launch = int(args.iteration) if all_of_it else 0
         """Iteration of the complete checkpoint that this worker loaded at launch; 0: none."""
-        self.no_way_back = no_way_back(args, self._optimizers)
+        self.no_rollback_reason = no_rollback_reason(args, self._optimizers)
         """Why the run cannot roll back to a checkpoint in place; empty if it can."""
         self.timeline = 0
         """Epoch of the timeline of this state (``instep.decision.Timeline``)."""
@@ -199,7 +199,7 @@ class TrainingState:
 
         return place
 
-    def room_aside(self, before: Any) -> Place:
+    def spare_room(self, before: Any) -> Place:
         """Return memory for a transfer that may be interrupted: the tensors of ``before``, which was loaded, again."""
         living = {"column": self._column()}
 

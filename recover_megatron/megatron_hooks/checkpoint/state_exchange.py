@@ -50,7 +50,7 @@ class StateExchange:
             return
         self._served = decision.epoch
         me = view.worker
-        if me in decision.mended:
+        if me in decision.repaired:
             log.warning(
                 f"the state of worker {me} differs from that of its column: it is replaced by another worker's state. "
                 "A checkpoint saved since the last comparison of states may contain parts of the wrong state"
@@ -117,7 +117,7 @@ class StateExchange:
         tree: Any = None
         with suppress(*INTERRUPTED):
             while True:  # an interrupted transfer has changed nothing
-                room = self._state.room_aside(tree)
+                room = self._state.spare_room(tree)
                 holder = slots[decision.mirrors[me]]
                 tree, _ = epoch_groups.fetch(f"mirror/{me}", [holder], shared_tensors, place=room)
                 self._state.load(tree)

@@ -48,7 +48,7 @@ from recover_megatron.instep.faults import (
     StateLost,
     UnknownOperation,
     break_device,
-    ends_soon,
+    exit_soon,
     in_short,
     is_communication,
     is_of_device,
@@ -97,7 +97,7 @@ NO_COORDINATOR = (
     "recover-coordinator and pass --recover-coordinator HOST:PORT"
 )
 
-TOLD_SECONDS = 4.0
+LAUNCHER_STOP_SECONDS = 4.0
 """Time within which a launcher stops all workers if one is lost before the training has begun."""
 OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled, data.LoaderKilled)
 """Errors of one worker that another worker would not repeat on the same microbatch."""
@@ -254,17 +254,17 @@ class FaultTolerance:
         if manager is not None and self._training.state is not None and self._training.replica_broken(error):
             self._be_spare(manager, error)
         if broken := is_of_device(error):
-            ends_soon()
+            exit_soon()
         if isinstance(error, EndedEarly) and not started:
             _end(1, f"worker {self._me} exits: {error}; its own output is above")
-        lost_touch = not started and (is_communication(error) or isinstance(error, torch.distributed.DistError))
-        if lost_touch:
+        connection_ended = not started and (is_communication(error) or isinstance(error, torch.distributed.DistError))
+        if connection_ended:
             self._wait_to_be_ended()
         text = "".join(traceback.format_exception(error))
         in_words = isinstance(error, CheckpointFailed) and error.to_folder and not traceback_wanted()
         if not in_words:
             write_stderr(text)
-        if lost_touch:
+        if connection_ended:
             # Not this worker's fault: the run may be restarted.
             lost = "lost its connection to another worker before the training began"
             _end(EXIT_NO_REPLICA, f"worker {self._me} {lost} ({signature(error)[:200]}); its traceback is above")
@@ -301,9 +301,9 @@ class FaultTolerance:
         One launcher reports the loss, once; a report of each worker that lost its connection would bury that line.
         """
         try:
-            self._session.wait_lost((), TOLD_SECONDS)
+            self._session.wait_lost((), LAUNCHER_STOP_SECONDS)
         except (CoordinatorLost, Fenced) as out:
-            threading.Event().wait(TOLD_SECONDS)
+            threading.Event().wait(LAUNCHER_STOP_SECONDS)
             _end(EXIT_NO_REPLICA, f"worker {self._me} exits: {out}")
 
     def _be_spare(self, manager: Manager, error: BaseException) -> NoReturn:

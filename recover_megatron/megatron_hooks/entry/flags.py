@@ -1,7 +1,7 @@
 """Checks of all flags before any process group is created: all refusals at once, each with its remedy.
 
 They cover errors that would come late (missing data), unclear (world size) or not at all (--recover would not be
-exact); Megatron's own assertions are reported in the same form (``in_plain_words``).
+exact); Megatron's own assertions are reported in the same form (``as_user_errors``).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from recover_megatron.log_writer import why_not_used
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.entry.refused import (
     EMERGING,
+    adjust,
     cannot_grow,
     cannot_recover,
     cannot_shard,
     cannot_use_nccl,
-    not_settled,
+    refuse_unadjusted,
     say,
-    settle,
 )
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.layout import batches_to_come, inner_ranks_of, misfits
@@ -77,7 +77,7 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
 
             def parse_known_args(*args: Any, **kwargs: Any) -> Any:
                 parsed, rest = parse(*args, **kwargs)
-                for one in settle(parsed):
+                for one in adjust(parsed):
                     say(one)
                 for line in remarks(parsed):
                     _warn(line)
@@ -131,7 +131,7 @@ def _with_suggestions(message: str, parser: argparse.ArgumentParser) -> str:
     return "; ".join(parts) + " (all flags: --help)"
 
 
-def in_plain_words(call: Callable[[], Any]) -> Any:
+def as_user_errors(call: Callable[[], Any]) -> Any:
     """Run a part of Megatron that checks flags; its assertions and other errors become UserErrors.
 
     Set RECOVER_TRACEBACK=1 to see the original traceback instead.
@@ -172,7 +172,7 @@ def problems(args: argparse.Namespace, config: RecoverConfig, *, may_have_data: 
     if config.enabled:
         found += [*arguments.problems(config), *_injection(args, config), *_number_of_replicas(args, config)]
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        found += not_settled(args)
+        found += refuse_unadjusted(args)
         found += [*cannot_recover(args, config), *cannot_shard(args, config), *cannot_shard_model(args, config, world)]
         found += [*hostdevice.never_summed(args), *cannot_use_nccl(config)]
     elif config.inject is not None:

@@ -56,7 +56,7 @@ class Program:
 
     def check(self) -> None:
         """Parse ``sys.argv`` as Megatron will; raises UserError with every reason why the run cannot start."""
-        args = with_those_of_checkpoint(self._parse())
+        args = with_checkpoint_args(self._parse())
         if reasons := flags.problems(args, self.config):
             raise UserError(*reasons)
         hostdevice.warn_of_what_is_never_summed(args)
@@ -66,7 +66,7 @@ class Program:
         """Return Megatron's arguments as it will parse them, not validated yet."""
         from megatron.training import arguments
 
-        parsed: argparse.Namespace = flags.in_plain_words(partial(arguments.parse_args, self._options))
+        parsed: argparse.Namespace = flags.as_user_errors(partial(arguments.parse_args, self._options))
         return parsed
 
     def run(self) -> None:
@@ -83,7 +83,7 @@ class Program:
             survive(
                 self.config,
                 lambda: self._pretrain(training.pretrain),
-                lambda: validated(with_those_of_checkpoint(parse())),
+                lambda: validated(with_checkpoint_args(parse())),
             )
             return
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
@@ -110,7 +110,7 @@ class Program:
         from megatron.training.arguments import parse_and_validate_args
 
         script = self.script
-        args = flags.in_plain_words(partial(parse_and_validate_args, self._options, args_defaults=dict(DEFAULTS)))
+        args = flags.as_user_errors(partial(parse_and_validate_args, self._options, args_defaults=dict(DEFAULTS)))
         if self.megatron.release < (0, 19):  # the script builds the model
             container = pretrain_cfg_container_from_args(args)
             options["model_provider"] = partial(script.model_provider, script.gpt_builder)
@@ -148,11 +148,11 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
     found = copy.deepcopy(args)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        flags.in_plain_words(partial(arguments.validate_args, found, dict(DEFAULTS)))
+        flags.as_user_errors(partial(arguments.validate_args, found, dict(DEFAULTS)))
     return found
 
 
-def with_those_of_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
+def with_checkpoint_args(args: argparse.Namespace) -> argparse.Namespace:
     """Return a copy of parsed arguments with those that --use-checkpoint-args reads from the checkpoint.
 
     Returns them unchanged without the flag, or without a checkpoint.  Prints nothing: Megatron does it again before it
@@ -169,7 +169,7 @@ def with_those_of_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
         with contextlib.redirect_stdout(said), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for folder in ("pretrained_checkpoint", "load"):
-                flags.in_plain_words(partial(load_args_from_checkpoint, found, load_arg=folder))
+                flags.as_user_errors(partial(load_args_from_checkpoint, found, load_arg=folder))
     except SystemExit:
         raise UserError(f"--use-checkpoint-args: Megatron ends: {' '.join(said.getvalue().split())}") from None
     return found

@@ -1,6 +1,6 @@
 """Megatron's flags that --recover refuses, with the reason: recovery would not be exact, or it is untested.
 
-``SETTLED`` lists the flags that --recover accepts and implements in another way, each logged at the start:
+``ADJUSTED`` lists the flags that --recover accepts and implements in another way, each logged at the start:
 
     another way   the same result by other means
     switched off  a speed-up or an extra report that cannot survive a death: the training is the same
@@ -266,7 +266,7 @@ def _groups_of_microbatches(args: argparse.Namespace) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Settled:
+class Adjusted:
     """Flags that --recover changes: if ``given`` is true of Megatron's arguments, existing ones become ``values``."""
 
     flag: str
@@ -290,115 +290,115 @@ def _spreads_layers(args: argparse.Namespace) -> bool:
 _finds_attention = all_of(is_set("bf16", "fp16"), unless(is_set("use_megatron_fsdp")))
 """True if Megatron's ``clip_qk`` finds the attention: it expects a fixed depth of wrapper modules."""
 
-SETTLED = (
-    Settled("--rerun-mode validate_results", is_one_of("rerun_mode", "validate_results"), {"rerun_mode": "disabled"},
+ADJUSTED = (
+    Adjusted("--rerun-mode validate_results", is_one_of("rerun_mode", "validate_results"), {"rerun_mode": "disabled"},
             "a worker that finds an unexpected result exits, and another worker runs the microbatch again; Megatron "
             "would run it again on the same worker and after a restart", off=False),
-    Settled("--error-injection-rate", is_set("error_injection_rate"), {"error_injection_rate": 0},
+    Adjusted("--error-injection-rate", is_set("error_injection_rate"), {"error_injection_rate": 0},
             "it fakes unexpected results for Megatron's rerun machine, which --recover does not use; "
             "use --recover-inject to make a worker exit, hang or fail"),
-    Settled("--fp16",
+    Adjusted("--fp16",
             all_of(is_set("fp16"), lambda args: not getattr(args, "accumulate_allreduce_grads_in_fp32", True)),
             {"accumulate_allreduce_grads_in_fp32": True},
             "gradients are accumulated in float32 (--accumulate-allreduce-grads-in-fp32; 2 more bytes per parameter): "
             "in float16 the overflow would depend on how many microbatches one replica accumulates", off=False),
-    Settled("--fp8-param-gather, --fp4-param-gather", is_set("fp8_param_gather", "fp4_param_gather"),
+    Adjusted("--fp8-param-gather, --fp4-param-gather", is_set("fp8_param_gather", "fp4_param_gather"),
             {"fp8_param_gather": False, "fp4_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False},
             "weights are stored and gathered in 16 bits, and Transformer Engine quantizes them for each forward pass "
             "(2 more bytes per parameter; with mxfp8 the numbers are the same, otherwise a weight is rounded "
             "to 16 bits first): shadows and states sent to other workers are slices of plain buffers"),
-    Settled("--reuse-grad-buf-for-mxfp8-param-ag", is_set("reuse_grad_buf_for_mxfp8_param_ag"),
+    Adjusted("--reuse-grad-buf-for-mxfp8-param-ag", is_set("reuse_grad_buf_for_mxfp8_param_ag"),
             {"reuse_grad_buf_for_mxfp8_param_ag": False},
             "weights get a separate buffer: gradients must outlive the update"),
-    Settled("--use-distributed-optimizer with muon, soap or lion",
+    Adjusted("--use-distributed-optimizer with muon, soap or lion",
             all_of(_spreads_layers, unless(is_one_of("optimizer", "dist_muon"))),
             {"use_distributed_optimizer": False, "overlap_param_gather": False},
             "every worker keeps the optimizer state of all parameters (with muon in bf16: 8 bytes per parameter); "
             "a shard would be complete layers that no other worker has"),
-    Settled("--optimizer dist_muon", is_one_of("optimizer", "dist_muon"),
+    Adjusted("--optimizer dist_muon", is_one_of("optimizer", "dist_muon"),
             {"optimizer": "muon", "use_distributed_optimizer": False, "overlap_param_gather": False},
             "--optimizer muon, and every worker keeps the optimizer state of all parameters (in bf16: 8 bytes per "
             "parameter); a shard would be complete layers that no other worker has"),
-    Settled("--use-precision-aware-optimizer with --use-megatron-fsdp",
+    Adjusted("--use-precision-aware-optimizer with --use-megatron-fsdp",
             all_of(is_set("use_megatron_fsdp"), keeps("fp32", "float32"), unless(keeps(*BF16, *SCALED))),
             {"use_precision_aware_optimizer": False}, "all its dtypes are float32, as in the standard optimizer"),
-    Settled("--use-megatron-fsdp with one shard group",
+    Adjusted("--use-megatron-fsdp with one shard group",
             all_of(is_set("use_megatron_fsdp"), unless(is_above_one("num_distributed_optimizer_instances"))),
             {"num_distributed_optimizer_instances": 2},
             "there are two shard groups (--num-distributed-optimizer-instances 2), so a worker's shards are twice as "
             "large: with one group the death of a worker would lose its shard of the state", off=False),
-    Settled("--moe-token-dispatcher-type flex",
+    Adjusted("--moe-token-dispatcher-type flex",
             lambda args: is_one_of("moe_token_dispatcher_type", "flex")(args) or is_set("moe_enable_deepep")(args),
             {"moe_token_dispatcher_type": "alltoall", "moe_enable_deepep": False,
              "moe_flex_dispatcher_backend": "deepep", "moe_expert_rank_capacity_factor": None,
              "moe_paged_stash": False},
             "the buffers of DeepEP and HybridEP keep the addresses of dead workers, and their kernels cannot be "
             "aborted; tokens are sent by alltoall, with buffers as large as needed"),
-    Settled("CUDA graphs", lambda args: has_cuda_graphs(args) or is_set("optimizer_cuda_graph")(args),
+    Adjusted("CUDA graphs", lambda args: has_cuda_graphs(args) or is_set("optimizer_cuda_graph")(args),
             {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False,
              "optimizer_cuda_graph": False},
             "NCCL does not release a communicator while a graph has an operation on it: before it leaves its dead "
             "peers a worker would have to destroy its graphs, and then capture new ones"),
-    Settled("--tp-comm-overlap", is_set("tp_comm_overlap"), {"tp_comm_overlap": False},
+    Adjusted("--tp-comm-overlap", is_set("tp_comm_overlap"), {"tp_comm_overlap": False},
             "its userbuffers can be neither aborted nor rebuilt: an orphan's kernels would wait for a dead peer "
             "forever"),
-    Settled("--defer-embedding-wgrad-compute", is_set("defer_embedding_wgrad_compute"),
+    Adjusted("--defer-embedding-wgrad-compute", is_set("defer_embedding_wgrad_compute"),
             {"defer_embedding_wgrad_compute": False},
             "with --overlap-grad-reduce it computes these gradients after the sum, and Megatron cannot defer them for "
             "a single microbatch, such as one that is run again after a death"),
-    Settled("--overlap-moe-expert-parallel-comm with --use-megatron-fsdp",
+    Adjusted("--overlap-moe-expert-parallel-comm with --use-megatron-fsdp",
             all_of(is_set("overlap_moe_expert_parallel_comm"), is_set("use_megatron_fsdp"),
                    unless(all_of(is_set("untie_embeddings_and_output_weights"), unless(is_set("mtp_num_layers"))))),
             {"overlap_moe_expert_parallel_comm": False, "ep_overlap_early_attn_memory_release": False},
             "with both, Megatron 0.19.2 computes a wrong gradient of an embedding that is shared between modules"),
-    Settled("--async-save with --use-megatron-fsdp and --async-strategy mcore",
+    Adjusted("--async-save with --use-megatron-fsdp and --async-strategy mcore",
             all_of(is_set("async_save"), is_set("use_megatron_fsdp"), is_one_of("async_strategy", "mcore")),
             {"async_save": False},
             "checkpoints are written synchronously: with this combination Megatron itself fails at the first one with "
             "a TypeError (enable_cache)"),
-    Settled("--delay-wgrad-compute with --use-megatron-fsdp",
+    Adjusted("--delay-wgrad-compute with --use-megatron-fsdp",
             all_of(is_set("delay_wgrad_compute"), is_set("use_megatron_fsdp")), {"delay_wgrad_compute": False},
             "it is untested"),
-    Settled("--overlap-param-gather-with-optimizer-step", is_set("overlap_param_gather_with_optimizer_step"),
+    Adjusted("--overlap-param-gather-with-optimizer-step", is_set("overlap_param_gather_with_optimizer_step"),
             {"overlap_param_gather_with_optimizer_step": False}, "the update must be one step, all or nothing"),
-    Settled("--use-sharp, --use-nccl-ub", is_set("use_sharp", "nccl_ub"),
+    Adjusted("--use-sharp, --use-nccl-ub", is_set("use_sharp", "nccl_ub"),
             {"use_sharp": False, "nccl_ub": False, "fsdp_manual_registration": False},
             "they speed up Megatron's data-parallel groups, which --recover does not use for gradients"),
-    Settled("--distributed-timeout-seconds-after-init", is_set("distributed_timeout_seconds_after_init"),
+    Adjusted("--distributed-timeout-seconds-after-init", is_set("distributed_timeout_seconds_after_init"),
             {"distributed_timeout_seconds_after_init": None},
             "a worker that joins later would wait for all others in its second iteration; use --recover-hang-timeout "
             "to detect a worker that hangs"),
-    Settled("--gpu-sniff-test-interval", is_set("gpu_sniff_test_interval"), {"gpu_sniff_test_interval": None},
+    Adjusted("--gpu-sniff-test-interval", is_set("gpu_sniff_test_interval"), {"gpu_sniff_test_interval": None},
             "a worker that joins later would wait for all others before its first iteration; recover-run tests "
             "a device before it starts another worker on it"),
-    Settled("--log-straggler", is_set("log_straggler"), {"log_straggler": False},
+    Adjusted("--log-straggler", is_set("log_straggler"), {"log_straggler": False},
             "it reports to a rank that is fixed at the start; use recover-report, which shows each replica's seconds"),
-    Settled("--log-max-attention-logit", all_of(is_set("log_max_attention_logit"), unless(_finds_attention)),
+    Adjusted("--log-max-attention-logit", all_of(is_set("log_max_attention_logit"), unless(_finds_attention)),
             {"log_max_attention_logit": False},
             "Megatron itself finds the attention layers only with --bf16 or --fp16 and without --use-megatron-fsdp; "
             "otherwise it fails in the first step with an AttributeError"),
 )  # fmt: skip
 
 
-def settle(args: argparse.Namespace) -> list[Settled]:
-    """Apply ``SETTLED`` to Megatron's parsed arguments; returns the entries that applied."""
-    done = [one for one in SETTLED if one.given(args)]
+def adjust(args: argparse.Namespace) -> list[Adjusted]:
+    """Apply ``ADJUSTED`` to Megatron's parsed arguments; returns the entries that applied."""
+    done = [one for one in ADJUSTED if one.given(args)]
     for one in done:
         vars(args).update({name: value for name, value in one.values.items() if hasattr(args, name)})
     return done
 
 
-def not_settled(args: argparse.Namespace) -> list[str]:
-    """Refuse arguments from a --yaml-cfg file that ``settle`` would change: they bypass the parser."""
+def refuse_unadjusted(args: argparse.Namespace) -> list[str]:
+    """Refuse arguments from a --yaml-cfg file that ``adjust`` would change: they bypass the parser."""
     return [
         f"--recover cannot be combined with {one.flag} from a --yaml-cfg file: {one.words}"
-        for one in SETTLED
+        for one in ADJUSTED
         if one.given(args)
     ]
 
 
 @functools.cache
-def say(settled: Settled) -> None:
+def say(settled: Adjusted) -> None:
     """Log the change once, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         log.info(f"with --recover, {settled}")

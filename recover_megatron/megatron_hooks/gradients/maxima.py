@@ -27,7 +27,7 @@ from megatron.core.utils import get_model_config
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import WrongGradients
 from recover_megatron.integrate import misfit, wrap
-from recover_megatron.megatron_hooks.entry.refused import Settled, say, scales_by_history
+from recover_megatron.megatron_hooks.entry.refused import Adjusted, say, scales_by_history
 
 
 class _Maxima:
@@ -156,7 +156,7 @@ FORWARD, BACKWARD = "scaling_fwd", "scaling_bwd"
 FORGOTTEN = "global_fp8_buffer_pos_fwd_recompute"
 """Key of a module's saved scales for a recomputation; invalid after ``reset``."""
 
-ONCE_A_STEP = Settled(
+ONCE_A_STEP = Adjusted(
     "--fp8-recipe delayed",
     scales_by_history,
     {},

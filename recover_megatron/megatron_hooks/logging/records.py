@@ -100,8 +100,8 @@ class Records:
             if outcome.seconds:
                 reran = {str(replica): ids for replica, ids in outcome.reran.items()}
                 phases = {name: round(value, 6) for name, value in outcome.seconds.items()}
-                aside = outcome.aside_bytes
-                self.log(manager, "recovery", epoch=step.epoch, reran=reran, seconds=phases, aside_bytes=aside)
+                saved_bytes = outcome.saved_bytes
+                self.log(manager, "recovery", epoch=step.epoch, reran=reran, seconds=phases, saved_bytes=saved_bytes)
         self._first = False
 
     def planned(self, manager: Manager) -> None:
@@ -209,7 +209,7 @@ def _still_in(manager: Manager) -> bool:
     If it was, another worker has written its lines.  Waits until the coordinator answers, or the run is over.
     """
     try:
-        manager.be_in_touch(in_epoch=False)
+        manager.wait_in_touch(in_epoch=False)
     except Fenced:
         return False
     except MembershipError:  # for example, the run or this worker's training has ended

@@ -30,7 +30,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args, global_vars
 
 from recover_megatron.integrate import Loop
-from recover_megatron.log_writer import Aside, LogWriter, flush_all, open_to_append
+from recover_megatron.log_writer import BackgroundWriter, LogWriter, flush_all, open_to_append
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
@@ -60,7 +60,9 @@ class Stub:
         self._name, self._writer, self._open, self._iteration = name, writer, open_, iteration
         self._writing = writer is not None
         self._kept: deque[tuple[int, float, str, tuple[Any, ...], dict[str, Any]]] = deque(maxlen=KEPT_CALLS)
-        self._aside = Aside(name, most_bytes=2 * KEPT_CALLS * CALL_BYTES)  # begin() submits all kept calls at once
+        self._background = BackgroundWriter(
+            name, most_bytes=2 * KEPT_CALLS * CALL_BYTES
+        )  # begin() submits all kept calls at once
 
     def add_scalar(self, *args: Any, **kwargs: Any) -> None:
         self._record("add_scalar", args, kwargs)
@@ -72,7 +74,7 @@ class Stub:
         """Flush to the disk, waiting only a bounded time for it."""
         if self._writing:
             self._call("flush", (), {})
-            self._aside.flush()
+            self._background.flush()
 
     def __getattr__(self, name: str) -> Any:
         """Forward any other attribute to the writer, if this worker writes."""
@@ -80,7 +82,7 @@ class Stub:
             raise AttributeError(name)
         if not self._writing or self._writer is None:
             return _NullWriter()
-        self._aside.flush()
+        self._background.flush()
         return getattr(self._writer, name)
 
     def begin(self) -> None:
@@ -90,12 +92,12 @@ class Stub:
             return
         self._writing = True
         if self._writer is None:
-            self._aside.submit(self._open_one, CALL_BYTES)
+            self._background.submit(self._open_one, CALL_BYTES)
         for _, _, method, args, kwargs in self._kept:
             self._call(method, args, kwargs)
         self._kept.clear()
         self._call("flush", (), {})
-        self._aside.settle()
+        self._background.settle()
 
     def rest(self) -> None:
         """Stop writing: another worker continues.
@@ -120,7 +122,7 @@ class Stub:
         args, kwargs = tuple(map(_copy, args)), {name: _copy(value) for name, value in kwargs.items()}
         if self._writing:
             self._call(method, args, kwargs)
-            self._aside.settle()
+            self._background.settle()
             return
         now, iteration = time.monotonic(), self._iteration()
         kept = self._kept
@@ -130,7 +132,7 @@ class Stub:
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Submit the call to the thread, which may wait for a disk that does not respond."""
-        self._aside.submit(partial(self._carry_out, method, args, kwargs), CALL_BYTES)
+        self._background.submit(partial(self._carry_out, method, args, kwargs), CALL_BYTES)
 
     def _open_one(self) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.megatron_hooks.checkpoint.resumed import SHUFFLED_FOR
-from recover_megatron.megatron_hooks.entry.refused import SETTLED, cannot_recover, cannot_shard, cannot_use_nccl
+from recover_megatron.megatron_hooks.entry.refused import ADJUSTED, cannot_recover, cannot_shard, cannot_use_nccl
 from recover_megatron.megatron_hooks.gradients.maxima import LOGIT_FLAGS
 
 SECTIONS = (
@@ -161,7 +161,7 @@ def problems(config: Any, recover: RecoverConfig) -> list[str]:
     found = [f"{path} = {value!r}: {why}" for path, why in NOT_TRIED.items() if (value := _value(config, path))]
     if hasattr(config.dataset, "collate_fn") or not hasattr(config.dataset, "random_seed"):
         found.append(f"dataset: {type(config.dataset).__name__}: only pre-training with GPTDatasetConfig is tested")
-    found += [f"{one.flag}: {one.words}" for one in SETTLED if one.given(arguments)]
+    found += [f"{one.flag}: {one.words}" for one in ADJUSTED if one.given(arguments)]
     found += [f"model.{name}: it is untested with this loop" for name in LOGIT_FLAGS if getattr(arguments, name, False)]
     sizes = {name: _value(config.model, name) or 1 for name in SIZES}
     found += [f"model.{name} = {size}: it is untested with this loop" for name, size in sizes.items() if size > 1]

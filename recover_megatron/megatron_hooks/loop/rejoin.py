@@ -79,7 +79,7 @@ class Rejoin:
         self._manager.leave(error)
         if not isinstance(error, Orphaned) and not is_communication(error):
             traceback.print_exception(error)
-        self._groups.stand_apart()
+        self._groups.leave_training()
         view = self._manager.view
         log.info(
             f"worker {view.worker} has lost its place ({in_short(error)}); it waits as a spare "
@@ -94,7 +94,7 @@ class Rejoin:
 
         Raises ``OtherPosition`` and ``RunOver``, and ``Disagreement`` for a state that cannot be right.
         """
-        self._groups.stand_apart()  # nothing may be sent before the first boundary: the others are not there yet
+        self._groups.leave_training()  # nothing may be sent before the first boundary: the others are not there yet
         while True:
             decision = self._wait()
             try:
@@ -104,8 +104,8 @@ class Rejoin:
                 return
             except INTERRUPTED as error:
                 why = self._untaken.failed(error, decision)
-                self._manager.leave(why, note=why if self._untaken.aside else "")
-            if self._untaken.aside:
+                self._manager.leave(why, note=why if self._untaken.retired else "")
+            if self._untaken.retired:
                 self._stay_retired(why)
             time.sleep(self._untaken.pause)
 

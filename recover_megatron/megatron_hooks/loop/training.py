@@ -154,7 +154,7 @@ class TrainingHooks:
 
     def _no_last_resort(self, state: TrainingState) -> str:
         """Return why the run cannot roll back to a checkpoint in place; empty if it can, once one exists."""
-        return "--recover-last-resort off" if self._config.last_resort == "off" else state.no_way_back
+        return "--recover-last-resort off" if self._config.last_resort == "off" else state.no_rollback_reason
 
     @property
     def begun(self) -> bool:

@@ -35,7 +35,7 @@ class UntakenPlaces:
         return PAUSE_SECONDS if self._times > 1 else 0.0
 
     @property
-    def aside(self) -> bool:
+    def retired(self) -> bool:
         """True if the worker is retired: it makes no further offer."""
         return self._times >= MOST
 
@@ -45,7 +45,7 @@ class UntakenPlaces:
         if not isinstance(error, EpochRevoked) and others:
             self._times = self._times + 1 if alike(str(error)) == self._text else 1
             self._text = alike(str(error))
-        if self.aside:
+        if self.retired:
             return f"it is retired after {MOST} failures in a row to take a place: {error}"
         return f"it could not take its place: {error}"
 

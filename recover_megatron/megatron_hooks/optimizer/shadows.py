@@ -213,7 +213,7 @@ class HostShadows:
         work = [
             (fragments, shadows, _settings(fragments), 1.0 / scale)
             for fragments, scale in zip(self._fragments, scales, strict=True)
-            if (shadows := list(fragments.aside))
+            if (shadows := list(fragments.on_shadow_device))
         ]
         if not work:
             return

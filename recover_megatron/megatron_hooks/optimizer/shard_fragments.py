@@ -58,7 +58,7 @@ class ShardFragment:
     """True if its gradient is part of the norm: no other worker of the replica has the same gradient."""
     state: dict[str, Any] = field(default_factory=dict)
     """State of the inner optimizer; empty before the first update."""
-    aside: bool = False
+    on_shadow_device: bool = False
     """True for a shadow that is updated on the shadow device, not by the device's own update."""
     borrowed: bool = False
     """True if its memory is Megatron's, which is released as soon as there are separate pieces."""
@@ -182,7 +182,7 @@ class ShardFragments:
                 for other in overlapping(here, number, start, stop):
                     a, b = max(start, other.start), min(stop, other.stop)
                     fragment.take(a, b, other.give(a, b))
-            fragment.aside = shadow and self._shadow_device is not None
+            fragment.on_shadow_device = shadow and self._shadow_device is not None
             found.append(fragment)
         return found
 
@@ -232,7 +232,7 @@ class ShardFragments:
     def new_state(self, fragment: ShardFragment) -> dict[str, Any]:
         """Return the inner optimizer's state of ``fragment``; if the shadow device updates it, similar zeros."""
         inner = self.inner.state
-        if not fragment.aside:
+        if not fragment.on_shadow_device:
             return dict(inner[fragment.tensor])
         return {
             name: torch.zeros_like(fragment.tensor, dtype=value.dtype) if value.dim() else value.clone()
@@ -244,13 +244,13 @@ class ShardFragments:
         return precision.has_remainders(self._optimizer, fragment.model.dtype)
 
     @property
-    def aside(self) -> Iterator[ShardFragment]:
+    def on_shadow_device(self) -> Iterator[ShardFragment]:
         """The pieces that are updated on the shadow device."""
-        return (fragment for fragment in self if fragment.aside)
+        return (fragment for fragment in self if fragment.on_shadow_device)
 
     @property
     def _updated(self) -> Iterator[ShardFragment]:
-        return (fragment for fragment in self if not fragment.aside)
+        return (fragment for fragment in self if not fragment.on_shadow_device)
 
     def __iter__(self) -> Iterator[ShardFragment]:
         return (fragment for fragments in self.held.values() for fragment in fragments)
@@ -325,10 +325,10 @@ class ShardFragments:
             if not fragment.state and fragment.tensor in state:
                 fragment.state = state[fragment.tensor]
 
-    def show_aside(self, unit: int) -> None:
+    def copy_shadows_to_model(self, unit: int) -> None:
         """Copy the pieces of a unit that were updated on the shadow device to the model."""
         for fragment in self.held[unit]:
-            if fragment.aside:
+            if fragment.on_shadow_device:
                 self._show(fragment)
 
     def _show(self, fragment: ShardFragment) -> None:

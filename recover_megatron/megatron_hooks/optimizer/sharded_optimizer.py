@@ -312,9 +312,11 @@ class ShardedOptimizer:
         for fragments in self._fragments:
             column = self._pieces.column(fragments)
             for unit in self.shards.held(column):
-                if any(fragment.aside for fragment in fragments.held[unit]) and self.shards.speaks_for(column, unit):
+                if any(fragment.on_shadow_device for fragment in fragments.held[unit]) and self.shards.speaks_for(
+                    column, unit
+                ):
                     self._aside.join()
-                    fragments.show_aside(unit)
+                    fragments.copy_shadows_to_model(unit)
 
 
 @dataclass(frozen=True)

@@ -313,7 +313,7 @@ class Client:
             while self._state == "open" and (data := self._sock.recv(1 << 18)):
                 self._decoder.feed(data)
                 while (message := self._decoder.message()) is not None:
-                    self.core.overhear(message)
+                    self.core.late_message(message)
         self._selector.modify(self._sock, selectors.EVENT_READ)
         self._abandoned.append(self._sock)
         self._sock = None

@@ -261,7 +261,7 @@ class Session:
         self.report_done(iteration)
         self.wait_committed(iteration)
 
-    def be_in_touch(self, *, in_epoch: bool = True) -> None:
+    def wait_in_touch(self, *, in_epoch: bool = True) -> None:
         """Return when the coordinator has answered within the heartbeat timeout and the epoch continues: often at once.
 
         Call it before actions forbidden for a process that was evicted while stopped or cut off. Raises

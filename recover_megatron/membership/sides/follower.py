@@ -315,7 +315,7 @@ class Follower:
     def _planned(self, message: Mapping[str, Any]) -> None:
         """Handle its plan. A hook for subclasses."""
 
-    def overhear(self, message: Mapping[str, Any]) -> None:
+    def late_message(self, message: Mapping[str, Any]) -> None:
         """Handle a message that a just abandoned coordinator had sent before it could notice. A hook for subclasses."""
 
     def _report(self, message: Mapping[str, Any], *, may: bool | None = None) -> list[MemberEffect]:

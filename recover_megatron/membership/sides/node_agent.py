@@ -124,7 +124,7 @@ class NodeAgentClient(Follower):
             self.condemned |= {message["worker"], *from_runs(message.get("with", []))}
         super()._on(message, now)
 
-    def overhear(self, message: Mapping[str, Any]) -> None:
+    def late_message(self, message: Mapping[str, Any]) -> None:
         """Adopt a revoke of the abandoned coordinator, which may count on it (``Rendezvous._acknowledged``)."""
         if message["type"] == "revoke" and message["term"] >= self.presentation.term:
             self.presentation.term = message["term"]
@@ -141,7 +141,7 @@ class NodeAgentClient(Follower):
 class Orders(Protocol):
     """Orders of the coordinator to a launcher."""
 
-    def put_out(self, worker: WorkerId, reason: str) -> None:
+    def evict(self, worker: WorkerId, reason: str) -> None:
         """Kill the complete process group of ``worker``, of this node, then report ``ended``; may be repeated."""
 
     def epoch_wanted(self) -> None:
@@ -197,7 +197,7 @@ class NodeAgent:
         return self._core.out
 
     @property
-    def turned_to(self) -> Address | None:
+    def connected_to(self) -> Address | None:
         """The candidate that it dialed last; None: none yet."""
         with self._client.condition:
             return self._client.addresses[self._core.candidate] if self._core.candidate >= 0 else None
@@ -307,7 +307,7 @@ class NodeAgent:
 
     def _notified(self, notice: Notify) -> None:
         if notice.kind == "kill":
-            self._events.put_out(notice.detail["worker"], notice.detail["reason"])
+            self._events.evict(notice.detail["worker"], notice.detail["reason"])
         elif notice.kind == "opened":
             self._events.epoch_wanted()
         elif notice.kind == "note":
@@ -325,7 +325,7 @@ class NoAgent:
     """Null object for a ``NodeAgent``: no members, no messages, no waits."""
 
     out: MembershipError | None = None
-    turned_to: Address | None = None
+    connected_to: Address | None = None
     addresses: Sequence[Address] = ()
     epoch = 0
     refused_seconds = 0.0
