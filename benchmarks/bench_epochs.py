@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import FORK, command_line, head, load_average, reported, row, store, write
 from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.gloo.groups import GlooGroups
+from recover_megatron.collectives.gloo.abortable_groups import GlooGroups
 from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.transport.tcp import TcpTransport
 from recover_megatron.collectives.tree import Tree, TreeBackend

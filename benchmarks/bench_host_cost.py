@@ -35,9 +35,9 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.native import NativeGroup
 from recover_megatron.collectives.nccl.communicator import Communicator
-from recover_megatron.collectives.nccl.groups import NcclNative
 from recover_megatron.collectives.nccl.library import SUCCESS, Library
 from recover_megatron.collectives.nccl.renewal import Keeper
+from recover_megatron.collectives.nccl.resources import NcclNative
 from recover_megatron.collectives.progress import ProgressThread
 from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport

@@ -29,7 +29,7 @@ holders in separate processes.  Last, the slowdown of the holder's training: the
 sends its state repeatedly, relative to the time alone.
 
 --groups: time until the gloo groups of two workers are renewed: by this package, all together
-(collectives/gloo/groups.py), and by torch's experimental reconfiguration, group by group; ms, in turns.
+(collectives/gloo/abortable_groups.py), and by torch's experimental reconfiguration, group by group; ms, in turns.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from benchmarks.megatron_runs import (
     write,
 )
 from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.gloo.groups import GlooGroups
+from recover_megatron.collectives.gloo.abortable_groups import GlooGroups
 from recover_megatron.collectives.state.holder import Offer, Offers
 from recover_megatron.collectives.state.receiver import Receiver, Source
 from recover_megatron.collectives.state.trees import new_memory

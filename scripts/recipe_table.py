@@ -93,7 +93,7 @@ def verdicts() -> list[Verdict]:
     from megatron.training.arguments import add_megatron_arguments
 
     from recover_megatron.megatron_hooks.entry.refused import adjust, cannot_recover, cannot_shard
-    from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
+    from recover_megatron.megatron_hooks.fsdp.fsdp_refused import cannot_shard_model
 
     plain, untested = RecoverConfig(enabled=True), RecoverConfig(enabled=True, untested=True)
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)

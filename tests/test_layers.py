@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
 CLIENTS = ("megatron_hooks", "elastic", "hostdevice", "collectives")
 INTERFACE = {"manager", "faults", "trainer", "decision"}
 """Modules of ``instep`` that its clients may import: the manager, the errors, a step's trainer, the plan's records."""
-BESIDE = {"megatron_hooks.groups": {"groups.model_parallel_groups", "groups.process_group", "groups.traffic"}}
+BESIDE = {"megatron_hooks.parallel_groups": {"groups.model_parallel_groups", "groups.process_group", "groups.traffic"}}
 """Module of a client -> what it imports besides: Megatron's process groups are made of those of ``instep``."""
 
 MODULES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))

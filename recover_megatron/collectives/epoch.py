@@ -21,8 +21,8 @@ __all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost"]
 class PeerLost(ConnectionError):
     """The connection to another member broke.  Used in this package and layer 2 only: callers see ``EpochRevoked``.
 
-    ``peer``: worker id of the other member, if it is known.  ``unreachable``: True if the peer is unreachable (the network
-    path fails in one direction or both); False if the peer closed the connection.
+    ``peer``: worker id of the other member, if it is known.  ``unreachable``: True if the network path to the peer
+    fails in one direction or both; False if the peer closed the connection.
     """
 
     def __init__(self, text: str, peer: int | None = None, *, unreachable: bool = False) -> None:

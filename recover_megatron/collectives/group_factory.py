@@ -12,8 +12,8 @@ from recover_megatron.collectives.epoch import CancelToken, Epoch, EpochRevoked,
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.native import NativeGroup
 from recover_megatron.collectives.nccl import library as libraries
-from recover_megatron.collectives.nccl.groups import open_native
 from recover_megatron.collectives.nccl.renewal import Keeper
+from recover_megatron.collectives.nccl.resources import open_native
 from recover_megatron.collectives.progress import Hook, ProgressThread
 from recover_megatron.collectives.ring.executor import RingGroup, Tuning
 from recover_megatron.collectives.transport.handshake import RingListener

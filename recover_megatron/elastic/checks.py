@@ -13,7 +13,7 @@ import torch.distributed as dist
 from recover_megatron import program
 from recover_megatron.collectives.comparison import ComparedStatus, OwnDescription, odd_ones
 from recover_megatron.collectives.ledger import is_distributed
-from recover_megatron.elastic.state import Optimizers, Stateful
+from recover_megatron.elastic.run_state import Optimizers, Stateful
 from recover_megatron.errors import EXIT_USAGE, UserError, refuse, traceback_wanted
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.io.session import Session

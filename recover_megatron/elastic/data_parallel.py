@@ -30,13 +30,13 @@ from recover_megatron.collectives.comparison import OwnDescription
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.elastic.checks import check, loaded_program, some_differ, strange_parameters
+from recover_megatron.elastic.epoch_start import Standing, Status, odd_cover, shares, standing
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.leading import Leading, settled
 from recover_megatron.elastic.passes import Passes
 from recover_megatron.elastic.restoring import NotRestored
-from recover_megatron.elastic.standing import Standing, Status, odd_cover, shares, standing
-from recover_megatron.elastic.state import Exchange, Optimizers, State, Stateful
+from recover_megatron.elastic.run_state import Exchange, Optimizers, State, Stateful
 from recover_megatron.elastic.steps import Microbatch, StepResult, ends_in_order, gives_state, one_step, takes_part
 from recover_megatron.elastic.verification import compare
 from recover_megatron.errors import EXIT_USAGE

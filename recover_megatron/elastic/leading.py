@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recover_megatron.elastic.standing import Standing, Status
+from recover_megatron.elastic.epoch_start import Standing, Status
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 

@@ -10,7 +10,7 @@ import torch
 from recover_megatron.elastic.checks import check_backward
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
-from recover_megatron.elastic.state import State
+from recover_megatron.elastic.run_state import State
 from recover_megatron.elastic.steps import Microbatch
 from recover_megatron.out_of_turn import tell_readers
 

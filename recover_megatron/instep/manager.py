@@ -39,7 +39,7 @@ Raised by ``start``, ``at_boundary``, ``step``, ``section`` and ``finish``, whic
     StateLost          a part of the training's state is lost: the run ends for all, exit code 12
     Fenced             this worker was evicted, and the run continues without it: exit with code 13
     CoordinatorLost    the run has ended, or its majority is lost: exit with the error's code
-    EpochRevoked       only from ``View.groups`` and ``wait_in_touch``: let it leave the section, which is then run again
+    EpochRevoked       only from ``View.groups`` and ``wait_in_touch``: let it leave the section, which then runs again
                        (a step uses neither)
 
 The idea of a manager that hides a quorum behind step, boundary and commit is torchft's; there a failed step is dropped,

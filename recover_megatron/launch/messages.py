@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recover_megatron.launch.command_line.plan import LaunchPlan, join_addresses
+from recover_megatron.launch.command_line.launch_plan import LaunchPlan, join_addresses
 from recover_megatron.launch.workers.dying import WRITES_CORE, Ending
 from recover_megatron.launch.workers.states import WorkerProcess, WorkerState, signal_name
 from recover_megatron.membership.records import ranges

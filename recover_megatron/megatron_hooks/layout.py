@@ -95,7 +95,7 @@ def no_rollback_reason(args: Any, optimizers: Sequence[Any] = ()) -> str:
 
     ``optimizers``: those of Megatron.
     """
-    if reason := getattr(args, "no_way_back", ""):  # set by another loop than Megatron-LM's
+    if reason := getattr(args, "no_rollback_reason", ""):  # set by another loop than Megatron-LM's
         return str(reason)
     if args.no_save_optim:
         return "its checkpoints lack the optimizer's state (--no-save-optim)"

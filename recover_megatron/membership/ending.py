@@ -295,8 +295,10 @@ class Survivors:
 
     def wait_for_heirs(self) -> None:
         """Report that no rendezvous can be opened until a set-aside worker asks for a place."""
-        required_aside = self._roster.required_aside
-        names = ", ".join(self._roster.workers[number].name for number in sorted(required_aside)[:4])
-        text = f"all others are lost: the run waits for {names}{' and others' * (len(required_aside) > 4)} (set aside earlier)"
-        self._out.log("waits", workers=to_runs(required_aside), reason=text)
+        required = self._roster.required_aside
+        names = ", ".join(self._roster.workers[number].name for number in sorted(required)[:4])
+        text = (
+            f"all others are lost: the run waits for {names}{' and others' * (len(required) > 4)} (set aside earlier)"
+        )
+        self._out.log("waits", workers=to_runs(required), reason=text)
         self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})

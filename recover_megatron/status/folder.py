@@ -112,7 +112,7 @@ def _details(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> di
     """Return fields of ``RunStatus`` about the end of a launch, from its records."""
     last: dict[str, Mapping[str, Any]] = {record["event"]: record for record in launch}
     workers = {record["worker"] for record in launch if record["event"] == "attached" and "worker" in record}
-    gone = {}
+    gone: dict[int, Gone] = {}
     stopping = [record.get("time", 0.0) for record in launch if record["event"] == "stopping"]
     # A worker's end and the launcher's report come by two connections, so either may be first.
     since = min(stopping, default=math.inf) - STOPPING_SECONDS if stop.get("code", 0) > SIGNALLED else math.inf

@@ -33,8 +33,8 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import cancel_token_of, open_group
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.nccl import library as libraries
-from recover_megatron.collectives.nccl.groups import open_native
 from recover_megatron.collectives.nccl.renewal import Keeper
+from recover_megatron.collectives.nccl.resources import open_native
 from tests.doubles.epoch import PlainEpoch
 from tests.doubles.nccl import library as nccl_double
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from recover_megatron.collectives.chunks import even_chunks
 from recover_megatron.collectives.epoch import CollectiveMismatch, EpochRevoked
-from recover_megatron.collectives.gloo.groups import GlooGroups
+from recover_megatron.collectives.gloo.abortable_groups import GlooGroups
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import cancel_token_of, open_group
 from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span

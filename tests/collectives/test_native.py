@@ -21,8 +21,8 @@ from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span
 from recover_megatron.collectives.native import ALIGNED_BYTES, Message, Operation, rounds
-from recover_megatron.collectives.nccl import communicator, groups, library
-from recover_megatron.collectives.nccl.groups import NcclNative
+from recover_megatron.collectives.nccl import communicator, library, resources
+from recover_megatron.collectives.nccl.resources import NcclNative
 from tests.collectives.expected import elements
 from tests.collectives.together import DEADLINE, together
 from tests.doubles.nccl import library as nccl_double
@@ -78,7 +78,7 @@ def members(size: int, work: Any, limits: Sequence[int] = (), **options: Any) ->
     backend = type("Its", (Watched,), {"limits": limits, "stopped": threading.Barrier(size)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "load", lambda: double)
-        patch.setattr(groups, "NcclNative", backend)
+        patch.setattr(resources, "NcclNative", backend)
         return together(size, work, collective="native", **options)
 
 

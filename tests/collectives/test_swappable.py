@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, PeerLost
-from recover_megatron.collectives.gloo import groups
-from recover_megatron.collectives.gloo.groups import GlooGroups
+from recover_megatron.collectives.gloo import abortable_groups as groups
+from recover_megatron.collectives.gloo.abortable_groups import GlooGroups
 from recover_megatron.collectives.gloo.swappable_group import COLLECTIVES, AbortableWork, AbortableWorks, SwappableGroup
 from recover_megatron.instep.groups.process_group import EpochGroup
 from tests.harness.waiting import DEADLINE, eventually

@@ -18,10 +18,10 @@ import torch
 from examples import plain_pytorch as example
 from recover_megatron.elastic import data_parallel
 from recover_megatron.elastic.data_parallel import ElasticDataParallel
+from recover_megatron.elastic.epoch_start import Standing, Status
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.leading import Leading, settled
-from recover_megatron.elastic.standing import Standing, Status
-from recover_megatron.elastic.state import State
+from recover_megatron.elastic.run_state import State
 from recover_megatron.elastic.verification import Verdict, compare
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 

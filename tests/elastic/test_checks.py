@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recover_megatron.elastic.checks import check
-from recover_megatron.elastic.state import State
+from recover_megatron.elastic.run_state import State
 from recover_megatron.errors import UserError
 from tests.elastic.test_state import elastic
 from tests.examples.doubles.accelerate import Accelerator

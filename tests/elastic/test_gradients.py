@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recover_megatron.elastic.epoch_start import Standing, Status, odd_cover
 from recover_megatron.elastic.gradients import Gradients
-from recover_megatron.elastic.standing import Standing, Status, odd_cover
 
 
 def parameters(*trained: bool) -> list[torch.nn.Parameter]:

@@ -18,9 +18,9 @@ import torch
 from recover_megatron import ElasticDataParallel
 from recover_megatron.collectives.state.trees import flatten, new_memory, unflatten
 from recover_megatron.elastic import data_parallel
+from recover_megatron.elastic.epoch_start import Standing, Status
 from recover_megatron.elastic.restoring import NotRestored, contents, difference
-from recover_megatron.elastic.standing import Standing, Status
-from recover_megatron.elastic.state import Exchange, State, Stateful
+from recover_megatron.elastic.run_state import Exchange, State, Stateful
 
 Parameters = list[torch.nn.Parameter]
 

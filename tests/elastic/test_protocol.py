@@ -14,9 +14,9 @@ import torch
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.elastic import data_parallel
 from recover_megatron.elastic.data_parallel import ElasticDataParallel
+from recover_megatron.elastic.epoch_start import Standing, Status
 from recover_megatron.elastic.leading import Leading
 from recover_megatron.elastic.restoring import NotRestored
-from recover_megatron.elastic.standing import Standing, Status
 from recover_megatron.elastic.verification import Verdict
 from recover_megatron.membership.records import CoordinatorLost
 from tests.elastic.test_state import Striking, stepping

@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 
 from recover_megatron import ElasticDataParallel, run
 from recover_megatron.elastic.checks import check
-from recover_megatron.elastic.state import Optimizers, State
+from recover_megatron.elastic.run_state import Optimizers, State
 from recover_megatron.errors import UserError
 from tests.harness import REPOSITORY
 from tests.membership.cluster import Cluster, cluster

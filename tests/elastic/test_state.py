@@ -17,12 +17,12 @@ from recover_megatron.collectives.comparison import OwnDescription
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.elastic import checks
 from recover_megatron.elastic.checks import some_differ
+from recover_megatron.elastic.epoch_start import Standing, Status, shares, standing
 from recover_megatron.elastic.generators import Generators
 from recover_megatron.elastic.gradients import Gradients
 from recover_megatron.elastic.leading import Leading
 from recover_megatron.elastic.passes import Passes
-from recover_megatron.elastic.standing import Standing, Status, shares, standing
-from recover_megatron.elastic.state import State
+from recover_megatron.elastic.run_state import State
 from recover_megatron.errors import Disagreement, UserError
 from recover_megatron.network.peer_store import PeerStoreServer
 from tests.harness.processes import python

@@ -24,7 +24,7 @@ import torch
 
 from examples import plain_pytorch as example
 from recover_megatron import ElasticDataParallel, run
-from recover_megatron.elastic.state import Exchange
+from recover_megatron.elastic.run_state import Exchange
 from recover_megatron.launch.workers.successors import JOINED_FROM
 from tests.examples.striking import strike_in_sums, strikes_of
 

@@ -59,7 +59,7 @@ def raised(error: Exception, path: str) -> Exception:
     ("path", "communication"),
     [
         ("/v/torch/distributed/distributed_c10d.py", True),
-        ("/v/recover_megatron/collectives/gloo/groups.py", True),
+        ("/v/recover_megatron/collectives/gloo/abortable_groups.py", True),
         ("/v/torch/utils/data/dataloader.py", False),
         ("/home/user/my_dataset.py", False),
     ],

@@ -20,7 +20,7 @@ from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.groups.epoch_groups import CommunicationConfig
 from recover_megatron.instep.groups.model_parallel_groups import calls_under_way
 from recover_megatron.instep.meeting.assignment import Assignment
-from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.megatron_hooks.parallel_groups import Groups
 from recover_megatron.membership.records import Fenced
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.workload.grid import Slot, launch_grid

@@ -28,7 +28,7 @@ from recover_megatron.instep.groups.process_group import EpochGroup, register_ne
 from recover_megatron.instep.groups.traffic import Caller, Mode, Staged, Traffic
 from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.meeting.rendezvous import Kept
-from recover_megatron.megatron_hooks.groups import Groups, is_averaged, is_known
+from recover_megatron.megatron_hooks.parallel_groups import Groups, is_averaged, is_known
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.workload.grid import Slot, launch_grid
 from tests.doubles.nccl import library as nccl_double

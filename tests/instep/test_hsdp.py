@@ -24,9 +24,9 @@ from recover_megatron.arguments import RecoverConfig
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.errors import Disagreement, UserError
 from recover_megatron.instep.trainer import Gradients
-from recover_megatron.megatron_hooks.fsdp import state, version2
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets2
-from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
+from recover_megatron.megatron_hooks.fsdp import fsdp_state, version2
+from recover_megatron.megatron_hooks.fsdp.fsdp_buckets import FsdpBuckets2
+from recover_megatron.megatron_hooks.fsdp.fsdp_refused import cannot_shard_model
 from recover_megatron.megatron_hooks.fsdp.version2 import padding
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import some
@@ -276,9 +276,9 @@ def flags(**changed: object) -> argparse.Namespace:
 
 def test_a_torch_whose_meshes_take_no_groups_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.10, with which all else works."""
-    monkeypatch.delattr(state.device_mesh, "_get_pg_from_name")
+    monkeypatch.delattr(fsdp_state.device_mesh, "_get_pg_from_name")
     with pytest.raises(UserError, match=r"--use-megatron-fsdp with --recover needs torch 2\.11 or later"):
-        state.install_meshes(lambda: False, ())
+        fsdp_state.install_meshes(lambda: False, ())
 
 
 def test_what_a_model_that_is_built_once_more_computes_is_on_its_own_mesh() -> None:
@@ -293,10 +293,10 @@ def test_what_a_model_that_is_built_once_more_computes_is_on_its_own_mesh() -> N
         finally:
             dist.destroy_process_group()
 
-    state.forget_meshes()
+    fsdp_state.forget_meshes()
     assert moments_are_on_the_mesh_of_their_parameter()
     assert not moments_are_on_the_mesh_of_their_parameter(), "torch has changed: forget_meshes() may not be needed"
-    state.forget_meshes()
+    fsdp_state.forget_meshes()
     assert moments_are_on_the_mesh_of_their_parameter()
 
 

@@ -22,9 +22,17 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.gloo import groups as gloo_groups
+from recover_megatron.collectives.gloo import abortable_groups as gloo_groups
 from recover_megatron.collectives.gloo import swappable_group
-from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, GivenUp, Identity, looks, loops, open_sockets, shut
+from recover_megatron.collectives.gloo.abortable_groups import (
+    NO_TIMEOUT,
+    GivenUp,
+    Identity,
+    looks,
+    loops,
+    open_sockets,
+    shut,
+)
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, SwappableGroup
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.groups import model_parallel_groups

@@ -319,7 +319,7 @@ def pauses(*errors: Exception, decision: Decision = BESIDE) -> list[float]:
     found = []
     for error in errors:
         untaken.failed(error, decision)
-        found.append(-1.0 if untaken.aside else untaken.pause)
+        found.append(-1.0 if untaken.retired else untaken.pause)
     return found
 
 
@@ -339,4 +339,4 @@ def test_what_ends_by_another_or_where_the_run_is_at_stake_counts_for_nothing() 
         untaken.failed(lost, BESIDE)
     untaken.taken()
     untaken.failed(lost, BESIDE)
-    assert not untaken.aside
+    assert not untaken.retired

@@ -62,7 +62,7 @@ if os.environ["RANK"] == "1":
         handle_segment = Ring._handle
 
         def handle_none_of_the_tail(self: Ring, run: RingTask, receive: Receive, arrival: object) -> None:
-            if receive.action is Action.STORE and run.its.flat.dtype is torch.float64:
+            if receive.action is Action.STORE and run.spec.flat.dtype is torch.float64:
                 self._transport._cancel_token.wait()
                 self._transport._cancel_token.check()
             handle_segment(self, run, receive, arrival)

@@ -13,9 +13,9 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.errors import Disagreement
-from recover_megatron.megatron_hooks.fsdp import buckets as fsdp_buckets
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, padding
-from recover_megatron.megatron_hooks.fsdp.state import abandon
+from recover_megatron.megatron_hooks.fsdp import fsdp_buckets as fsdp_buckets
+from recover_megatron.megatron_hooks.fsdp.fsdp_buckets import FsdpBuckets, padding
+from recover_megatron.megatron_hooks.fsdp.fsdp_state import abandon
 from recover_megatron.megatron_hooks.gradients import buckets as module
 from recover_megatron.megatron_hooks.gradients import microbatches as passes
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets

@@ -15,8 +15,8 @@ from megatron.core.transformer.moe import router_trace
 from megatron.core.transformer.moe.router_trace import RouterTracer, load_hidden_states_for_record
 from megatron.training import activation_logging, dgrad_logging
 
-from recover_megatron.megatron_hooks.checkpoint import state
-from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
+from recover_megatron.megatron_hooks.checkpoint import training_state as state
+from recover_megatron.megatron_hooks.checkpoint.training_state import TrainingState
 from recover_megatron.megatron_hooks.logging import dumps
 from recover_megatron.megatron_hooks.loop import evaluation
 from recover_megatron.megatron_hooks.loop.evaluation import Evaluation

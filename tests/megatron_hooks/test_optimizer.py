@@ -21,8 +21,8 @@ from recover_megatron.errors import UserError
 from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.megatron_hooks import monkeypatch as seams
 from recover_megatron.megatron_hooks.checkpoint import memory_tier
-from recover_megatron.megatron_hooks.checkpoint.state import _load_optimizer, _optimizer_tree
-from recover_megatron.megatron_hooks.fsdp.state import _gradient_where_it_is_read
+from recover_megatron.megatron_hooks.checkpoint.training_state import _load_optimizer, _optimizer_tree
+from recover_megatron.megatron_hooks.fsdp.fsdp_state import _gradient_where_it_is_read
 from recover_megatron.megatron_hooks.optimizer import precision, sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces, differing_units
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import InOrder, ShardFragment, ShardFragments, in_order

@@ -439,7 +439,7 @@ def test_a_worker_that_lost_touch_at_the_start_leaves_the_word_to_whoever_knows_
     monkeypatch.setattr(fault_tolerance, "_end", end)
     monkeypatch.setattr(fault_tolerance, "write_stderr", shown.append)
     worker = FaultTolerance.__new__(FaultTolerance)
-    monkeypatch.setattr(fault_tolerance, "TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(fault_tolerance, "LAUNCHER_STOP_SECONDS", 0.0)
     worker.__dict__.update(_me=0, _training=SimpleNamespace(begun=False), _session=SimpleNamespace(wait_lost=wait_lost))
     with pytest.raises(Ended) as ended:
         worker._ended_by(torch.distributed.DistNetworkError("Connection closed by peer [127.0.0.1]:26026"))

@@ -24,11 +24,10 @@ from recover_megatron.instep.decision import Decision, JoinStatus, Rules, Taking
 from recover_megatron.instep.faults import Orphaned, RunOver
 from recover_megatron.instep.meeting.plan import decide
 from recover_megatron.launch.command_line import forecast
-from recover_megatron.megatron_hooks import groups as groups_module
+from recover_megatron.megatron_hooks import parallel_groups as groups_module
 from recover_megatron.megatron_hooks.checkpoint import memory_tier
 from recover_megatron.megatron_hooks.checkpoint.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.checkpoint.state_exchange import StateExchange
-from recover_megatron.megatron_hooks.groups import Groups, renew_rank_copies
 from recover_megatron.megatron_hooks.layout import no_rollback_reason
 from recover_megatron.megatron_hooks.logging import writers
 from recover_megatron.megatron_hooks.loop import rejoin as rejoin_module
@@ -37,6 +36,7 @@ from recover_megatron.megatron_hooks.loop.rejoin import Rejoin, stop_profiler
 from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 from recover_megatron.megatron_hooks.loop.training_parts import StepGuard
 from recover_megatron.megatron_hooks.loop.untaken_places import MOST, PAUSE_SECONDS
+from recover_megatron.megatron_hooks.parallel_groups import Groups, renew_rank_copies
 from recover_megatron.workload.grid import Slot, launch_grid
 
 BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
@@ -272,7 +272,7 @@ def test_which_runs_go_back_to_their_checkpoints_is_known_at_the_start_and_befor
     words = [
         [f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else [])] for name, value in flags.items()
     ]
-    of_launcher = forecast._no_way_back(["--save", "checkpoints", *itertools.chain(*words)])
+    of_launcher = forecast._no_rollback_reason(["--save", "checkpoints", *itertools.chain(*words)])
     for found in (no_rollback_reason(SimpleNamespace(**args), [optimizer]), of_launcher):
         assert bool(found) == bool(why)
         assert why in found

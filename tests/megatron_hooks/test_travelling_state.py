@@ -24,16 +24,16 @@ from recover_megatron.collectives.state.trees import flatten, new_memory, unflat
 from recover_megatron.errors import Disagreement
 from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.instep.decision import MEMORY, Rollback
-from recover_megatron.megatron_hooks.checkpoint import state
-from recover_megatron.megatron_hooks.checkpoint.state import TrainingState, load_groups, plain_groups
+from recover_megatron.megatron_hooks.checkpoint import training_state as state
+from recover_megatron.megatron_hooks.checkpoint.training_state import TrainingState, load_groups, plain_groups
 from recover_megatron.megatron_hooks.gradients import microbatches
 from recover_megatron.megatron_hooks.gradients.maxima import Scales
-from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.logging import trackers
 from recover_megatron.megatron_hooks.logging.trackers import LogTotals
 from recover_megatron.megatron_hooks.loop import loop_counters, rejoin
 from recover_megatron.megatron_hooks.loop.loop_counters import CONSUMED, LAUNCH
 from recover_megatron.megatron_hooks.loop.megatron_lm import MEGATRON_LM
+from recover_megatron.megatron_hooks.parallel_groups import Groups
 from recover_megatron.workload.grid import Slot, launch_grid
 from tests.megatron_hooks.in_checkpoints import travels
 
@@ -93,7 +93,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
             iterations_to_skip=(), consumed_train_samples=4 * BATCH, consumed_valid_samples=0, skipped_train_samples=0,
             do_valid=True, do_test=False, num_floating_point_operations_so_far=0,
         )  # fmt: skip
-        monkeypatch.setattr(state, "no_way_back", lambda *unused: "")
+        monkeypatch.setattr(state, "no_rollback_reason", lambda *unused: "")
         monkeypatch.setattr(trackers, "get_timers", lambda: SimpleNamespace(_timers={}))
         monkeypatch.setattr(loop_counters, "update_num_microbatches", lambda *args, **named: None)
         for name in ("get_current_global_batch_size", "get_current_running_global_batch_size"):

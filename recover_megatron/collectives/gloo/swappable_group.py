@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked
-from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, Waiter
+from recover_megatron.collectives.gloo.abortable_groups import NO_TIMEOUT, Waiter
 from recover_megatron.collectives.torch_nccl import make_group, register
 
 POLL = timedelta(seconds=0.25)

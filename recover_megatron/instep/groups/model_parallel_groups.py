@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost, await_key
-from recover_megatron.collectives.gloo.groups import GivenUp, GlooGroups, Identity, open_sockets, shut
+from recover_megatron.collectives.gloo.abortable_groups import GivenUp, GlooGroups, Identity, open_sockets, shut
 from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, MakeGroup, SwappableGroup
 from recover_megatron.collectives.nccl.library import abort_beside
 from recover_megatron.collectives.peers import PeerStoreClient

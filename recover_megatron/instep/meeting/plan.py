@@ -26,7 +26,7 @@ from recover_megatron.instep.decision import (
     merged,
 )
 from recover_megatron.instep.meeting import timelines
-from recover_megatron.instep.meeting.standing import (
+from recover_megatron.instep.meeting.members import (
     Grid,
     Members,
     draining_of,

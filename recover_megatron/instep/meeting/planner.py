@@ -36,8 +36,8 @@ from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.meeting.assignment import Assignment
 from recover_megatron.instep.meeting.edges import MOST, Edges, explanation, news
 from recover_megatron.instep.meeting.losses import Failures
+from recover_megatron.instep.meeting.members import finished_of, room
 from recover_megatron.instep.meeting.plan import decide
-from recover_megatron.instep.meeting.standing import finished_of, room
 from recover_megatron.instep.state.snapshots import SnapshotStore
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.io.session import Session

@@ -15,7 +15,7 @@ from typing import Any
 
 from recover_megatron.arguments import config_from_argv, spares_from_argv
 from recover_megatron.errors import UserError
-from recover_megatron.launch.command_line.plan import Domains, LaunchPlan, hosting, is_megatrons
+from recover_megatron.launch.command_line.launch_plan import Domains, LaunchPlan, hosting, is_megatrons
 from recover_megatron.launch.messages import count
 from recover_megatron.launch.nodes.leasing import slack_of
 from recover_megatron.workload.domains import Loss, Training, data_parallel_ranks_per_replica, domain_losses, on_nodes
@@ -114,7 +114,7 @@ def forecast(
         domains = on_nodes(world, per_node, named)
         domains += domains[-1:] * spares
         losses = domain_losses(training, domains, spares)
-        why = _no_way_back(script_args)
+        why = _no_rollback_reason(script_args)
         fewest = config_from_argv(script_args).min_replicas
         then = [_then(loss, fewest, why, (control or Control([])).replaced) for loss in losses]
         change = _changes(training, losses, domains, spares, "--save" if why == NO_SAVE else "")
@@ -162,7 +162,7 @@ def training_of(script_args: Sequence[str], world: int) -> Training | None:
         shadows=config.shadow_shards,
         instances=1 if fsdp else instances,
         memory=config.memory_tier != "off",
-        checkpoint=not _no_way_back(script_args),
+        checkpoint=not _no_rollback_reason(script_args),
         across=config.allow_cross_node_tp,
         blocks=sizes["pipeline"] == 1 or expert * expert_tensor == sizes["tensor"] * sizes["context"],
     )
@@ -223,7 +223,7 @@ def given_flags(script_args: Sequence[str], names: Sequence[str]) -> dict[str, l
     return {name: value for name, value in values_of.items() if value is not None}
 
 
-def _no_way_back(script_args: Sequence[str]) -> str:
+def _no_rollback_reason(script_args: Sequence[str]) -> str:
     """Return why the run cannot load a checkpoint in place (as ``megatron_hooks.layout``); empty if it can."""
     found = given_flags(script_args, [*FOLDERS, LAST_RESORT, FORMAT, SPREAD, FSDP, "--no-save-optim", "--optimizer"])
     formats = found.get(FORMAT, ["torch_dist"])[-1]

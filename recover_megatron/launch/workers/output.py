@@ -2,9 +2,9 @@
 
 Bytes are never decoded.  A line is shown when it is complete; the available part of an incomplete line (a progress bar)
 is shown after ``PARTIAL_SECONDS``, and a very long line in pieces of ``LONGEST_LINE`` bytes, so that memory is bounded
-and lines of different workers are never mixed.  ``ConsoleFilter`` decides which lines are shown at all.  If the reader of the
-launcher's output is slow, the launcher stops reading the workers' pipes for a moment, as if they wrote to the reader
-directly; if it does not read at all, lines are dropped on the console and kept in the logs (``Sink``).
+and lines of different workers are never mixed.  ``ConsoleFilter`` decides which lines are shown at all.  If the reader
+of the launcher's output is slow, the launcher stops reading the workers' pipes for a moment, as if they wrote to the
+reader directly; if it does not read at all, lines are dropped on the console and kept in the logs (``Sink``).
 """
 
 from __future__ import annotations
@@ -374,9 +374,9 @@ class Console:
     ) -> tuple[list[Stream], int, int]:
         """Create the two pipes of a process.  Return its streams, and the ends for its stdout and its stderr.
 
-        ``newcomer``: see ``ConsoleFilter``; only with a log, or its lines would be lost.  ``on_fatal``: called when Python's
-        faulthandler begins to report a fatal signal.  The caller closes these two ends once the process has them, and
-        calls ``read`` when its output may be shown.
+        ``newcomer``: see ``ConsoleFilter``; only with a log, or its lines would be lost.  ``on_fatal``: called when
+        Python's faulthandler begins to report a fatal signal.  The caller closes these two ends once the process has
+        them, and calls ``read`` when its output may be shown.
         """
         streams, ends, voice = [], [], ConsoleFilter(newcomer=newcomer and log is not None)
         lines = LineFormat(self._form, self._node, label)

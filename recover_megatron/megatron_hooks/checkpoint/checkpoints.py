@@ -44,9 +44,9 @@ from recover_megatron.megatron_hooks.checkpoint import checkpoint_writers
 from recover_megatron.megatron_hooks.checkpoint.attempts import Attempt, clean, discard, publish
 from recover_megatron.megatron_hooks.checkpoint.checkpoint_writers import PartFailed, Parts
 from recover_megatron.megatron_hooks.data.children import moved
-from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.logging.records import Records
 from recover_megatron.megatron_hooks.loop.training_parts import TrainingParts
+from recover_megatron.megatron_hooks.parallel_groups import Groups
 from recover_megatron.membership.records import MembershipError
 
 _WRITERS = (

@@ -31,7 +31,7 @@ from recover_megatron.instep.decision import Decision, Kept, Rollback, Taking
 from recover_megatron.instep.faults import Spoiled
 from recover_megatron.instep.manager import Manager
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
+from recover_megatron.megatron_hooks.checkpoint.training_state import TrainingState
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import (
     InOrder,
     ShardFragment,

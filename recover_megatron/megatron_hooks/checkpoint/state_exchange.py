@@ -19,7 +19,7 @@ from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.faults import Orphaned
 from recover_megatron.instep.manager import EpochGroups, Manager, Offer
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.checkpoint.state import TrainingState, shared_tensors
+from recover_megatron.megatron_hooks.checkpoint.training_state import TrainingState, shared_tensors
 from recover_megatron.workload.grid import Slot
 
 log = get_logger(__name__)

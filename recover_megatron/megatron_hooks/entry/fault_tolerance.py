@@ -64,7 +64,6 @@ from recover_megatron.megatron_hooks.checkpoint.checkpoint_writers import Writer
 from recover_megatron.megatron_hooks.data import children
 from recover_megatron.megatron_hooks.data import source as data
 from recover_megatron.megatron_hooks.entry.endings import NO_DATA, EndedEarly, check_exit_was_asked_for
-from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.layout import optimizer_instances, spreads_optimizer
 from recover_megatron.megatron_hooks.logging import writers
 from recover_megatron.megatron_hooks.logging.records import Records
@@ -73,6 +72,7 @@ from recover_megatron.megatron_hooks.loop.rejoin import build_elsewhere, install
 from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 from recover_megatron.megatron_hooks.loop.turning_points import FaultInjection, TurningPoints
 from recover_megatron.megatron_hooks.monkeypatch import has_hooks
+from recover_megatron.megatron_hooks.parallel_groups import Groups, grid_of
 from recover_megatron.membership.io.session import EXCEPTION_REPORT_SECONDS, connect, is_newcomer, worker_id
 from recover_megatron.membership.records import (
     EXIT_FENCED,

@@ -39,7 +39,7 @@ from recover_megatron.megatron_hooks.entry.refused import (
     refuse_unadjusted,
     say,
 )
-from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
+from recover_megatron.megatron_hooks.fsdp.fsdp_refused import cannot_shard_model
 from recover_megatron.megatron_hooks.layout import batches_to_come, inner_ranks_of, misfits
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]

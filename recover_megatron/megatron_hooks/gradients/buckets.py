@@ -24,7 +24,7 @@ from recover_megatron.instep.manager import Manager, Overlap, Shards
 from recover_megatron.instep.trainer import Gradients
 from recover_megatron.integrate import Wrapper
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.groups import column_of, launched_of
+from recover_megatron.megatron_hooks.parallel_groups import column_of, launched_of
 from recover_megatron.workload.grid import Column, ring_order
 
 

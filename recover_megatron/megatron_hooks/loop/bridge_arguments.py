@@ -48,7 +48,7 @@ _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "inprocess_restart": lambda config: config.inprocess_restart is not None and config.inprocess_restart.enabled,
     "enable_ft_package": lambda config: config.ft is not None and config.ft.enable_ft_package,
     "no_load_optim": lambda config: not config.checkpoint.load_optim,
-    "no_way_back": lambda config: "Megatron-Bridge's load of a checkpoint in the middle of a run is untested",
+    "no_rollback_reason": lambda config: "Megatron-Bridge's load of a checkpoint in the middle of a run is untested",
     "no_save_rng": lambda config: not config.checkpoint.save_rng,
     "full_validation": lambda config: False,
     "multiple_validation_sets": lambda config: False,

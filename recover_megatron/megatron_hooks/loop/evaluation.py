@@ -27,8 +27,8 @@ from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data.source import of_ids, sources_of
 from recover_megatron.megatron_hooks.gradients.microbatches import grouped
-from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
+from recover_megatron.megatron_hooks.parallel_groups import Groups
 
 
 class Evaluation:

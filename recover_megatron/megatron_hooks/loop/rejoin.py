@@ -52,12 +52,12 @@ from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoint.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.checkpoint.state_exchange import INTERRUPTED, first_iteration
 from recover_megatron.megatron_hooks.data.children import moved
-from recover_megatron.megatron_hooks.fsdp.state import forget_meshes
-from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.megatron_hooks.fsdp.fsdp_state import forget_meshes
 from recover_megatron.megatron_hooks.logging import writers
 from recover_megatron.megatron_hooks.logging.console import Console
 from recover_megatron.megatron_hooks.loop.training_parts import StepGuard, TrainingParts
 from recover_megatron.megatron_hooks.loop.untaken_places import UntakenPlaces
+from recover_megatron.megatron_hooks.parallel_groups import Groups
 from recover_megatron.membership.records import MembershipError
 
 log = get_logger(__name__)

@@ -29,12 +29,11 @@ from recover_megatron.instep.trainer import EXTRAS, Outcome, Tail
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoint.checkpoints import Checkpoints
-from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
+from recover_megatron.megatron_hooks.checkpoint.training_state import TrainingState
 from recover_megatron.megatron_hooks.data.source import sources_of
 from recover_megatron.megatron_hooks.gradients import buckets, microbatches
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated, MicrobatchSeeds
-from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.layout import batches_to_come, misfits
 from recover_megatron.megatron_hooks.logging import dumps, trackers, writers
 from recover_megatron.megatron_hooks.logging.console import Console
@@ -45,6 +44,7 @@ from recover_megatron.megatron_hooks.loop.trainer import MegatronTrainer, Nomina
 from recover_megatron.megatron_hooks.loop.training_parts import StepGuard, TrainingParts, from_first_rank
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
+from recover_megatron.megatron_hooks.parallel_groups import Groups
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 from recover_megatron.workload.grid import LaunchGrid
 

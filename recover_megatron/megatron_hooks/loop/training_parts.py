@@ -26,21 +26,21 @@ from recover_megatron.instep.manager import Manager
 from recover_megatron.instep.trainer import alive
 from recover_megatron.integrate import Services
 from recover_megatron.megatron_hooks.checkpoint.memory_tier import MemoryTier
-from recover_megatron.megatron_hooks.checkpoint.state import TrainingState
 from recover_megatron.megatron_hooks.checkpoint.state_exchange import StateExchange
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, FsdpBuckets2
+from recover_megatron.megatron_hooks.checkpoint.training_state import TrainingState
+from recover_megatron.megatron_hooks.fsdp.fsdp_buckets import FsdpBuckets, FsdpBuckets2
+from recover_megatron.megatron_hooks.fsdp.fsdp_state import is_fsdp
 from recover_megatron.megatron_hooks.fsdp.outer import InShardGroups
-from recover_megatron.megatron_hooks.fsdp.state import is_fsdp
 from recover_megatron.megatron_hooks.fsdp.version2 import is_version2
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.gradients.maxima import AttentionLogits, Scales
 from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated
-from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
 from recover_megatron.megatron_hooks.logging import dumps
 from recover_megatron.megatron_hooks.logging.trackers import RouterSums, Trackers
 from recover_megatron.megatron_hooks.optimizer.keeping import InBuckets
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
+from recover_megatron.megatron_hooks.parallel_groups import Groups
 
 
 class StepGuard:

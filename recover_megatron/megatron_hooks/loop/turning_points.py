@@ -17,9 +17,9 @@ from recover_megatron.chaos.spec import Injector
 from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.manager import EpochGroups, Hooks
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.logging.records import Records
 from recover_megatron.megatron_hooks.loop.training import TrainingHooks
+from recover_megatron.megatron_hooks.parallel_groups import Groups
 
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
 """Boundary of a collective -> phase of a fault specification."""

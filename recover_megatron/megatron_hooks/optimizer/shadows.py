@@ -33,7 +33,7 @@ from recover_megatron.collectives.state.trees import Path, Place, in_place
 from recover_megatron.instep.manager import Manager, Shards
 from recover_megatron.instep.trainer import alive
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
+from recover_megatron.megatron_hooks.fsdp.fsdp_buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments, in_order
 from recover_megatron.workload.grid import Column

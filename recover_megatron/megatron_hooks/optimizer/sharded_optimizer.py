@@ -36,7 +36,7 @@ from megatron.training import get_args
 from recover_megatron.instep.manager import Manager, Overlap
 from recover_megatron.instep.trainer import Parameters, alive
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
+from recover_megatron.megatron_hooks.fsdp.fsdp_buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.gradients.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer import precision
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping

@@ -31,7 +31,7 @@ from recover_megatron.instep.trainer import Gradients
 from recover_megatron.megatron_hooks.fsdp import version2
 from recover_megatron.megatron_hooks.fsdp.outer import OuterBucket
 from recover_megatron.megatron_hooks.gradients.microbatches import Accumulated
-from recover_megatron.megatron_hooks.groups import column_of
+from recover_megatron.megatron_hooks.parallel_groups import column_of
 from recover_megatron.workload.grid import Column, ring_order
 
 OUTER_SUM = "outer_fsdp_group_grad_reduce"

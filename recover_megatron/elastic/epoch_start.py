@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from recover_megatron import program
-from recover_megatron.elastic.state import Stateful
+from recover_megatron.elastic.run_state import Stateful
 from recover_megatron.membership.records import Json
 from recover_megatron.workload import reassign
 

@@ -159,7 +159,7 @@ class LaunchPlan:
 
     @property
     def is_megatrons(self) -> bool:
-        """Return whether the script is Megatron's training, and so prints the line that ``output.ConsoleFilter`` waits for."""
+        """Return whether the script is Megatron's training: it prints the line that ``output.ConsoleFilter`` awaits."""
         return self.fault_tolerant and is_megatrons(self.target)
 
     @property

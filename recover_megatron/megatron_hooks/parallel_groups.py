@@ -37,7 +37,7 @@ from recover_megatron.instep.groups.traffic import WORLD, Caller, Mode, Traffic,
 from recover_megatron.instep.manager import Manager, View
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.fsdp.state import install_meshes
+from recover_megatron.megatron_hooks.fsdp.fsdp_state import install_meshes
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
 from recover_megatron.megatron_hooks.logging import writers
 from recover_megatron.workload.grid import LaunchGrid, Slot, launch_grid

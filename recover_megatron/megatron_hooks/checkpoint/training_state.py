@@ -28,7 +28,7 @@ from megatron.training import get_args, get_timers
 from recover_megatron.collectives.state.transport import digest
 from recover_megatron.collectives.state.trees import Path, Place, at, flatten, in_place, new_memory
 from recover_megatron.errors import Disagreement
-from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
+from recover_megatron.megatron_hooks.fsdp.fsdp_state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.gradients.maxima import Scales
 from recover_megatron.megatron_hooks.gradients.microbatches import to_skip, with_skipped
 from recover_megatron.megatron_hooks.layout import no_rollback_reason
