@@ -40,7 +40,7 @@ DATA = ROOT / "docs" / "data"
 COMMANDS = {
     "recover-run": "recover_megatron.launch",
     "recover-status": "recover_megatron.status",
-    "recover-report": "recover_megatron.report",
+    "recover-report": "recover_megatron.report.full",
     "recover-coordinator": "recover_megatron.membership",
     "recover-tools": "recover_megatron.tools",
 }
@@ -91,7 +91,7 @@ def help_of(module: str) -> str:
     environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "100", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", module, "--help"]
     shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    return "\n".join(line.rstrip() for line in shown.strip().splitlines())
+    return "\n".join(line.rstrip() for line in shown.strip().replace(str(ROOT), "DIR").splitlines())
 
 
 def environment_variables() -> str:
@@ -129,14 +129,19 @@ def attributes(path: str) -> dict[str, tuple[object, str]]:
 
 def exit_codes() -> str:
     """Return the page of the exit codes."""
-    codes = {**attributes("recover_megatron/errors.py"), **attributes("recover_megatron/membership/records.py")}
-    rows = [(str(value), text) for name, (value, text) in codes.items() if name.startswith("EXIT_")]
+    modules = ("errors.py", "membership/records.py", "launch/workers/states.py")
+    rows = [(0, "The training ended as its flags say.")]
+    for module in modules:
+        for name, (value, text) in attributes(f"recover_megatron/{module}").items():
+            if isinstance(value, int) and (name.startswith("EXIT_") or name == "LEFT_OUT"):
+                rows.append((value, re.sub("^Exit code(?: of|:) (.)", lambda its: its[1].upper(), text)))
     return page(
         "Exit codes",
         "Exit codes of workers and of `recover-run`, made from the code. What to do: "
         "[operations](../operations.md#exit-codes).",
         table(
-            ("code", "meaning"), [("0", "The training ended as its flags say."), *sorted(rows, key=lambda r: int(r[0]))]
+            ("code", "meaning"),
+            [*((str(code), text) for code, text in sorted(rows)), ("128 + S", "Signal S stopped the launcher.")],
         ),
     )
 

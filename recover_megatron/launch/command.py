@@ -24,7 +24,7 @@ from recover_megatron.launch.command_line.forecast import LOSSES, Forecast, give
 from recover_megatron.launch.command_line.launch_plan import Domains, LaunchPlan, is_known, loopback, saves_checkpoints
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.device_test import command_of
-from recover_megatron.launch.messages import SHARE_A_SECRET, continues_without, count
+from recover_megatron.launch.messages import CHECKED, SHARE_A_SECRET, continues_without, count
 from recover_megatron.launch.nodes import peers, store
 from recover_megatron.launch.nodes.control_plane import has_secret, own_address
 from recover_megatron.launch.nodes.leasing import AUTO, OFF, lease_path
@@ -73,7 +73,7 @@ def run(argv: Sequence[str], attempt: int = 0, without: Sequence[int] = ()) -> i
         if options.check:
             here = f"{count(options.nproc_per_node)} on this node"
             everywhere = f", {options.nnodes * options.nproc_per_node} overall" if options.nnodes > 1 else ""
-            log.info(f"all checks have passed; without --check this would start {here}{everywhere}")
+            log.info(f"{CHECKED}. Without --check this would start {here}{everywhere}")
             if options.script and (own_limits := _limits(options)):
                 log.info(f"this needs on this host, as measured on CPUs: {own_limits.counted}")
             if found := _forecast(options):

@@ -137,6 +137,10 @@ def left_out(worker: WorkerProcess, why: str) -> str:
     )
 
 
+CHECKED = (
+    "the checks of recover-run have passed; Megatron's own flags, and what --recover refuses or switches off, are checked "
+    "when the training starts"
+)
 EVICTED = "evicted"
 """Note of a worker that the coordinator has evicted begins with this word and a colon; its launcher then kills it."""
 DRAINING = (

@@ -293,7 +293,8 @@ def test_check_says_what_it_finds_and_starts_nothing_and_imports_no_torch(tmp_pa
     run = partial(python, "-c", probe, "--check", "--nnodes", 2, "--nproc-per-node", 4, TRAINING, cwd=tmp_path)
     good = run(*GOOD)
     assert good.returncode == 0, good.stderr
-    assert "all checks have passed; without --check this would start 4 workers on this node, 8 overall" in good.stderr
+    assert "Megatron's own flags, and what --recover refuses or switches off, are checked when" in good.stderr
+    assert "Without --check this would start 4 workers on this node, 8 overall" in good.stderr
     bad = run(*GOOD, "--recover-min-replicas", "9")
     assert bad.returncode == 2
     assert "--recover-min-replicas 9: this run has 4" in bad.stderr

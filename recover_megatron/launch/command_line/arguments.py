@@ -200,7 +200,8 @@ class Options:
     )
     check: bool = option(
         False,
-        "run all checks, including the training's flags, print their results, and start nothing: for login nodes",
+        "run the checks that need no Megatron (launch, layout, batch), print what the loss of each node would cost, and "
+        "start nothing: for login nodes",
         docs="[check a command](operations.md#check-a-command-before-you-start-it)",
     )
     module: bool = option(False, "SCRIPT is the name of a module, as with python -m", short="-m")
