@@ -57,7 +57,7 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One configuration."""
+    """Training configuration with its flags."""
 
     name: str
     flags: tuple[tuple[str, ...], ...]
@@ -76,7 +76,7 @@ class Verdict:
     answer: Answer
     reasons: tuple[str, ...]
     unknown: tuple[str, ...] = ()
-    """What Megatron's parser does not know: flags of another Megatron, which the answer does without."""
+    """Flags that Megatron's parser does not know; the verdict ignores them."""
 
 
 def recipes() -> Iterator[Recipe]:

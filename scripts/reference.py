@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "lib")]
 
 import module_map  # noqa: E402
 import recipe_table  # noqa: E402
@@ -31,7 +31,7 @@ from recover_megatron.hostdevice import flags, megatron_fixes, replacements  # n
 from recover_megatron.integrate import INTERFACE, ROLES  # noqa: E402
 from recover_megatron.launch.command_line import arguments as launch_arguments  # noqa: E402
 from recover_megatron.megatron_hooks.entry import refused  # noqa: E402
-from recover_megatron.megatron_hooks.fsdp import refused as fsdp_refused  # noqa: E402
+from recover_megatron.megatron_hooks.fsdp import fsdp_refused  # noqa: E402
 from recover_megatron.options import Flag  # noqa: E402
 from recover_megatron.rules import Rule  # noqa: E402
 

@@ -21,7 +21,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.launch import slurm
 from recover_megatron.launch.command_line import arguments, preflight, readers
 from recover_megatron.launch.command_line.forecast import LOSSES, Forecast, given_flags, of_launch
-from recover_megatron.launch.command_line.launch_plan import Domains, LaunchPlan, is_known, loopback, saves_checkpoints
+from recover_megatron.launch.command_line.plan import Domains, LaunchPlan, is_known, loopback, saves_checkpoints
 from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.device_test import command_of
 from recover_megatron.launch.messages import CHECKED, SHARE_A_SECRET, continues_without, count

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.command_line.launch_plan import LaunchPlan
+from recover_megatron.launch.command_line.plan import LaunchPlan
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.nodes.peers import Peers
 from recover_megatron.launch.workers.loop import EventLoop

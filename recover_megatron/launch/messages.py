@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recover_megatron.launch.command_line.launch_plan import LaunchPlan, join_addresses
+from recover_megatron.launch.command_line.plan import LaunchPlan, join_addresses
 from recover_megatron.launch.workers.dying import WRITES_CORE, Ending
 from recover_megatron.launch.workers.states import WorkerProcess, WorkerState, signal_name
 from recover_megatron.membership.records import ranges
@@ -138,8 +138,8 @@ def left_out(worker: WorkerProcess, why: str) -> str:
 
 
 CHECKED = (
-    "the checks of recover-run have passed; Megatron's own flags, and what --recover refuses or switches off, are checked "
-    "when the training starts"
+    "the checks of recover-run have passed; Megatron's own flags, and what --recover refuses or switches off, are "
+    "checked when the training starts"
 )
 EVICTED = "evicted"
 """Note of a worker that the coordinator has evicted begins with this word and a colon; its launcher then kills it."""

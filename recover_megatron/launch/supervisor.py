@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.command_line.launch_plan import Candidates, LaunchPlan, WorkerEnvironment, sets_omp_threads
+from recover_megatron.launch.command_line.plan import Candidates, LaunchPlan, WorkerEnvironment, sets_omp_threads
 from recover_megatron.launch.conclusion import START_GRACE_SECONDS, Conclusion, StartUp
 from recover_megatron.launch.nodes.control_plane import ControlPlane, has_secret
 from recover_megatron.launch.nodes.hosted import ExporterProcess

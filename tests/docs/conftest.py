@@ -7,5 +7,6 @@ import sys
 from tests.harness import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
-if str(SCRIPTS) not in sys.path:
-    sys.path.insert(0, str(SCRIPTS))
+for folder in (SCRIPTS, SCRIPTS / "lib"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

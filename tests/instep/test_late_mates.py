@@ -406,7 +406,7 @@ def test_a_collective_that_was_left_is_waited_for_unless_it_is_stuck(
     guard = AbortableWorks(token)
     waited = guard.method("allreduce", lambda: work)()
     token.cancel("a death")
-    with pytest.raises(dist.DistBackendError, match="was left"):
+    with pytest.raises(dist.DistBackendError, match="was abandoned"):
         waited.wait()
     guard.settle()
     assert work.over is not stuck

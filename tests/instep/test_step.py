@@ -80,7 +80,7 @@ class Parts:
     def pull(self, groups: object, live: object, tail: object) -> None:
         self.calls.append("pull")
 
-    def set_aside(self) -> list[Any]:
+    def save_sums(self) -> list[Any]:
         return []
 
     def reduce(self, groups: object, live: object, tail: object) -> None:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import pytest
 
 from recover_megatron.launch import command
-from recover_megatron.launch.command_line.launch_plan import LaunchPlan
+from recover_megatron.launch.command_line.plan import LaunchPlan
 from tests.harness import REPOSITORY
 from tests.harness.processes import free_port, processes_with, python
 from tests.harness.waiting import DEADLINE, eventually, written_lines

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch.command_line.launch_plan import Address, listen
+from recover_megatron.launch.command_line.plan import Address, listen
 from recover_megatron.launch.conclusion import Conclusion, last_checkpoint
 from recover_megatron.launch.nodes import control_plane
 from recover_megatron.launch.nodes.control_plane import ControlPlane

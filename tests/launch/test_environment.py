@@ -13,7 +13,7 @@ import pytest
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.launch import command
 from recover_megatron.launch.command_line import arguments, plan
-from recover_megatron.launch.command_line.launch_plan import interface_of, interfaces, loopback, variables_for
+from recover_megatron.launch.command_line.plan import interface_of, interfaces, loopback, variables_for
 from recover_megatron.launch.nodes import control_plane
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.workers import successors

@@ -137,7 +137,7 @@ REPLACED = {"workers.json", "run.prom"}
 
 
 @pytest.mark.parametrize(
-    ("break_it", "why", "told_of", "form"),
+    ("break_it", "why", "already_logged", "form"),
     [
         pytest.param(fill, "No space left on device", FULL | REPLACED, "json", id="full"),
         pytest.param(make_read_only, "Read-only file system", LAST | REPLACED, "plain", id="read-only"),

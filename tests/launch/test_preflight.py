@@ -17,7 +17,7 @@ import pytest
 from recover_megatron.launch import command
 from recover_megatron.launch.command_line import arguments, preflight, readers
 from recover_megatron.launch.command_line.forecast import Control, Forecast, forecast
-from recover_megatron.launch.command_line.launch_plan import hosting
+from recover_megatron.launch.command_line.plan import hosting
 from recover_megatron.launch.nodes.host import Host
 from tests.harness import REPOSITORY
 from tests.harness.processes import python

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recover_megatron.launch import messages, slurm
 from recover_megatron.launch.command_line.arguments import parse
-from recover_megatron.launch.command_line.launch_plan import LaunchPlan, hosting
+from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
 from recover_megatron.launch.slurm import address_of, left_alone, places_of
 from tests.harness import REPOSITORY
 

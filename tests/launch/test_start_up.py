@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from recover_megatron.launch.command_line.launch_plan import hosting, launch_environment, listen
+from recover_megatron.launch.command_line.plan import hosting, launch_environment, listen
 from recover_megatron.launch.conclusion import Conclusion, StartUp
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.nodes.hosted import HostedCandidate

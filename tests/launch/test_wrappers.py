@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch.command_line import arguments
-from recover_megatron.launch.command_line.launch_plan import is_megatrons
+from recover_megatron.launch.command_line.plan import is_megatrons
 from tests.harness.waiting import eventually
 
 from .conftest import UNTIL_TOLD, Bench

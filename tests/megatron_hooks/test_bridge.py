@@ -134,7 +134,7 @@ def test_a_function_that_is_gone_or_takes_other_arguments_is_named() -> None:
     found |= {step: ["forward_step_func", "model"], setup: None}
     reasons = misfits(found, bridge.seams())
     assert reasons.keys() == {setup, step}
-    assert reasons[setup] == f"there is no {setup}"
+    assert reasons[setup] == f"{setup} does not exist"
     assert reasons[step].startswith(
         f"{step} takes (forward_step_func, model), expected (forward_step_func, data_iterator, "
     )

@@ -53,12 +53,12 @@ def test_gradients_are_scaled_before_the_sum_and_local_ones_back_for_lost_microb
     ledger = buckets.gradients._parts[0][1].ledger
     ledger.mark(Span(0, 4), epoch=1)  # and the sum of the first half was finished when somebody died
     finished = gradients[:4].clone()
-    (aside,) = buckets.gradients.set_aside()
+    (saved,) = buckets.gradients.save_sums()
     buckets.new_pass(again=True)
     assert torch.equal(gradients[4:], its_own[4:])
     gradients += 8  # the lost microbatches
     buckets.settle()
-    aside.restore()
+    saved.restore()
     assert torch.equal(gradients[:4], finished)
     assert torch.equal(gradients[4:], SCALE * (its_own[4:] + 8))
 

@@ -246,7 +246,7 @@ def test_what_was_told_is_on_the_disk_when_a_worker_that_remembers_it_may_have_l
     board = Board()
     writer = Stub("TensorBoard", board, Board, lambda: 1)
     writer.begin()
-    writer._aside.flush()
+    writer._background.flush()
     assert board.flushed
 
 
@@ -263,7 +263,7 @@ def test_wandb_which_cannot_be_flushed_or_closed_is_written_on_when_the_turn_com
         writer.begin()
         writer.log(value)
         writer.rest()
-        writer._aside.flush()
+        writer._background.flush()
     assert told == [1, 2]
     assert len(opened) == 1
 

@@ -48,8 +48,8 @@ class Two:
     def __init__(self, kind: Any) -> None:
         torch.manual_seed(1)
         values = [torch.randn(size) for size in SIZES]
-        self.own = [_fragment(number, value.clone(), aside=False) for number, value in enumerate(values)]
-        self.shadows = [_fragment(number, value.clone(), aside=True) for number, value in enumerate(values)]
+        self.own = [_fragment(number, value.clone(), on_shadow_device=False) for number, value in enumerate(values)]
+        self.shadows = [_fragment(number, value.clone(), on_shadow_device=True) for number, value in enumerate(values)]
         groups = [
             {
                 "params": [fragment.tensor for fragment in self.own if fragment.group == group],
@@ -61,7 +61,7 @@ class Two:
         self.inner = kind(groups, eps=1e-3)
 
     @property
-    def aside(self) -> Iterator[ShardFragment]:
+    def on_shadow_device(self) -> Iterator[ShardFragment]:
         return iter(self.shadows)
 
     def sum_up(self, gradients: Sequence[torch.Tensor]) -> float:
@@ -84,9 +84,19 @@ class Two:
             group["lr"] *= 0.9
 
 
-def _fragment(number: int, tensor: torch.Tensor, *, aside: bool) -> ShardFragment:
+def _fragment(number: int, tensor: torch.Tensor, *, on_shadow_device: bool) -> ShardFragment:
     size = tensor.numel()
-    return ShardFragment(0, 0, size, number % 2, tensor, tensor.clone(), torch.zeros(size), counts=True, aside=aside)
+    return ShardFragment(
+        0,
+        0,
+        size,
+        number % 2,
+        tensor,
+        tensor.clone(),
+        torch.zeros(size),
+        counts=True,
+        on_shadow_device=on_shadow_device,
+    )
 
 
 def gradients(step: int) -> list[torch.Tensor]:

@@ -100,7 +100,7 @@ def test_who_goes_back_reads_all_that_its_column_shares_and_keeps_its_parts(dtyp
     if not readable:
         return
     assert [(one.start, one.stop) for one in its.fragments] == [(2, 3), (3, 6), (6, 8)]
-    updated = [one for one in its.fragments if not one.aside]
+    updated = [one for one in its.fragments if not one.on_shadow_device]
     assert its.optimizer.optimizer.param_groups[0]["params"] == [one.tensor for one in updated]
     for one in its.fragments:
         part = read[one.start : one.stop]

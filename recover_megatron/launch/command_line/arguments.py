@@ -200,8 +200,7 @@ class Options:
     )
     check: bool = option(
         False,
-        "run the checks that need no Megatron (launch, layout, batch), print what the loss of each node would cost, and "
-        "start nothing: for login nodes",
+        "check launch, layout and batch without Megatron, print the cost of each node's loss, and start nothing",
         docs="[check a command](operations.md#check-a-command-before-you-start-it)",
     )
     module: bool = option(False, "SCRIPT is the name of a module, as with python -m", short="-m")

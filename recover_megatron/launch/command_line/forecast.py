@@ -15,7 +15,7 @@ from typing import Any
 
 from recover_megatron.arguments import config_from_argv, spares_from_argv
 from recover_megatron.errors import UserError
-from recover_megatron.launch.command_line.launch_plan import Domains, LaunchPlan, hosting, is_megatrons
+from recover_megatron.launch.command_line.plan import Domains, LaunchPlan, hosting, is_megatrons
 from recover_megatron.launch.messages import count
 from recover_megatron.launch.nodes.leasing import slack_of
 from recover_megatron.workload.domains import Loss, Training, data_parallel_ranks_per_replica, domain_losses, on_nodes

@@ -33,7 +33,7 @@ from recover_megatron.launch.command_line.forecast import (
     needs_of,
     training_of,
 )
-from recover_megatron.launch.command_line.launch_plan import is_known, is_megatrons
+from recover_megatron.launch.command_line.plan import is_known, is_megatrons
 from recover_megatron.launch.command_line.readers import count_gpus, why_not_written
 from recover_megatron.launch.messages import count
 from recover_megatron.network import death_notice, system

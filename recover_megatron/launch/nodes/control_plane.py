@@ -29,7 +29,7 @@ from pathlib import Path
 
 from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch import messages
-from recover_megatron.launch.command_line.launch_plan import (
+from recover_megatron.launch.command_line.plan import (
     LOOPBACK,
     Address,
     Candidates,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from recover_megatron.launch.command_line.launch_plan import (
+from recover_megatron.launch.command_line.plan import (
     Candidates,
     LaunchPlan,
     OwnPlace,

@@ -9,14 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from recover_megatron.launch.command_line.forecast import LOSSES, of_launch
-from recover_megatron.launch.command_line.launch_plan import (
-    Address,
-    Candidates,
-    LaunchPlan,
-    OwnPlace,
-    address_from,
-    hosting,
-)
+from recover_megatron.launch.command_line.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
 from recover_megatron.launch.messages import SHARE_A_SECRET, continues_without, spared
 from recover_megatron.launch.nodes import leasing
 from recover_megatron.launch.nodes.leasing import AUTO, OFF, LeaseTrial, lease_path

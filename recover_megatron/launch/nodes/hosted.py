@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recover_megatron.arguments import config_or_defaults, metrics_address
-from recover_megatron.launch.command_line.launch_plan import LaunchPlan, hosting
+from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
 from recover_megatron.launch.workers.loop import EventLoop, Timer
 from recover_megatron.launch.workers.processes import Child, program, spawn
 from recover_megatron.launch.workers.states import has_ended

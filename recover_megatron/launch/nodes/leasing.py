@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.launch.command_line.launch_plan import LaunchPlan, hosting
+from recover_megatron.launch.command_line.plan import LaunchPlan, hosting
 from recover_megatron.membership.io.lease import publish
 from recover_megatron.membership.io.testimony import ACCOUNT, KUBERNETES, SLURM, SOURCES, NoAnswer, Scope
 

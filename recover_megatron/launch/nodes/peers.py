@@ -47,7 +47,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from recover_megatron.arguments import times_from_argv
-from recover_megatron.launch.command_line.launch_plan import Address, Candidates, LaunchPlan
+from recover_megatron.launch.command_line.plan import Address, Candidates, LaunchPlan
 from recover_megatron.launch.nodes.guest import Guest
 from recover_megatron.launch.nodes.host import LOST_SECONDS, WAITING_SECONDS, Host
 from recover_megatron.launch.nodes.store import Seal, Store, join_store, one_line, serve_store

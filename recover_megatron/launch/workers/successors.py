@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from recover_megatron.launch import messages
-from recover_megatron.launch.command_line.launch_plan import LaunchPlan
+from recover_megatron.launch.command_line.plan import LaunchPlan
 from recover_megatron.launch.device_test import DeviceTests
 from recover_megatron.launch.nodes.control_plane import ControlPlane
 from recover_megatron.launch.workers.loop import EventLoop

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from recover_megatron.launch.command_line.launch_plan import LaunchPlan
+from recover_megatron.launch.command_line.plan import LaunchPlan
 from recover_megatron.launch.workers import processes
 from recover_megatron.launch.workers.dying import WRITES_CORE, Ending, ProcessWatch
 from recover_megatron.launch.workers.log_folder import LogFolder

@@ -17,7 +17,7 @@ from recover_megatron.workload.grid import Column
 
 @dataclass(eq=False)
 class OuterBucket:
-    """This worker's shard of one of Megatron-FSDP's parameter groups, with the interface of a bucket."""
+    """Shard of this worker of one of Megatron-FSDP's parameter groups, with the interface of a bucket."""
 
     group: Any
     param_to_index: dict[Any, tuple[int, int]] = field(init=False)

@@ -151,10 +151,7 @@ class ShardedCheckpoint:
                 dist.broadcast(tensors[key], group=group, group_src=0)
             for fragment in fragments:
                 if (at := starts.get(fragment.bucket)) is not None:
-                    yield (
-                        fragment,
-                        {key: full[at + fragment.start : at + fragment.stop] for key, full in tensors.items()},
-                    )
+                    yield fragment, {key: one[at + fragment.start : at + fragment.stop] for key, one in tensors.items()}
 
     def _place(self, bucket: int) -> tuple[tuple[int, Any, int], str, int]:
         """Return a bucket's place in Megatron (buffer, dtype, number in it), its checkpoint key, and its size there."""
