@@ -51,7 +51,7 @@ def test_the_site_is_built_without_a_warning_and_has_every_module(site: Path) ->
     modules = {
         ".".join(path.parent.parts if path.name == "__init__.py" else path.with_suffix("").parts) for path in sources
     }
-    assert modules <= set(inventory["py:module"])
+    assert modules <= set(inventory.data["py:module"])
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -70,8 +70,7 @@ _TORCHRUN_HINTS = {
 class UsageError(Exception):
     """Error for a command that cannot be started; each of ``reasons`` says in one line what to change.
 
-    ``options``: of a command line that could be parsed; ``reserved``: on node 0 the store's socket; ``code``: the exit
-    code.
+    ``options``: of a command line that could be parsed; ``reserved``: node 0's store socket; ``code``: exit code.
     """
 
     def __init__(
