@@ -267,7 +267,7 @@ class ElasticDataParallel:
         return {"completed": self.completed, "state": self._state.tree()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, which is not modified; before the first step.  One worker is enough."""
+        """Continue from a checkpoint, which is not modified; before the first step.  Only one worker needs it."""
         if self._column.members:
             raise RuntimeError("call load_state_dict() before the first step: the other workers do not see a later one")
         with self._gradients.away():

@@ -174,8 +174,8 @@ class Exchange:
     def put(self, epoch: int, completed: int, trained: Sequence[bool], state: State) -> None:
         """Offer the state after step ``completed`` to the other workers of ``epoch``, until ``withdraw``.
 
-        ``trained``: flags of the model's trainable parameters.  If a later step has made the state unsendable, the
-        others receive the reason, and this worker continues to train.
+        ``trained``: for each of the model's parameters, whether it is trainable.  If a later step has made the state
+        unsendable, the others receive the reason, and this worker continues to train.
         """
         tree = {"completed": completed, "trained": list(trained), "state": state.tree()}
         if why := _cannot_be_sent(tree["state"]):

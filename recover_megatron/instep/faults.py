@@ -5,7 +5,7 @@ mates        an operation on a group of this replica failed         ``is_in_a_gr
 own host     this host or device cannot do what others may          ``is_own``; the worker exits, the run continues
 CUDA context CUDA has failed in this process                        ``is_of_device``; the worker exits, even an orphan,
                                                                     soon, whatever hangs in it (``exit_soon``)
-any other    of the worker or of the training code: the             ``signature``; the worker exits, and the run if
+any other    of the worker or of the training code: the             ``signature``; the worker exits; the run ends, if
              coordinator compares the errors of all workers         other workers fail with the same error
 
 ``InStepError`` and its subclasses are the reasons, other than the end of the training, for which a worker leaves it.
@@ -36,7 +36,10 @@ EXIT_REFUSED = 2
 
 
 class Orphaned(InStepError):
-    """Raised when this worker's replica is broken: another of its workers is lost.  This worker leaves and waits."""
+    """Raised when this worker's replica is broken: another of its workers is lost.
+
+    This worker leaves the training and waits.
+    """
 
 
 class NoReplica(InStepError):

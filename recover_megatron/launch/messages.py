@@ -11,8 +11,8 @@ from recover_megatron.membership.records import ranges
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SHARE_A_SECRET = (
-    f"set {SECRET_VARIABLE} (16 random characters or more) or {SECRET_FILE_VARIABLE} (a file of mode 0600) to the same "
-    "secret on every node"
+    f"set {SECRET_VARIABLE} (16 random characters or more) or {SECRET_FILE_VARIABLE} (a file of mode 0600), with the "
+    "same secret on every node"
 )
 
 
@@ -116,7 +116,7 @@ def _evicted(worker: WorkerProcess) -> str:
 
 
 def _swept(left_behind: int) -> str:
-    return f"; {count(left_behind, 'process', 'processes')} that it left behind killed" if left_behind else ""
+    return f"; killed: {count(left_behind, 'process', 'processes')} that it left behind" if left_behind else ""
 
 
 def _log(worker: WorkerProcess) -> str:
@@ -142,7 +142,7 @@ CHECKED = (
     "checked when the training starts"
 )
 EVICTED = "evicted"
-"""Note of a worker that the coordinator has evicted begins with this word and a colon; its launcher then kills it."""
+"""The note of a worker that the coordinator has evicted begins with this and a colon; its launcher kills it."""
 DRAINING = (
     "this node is being drained: its workers leave the run at the next iteration, and no worker is started here any "
     "more; recover-status shows when the node may be switched off"
@@ -183,7 +183,7 @@ def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
 
 
 def continues_without(plan: LaunchPlan, why: str, coordinators: str) -> str:
-    """Describe a launcher that was started again but is not needed; ``coordinators``: of the run."""
+    """Describe a launcher that exits while the run continues without its node; ``coordinators``: of the run."""
     text = f"{why}: the run continues without this node"
     if not plan.fault_tolerant or not coordinators:
         return text

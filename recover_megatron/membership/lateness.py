@@ -286,9 +286,9 @@ class Witnessed:
             self._roster.changes.append("waiting newcomers may be admitted")
 
     def hear(self, testimony: Statement, state: State, now: float) -> None:
-        """Apply a statement of the witness: evict the workers that it reports lost, so that no member waits for them.
+        """Apply a statement of the witness: evict silent workers on nodes that it reports off: nobody waits for them.
 
-        It counts for the next rendezvous, which the launchers acknowledge after this.
+        The statement counts for the next rendezvous, which the launchers acknowledge after this.
         """
         off = self._leadership.witness.hear(testimony)
         if not off or state not in (State.RENDEZVOUS, State.STEADY):

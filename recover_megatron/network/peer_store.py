@@ -153,7 +153,7 @@ class PeerStoreServer:
         threading.Thread(target=self._serve, name="recover-peer-store", daemon=True).start()
 
     def put(self, key: str, value: str, epoch: int | None = None) -> None:
-        """Set a value, from any thread, for present and later clients; values of an old ``epoch`` are dropped."""
+        """Set a value, from any thread, for present and later clients; drop one of an ``epoch`` some epochs later."""
         self._loop.call_soon_threadsafe(self._set, key, value, epoch)
 
     def close_in_child(self) -> None:

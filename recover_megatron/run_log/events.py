@@ -138,7 +138,10 @@ class Lines:
         self._file: tuple[int, int] | None = None
 
     def new(self, upto: bytes = b"") -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file was replaced or truncated, and its new objects; ``upto``: cut lines before it."""
+        """Return whether the file was replaced or truncated, and its new objects.
+
+        ``upto``: parse only the part of each line before this text.
+        """
         try:
             with open(self._path, "rb") as file:
                 about = os.fstat(file.fileno())

@@ -7,8 +7,8 @@ launch ends. It asks the coordinator as an observer and reads the log folder, so
     data in the pipe:    the same once more, then the end; signals, which may be meant for the workers, are ignored
 
 The command gets one event at a time, as a JSON object on its stdin.  It is killed, with its whole process group, after
-``SECONDS``; if ``MOST`` events wait for it, further ones are dropped.  A log line reports that once, until the queue
-was empty again; other faults of the command are not repeated either.
+``SECONDS``; if ``MOST`` events wait for it, further ones are dropped.  A log line reports that once, and again
+only after the queue was empty; a fault of the command is reported again only after a success or another fault.
 """
 
 from __future__ import annotations

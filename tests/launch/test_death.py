@@ -95,7 +95,7 @@ def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench
         os.kill(dead["pid"], signal.SIGKILL)
     else:
         bench.go("go0")
-    launch.wait_for("it left behind killed")
+    launch.wait_for("that it left behind")
     eventually(lambda: not any(map(alive, mine)), "nothing is left of worker 0")
     assert all(map(alive, others))
     assert alive(survivor["pid"])

@@ -200,7 +200,7 @@ def test_without_pidfds_and_memory_files_ends_are_seen_and_nothing_is_left(bench
         eventually(lambda pid=pid: os.getsid(pid) == pid, f"{pid} leads a session")
     bench.kill(0, 2)
     launch.wait_for("was killed by SIGKILL")
-    launch.wait_for("it left behind killed")
+    launch.wait_for("that it left behind")
     launch.send(signal.SIGKILL)
     leaves_nothing(launch)
 

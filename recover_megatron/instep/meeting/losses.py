@@ -60,7 +60,7 @@ class Failures:
         return self._every[-1]
 
     def why_it_ends(self, decision: Decision, wanted: int) -> str:
-        """Return why a run ends if ``decision`` has fewer replicas than ``wanted``: the lost workers, and the rest."""
+        """Return why a run ends if ``decision`` has fewer replicas than ``wanted``: who was lost, and what is left."""
         lost = "; ".join(map(str, self._every))
         need = f"{wanted} are required (--recover-min-replicas)" if wanted > 1 else "one is required"
         what = f"{len(decision.replicas)} complete replicas are left, {need}."

@@ -67,7 +67,7 @@ class Orphan:
 
     @property
     def spare_seconds(self) -> float:
-        """Seconds since this worker lost its place; 0: it has one."""
+        """Seconds that this worker has been without a place; 0: it has one."""
         with self._assignment.lock:
             return 0.0 if self._spare is None else self._spare.seconds
 

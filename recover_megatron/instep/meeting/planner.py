@@ -8,8 +8,8 @@ same.
 Each worker reports digests of its flags and of its program (`comparison`), and before the decision, whose rules workers
 with other flags may not share:
 
-    a newcomer's digests differ             it asks a worker of the run, logs the differences, and exits
-    a launched worker's digests differ      the run does not begin: all workers exit, with that line
+    a newcomer's digests differ             it asks a worker of the run for its values, logs the differences, and exits
+    a launched worker's digests differ      the run does not begin: all workers exit, with such a line
 """
 
 from __future__ import annotations

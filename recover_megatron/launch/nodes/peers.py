@@ -135,7 +135,7 @@ class PeerEvents(Protocol):
         """Start the workers: this node takes part, ``Peers.joined`` and ``Peers.run_id`` are set."""
 
     def start_control_plane(self, candidates: Candidates) -> None:
-        """Start the control plane: all candidate coordinators are known (several nodes)."""
+        """Start the control plane of several nodes; called only when all candidate coordinators are known."""
 
     def stop_with_peers(self, reason: str, code: int, without: tuple[int, ...] = ()) -> None:
         """Stop the launch here: reason and exit code; for START_AGAIN, the nodes to leave out."""

@@ -265,7 +265,7 @@ class Seal:
         return json.dumps({"text": text, "mac": self._mac(key, run_id, text)})
 
     def open(self, key: str, run_id: str, data: bytes) -> Any:
-        """Return the value.  Raises ``Unproved``, or ValueError for other data."""
+        """Return the value.  Raises ``Unproved`` if its MAC is wrong, ValueError for data that is no sealed value."""
         if len(data) > _LONGEST:
             raise ValueError(f"a value of {len(data)} bytes")
         try:

@@ -276,7 +276,7 @@ class SecretFile:
         self.writing = BackgroundWriter(str(self._path), say)
 
     def write(self, secret: str) -> None:
-        """Write the file.  It exists when this returns, if the disk is well."""
+        """Write the file.  It exists when this returns, unless the disk fails or is too slow."""
         self.writing.submit(lambda: _write_secret(self._path, secret), 1)
         self.writing.settle()
 

@@ -149,7 +149,7 @@ class Successors:
         self._replacements.evict.add(worker_id)
 
     def stop(self, stopped: bool = True) -> bool:
-        """Start no replacement from now on, or (False) resume.  Return whether this changes anything."""
+        """Start no replacement from now on, not even one under test; False: resume.  Return whether it is a change."""
         before, self._stopped = self._stopped, stopped
         return before is not stopped
 

@@ -100,7 +100,7 @@ class MemoryTier:
     # ---- taking a snapshot
 
     def _take(self) -> None:
-        """Run the section on all workers; after a loss the survivors repeat it from the start."""
+        """Do this worker's part of the section, which all run; after a loss the survivors repeat it from the start."""
         view, version = self._manager.view, self._state.version
         decision, groups, store = view.decision, view.groups, view.snapshots
         assert version is not None

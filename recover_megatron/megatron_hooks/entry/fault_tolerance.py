@@ -256,7 +256,7 @@ class FaultTolerance:
         if broken := is_of_device(error):
             exit_soon()
         if isinstance(error, EndedEarly) and not started:
-            _end(1, f"worker {self._me} exits: {error}; its own output is above")
+            _end(1, f"worker {self._me} exits: {error}; what was printed about it is above")
         connection_ended = not started and (is_communication(error) or isinstance(error, torch.distributed.DistError))
         if connection_ended:
             self._wait_to_be_ended()
@@ -329,7 +329,7 @@ class FaultTolerance:
 
     def _connect(self) -> Any:
         config = self._config
-        assert config.coordinator is not None  # __init__ has refused it
+        assert config.coordinator is not None  # __init__ refuses None
         try:
             return connect(Settings.of(config), addresses=parse_addresses(config.coordinator))
         except (SecretError, ValueError) as error:
@@ -389,7 +389,7 @@ def _device() -> torch.device:
 
 
 def _my_address() -> str:
-    """Return the address at which other workers reach this one: from its launcher, else of the route to the store.
+    """Return the address at which other workers reach this one: its launcher's, else that of the route to the store.
 
     The launcher's comes first because the store's host may be gone when a newcomer joins.
     """

@@ -281,7 +281,7 @@ def _warn(line: str) -> None:
 
 
 def remarks(args: argparse.Namespace) -> list[str]:
-    """Return warnings about flags that Megatron accepts but does not implement (0.18 to 0.20)."""
+    """Return warnings about flags that Megatron (0.18 to 0.20) accepts but ignores or applies wrongly."""
     found = []
     if getattr(args, "rampup_batch_size", None):
         found.append(

@@ -5,7 +5,7 @@
     another way   the same result by other means
     switched off  a speed-up or an extra report that cannot survive a death: the training is the same
 
-A flag that changes the training result is never switched off: it is refused.
+A flag that changes what is trained is never switched off: it is refused.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def cannot_grow(args: argparse.Namespace, config: RecoverConfig, replicas: int, 
 
 
 def _least(args: argparse.Namespace) -> int:
-    """Return the least number of microbatches of a data-parallel rank that runs any: an interleaved pipeline's stages.
+    """Return the least microbatches of a data-parallel rank that runs any: 1, or the stages if they are interleaved.
 
     Reads flags that Megatron has not validated yet.
     """

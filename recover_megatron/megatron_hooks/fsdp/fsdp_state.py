@@ -12,7 +12,7 @@ validate_uneven_dtensor                 built alone.  Only checkpoints need it, 
 sync_rng_states_across_tp_group         skipped as well: the random numbers are set for each microbatch
 FullyShardedDataParallel.__init__       as for no_shard, also with --outer-dp-sharding-strategy optim (`buckets`)
 _init_optimizer_states_with_dummy_values   also creates the moments, into which a checkpoint is loaded, of a
-                                        precision-aware optimizer: it does not read ``grad``, which Megatron zeroes
+                                        precision-aware optimizer: it does not read ``grad``, which Megatron sets
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ class Stub:
         self._writing = False
 
     def missed(self) -> None:
-        """Forget the kept calls: others have finished steps without this worker.
+        """Stop writing and forget the kept calls: others have finished steps without this worker.
 
-        If it repeated the steps before the gap, TensorBoard's server would discard the steps in the gap.
+        If it wrote the steps before the gap again, TensorBoard's server would discard the steps in the gap.
         """
         self.rest()
         self._kept.clear()

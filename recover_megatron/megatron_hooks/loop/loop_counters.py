@@ -1,7 +1,7 @@
 """Megatron's counters: the position of its loop in the run.
 
 They are in its arguments, its scheduler, and the positions of the evaluation's data.  The loop starts from those of the
-launch, also on a worker that enters it later, and then counts itself.
+launch, also on a worker that enters it later, and then counts on its own.
 """
 
 from __future__ import annotations

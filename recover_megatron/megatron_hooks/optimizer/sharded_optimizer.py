@@ -73,7 +73,7 @@ def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
 
 
 class ShardedOptimizer:
-    """The distributed optimizer of one worker, made of all of Megatron's.  ``buckets``: with their shards.
+    """The distributed optimizer of one worker: all of Megatron's optimizers.  ``buckets``: with their shards.
 
     ``keeping``: the storage of their state.  ``shadows``: the number of copies of each part in addition to the
     owner's; ``shadow_device``: their device, None: the worker's own.

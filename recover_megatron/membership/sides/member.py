@@ -24,8 +24,8 @@ from recover_megatron.membership.sides.follower import Follower, Stage
 class Member(Follower):
     """A worker's side of the protocol.
 
-    A newcomer (``hello`` has the flag) dials no candidate before its first ``join``: it gets ready while the run
-    continues without it, and the others wait for it once it attaches. If it reaches no candidate it gives up sooner
+    A newcomer (flag ``newcomer`` of ``hello``) dials no candidate before its first ``join``: it gets ready while the
+    run continues without it, and the others wait for it once it attaches. If it reaches no candidate it gives up sooner
     than a worker of the launch would, since that run is over.
     """
 

@@ -161,9 +161,9 @@ class NodeAgentEvents(Orders, Protocol):
         """A text of the coordinator for the console."""
 
     def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
-        """Settings for a candidate here: number of workers of the launch, lease (None: none), its slack, witness.
+        """Settings for a candidate here: number of workers of the launch, lease (None: none) and its slack.
 
-        Repeated by each new coordinator.
+        ``witnessed``: whether the run has a witness.  Repeated by each new coordinator.
         """
 
 
