@@ -25,6 +25,7 @@ GENERATED = sorted((ROOT / "docs" / "reference").glob("*.md"))
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 """The pages that are written by hand."""
+SOURCES = {".py", ".sh", ".sbatch", ".yaml", ".patch", ".md", ".toml"}
 WIDTH = 120
 EXTENSIONS = r"(?:py|sh|sbatch|pml|patch|md|toml)"
 OF_MEGATRON = {
@@ -190,6 +191,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target))
     ]
     assert not broken, f"{page.name} links to {broken}"
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """Pages of docs and their anchors, in sources, scripts, examples, patches and findings."""
+    folders = ("recover_megatron", "scripts", "tests", "benchmarks", "examples", "patches", "findings")
+    texts = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES)
+    broken = [
+        f"{path.relative_to(ROOT)}: {name}{anchor}"
+        for path in texts
+        for name, anchor in re.findall(r"\b(docs/[\w/-]+\.md)(#[\w-]+)?", path.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists() or (anchor and anchor[1:] not in anchors(ROOT / name))
+    ]
+    assert not broken, "\n".join(broken)
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
