@@ -24,7 +24,7 @@ SHIPPED = (
     # What the GPU checks open groups with, and what they are rehearsed on.
     *("tests/__init__.py", "tests/doubles/__init__.py", "tests/doubles/epoch.py", "tests/doubles/nccl"),
 )
-"""No other tests: they are of a checkout.  MANIFEST.in has a line for each, for an sdist."""
+"""No other tests: they need a checkout.  MANIFEST.in has a line for each, for an sdist."""
 LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?://|#)([^)]+)\)")
 
 
@@ -56,7 +56,7 @@ class Build(build_py):
             source, target = HERE / name, Path(self.build_lib) / "recover_megatron" / "shipped" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
-                shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "api"))
             else:
                 shutil.copy2(source, target)
 
