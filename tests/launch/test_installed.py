@@ -71,7 +71,7 @@ def test_an_installed_recover_run_finds_its_script_in_any_folder(site: Path, tmp
     assert REFUSAL in run.stderr  # by the script itself, which has run
     assert "does not exist" not in run.stderr
     if NAME in words:
-        assert f"no {NAME} in this folder: the installed one, {site / NAME}" in run.stderr
+        assert f"{NAME} is not in this folder: using the installed {site / NAME}" in run.stderr
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_what_comes_beside_the_modules_is_found_in_any_folder(site: Path, tmp_pa
     assert str(site / "recover_megatron" / "shipped" / "scripts" / "slurm") in listed.stdout
     assert typed("copy", "slurm", tmp_path / "mine").returncode == 0
     assert (tmp_path / "mine" / "slurm" / "recover.sbatch").is_file()
-    assert "is there already" in typed("copy", "slurm", tmp_path / "mine").stderr
+    assert "exists already" in typed("copy", "slurm", tmp_path / "mine").stderr
     assert typed("patch", "--version").stdout == f"apply_patches.sh {__version__}\n"
     assert "is not a Megatron-LM checkout" in typed("patch", tmp_path).stderr
     assert "recover-tools patch --check CHECKOUT" in typed("patch", "--help").stdout

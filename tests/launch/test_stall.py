@@ -50,7 +50,7 @@ def test_a_stall_is_told_of_on_the_console_and_all_finish(bench):
 def test_of_workers_that_are_killed_together_none_is_said_to_go_on(bench):
     launch, _ = stalled(bench, "--recover-stall-timeout", patient(1))
     assert launch.wait() == 0, launch.err
-    killed = [line for line in launch.err.splitlines() if "was killed by SIGKILL" in line]
+    killed = [line for line in launch.err.splitlines() if "was evicted, and killed by SIGKILL" in line]
     assert len(killed) == 3
     assert ["the other worker here continues" in line for line in killed] == [True] * 3
     assert sum("more workers are being killed" in line for line in killed) <= 1

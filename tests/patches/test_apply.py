@@ -120,7 +120,7 @@ def test_a_checkout_of_git_is_patched_wherever_the_command_is_run(tree: Path, tm
         done = apply(tree.name, cwd=tree.parent)
         assert done.stdout.startswith("apply_patches: applied"), done.stderr
         assert "patched by recover_megatron" in (tree / FILES[2]).read_text()
-        assert apply("--reverse", ".", cwd=tree).stdout.startswith("apply_patches: took back")
+        assert apply("--reverse", ".", cwd=tree).stdout.startswith("apply_patches: reverted")
 
 
 # ---- without a wheel ---------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_an_unknown_version_is_refused_by_name_with_the_known_ones(tmp_path: Pat
     done = apply(fake_checkout(tmp_path, version))
     assert done.returncode == 2
     assert f"error: there is no patch for Megatron {version} ({tmp_path})" in done.stderr
-    assert "known versions: 0.18.2, 0.19.0, 0.19.1, 0.19.2\n" in done.stderr
+    assert "supported versions: 0.18.2, 0.19.0, 0.19.1, 0.19.2\n" in done.stderr
 
 
 def test_a_folder_that_is_no_megatron_and_a_wrong_command_line_are_refused(tmp_path: Path) -> None:
