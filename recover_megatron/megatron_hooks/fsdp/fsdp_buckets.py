@@ -1,18 +1,18 @@
-"""Megatron-FSDP's gradients: its reduce-scatter inside a shard group stays; the sum over shard groups is the step's.
+"""Megatron-FSDP's gradients: Megatron sums them inside a shard group, and ``instep.step`` sums over shard groups.
 
-    backward pass of a microbatch  --reduce-scatter inside the shard group-->  added to this worker's shard (its own)
-    last microbatch of a pass      --(stock: all-reduce of the shard over the outer group)-->  here: Gradients.ready
+    backward pass of a microbatch  --reduce-scatter inside the shard group-->  Megatron adds to this worker's shard
+    last microbatch of a pass      --Gradients.ready (stock: all-reduce, outer group)-->  the step sums the shard
     the step is committed          --finish_grad_sync-->  Megatron attaches the shards to the optimizer
 
-A worker's shard is summed with those of the same position in the other shard groups: one column.  Megatron scales
-gradients before its reduce-scatter, by the launch's number of data-parallel ranks, so nothing is scaled here.
+The workers of a column, which have the same position in every shard group, sum their shards.  Megatron scales gradients
+before its reduce-scatter, by the launch's number of data-parallel ranks, so this module does not scale.
 
-If a strategy does not shard gradients (``optim``), the complete bucket is kept, accumulated over the microbatches of a
-pass, and reduced once, in place, at its end: only this worker's shard of it is a sum then.  Another pass of the same
-step begins with zeros, and the shard's earlier value is added at its end.
+If a strategy does not shard gradients (``optim``), each worker accumulates the complete bucket over the microbatches of
+a pass.  At the end of the pass Megatron reduces the bucket once, in place; then only this worker's shard of the bucket
+is a sum.  A further pass of the same step begins with zeros, and the shard's earlier value is added at the end.
 
-Shards are padded to equal sizes, and the padding of a communication buffer is uninitialized memory: it is zeroed before
-a shard is summed.
+Shards are padded to equal sizes, and the padding of a communication buffer is uninitialized memory, so the padding is
+zeroed before a shard is summed.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ OUTER_SUM = "outer_fsdp_group_grad_reduce"
 
 
 class FsdpBuckets:
-    """The gradient shards of this worker's model chunks, by their numbers in ``gradients``.
+    """The gradient shards of this worker's model chunks, numbered as in ``gradients``.
 
-    It has the part of ``buckets.Buckets`` that a step needs.  ``accumulated`` counts every added gradient.
-    ``shadows``: the number of other shard groups with a copy of each part of an optimizer state that is sharded over
-    them; None: each has the complete state.
+    Has the attributes and methods of ``buckets.Buckets`` that a step needs.  ``accumulated`` counts every gradient that
+    Megatron adds.  ``shadows``: number of copies of each part of the optimizer state in addition to the owner's, if the
+    state is sharded over the shard groups; None: each shard group has the complete state.
     """
 
     overlap: Overlap | None = None
     overlaps = False
-    """Megatron gathers parameters inside the shard group in a forward pass; the update gathers over shard groups."""
+    """False: the update itself gathers parameters over shard groups; a forward pass gathers inside the shard group."""
     instances = 1
 
     def __init__(self, model: Sequence[Any], manager: Manager, accumulated: Accumulated, shadows: int | None) -> None:
         grid = manager.view.grid
         index = model[0].megatron_fsdp_dist_index
         self.tail = ring_order(column_of(index.get_dp_group()), grid)
-        """The column of the last sum: all ranks with separate microbatches."""
+        """The column that sums a step's tail: all ranks with separate microbatches."""
         self._buffers: list[Any] = []
         self._number: dict[tuple[int, int], int] = {}
         self._shards: list[torch.Tensor] = []
         self._padding: list[list[Span]] = []
         self._before: dict[int, torch.Tensor] = {}
-        """Shard -> its sum from earlier passes of this step, if a pass begins with zeros."""
+        """Number of a shard -> its sum from earlier passes of this step, if the present pass began with zeros."""
         parts: list[tuple[Column, torch.Tensor]] = []
         self.parameters: list[tuple[Column, torch.Tensor]] = []
-        """(column, flat tensor) of each bucket, as in ``gradients``."""
+        """(column, flat parameters) of each bucket, in the order of ``gradients``; empty if ``shadows`` is None."""
         self.outer: list[tuple[Any, Column, OuterBucket]] = []
-        """(model chunk, column, bucket) of each bucket."""
+        """(model chunk, column, bucket) of each bucket; empty if ``shadows`` is None."""
         columns: dict[Column, Column] = {}
-        # The order of the backward pass, as far as it is known before the first one.
+        # In the order of the backward pass, as far as that order is known before the first backward pass.
         for chunk in reversed(model):
             index, buffer = chunk.megatron_fsdp_dist_index, chunk.param_and_grad_buffer
             pipeline = chunk.module.grad_reduce_pipeline
@@ -103,10 +103,10 @@ class FsdpBuckets:
         return column, tensor.numel()
 
     def begin(self) -> None:
-        """Begin a step: Megatron has zeroed the gradients."""
+        """Begin a step.  Does nothing, because Megatron has zeroed the gradients."""
 
     def new_pass(self, *, again: bool) -> None:
-        """Begin a pass over the model.  ``again``: not the step's first pass."""
+        """Begin a pass over the model.  ``again``: True if it is not the first pass of the step."""
         self._before.clear()
         if again:
             for number, buffer in enumerate(self._buffers):
@@ -121,7 +121,7 @@ class FsdpBuckets:
         self._before.clear()
 
     def _inside_alone(self, pipeline: Any) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-        """Make Megatron reduce only inside the shard group, and pass complete shards to the step."""
+        """Return a wrapper that makes Megatron reduce only in the shard group, and gives the step complete shards."""
 
         def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
             def _bucket_group_gradient_reduce(
@@ -129,7 +129,7 @@ class FsdpBuckets:
             ) -> bool:
                 done = original(bucket_group, async_op, **{OUTER_SUM: False})
                 if outer_fsdp_group_grad_reduce:
-                    with torch.cuda.stream(pipeline.rs_stream):  # on which Megatron has added the last gradient
+                    with torch.cuda.stream(pipeline.rs_stream):  # the stream on which Megatron added the last gradient
                         for of_group in bucket_group:
                             self._ready(self._number[id(pipeline), of_group])
                 return done
@@ -147,12 +147,12 @@ class FsdpBuckets:
 class FsdpBuckets2:
     """The gradient shards of Megatron-FSDP 2 (`version2`).
 
-    ``accumulated`` counts every added gradient.
+    ``accumulated`` counts every gradient that Megatron adds.
     """
 
     overlap: Overlap | None = None
     overlaps = False
-    """Megatron gathers parameters inside the shard group in a forward pass."""
+    """False: parameters are gathered only inside the shard group, which Megatron does in a forward pass."""
     instances = 1
     shards = None
     """None: each shard group has the complete optimizer state."""
@@ -161,16 +161,16 @@ class FsdpBuckets2:
         grid = manager.view.grid
         everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.tail = ring_order(column_of(everyone), grid)
-        """The column of the last sum: all ranks with separate microbatches."""
+        """The column that sums a step's tail: all ranks with separate microbatches."""
         outer = ring_order(column_of(parallel_state.get_inter_distributed_optimizer_instance_group()), grid)
-        # The order of the backward pass, as far as it is known before the first one.
+        # In the order of the backward pass, as far as that order is known before the first backward pass.
         self._groups = [
             group for chunk in reversed(model) for group in reversed(version2.groups_of(chunk)) if group.requires_grad
         ]
         self._parts: list[tuple[Column, torch.Tensor]] = [(outer, one.main_grad.local_buffer) for one in self._groups]
         self._padding = [list(version2.padding(one.main_grad)) for one in self._groups]
         self._unsettled: set[int] = set()
-        """Shards that are not complete in this pass."""
+        """Numbers of the shards that are not complete yet in the present pass."""
         for number, group in enumerate(self._groups):
             group.reduce_partial_gradients = self._inside_alone(number)(group.reduce_partial_gradients)
         for chunk in model:
@@ -212,14 +212,14 @@ class FsdpBuckets2:
             shard[span.start : span.stop] = 0
 
     def _inside_alone(self, number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Make Megatron reduce only inside the shard group, and pass complete shards to the step."""
+        """Return a wrapper that makes Megatron reduce only in the shard group, and gives the step complete shards."""
 
         def wrapper(original: Callable[..., None]) -> Callable[..., None]:
             def reduce_partial_gradients(partial_grad: Any, is_last_microbatch: bool = True) -> None:
                 if self._marks_last and number not in self._unsettled:
                     raise Disagreement(
-                        f"a gradient of parameter group {number} arrived after Megatron had marked the last one: "
-                        "stopping before this step is committed"
+                        f"a gradient of parameter group {number} arrived after Megatron had marked the group's last "
+                        "gradient: this worker stops before the step is committed"
                     )
                 original(partial_grad, False)
                 if self._marks_last and is_last_microbatch:
@@ -232,7 +232,7 @@ class FsdpBuckets2:
 
 
 def padding(buffer: Any) -> Iterator[Span]:
-    """Yield the padding ranges of this worker's shard of a Megatron-FSDP buffer; offsets in the shard."""
+    """Yield the padding ranges in this worker's shard of a Megatron-FSDP buffer, as offsets in the shard."""
     index = buffer.shard_bucket_index
     end = 0
     for start, stop in sorted(buffer._get_item_local_shard_index(item) for item in buffer.item_index_map):

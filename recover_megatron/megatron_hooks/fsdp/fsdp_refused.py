@@ -1,4 +1,4 @@
-"""Megatron's flags that --recover refuses with --use-megatron-fsdp; the others: ``megatron_hooks.entry.refused``."""
+"""Megatron's flags that --recover refuses with --use-megatron-fsdp; all other refusals are in ``entry.refused``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _STRATEGY = "data_parallel_sharding_strategy"
 
 _yet = partial(yet, among=_WITH)
 FSDP_RULES = [
-    _yet("--check-weight-hash-across-dp-replicas-interval", "it compares complete parameters, and workers hold shards"),
+    _yet("--check-weight-hash-across-dp-replicas-interval", "it compares complete parameters, but workers hold shards"),
     _yet("--ddp-average-in-collective", "the step sums over shard groups and does not average"),
-    _yet("--fp16", "Megatron 0.19.2 itself fails in its first step with an AttributeError: to unscale gradients it "
-         "reads the gradient of each parameter, and parameters without elements in a worker's shard have none"),
-    Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: a replica is a shard group, and with one "
-         "the death of a worker would lose its shard", unless(is_above_one("num_distributed_optimizer_instances"))),
-    Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: no_shard is plain data parallelism; for that "
+    _yet("--fp16", "Megatron 0.19.2 itself fails in its first step with an AttributeError: to unscale, it reads the "
+         "gradient of each parameter, but a parameter without elements in a worker's shard has no gradient"),
+    Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: each instance is a replica, and with only "
+         "one, a worker's shard is lost with the worker", unless(is_above_one("num_distributed_optimizer_instances"))),
+    Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: for plain data parallelism (no_shard), "
          "remove --use-megatron-fsdp",
          lambda args: getattr(args, _STRATEGY, "no_shard") == "no_shard"),
     _yet("--data-parallel-sharding-strategy {args.data_parallel_sharding_strategy}", f"use {' or '.join(_TAKEN)}",
          lambda args: getattr(args, _STRATEGY, "no_shard") not in ("no_shard", *_TAKEN)),
-    Rule(f"{_WITH} needs --megatron-fsdp-grad-comm-dtype auto or that of --megatron-fsdp-main-grads-dtype: over shard "
-         "groups gradients are summed in the dtype in which they are stored",
+    Rule(f"{_WITH} needs --megatron-fsdp-grad-comm-dtype auto, or the dtype of --megatron-fsdp-main-grads-dtype: "
+         "gradients are summed over shard groups in the dtype in which they are stored",
          lambda args: (getattr(args, "megatron_fsdp_grad_comm_dtype", None)
                        not in (None, "auto", getattr(args, "megatron_fsdp_main_grads_dtype", None)))),
     _yet("--pipeline-model-parallel-size", "Megatron 0.19.2 itself ignores the pipeline stages in its mesh of several "
@@ -37,13 +37,13 @@ FSDP_RULES = [
 
 _SECOND = f"{_WITH} and --megatron-fsdp-version 2"
 SECOND_RULES = [
-    Rule(f"{_SECOND} needs --no-save-optim with --save: Megatron does not save its optimizer state",
+    Rule(f"{_SECOND} needs --no-save-optim with --save: Megatron does not save this version's optimizer state",
          all_of(is_set("save"), unless(is_set("no_save_optim")))),
     Rule(f"{_SECOND} needs --clip-grad 0 with --expert-model-parallel-size: Megatron computes the norm of one "
          "parameter group only, and fails with an assertion",
          all_of(is_above_one("expert_model_parallel_size"), lambda args: getattr(args, "clip_grad", 1.0) > 0)),
     Rule(f"{_SECOND} cannot be combined with --log-num-zeros-in-grad and --expert-model-parallel-size: Megatron counts "
-         "in one parameter group only, and fails with an assertion",
+         "the zeros of one parameter group only, and fails with an assertion",
          all_of(is_above_one("expert_model_parallel_size"), is_set("log_num_zeros_in_grad"))),
     yet("bf16 types of --use-precision-aware-optimizer", "Megatron does not find the gradients, and clips by a norm "
         "of 0", keeps(*BF16), among=_SECOND),
@@ -60,14 +60,14 @@ OUTER_RULES = [
         keeps(*BF16), among=_OPTIM),
     yet("--async-save", "the gathered state exists only until the save has begun", among=_OPTIM),
 ]  # fmt: skip
-"""Additional refusals with --outer-dp-sharding-strategy optim, limited as in Megatron: with optim_grads_params, and
-main parameters in 32 bits."""
+"""Additional refusals with --outer-dp-sharding-strategy optim.  As in Megatron, it needs optim_grads_params, and main
+parameters in 32 bits."""
 
 
 def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: int) -> list[str]:
-    """Return what --recover refuses with --use-megatron-fsdp in a run of ``world`` workers; empty without the latter.
+    """Return a message for each setting that --recover refuses with --use-megatron-fsdp; empty without that flag.
 
-    ``args``: as parsed, not yet validated.
+    ``args``: as parsed, not yet validated.  ``world``: the number of workers.
     """
     if not getattr(args, "use_megatron_fsdp", False):
         return []
@@ -80,14 +80,17 @@ def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: i
     elif outer != "no_shard":
         found.append(f"{_WITH} and --outer-dp-sharding-strategy {outer}: use no_shard or optim")
     if config.verify_interval:
-        found.append(f"{_WITH} cannot be combined with --recover-verify-interval yet: before a shard is "
-                     "replaced, its peers may already have gathered it")  # fmt: skip
+        found.append(f"{_WITH} cannot be combined with --recover-verify-interval yet: before a wrong shard "
+                     "is replaced, peers may already have gathered it")  # fmt: skip
     return found
 
 
 def _too_small(args: argparse.Namespace, world: int) -> list[str]:
-    """Refuse shard groups of one worker (those of experts are smaller): they keep complete gradients, and Megatron-FSDP
-    0.19.2 (``GradReducePipeline``) scales the accumulated sum once per microbatch."""
+    """Return a message for each kind of shard group, of dense layers or of experts, that would have only one worker.
+
+    Such a group keeps complete gradients, and Megatron-FSDP 0.19.2 (``GradReducePipeline``) scales their accumulated
+    sum once per microbatch.  Groups of unequal sizes are refused, too.
+    """
     tensor, experts = args.tensor_model_parallel_size, getattr(args, "expert_model_parallel_size", None) or 1
     workers = world // (getattr(args, "num_distributed_optimizer_instances", None) or 1)
     sizes = [("--num-distributed-optimizer-instances", workers // tensor)]

@@ -1,18 +1,18 @@
-"""Megatron-FSDP's part of a worker's state: its shards of the parameters, and leftovers of an interrupted iteration.
+"""Megatron-FSDP's part of a worker's state: shards of the parameters, and the cleanup after an interrupted iteration.
 
-Between two iterations only a worker's own shards matter: the rest of a parameter in its memory was gathered from its
-peers, and will be gathered again.
+Between two iterations only the shards that a worker owns matter: it gathered the rest of each parameter from its peers,
+and will gather it again.
 
 Functions that are wrapped when a model is built (``install_meshes``):
 
-device_mesh._get_pg_from_name           returns our groups as passed to the mesh: torch would look up their names, and
-                                        find the inner group of the launch, or nothing
-update_uneven_dtensor_chunk_metadata,   exchange with peers which part of a parameter each has: skipped if the model is
-validate_uneven_dtensor                 built alone.  Only checkpoints need it, and they exchange it again.
-sync_rng_states_across_tp_group         skipped as well: the random numbers are set for each microbatch
-FullyShardedDataParallel.__init__       as for no_shard, also with --outer-dp-sharding-strategy optim (`buckets`)
-_init_optimizer_states_with_dummy_values   also creates the moments, into which a checkpoint is loaded, of a
-                                        precision-aware optimizer: it does not read ``grad``, which Megatron sets
+device_mesh._get_pg_from_name           returns our groups as passed to the mesh, because torch would look up a group's
+                                        name, and find the inner group of the launch or no group
+update_uneven_dtensor_chunk_metadata,   exchange with peers which part of a parameter each has: skipped if one worker
+validate_uneven_dtensor                 builds the model alone, because only checkpoints need it, and repeat it
+sync_rng_states_across_tp_group         skipped then, too, because random numbers are seeded for each microbatch
+FullyShardedDataParallel.__init__       builds as for no_shard, also with --outer-dp-sharding-strategy optim (`outer`)
+_init_optimizer_states_with_dummy_values   creates the moments, into which a checkpoint is loaded, also of a
+                                        precision-aware optimizer, which ignores ``grad``, the attribute Megatron sets
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def local(value: Any) -> Any:
 
 
 def weights(chunk: Any) -> list[torch.Tensor]:
-    """Return the tensors of a chunk's parameters that are equal on all workers of a column, in a fixed order.
+    """Return, in a fixed order, a chunk's parameter tensors; each is equal on all workers of a column.
 
-    With Megatron-FSDP: this worker's shard of each model parameter, and of each main parameter unless those are sharded
-    over the shard groups.  The padding between parameters in the buffers is left out.
+    With Megatron-FSDP: this worker's shard of each model parameter, and of each main parameter unless main parameters
+    are sharded over the shard groups.  The padding between parameters in the buffers is left out.
     """
     if not is_fsdp(chunk):
         return [parameter.data for parameter in chunk.parameters()]
@@ -64,9 +64,9 @@ def weights(chunk: Any) -> list[torch.Tensor]:
 
 
 def tidy(chunk: Any) -> None:
-    """Reset a chunk after an exception in the middle of an iteration: nothing is gathered, reduced or pending.
+    """Reset a chunk after an exception in the middle of an iteration: then nothing is gathered, reduced or pending.
 
-    Does not wait for operations of the broken shard group: its groups have been aborted.
+    Does not wait for operations of the broken shard group, because its process groups have been aborted.
     """
     if version2.is_version2(chunk):
         version2.tidy(chunk)
@@ -74,7 +74,7 @@ def tidy(chunk: Any) -> None:
     fsdp = chunk.module
     for stream in (fsdp.grad_reduce_pipeline.rs_stream, fsdp.all_gather_pipeline.ag_stream):
         if stream is not None:
-            # Otherwise a gradient of the interrupted pass may be added after the shards were zeroed for the next one.
+            # Otherwise a gradient of the interrupted pass may be added after the shards were zeroed for the next pass.
             torch.cuda.current_stream().wait_stream(stream)
     groups = fsdp.param_and_grad_buffer.parameter_groups
     _tidy_reductions(fsdp.grad_reduce_pipeline, groups)
@@ -104,7 +104,7 @@ def _tidy_reductions(pipeline: Any, groups: Any) -> None:
 
 
 def _tidy_gathering(pipeline: Any, groups: Any) -> None:
-    """Reset like ``AllGatherPipeline.reset``, which would wait for pending operations."""
+    """Reset the pipeline as ``AllGatherPipeline.reset`` does, but do not wait for pending operations."""
     pipeline.param_gather_event_map.clear()
     for key, status in list(pipeline.bucket_status.items()):
         group = groups[key[0]]
@@ -117,11 +117,11 @@ def _tidy_gathering(pipeline: Any, groups: Any) -> None:
 
 
 def abandon(buffer: Any) -> None:
-    """Give the bucket of ``buffer`` new memory at its next use, and leave its present memory alone.
+    """Give the bucket of ``buffer`` new memory at the bucket's next use, and do not touch its present memory.
 
-    An abandoned operation may still read and write there until gloo notices that its connections are closed. It holds
-    references to its tensors; but Megatron frees a bucket by resizing its storage to 0, despite references, and gives
-    a double buffer (--fsdp-double-buffer) to the next bucket.
+    An abandoned operation may still read and write the present memory until gloo notices that the connections are
+    closed.  The operation's references to its tensors do not protect that memory: Megatron frees a bucket by resizing
+    its storage to 0, and gives a double buffer (--fsdp-double-buffer) to the next bucket.
     """
     allocator, bucket = buffer.temporary_bucket_allocator, buffer.bucket_index.bucket_id
     if hasattr(allocator, "backup_allocator"):
@@ -131,9 +131,9 @@ def abandon(buffer: Any) -> None:
 
 
 def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
-    """Do the same for buckets that share named double buffers: free the bucket's buffer, with new memory.
+    """Do as ``abandon`` for a bucket in a named double buffer: free the buffer, which gets new memory at its next use.
 
-    Also handles a bucket that fits in no buffer and has separate named memory
+    Does so, too, if the bucket fits in no buffer and has separate named memory
     (--fsdp-db-use-persist-buf-on-alloc-fail).
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
@@ -149,15 +149,17 @@ def _abandon_double_buffer(allocator: Any, bucket: int) -> None:
 
 
 def forget_meshes() -> None:
-    """Clear torch's cache of sharding propagation: cached results refer to the meshes of a deleted model, which compare
-    equal to the new ones but have other groups."""
+    """Clear torch's cache of sharding propagation, because cached results refer to the meshes of a deleted model.
+
+    Those meshes compare equal to the meshes of a new model, but have other groups.
+    """
     debug._clear_sharding_prop_cache()
 
 
 def install_meshes(alone: Callable[[], bool], ours: tuple[type, ...]) -> None:
     """Wrap the seams, once per process; raises UserError for a torch or Megatron with unknown signatures.
 
-    ``alone``: whether the model is built alone.  ``ours``: the types of this package's process groups.
+    ``alone``: returns whether one worker builds the model alone.  ``ours``: types of this package's process groups.
     """
     if not hasattr(device_mesh, "_get_pg_from_name"):
         raise UserError(

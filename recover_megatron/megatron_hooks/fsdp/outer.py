@@ -17,11 +17,11 @@ from recover_megatron.workload.grid import Column
 
 @dataclass(eq=False)
 class OuterBucket:
-    """Shard of this worker of one of Megatron-FSDP's parameter groups, with the interface of a bucket."""
+    """Local shard of one of Megatron-FSDP's parameter groups, with the interface of a bucket."""
 
     group: Any
     param_to_index: dict[Any, tuple[int, int]] = field(init=False)
-    """Parameter -> its range in the shard; only parameters with elements here."""
+    """Parameter -> range of the parameter in the shard; only parameters that have elements in the shard."""
 
     def __post_init__(self) -> None:
         buffer = self.group.main_grad_buffer
@@ -45,7 +45,7 @@ class OuterBucket:
 
     @property
     def main(self) -> torch.Tensor:
-        """The 32-bit parameters that Megatron's own optimizer would update, flat; without memory once released."""
+        """The 32-bit parameters that Megatron's own optimizer would update, flat; without memory after ``release``."""
         shard: torch.Tensor = self.group.main_weight_buffer.get_shard_from_local_buffer()
         return shard
 
@@ -68,16 +68,16 @@ MAIN, MOMENTS = "main", ("exp_avg", "exp_avg_sq")
 class InShardGroups(Keeping):
     """--outer-dp-sharding-strategy optim: the optimizer's state is also sharded over the shard groups, with shadows.
 
-        worker's shard of a buffer   |--------------- inner shard ---------------|    equal in its column of K workers
-        main parameters, moments     |== unit 0 ==|== unit 1 ==| .. |= unit K-1 =|    each at its owner and its shadows
+        worker's shard of a buffer   |--------------- inner shard ---------------|    equal on a column's K workers
+        main parameters, moments     |== unit 0 ==|== unit 1 ==| .. |= unit K-1 =|    each on its owner and its shadows
 
-    Megatron is built as for ``no_shard`` (`state`): a shard group has all gradients and the model's parameters, as also
-    with ``optim``.  Megatron's state, main parameters and moments, is freed once the pieces
-    (`optimizer.shard_fragments`) have separate memory; while a checkpoint is written each worker has its column's
-    complete state again.  So checkpoints equal those of Megatron with ``no_shard``.  (With this flag Megatron 0.19.2
-    itself computes different results: `hostdevice.flags.outer_sharding`.)
+    Megatron is built as for ``no_shard`` (`fsdp_state`), since a shard group has all gradients and model parameters
+    with ``optim``, too.  Megatron's own main parameters and moments are freed once the pieces
+    (`optimizer.shard_fragments`) have separate memory.  While a checkpoint is written, each worker again has the
+    complete state of its column, so checkpoints equal Megatron's checkpoints with ``no_shard``.  (With ``optim``
+    Megatron 0.19.2 itself computes different results: `hostdevice.flags.outer_sharding`.)
 
-    ``parts``: (model chunk, column, bucket) of each bucket, by its number.
+    ``parts``: (model chunk, column, bucket) of each bucket, in the order of the buckets' numbers.
     """
 
     has_all = True
@@ -87,7 +87,7 @@ class InShardGroups(Keeping):
         self._chunks = list({id(chunk): chunk for chunk, _, _ in parts}.values())
         self._optimizers: list[Any] = []
         self._params: dict[int, list[list[Any]]] = {}
-        """Optimizer -> the parameters of each of its groups, as created by Megatron."""
+        """``id`` of an inner optimizer -> parameters of each of its groups, as Megatron created them."""
         self._lent: dict[int, list[dict[str, torch.Tensor]]] = {}
 
     @property
@@ -109,7 +109,7 @@ class InShardGroups(Keeping):
         self._borrow(fragments)
 
     def _borrow(self, fragments: ShardFragments) -> None:
-        """Hold Megatron's complete state, in its memory."""
+        """Add pieces that use Megatron's memory to ``fragments``: the complete state of the column."""
         state = fragments.inner.state
         for number, bucket in fragments.buckets.items():
             for one in self._whole(fragments, bucket):
@@ -123,7 +123,7 @@ class InShardGroups(Keeping):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Context without Megatron's gathering of parameters in the shard group at the end of its step."""
+        """Context in which Megatron's optimizer step does not gather parameters in the shard group at its end."""
         with ExitStack() as replaced:
             for chunk in self._chunks:
                 replaced.enter_context(monkeypatch.replaced(chunk, start_param_sync=lambda *_, **__: None))
@@ -137,7 +137,7 @@ class InShardGroups(Keeping):
 
     @contextmanager
     def loading(self, one: Any, fragments: ShardFragments, held: dict[int, list[ShardFragment]]) -> Iterator[None]:
-        """Context in which, as at launch, Megatron reads the column's complete state; then it is cut into pieces."""
+        """Context in which Megatron loads the column's complete state, as at launch; on exit it is cut into pieces."""
         inner = fragments.inner
         try:
             for bucket in fragments.buckets.values():
@@ -205,7 +205,7 @@ class InShardGroups(Keeping):
             self._lent.pop(id(fragments), None)
 
     def _whole(self, fragments: ShardFragments, bucket: OuterBucket) -> Iterator[Any]:
-        """Yield Megatron's own parameters of the optimizer that have elements in a bucket."""
+        """Yield the parameters of Megatron's optimizer that have elements in ``bucket``."""
         every = (one for group in self._params[id(fragments.inner)] for one in group)
         return (one for one in every if one.orig_param in bucket.param_to_index)
 
@@ -223,5 +223,5 @@ def _like(parameter: Any, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _without_moments(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state without moments: the number of updates, if the optimizer counts them by parameter."""
+    """Return the state without moments: only the number of updates, if the optimizer counts updates per parameter."""
     return {name: value for name, value in state.items() if name not in MOMENTS}

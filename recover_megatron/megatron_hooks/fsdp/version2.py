@@ -1,17 +1,17 @@
-"""Megatron-FSDP 2 (``--megatron-fsdp-version 2`` of Megatron main): its shard groups, their gradients, their state.
+"""Megatron-FSDP 2 (``--megatron-fsdp-version 2`` of Megatron main): shard groups, gradients, and state.
 
-It works like version 1 (see `buckets`): it shards parameters and gradients over a shard group, whose workers
-reduce-scatter the gradients of each microbatch and accumulate their shards.  Differences:
+Version 2 works like version 1 (see `fsdp_buckets`): the workers of a shard group reduce-scatter the gradients of each
+microbatch and accumulate their shards.  Differences between Megatron d98e8a6 and this package:
 
-    Megatron d98e8a6 builds one shard group of all data-parallel ranks     here: as many as there are replicas
-    ("DP-outer" axes are in its library, not yet in its training)
-    an average over the mesh of the shard group                            here: divided by the number of shard groups
-    main_grad gets the first gradient of a step itself                     here: added, in memory that no operation of
-                                                                           a broken shard group may still write to
-    the norm is summed over the data-parallel ranks twice                  here: once, as in plain data parallelism
+    Megatron: one shard group of all data-parallel ranks ("DP-outer"     here: one shard group per replica
+    axes are in Megatron's library, not yet in its training)
+    Megatron: gradients are averaged over the mesh of the shard group    here: also divided by the number of groups
+    Megatron: main_grad becomes the first gradient of a step             here: gradients are added, in memory that no
+                                                                         operation of a broken group may still write
+    Megatron: the norm is summed over the data-parallel ranks twice      here: once, as in plain data parallelism
 
-The seam is the last reduction of a pass: where its library would reduce over outer axes ("is_last_microbatch"), the
-shard is handed to the step.
+The seam is the last reduction of a pass: where Megatron's library would reduce over outer axes
+("is_last_microbatch"), the hook gives the shard to the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recover_megatron.megatron_hooks import monkeypatch
 
 
 def install() -> None:
-    """Wrap its seams, if this Megatron has it."""
+    """Wrap the seams of Megatron-FSDP 2, if this Megatron has it."""
     monkeypatch.wrap("FullyShardedDataParallelV2.__init__", _in_shard_groups)
     monkeypatch.wrap("FullyShardedOptimizer.get_grad_stats_parallel_group", _inside_the_model)
 
@@ -40,7 +40,7 @@ def is_version2(chunk: Any) -> bool:
 
 
 def units(chunk: Any) -> list[Any]:
-    """Return the modules that gather all their parameters at once."""
+    """Return the modules of a chunk each of which gathers all its parameters at once."""
     return [module for module in chunk.module.modules() if hasattr(type(module), "parameter_groups")]
 
 
@@ -52,7 +52,7 @@ def _in_shard_groups(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(
         self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, pg_collection: Any = None, **kwargs: Any
     ) -> None:
-        # Megatron gives all but the first three by position, or the groups by name.
+        # Megatron passes the process groups as the last positional argument, or by name.
         *rest, groups = args if pg_collection is None else (*args, pg_collection)
         inside = copy.copy(groups)
         inside.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
@@ -67,7 +67,7 @@ def _in_shard_groups(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _not_the_last(context: Any) -> Iterator[None]:
-    """Context of microbatches that are not the last of the pass."""
+    """Context in which microbatches run that are not the last of the pass."""
     context.is_last_microbatch = False
     try:
         yield
@@ -76,7 +76,7 @@ def _not_the_last(context: Any) -> Iterator[None]:
 
 
 def _inside_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model-parallel group: Megatron has already summed the squares over the mesh of each parameter."""
+    """Wrap the function to return the model-parallel group: Megatron has already summed over each parameter's mesh."""
 
     def get_grad_stats_parallel_group(self: Any) -> Any:
         return parallel_state.get_model_parallel_group()
@@ -85,7 +85,7 @@ def _inside_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def padding(buffer: Any) -> Iterator[Span]:
-    """Yield the padding ranges of this worker's shard of a buffer; offsets in the shard."""
+    """Yield the padding ranges in this worker's shard of a buffer, as offsets in the shard."""
     end = 0
     shapes = range(len(buffer.layout.tensor_shapes))
     owned = [part for part in map(buffer._get_owned_range, shapes) if part is not None]
@@ -108,14 +108,14 @@ def weights(chunk: Any) -> list[torch.Tensor]:
 
 
 def tidy(chunk: Any) -> None:
-    """Reset a chunk after an exception in the middle of an iteration: nothing is gathered, reduced or pending.
+    """Reset a chunk after an exception in the middle of an iteration: then nothing is gathered, reduced or pending.
 
-    A pending operation of the broken shard group may still write to the memory of gathered parameters: that memory is
-    abandoned.  Later work on the current stream is ordered after all work on Megatron's two streams.
+    A pending operation of the broken shard group may still write to the memory of gathered parameters, so that memory
+    is abandoned.  Later work on the current stream is ordered after all work on Megatron's two streams.
     """
     context = chunk.module.context
     for stream in (context.allgather_stream, context.reduce_scatter_stream):
-        # Otherwise a gradient of the interrupted pass may be added after the shards were zeroed for the next one.
+        # Otherwise a gradient of the interrupted pass may be added after the shards were zeroed for the next pass.
         torch.cuda.current_stream().wait_stream(stream)
     context.is_last_microbatch = True
     for unit in units(chunk):
@@ -131,6 +131,6 @@ def tidy(chunk: Any) -> None:
             group.release_unsharded_storage()
             for parameter in group.fsdp_parameters:
                 parameter.sharded.grad = parameter.unsharded.grad = None
-                if group.requires_grad:  # the optimizer may have cast it without casting it back
+                if group.requires_grad:  # the optimizer may have cast the gradient, and not cast it back
                     parameter.sharded.grad_dtype = group.main_grad.dtype
                 parameter.unsharded.data = torch.empty(0, dtype=gathered.dtype, device=gathered.device)

@@ -1,6 +1,6 @@
 """Lines in the training log about losses, returns, rollbacks and degraded operation.
 
-``Console`` decides which worker logs them and when.  The lines are pure functions:
+``Console`` decides which worker logs them and when.  Pure functions build the lines, for example:
 
 iteration 103: worker 5 (node b-1, GPU 5) lost in forward/backward; 2 microbatches run again by replicas 0, 3;
     0.11 s; 7 of 8 replicas
@@ -28,26 +28,26 @@ from recover_megatron.membership.records import ranges
 log = get_logger(__name__)
 
 REMIND_SECONDS = 600.0
-"""Interval between two reminders that replicas are missing."""
+"""Seconds between two reminders that replicas are missing."""
 
 
 class Console:
     """Logs losses, returns and degraded operation, on the worker that prints Megatron's training log.
 
-        planned: a loss in a step --> kept --the step is over: step--> one line, with what it cost
-                 any other loss, a return --> a line at once
-        step:    fewer replicas than at the launch --> a reminder every ten minutes
+        planned: a loss in a step           is kept until ``step``, after the step, logs a line with the loss's cost
+                 any other loss, a return   is logged at once
+        step:    missing replicas           are logged every ten minutes
 
-    Every worker with a place keeps this record, since any may be the next to print.  Called by its main thread.
+    Every worker with a place keeps this record, since any such worker may print next.  Used by its main thread.
     """
 
     def __init__(self) -> None:
         self._kept: list[Failure] = []
-        """Losses in the current step."""
+        """Losses in the current step, which are not logged yet."""
         self._gone: dict[int, int] = {}
-        """Replica that is missing -> the iteration of its loss."""
+        """Missing replica -> iteration in which the replica was lost."""
         self._degraded: tuple[int, float] | None = None
-        """Iteration and time since which there are fewer replicas than at the launch; None: there are not."""
+        """Iteration and ``time.monotonic()`` since which replicas of the launch are missing; None: none is missing."""
         self._reminded = 0.0
         self._epoch = 0
 
@@ -76,7 +76,7 @@ class Console:
             self._degraded, self._reminded = (iteration, time.monotonic()), time.monotonic()
 
     def rolled_back(self, manager: Manager, target: Rollback, folder: str, seconds: float) -> None:
-        """Log a rollback to a checkpoint in ``folder`` or, if that is empty, to a state in memory."""
+        """Log a rollback to a checkpoint in ``folder`` or, if ``folder`` is empty, to a state in memory."""
         replicas = of_all(manager.view.decision, manager.view.grid.launched)
         source = f"from disk, {folder}" if folder else "from memory"
         if target.source == HELD:
@@ -102,15 +102,15 @@ def _say(text: str) -> None:
 
 
 NAMED = 3
-"""Up to this number lost workers are listed one by one."""
+"""Largest number of workers that a line lists one by one."""
 PHASES = {"forward": "forward/backward", "reduce-scatter": "the gradient sums", "agree": "the agreement"}
-"""Phase -> its name in the log, if different. One mark covers both passes of a microbatch."""
+"""Phase -> name of the phase in the log, if different.  "forward" includes the backward pass of a microbatch."""
 
 
 def recovery_line(
     iteration: int, failures: Sequence[Failure], reran: Mapping[int, Sequence[int]], seconds: float, replicas: str
 ) -> str:
-    """Return the line for a step that finished after losses, or for a loss without cost; ``replicas``: ``of_all``."""
+    """Return the line for losses in a finished step, or outside of a step.  ``replicas``: result of ``of_all``."""
     lost = [lost for failure in failures for lost in failure.lost]
     parts = [f"{_who(lost)} lost{_where(lost)}" if lost else "new rendezvous after an interruption, no worker was lost"]
     if count := sum(map(len, reran.values())):
@@ -130,7 +130,7 @@ def spares_line(iteration: int, failure: Failure, spares: int) -> str:
 def return_line(
     iteration: int, decision: Decision, places: Mapping[int, LostWorker], gone: Mapping[int, int], of: int
 ) -> str:
-    """Return the line for the replicas that ``decision`` has formed; ``gone``: the iteration of each known loss."""
+    """Return the line for the replicas that ``decision`` has formed; ``gone``: replica -> iteration of its loss."""
     parts = []
     for replica in decision.fresh:
         workers = [places.get(worker, LostWorker(worker)) for worker in decision.grid[replica]]
@@ -160,7 +160,7 @@ def degraded_line(iteration: int, seconds: float, since: int, decision: Decision
 
 
 def of_all(decision: Decision, of: int) -> str:
-    """Return "7 of 8 replicas", of those at launch, or "9 replicas (8 at the launch)" if the run has grown."""
+    """Return "7 of 8 replicas" or, if the run has grown, "9 replicas (8 at the launch)"; ``of``: number at launch."""
     count = len(decision.replicas)
     return f"{count} of {of} replicas" if count <= of else f"{count} replicas ({of} at the launch)"
 
@@ -170,14 +170,14 @@ def _left(spares: int) -> str:
 
 
 def _who(workers: Sequence[LostWorker], noun: str = "worker") -> str:
-    """Return the workers with their places; more than ``NAMED`` are grouped by node."""
+    """Return a list of ``workers`` with node and GPU; if there are more than ``NAMED``, they are grouped by node."""
     if len(workers) <= NAMED:
         return ", ".join(str(worker).replace("worker", noun, 1) for worker in workers)
     nodes: dict[str, list[int]] = {}
     for worker in workers:
         nodes.setdefault(worker.node, []).append(worker.worker)
     groups = [f"{ranges(ids)}" + (f" (node {node})" if node else "") for node, ids in sorted(nodes.items())]
-    more = [f"and those of {len(groups) - NAMED} more nodes"] * (len(groups) > NAMED)
+    more = [f"and workers of {len(groups) - NAMED} more nodes"] * (len(groups) > NAMED)
     return f"{len(workers)} workers, " + ", ".join([*groups[:NAMED], *more]) + ","
 
 

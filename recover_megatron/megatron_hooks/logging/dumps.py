@@ -1,10 +1,10 @@
 """Megatron's dumps of layers: traces of routers, gradients, activations, parameters.
 
-install        --moe-routing-trace-path: Megatron truncates the files of a rank at the start of train().  A worker that
-               joins a running training continues the files of the place that it takes
+install        --moe-routing-trace-path: Megatron truncates a rank's trace files when train() starts; here a worker that
+               joins a running training appends to the files of the place that it takes
 leave          --save-dgrads-interval, --save-activations-interval, --save-tokens-per-expert-interval: Megatron removes
-               its hooks on layers at the end of a step, but not those of an interrupted step
-of_parameters  --save-params-interval: Megatron writes parameters right after the update, gathered or not
+               its hooks on layers at the end of a step; ``leave`` removes them after an interrupted step
+of_parameters  --save-params-interval: Megatron writes parameters right after the update, so they must be gathered first
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMOVERS = ("remove_hooks", "remove_activation_hooks", "remove_tpe_hooks")
 def install(known: Callable[[], tuple[int, int]]) -> None:
     """Wrap the constructor of the routers' trace; raises UserError if its signature is unknown.
 
-    ``known()``: the slot of this worker, which no other live worker has, and the number of completed iterations.
+    ``known()``: returns this worker's slot, which no other live worker has, and the number of completed iterations.
     """
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
@@ -38,7 +38,7 @@ def install(known: Callable[[], tuple[int, int]]) -> None:
             if made <= 0:
                 return original(self, output_dir, max_steps, rank, *args, **kwargs)
             os.makedirs(output_dir, exist_ok=True)
-            with TemporaryDirectory() as scratch:  # for the truncated files
+            with TemporaryDirectory() as scratch:  # for the files that the constructor truncates
                 original(self, scratch, max_steps, slot, *args, **kwargs)
             self.output_dir, self._captured_steps, self._stopped = output_dir, made, made >= max_steps
             for name, offset in (("output_path", ""), ("hs_path", "_hs_offset"), ("logits_path", "_logits_offset")):
@@ -63,7 +63,7 @@ def _end_line(path: str) -> None:
 
 
 def leave() -> None:
-    """Drop the records of a step that this worker has left, and Megatron's hooks that made them."""
+    """Drop the records of a step that this worker has left unfinished, and Megatron's hooks that created them."""
     for name in _LOGGERS:
         module = sys.modules.get(name)
         if (logger := getattr(module, "_LOGGER", None)) is not None:
@@ -72,7 +72,7 @@ def leave() -> None:
             vars(module)["_LOGGER"] = None
     traces = sys.modules.get(_TRACES)
     if (tracer := getattr(traces, "_MOE_ROUTER_TRACER", None)) is not None:
-        # train() creates another one: the worker may take the place, and so the files, of another worker.
+        # Discard the tracer, since train() creates another: this worker may next write the files of another place.
         atexit.unregister(tracer.flush)
         tracer.remove_hooks()
         tracer.records.clear()

@@ -2,11 +2,11 @@
 
 Every replica has a candidate (last stage, first tensor and context rank, first inner rank), which keeps the lines of
 the last steps in memory; the candidate of the first replica writes the files.  If that replica is lost, the next
-candidate takes over and adds the lines that the old writer had committed but not written, so no committed step is
+candidate takes over and adds the lines of committed steps that the old writer had not written, so no committed step is
 missing.
 
-The training waits only a bounded time for the disk (``log_writer``): the writer's backlog may be as large as its
-queue, so the candidates keep as many lines.
+The training waits only a bounded time for the disk (``log_writer``), so up to a full queue of lines may be unwritten;
+the candidates keep as many lines.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
 log = get_logger(__name__)
 
 KEPT_BYTES = 2 << 20
-"""Size of the step lines that a candidate keeps: less than its queue accepts at once."""
+"""Most bytes of step lines that a candidate keeps; fewer than the writer's queue accepts at once."""
 
 
 class Records:
-    """The records of one worker, and the files if it is the writer.  ``folder`` None: nothing is written."""
+    """The records of one worker, and the files if this worker is the writer.  ``folder`` None: no file is written."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._lines: deque[tuple[int, bytes]] = deque()
-        """(iteration, line) of the last steps."""
+        """(iteration, line) of the last steps, oldest first."""
         self._kept = 0
         self._file: StepsFile | None = None
         self._events: EventsFile | None = None
@@ -57,9 +57,9 @@ class Records:
         """True if, to this worker's knowledge, no step of this run can have been written yet."""
         self._epoch = 0
         self._recoveries = 0
-        """Losses of replicas since the last completed step."""
+        """Number of epochs since the last completed step that followed the loss of a replica."""
         self._left_out = (-1, 0)
-        """An iteration that this worker has completed, and the number of samples skipped until then."""
+        """Last iteration that this worker completed, and number of samples skipped until then."""
 
     def joined_late(self) -> None:
         """Note that the run began without this worker."""
@@ -105,7 +105,9 @@ class Records:
         self._first = False
 
     def planned(self, manager: Manager) -> None:
-        """Handle a new epoch: a worker that has become the writer adds the lost one's unwritten lines at once, since no
+        """Follow a new epoch's plan.
+
+        A worker that has become the writer adds at once the lines that the lost writer had not written, since no
         further step may follow.
         """
         view = manager.view
@@ -116,12 +118,12 @@ class Records:
         if not self._writes(manager):
             if self._file is not None:
                 self._file.give_up()
-            self._file = None  # another worker continues the file; a later turn finds its end by reading it
+            self._file = None  # another worker continues the file; to write again, this worker reads it to its end
         elif self._lines:
             self._write(manager)
 
     def _follow(self, timeline: Timeline) -> None:
-        """Forget, after a rollback, the steps that are run again."""
+        """Forget, after a rollback, the lines of steps that are run again."""
         if timeline == self._timeline:
             return
         self._timeline = timeline
@@ -146,9 +148,9 @@ class Records:
         self._checkpoint = f"iteration {iteration} in {args.save}"
 
     def last_checkpoint(self) -> str:
-        """Return a description of the last checkpoint, for messages."""
+        """Return a description of the last checkpoint, for messages; empty on a newcomer without arguments."""
         if global_vars._GLOBAL_ARGS is None:
-            return ""  # a newcomer does not know
+            return ""  # a newcomer does not know the last checkpoint
         args = get_args()
         if self._checkpoint:
             return self._checkpoint
@@ -165,7 +167,7 @@ class Records:
         )
 
     def _writes(self, manager: Manager) -> bool:
-        # A fresh replica only if there is no other: it does not know what was committed before.
+        # A fresh replica writes only if there is no other replica, since it does not know which steps were committed.
         decision = manager.view.decision
         first = next((r for r in decision.replicas if r not in decision.fresh), decision.replicas[0])
         return manager.view.replica == first and self._candidate(manager)
@@ -204,9 +206,9 @@ class Records:
 
 
 def _still_in(manager: Manager) -> bool:
-    """Return whether this worker was not evicted: a process that was stopped may not know yet.
+    """Return False if this worker was evicted, which a process that was stopped may not know yet.
 
-    If it was, another worker has written its lines.  Waits until the coordinator answers, or the run is over.
+    Another worker has then written its lines.  Waits until the coordinator answers, or the run is over.
     """
     try:
         manager.wait_in_touch(in_epoch=False)
@@ -220,8 +222,8 @@ def _still_in(manager: Manager) -> bool:
 def _to_megatrons_writers(manager: Manager, outcome: Outcome, seconds: float, recoveries: int) -> None:
     """Write scalars to TensorBoard and W&B, on the rank that has Megatron's writers.
 
-    Their names are those of docs/reference/metrics.md.  A metric that is a counter there is the increment of this
-    iteration here: a new writer does not know the sums.
+    The scalars have the names of docs/reference/metrics.md.  If that page defines a metric as a counter, its scalar is
+    the increment of this iteration, because a new writer does not know the sum.
     """
     decision, launched = manager.view.decision, manager.view.grid.launched
     recovering = sum(outcome.seconds.values())

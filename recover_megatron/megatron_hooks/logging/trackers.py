@@ -1,4 +1,4 @@
-"""Sums of layers and of Megatron's log over the microbatches of a step, in addition to the returned losses.
+"""Sums over a step's microbatches that Megatron's layers and log keep in addition to the returned losses.
 
     ``Trackers``          MoE: load balancing losses, z-loss; per layer
                           MTP: loss, correct and all predictions; per depth of multi-token prediction
@@ -7,13 +7,13 @@
     ``RouterSums``        --moe-router-enable-expert-bias: tokens per expert
                           --moe-router-load-balancing-type quantile_balancing: quantiles, and their microbatch counts
 
-Each worker has sums over the microbatches that it ran, and Megatron adds or averages these over the workers.  After a
-death that is wrong: the sums of the dead are missing, and survivors ran more than their share.  So the sums travel in
-the step's tail, where every microbatch is counted once (``read``); after the commit each worker gets its value for the
-complete batch (``write``).  No further operation over replicas is needed: Megatron does none, or it is known to be done
-already (``groups.KNOWN``).  For maxima over the microbatches see `maxima`.
+Each worker has sums over the microbatches that it ran, and Megatron adds or averages these sums over the workers.
+After a death the result would be wrong: the sums of dead workers are missing, and survivors ran more than their share.
+So the step's tail adds the sums of all workers and counts every microbatch once (``read``); after the commit each
+worker stores its value for the complete batch (``write``).  No further operation over replicas is needed: Megatron has
+none, or it is skipped (``parallel_groups.KNOWN``).  For maxima over the microbatches see `maxima`.
 
-``LogTotals`` are the sums since the log's last row; they are part of a worker's state.
+``LogTotals`` has the sums since the log's last row, which are part of a worker's state.
 """
 
 from __future__ import annotations
@@ -38,22 +38,25 @@ BALANCING = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""Megatron's --moe-router-load-balancing-type -> name in its log."""
+"""Value of Megatron's --moe-router-load-balancing-type -> name of this loss in Megatron's log."""
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of one kind.  ``find``: returns the tensor that accumulates them; None before it exists."""
+    """Sums of one kind.  ``find``: returns the tensor that accumulates the sums; None before the tensor exists."""
 
     size: int
     find: Callable[[], torch.Tensor | None]
     added: bool = False
-    """True if Megatron sums them over the workers instead of averaging them."""
+    """True if Megatron adds the sums of all workers, False if it averages them."""
 
 
 class Trackers:
-    """Sums for the log.  ``args``: Megatron's; ``tail``: the slots that the tail sums over, including those that the
-    run may grow into."""
+    """Sums for Megatron's log.
+
+    ``args``: Megatron's arguments.  ``tail``: the slots over which a step's tail sums, including slots that the run may
+    grow into.
+    """
 
     def __init__(self, args: Any, tail: Sequence[int], grid: LaunchGrid) -> None:
         self._ranks = sum(slot < grid.world for slot in tail)
@@ -65,7 +68,7 @@ class Trackers:
 
     @property
     def size(self) -> int:
-        """Length of the result of ``read``; the same on all workers, from the start."""
+        """Number of elements that ``read`` returns; equal on all workers, and constant."""
         return sum(sums.size for sums in self._every)
 
     def begin(self) -> None:
@@ -96,7 +99,7 @@ class Trackers:
             self._stay_in_the_replica()
 
     def _stay_in_the_replica(self) -> None:
-        """Make Megatron average the experts' values only over this replica's tensor ranks, which differ."""
+        """Make Megatron average the experts' values only over this replica's tensor ranks, whose values differ."""
         tracker = get_moe_metrics_tracker()
         for name in self._experts:
             tracker.ensure_initialized(name, self._layers)  # as Megatron does later in a stage without experts
@@ -133,14 +136,17 @@ def _of_indexer(args: Any) -> list[_Sums]:
 
 
 def install(loop: Loop, active: Callable[[], bool]) -> None:
-    """Wrap the seam that sums what ``Trackers`` has already summed.  ``active``: whether our steps have begun."""
+    """Wrap Megatron's function that would again sum sequence lengths, which ``Trackers`` has summed.
+
+    ``active``: returns whether training has begun with recovery.
+    """
 
     def not_added(original: Callable[..., Any]) -> Callable[..., Any]:
         def consume_seqlen_stats_in_iteration() -> Any:
             if not active() or not training._seqlen_stats_active:
                 return original()
             whole = training._seqlen_stats_in_iteration
-            # The tail also sums over context-parallel ranks, which have counted the same.
+            # The tail also sums over context-parallel ranks, which have counted the same sequences.
             tokens, squares = (whole / parallel_state.get_context_parallel_world_size()).tolist()
             whole.zero_()
             training._seqlen_stats_active = False
@@ -158,21 +164,21 @@ CUMULATIVE = ("cumulative_correct_values", "cumulative_total_values")
 
 
 class LogTotals:
-    """Sums of one worker's log since its last row, and the seconds that they cover: a part of its state.
+    """Sums of one worker's log since the log's last row, and the seconds since then; part of the worker's state.
 
-    train() keeps them in a local variable, which is empty at its start: a worker that joins in the middle of an
-    interval receives the sums of its column, so its row covers the complete interval.
+    train() keeps the sums in a local variable, which is empty when train() is entered.  So a worker that joins in the
+    middle of an interval receives the sums of its column, and its next row is for the complete interval.
     """
 
     def __init__(self) -> None:
         self._totals: dict[str, Any] = {}
         self.names: list[str] = []
-        """Names of the losses that a step logs, in their order in its tail."""
+        """Names of the losses that a step logs, in the order of these losses in the step's tail."""
         self._seconds = 0.0
-        """Seconds of the interval that its timer has not measured."""
+        """Seconds since the last row that Megatron's timer has not measured."""
 
     def take_up(self, totals: dict[str, Any]) -> None:
-        """Add the saved sums to ``totals``, train()'s variable, before an iteration is added to it."""
+        """Add the saved sums to ``totals``, train()'s variable, before Megatron adds an iteration to ``totals``."""
         if totals is not self._totals:
             totals.update(self._totals)
             self._totals = totals
@@ -180,11 +186,11 @@ class LogTotals:
             self._seconds = 0.0
 
     def pause(self) -> None:
-        """Save the measured time: train() was left, and the timers will be reset."""
+        """Save the measured seconds, because train() was left and the timers will be reset."""
         self._seconds += _seconds()
 
     def tree(self) -> dict[str, Any]:
-        """Return the tree to send; see ``collectives.state.holder``.  Copies: the sums change while they are sent."""
+        """Return the tree to send (``collectives.state.holder``), with copies, since the sums change during sending."""
         return {
             "totals": _copies(self._totals),
             "names": list(self.names),
@@ -211,7 +217,7 @@ def _copies(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_device(values: dict[str, Any]) -> dict[str, Any]:
-    # Clones: the received tensors are views of the memory of the complete state.
+    # Cloned, because the received tensors are views of the memory of the complete state.
     return {key: value.clone().cuda() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
@@ -225,28 +231,29 @@ def biases(model: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 class RouterSums:
-    """The sums of the routers of one worker's layers, from which Megatron updates their biases once a step.
+    """The sums of the routers of one worker's layers, from which Megatron updates the routers' biases once a step.
 
-    Megatron sums these over all workers in finalize_model_grads: before it runs, each router gets the sum.  The biases
-    are treated like parameters: an orphan that has not completed the step restores them (`state`).
+    Stock Megatron adds the sums of all workers in finalize_model_grads; here each router has the total before that
+    function runs.  The biases are treated like parameters: an orphan that has not completed the step restores them
+    (`training_state`).
     """
 
     def __init__(self, model: Iterable[torch.nn.Module]) -> None:
         for module in (module for chunk in model for module in chunk.modules()):
             if (maintain := getattr(module, "_maintain_float32_expert_bias", None)) is not None:
-                maintain()  # as each forward pass does: a state that arrives before the first one would be rounded
+                maintain()  # as each forward pass does: a state that arrives before the first pass would be rounded
         self._every = list(_buffers(model, SUMS))
         self._types = [tensor.dtype for tensor in self._every]
 
     @property
     def size(self) -> int:
-        """Length of the result of ``read``: the same for all workers of a column."""
+        """Number of elements that ``read`` returns; equal on all workers of a column."""
         return sum(tensor.numel() for tensor in self._every)
 
     def begin(self) -> None:
         """Begin a step: drop the sums of a step that this worker did not finish."""
         for tensor in self._every:
-            # Float16Module converts them to 16 bits, where the rounding of a count depends on its size per replica.
+            # Float16Module converts the sums to 16 bits, where rounding depends on the number of tokens per replica.
             tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
             tensor.zero_()
 
@@ -256,7 +263,7 @@ class RouterSums:
         return torch.cat(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
 
     def write(self, whole: torch.Tensor) -> None:
-        """Store ``whole``, the sum of ``read`` over a column, plus the sums of tensor ranks with other tokens."""
+        """Store ``whole``, the sum of ``read`` over a column, plus the sums of tensor ranks, which had other tokens."""
         if not self._every:
             return
         if parallel_state.get_tensor_model_parallel_world_size() > 1:

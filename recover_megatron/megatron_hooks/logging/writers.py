@@ -1,14 +1,14 @@
-"""TensorBoard, W&B and progress.txt of a run that loses workers: the last rank writes, some others remember.
+"""TensorBoard, W&B and progress.txt of a run that loses workers: the last rank writes, its successors remember.
 
-Megatron gives its writers to the last rank.  Every worker that may become the last rank has stand-ins for them:
+Megatron gives its writers to the last rank.  Every worker that may become the last rank has stand-ins for the writers:
 
-    Remembering --begin()--> Writing     opens another writer and repeats what the lost one may not have written
+    Remembering --begin()--> Writing     opens a writer and repeats the calls that the lost writer may not have written
          '------- rest() ------'
 
 A killed writer loses the contents of its queues; repeated values may appear twice, at the same step with the same
 value.  A thread calls the writers, so that no disk and no server delays the training.
 
-``ProgressLog`` does the same for what --log-progress adds to progress.txt in --save.
+``ProgressLog`` does the same for the lines that --log-progress adds to progress.txt in the folder of --save.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recover_megatron.logger import get_logger
 log = get_logger(__name__)
 
 KEPT_SECONDS, KEPT_ITERATIONS = 180.0, 4
-"""Age, and number of iterations, within which a logged value may not have been written yet."""
+"""Seconds, and number of iterations, after both of which a stand-in forgets a logged value: it must be written then."""
 KEPT_CALLS = 100_000
 CALL_BYTES = 256
 """Approximate size of a queued call."""
@@ -51,9 +51,10 @@ NOT_OF_WANDB = ("flush", "close")
 
 
 class Stub:
-    """Stand-in for one of Megatron's writers: keeps its logging calls, or forwards them if this worker writes.
+    """Stand-in for one of Megatron's writers: keeps the calls that log, or forwards them if this worker writes.
 
-    ``writer`` may be None; ``open_`` opens one; ``iteration()`` returns the current iteration.
+    ``writer``: Megatron's writer, None on a worker without one.  ``open_`` opens a writer; ``iteration()`` returns the
+    current iteration.
     """
 
     def __init__(self, name: str, writer: Any, open_: Callable[[], Any], iteration: Callable[[], int]) -> None:
@@ -77,7 +78,7 @@ class Stub:
             self._background.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Forward any other attribute to the writer, if this worker writes."""
+        """Return any other attribute from the writer, if this worker writes; otherwise an object that does nothing."""
         if name.startswith("_"):
             raise AttributeError(name)
         if not self._writing or self._writer is None:
@@ -88,7 +89,7 @@ class Stub:
     def begin(self) -> None:
         """Start to write: this worker is the last rank now."""
         if self._writing:
-            self._call("flush", (), {})  # now: a worker that remembered these steps may have lost its place
+            self._call("flush", (), {})  # now, because a worker that remembered these steps may have lost its place
             return
         self._writing = True
         if self._writer is None:
@@ -103,16 +104,17 @@ class Stub:
         """Stop writing: another worker continues.
 
         TensorBoard's server reads the files of a folder in the order of their names, and discards values of later
-        steps when it reads an earlier one.  So the next turn needs a newer file; SummaryWriter opens it after close().
+        steps when it reads an earlier step.  So if this worker writes again, it needs a newer file, which SummaryWriter
+        opens after close().
         """
         if self._writing:
             self._call("close", (), {})
         self._writing = False
 
     def missed(self) -> None:
-        """Stop writing and forget the kept calls: others have finished steps without this worker.
+        """Stop writing and forget the kept calls, because other workers have finished steps without this worker.
 
-        If it wrote the steps before the gap again, TensorBoard's server would discard the steps in the gap.
+        If this worker wrote steps from before that gap again, TensorBoard's server would discard the steps in the gap.
         """
         self.rest()
         self._kept.clear()
@@ -188,7 +190,7 @@ def _opener(variable: str, setter: str) -> Callable[[], Any]:
     def open_() -> Any:
         args = get_args()
         last = argparse.Namespace(**{**vars(args), "rank": args.world_size - 1})  # the rank on which Megatron opens it
-        # In a copy of Megatron's variables: the stand-in is in use in the originals meanwhile.
+        # The function runs with a copy of Megatron's variables, because the originals hold the stand-in, in use now.
         variables = {**vars(global_vars), variable: None}
         FunctionType(getattr(global_vars, setter).__code__, variables)(last)
         return variables[variable]
@@ -201,26 +203,26 @@ def _stubs() -> list[Stub]:
 
 
 def take_turns(last: bool) -> None:
-    """Start or stop writing after a new plan; ``last``: whether this worker is the last rank now."""
+    """Start or stop writing after a new plan; ``last``: True if this worker is the last rank now."""
     for writer in _stubs():
         writer.begin() if last else writer.rest()
 
 
 def missed_steps() -> None:
-    """Forget kept calls: this worker takes a place again, and others have finished steps meanwhile."""
+    """Forget kept calls, because other workers have finished steps since this worker lost its place."""
     for writer in _stubs():
         writer.missed()
 
 
 class ProgressLog:
-    """progress.txt of --log-progress: rank 0 writes it, in a thread, so no disk ends or blocks a worker.
+    """progress.txt of --log-progress: rank 0 writes it in a thread, so that no disk ends or blocks a worker.
 
-    No worker waits for another here, and only rank 0 reads the file: lost workers, and other hosts' views of the
-    folder, do not matter.  Megatron fails on a truncated line: a truncated last line is dropped.
+    No worker waits for another worker here, and only rank 0 reads the file, so lost workers, and other hosts' views of
+    the folder, do not matter.  Megatron fails on a truncated line, so a truncated last line is dropped.
     """
 
     def __init__(self, alone: Callable[[], bool]) -> None:
-        """``alone``: whether this worker builds a model while the others train; then no job start is logged."""
+        """``alone``: returns whether this worker builds a model while other workers train; then nothing is logged."""
         self._alone = alone
         self._process = os.getpid()
         self._files: dict[str, LogWriter] = {}
@@ -245,7 +247,7 @@ class ProgressLog:
 
     def _appending(self, original: Callable[..., None]) -> Callable[..., None]:
         def append_to_progress_log(save_dir: str | None, string: str, barrier: bool = True) -> None:
-            if os.getpid() != self._process:  # in a child that deletes a checkpoint, where any error is tolerated
+            if os.getpid() != self._process:  # in a child process that deletes a checkpoint, where errors are tolerated
                 return original(save_dir, string, barrier)
             if save_dir is None or self._alone() or dist.get_rank() != 0:
                 return None

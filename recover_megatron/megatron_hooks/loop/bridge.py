@@ -1,10 +1,10 @@
 """Megatron-Bridge's training loop, ``megatron.bridge.training`` (docs/integrate.md).
 
-Different signatures of Bridge's and Megatron-LM's functions are translated here (the ``adapt`` of a seam).
+If a function of Bridge has another signature than Megatron-LM's, the ``adapt`` of its seam translates the calls.
 ``BridgeArguments`` maps Bridge's configuration and counters to ``megatron.training.get_args()``.  Refusals:
 ``bridge_arguments.problems``.
 
-The seams match the releases in ``SUPPORTED``; ``scripts/check_megatron.py`` compares them with sources.
+The seams match the releases in ``SUPPORTED``; ``scripts/check_megatron.py`` compares the seams with Bridge's sources.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ INITIALIZE = "megatron.bridge.training.initialize"
 def pretrain(config: Any, forward_step_func: Any, callbacks: Any = None, recover: RecoverConfig | None = None) -> None:
     """Call Bridge's ``pretrain`` with the same arguments; with ``--recover`` the run survives deaths.
 
-    ``recover``: by default from the ``--recover-*`` flags of the command line.  If the run cannot start, exits with
-    code 2 and all reasons; if it ends before its last iteration, with the codes of docs/operations.md.
+    ``recover``: by default from the ``--recover-*`` flags of the command line.  If the run cannot start, the process
+    prints all reasons and exits with code 2.  If the run ends before its last iteration, the process exits with a code
+    of docs/operations.md.
     """
     try:
         recover = config_from_argv(sys.argv[1:]) if recover is None else recover
@@ -59,7 +60,7 @@ def pretrain(config: Any, forward_step_func: Any, callbacks: Any = None, recover
 
 
 class BridgeRun:
-    """Call of Bridge's ``pretrain`` by one worker."""
+    """Run of Bridge's ``pretrain`` on one worker."""
 
     def __init__(self, config: Any, forward_step_func: Any, callbacks: Any, recover: RecoverConfig) -> None:
         self._call: tuple[Any, ...] = (config, forward_step_func, callbacks)
@@ -67,17 +68,17 @@ class BridgeRun:
         self.arguments: Any = BridgeArguments(config)
         self._begun = False
         self._kept: Any = None
-        """The original configuration."""
+        """Copy of the configuration that the user passed."""
         self._groups: Any = None
         """Bridge's original collection of process groups."""
         self._state: Any = None
         """Bridge's ``GlobalState``."""
         self._consumed: int | None = None
-        """Samples before the next iteration."""
+        """Number of samples that Bridge must have counted before the next iteration; None: not known yet."""
         self.loop = Loop("Megatron-Bridge", SUPPORTED, self._seams(), self)
 
     def survive(self) -> None:
-        """Train to the end.  Raises UserError, with all reasons, before any process group is created."""
+        """Train to the end.  If the run cannot start, raises UserError before any process group is created."""
         self._kept = copy.deepcopy(self._call[0])
         self.loop.check()
         if reasons := [reason for seam in OWN_SEAMS if (reason := seam.misfit())]:
@@ -97,7 +98,7 @@ class BridgeRun:
     def _pretrain(self) -> None:
         self._begun = False
         config, *others = self._call
-        # Bridge changes the configuration that it gets: a new copy for each model that is built.
+        # Each model is built with a new copy, because Bridge changes the configuration that it gets.
         self._call = (copy.deepcopy(self._kept), *others)
         _function(PRETRAIN, "pretrain")(config, *others)
 
@@ -112,7 +113,7 @@ class BridgeRun:
         return float(now - self._state.start_time)
 
     def finish_saves(self) -> None:
-        """Do nothing: asynchronous saves are refused (see ``recover_megatron.integrate.Services``)."""
+        """Do nothing, because asynchronous saves are refused (see ``recover_megatron.integrate.Services``)."""
 
     def forget(self) -> None:
         _function(INITIALIZE, "destroy_global_state")()
@@ -152,14 +153,14 @@ class BridgeRun:
         }
 
     def _setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``setup``: first take the run's configuration and counters from its ``GlobalState``."""
+        """Wrap Bridge's ``setup`` to read the run's configuration and counters from its ``GlobalState``."""
 
         def setup(state: Any, *args: Any, **kwargs: Any) -> Any:
             self._state = state
             self.arguments.attach(state.cfg, state.train_state)
             global_vars._GLOBAL_ARGS, global_vars._GLOBAL_TIMERS = self.arguments, state.timers
             result = original(state, *args, **kwargs)
-            self.arguments.attach(state.cfg, state.train_state)  # a loaded checkpoint has replaced them
+            self.arguments.attach(state.cfg, state.train_state)  # a loaded checkpoint, if any, has replaced both
             return result
 
         return setup
@@ -170,7 +171,7 @@ class BridgeRun:
             self._consumed = None
             call = inspect.signature(original).bind(*args, **kwargs)
             self._groups = call.arguments["pg_collection"]
-            # Bridge counts samples by the number of replicas at the start of its loop, which may be a re-entry.
+            # Bridge counts samples by the number of replicas when its loop is entered, perhaps again after a loss.
             if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
                 call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
                 as_launched.dp = _AsLaunched(self._groups.dp, launched)
@@ -188,14 +189,14 @@ class BridgeRun:
         result = wrapper(original)(*call.args, **call.kwargs)
         state = call.arguments["global_state"]
         if not getattr(state, "_flops_requires_global_reduce", False):
-            # Sums over the microbatches that ran here, whose number varies; if 0, Bridge uses those of the batch.
+            # Bridge sums over the microbatches of this worker, whose number varies; if 0, Bridge uses the batch's sums.
             state._flops_seqlen_sum = state._flops_seqlen_sq_sum = 0
         return result
 
     def _count(self) -> None:
         """Begin an iteration.  Raises Disagreement if Bridge's sample count did not advance by one batch.
 
-        Otherwise this worker would silently read other data than the other workers.
+        Without this check the worker could silently read other data than the other workers.
         """
         self.arguments.curr_iteration = self.arguments.step
         consumed = self.arguments.consumed_train_samples
@@ -215,7 +216,10 @@ class BridgeRun:
         return wrapper(as_role)(losses, totals, rate, self.arguments.step, *args, **kwargs)
 
     def _schedule_of_evaluation(self, wrapper: Wrapper) -> Wrapper:
-        """Wrap the evaluation's schedule to run the launch's share: Bridge divides its batch by the live replicas."""
+        """Adapt ``wrapper`` so that each evaluation step has as many microbatches per replica as at launch.
+
+        Bridge would divide the evaluation's batch by the number of live replicas.
+        """
 
         def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
             inner = _with_new_ranks(wrapper)(original)
@@ -253,7 +257,7 @@ OWN_SEAMS = (
     Seam(PRETRAIN, "_maybe_destroy_process_group", ("should_destroy",)),
     Seam(TRAIN, "destroy_global_state"),
 )
-"""Functions wrapped in addition to the roles: the setup, and those that end process groups and global state."""
+"""Functions wrapped in addition to the roles: the setup, and functions that destroy process groups and global state."""
 
 
 def seams() -> list[Seam]:
@@ -263,7 +267,7 @@ def seams() -> list[Seam]:
 
 
 class _AsLaunched:
-    """A process group that reports the size of the launch."""
+    """A process group whose ``size()`` is the size that the group had at launch."""
 
     def __init__(self, group: Any, size: int) -> None:
         self._group, self._size = group, size
@@ -276,7 +280,7 @@ class _AsLaunched:
 
 
 def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the function by a no-op: `fault_tolerance` decides what an end means, and needs the groups and state."""
+    """Replace a function that destroys groups or state by a no-op, because `fault_tolerance` still needs them."""
 
     def left_out(*unused: Any, **unused_too: Any) -> None:
         return None
@@ -285,7 +289,10 @@ def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_new_ranks(wrapper: Wrapper) -> Wrapper:
-    """Create the pipeline's communicator for each pass: Bridge creates it once, and it stores global ranks."""
+    """Adapt ``wrapper`` to create the pipeline's communicator for each pass, because it stores global ranks.
+
+    Bridge creates the communicator only once.
+    """
 
     def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_schedule(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -314,13 +321,13 @@ def _adapting(call: Callable[..., Any]) -> Callable[[Wrapper], Wrapper]:
 
 @_adapting
 def _without_state(wrapper: Wrapper, original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adapt a wrapper of ``f(...)`` to ``f(state, ...)``."""
+    """Adapt a wrapper of ``f(...)`` to Bridge's ``f(state, ...)``."""
     return wrapper(partial(original, state))(*args, **kwargs)
 
 
 @_adapting
 def _with_iteration(wrapper: Wrapper, original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adapt a wrapper of ``f(iteration, ...)`` to ``f(state, ...)``."""
+    """Adapt a wrapper of ``f(iteration, ...)`` to Bridge's ``f(state, ...)``."""
 
     def as_role(iteration: int, *given: Any, **named: Any) -> Any:
         return original(state, *given, **named)
@@ -330,7 +337,7 @@ def _with_iteration(wrapper: Wrapper, original: Callable[..., Any], state: Any, 
 
 @_adapting
 def _without_parts(wrapper: Wrapper, original: Callable[..., str], *args: Any, **kwargs: Any) -> Any:
-    """Adapt a wrapper to a function whose folders have no parts, so it takes no ``return_base_dir``."""
+    """Adapt a wrapper of ``f(..., return_base_dir)`` to Bridge's ``f(...)``, whose folders have no parts."""
 
     def as_role(*given: Any, return_base_dir: bool = True, **named: Any) -> str:
         return original(*given, **named)
@@ -342,7 +349,7 @@ def _without_parts(wrapper: Wrapper, original: Callable[..., str], *args: Any, *
 def _third_first(
     wrapper: Wrapper, original: Callable[..., Any], first: Any, second: Any, path: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Adapt a wrapper of ``f(path)`` to ``f(a, b, path)``."""
+    """Adapt a wrapper of ``f(path)`` to Bridge's ``f(a, b, path)``."""
     return wrapper(lambda final: original(first, second, final, *args, **kwargs))(path)
 
 

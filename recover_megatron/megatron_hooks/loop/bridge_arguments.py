@@ -1,10 +1,11 @@
-"""Megatron-Bridge's configuration and counters under the names of Megatron's flags, and refusals of some of them.
+"""Megatron-Bridge's configuration and counters under the names of Megatron's flags, and refusals of some settings.
 
 Bridge's configuration has sections, whose fields have the names of Megatron's flags with few exceptions
-(``_OTHERWISE``); its counters are in the ``TrainState``.  Nothing is copied: the hooks set Bridge's own fields, except
-those in ``OWN``: Megatron's loop reads three counters at its start, while Bridge's loop continues to count.
+(``_OTHERWISE``); its counters are in the ``TrainState``.  Nothing is copied, so the hooks set Bridge's own fields.
+Only the names in ``OWN`` have separate values: three of them are counters that Megatron's loop reads only when it
+starts, while Bridge's loop continues to count in its own fields.
 
-A setting is refused with --recover if it is untested, or recovery would not be exact (``problems``).
+A setting is refused with --recover if it is untested, or if recovery would not be exact (``problems``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SECTIONS = (
     "model", "train", "validation", "optimizer", "ddp", "dist", "rng", "rerun_state_machine", "checkpoint", "dataset",
     "scheduler", "logger", "tokenizer", "profiling",
 )  # fmt: skip
-"""Sections of the configuration, in the order in which a name is searched."""
+"""Sections of the configuration, in the order in which they are searched for a name."""
 
 COUNTERS = (
     "consumed_train_samples",
@@ -32,7 +33,7 @@ COUNTERS = (
     "do_valid",
     "do_test",
 )
-"""Fields of the ``TrainState``."""
+"""Names that are fields of Bridge's ``TrainState``."""
 
 OWN = (
     "iteration", "curr_iteration", "num_floating_point_operations_so_far", "rank", "world_size", SHUFFLED_FOR,
@@ -52,14 +53,14 @@ _OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "no_save_rng": lambda config: not config.checkpoint.save_rng,
     "full_validation": lambda config: False,
     "multiple_validation_sets": lambda config: False,
-    # Bridge opens its writers when the present last rank first uses them: no stand-in is needed.
+    # None, because Bridge needs no stand-ins: it opens its writers when the present last rank first uses them.
     "tensorboard_dir": lambda config: None,
     "wandb_project": lambda config: None,
 }
 
 
 class BridgeArguments:
-    """Return value of ``megatron.training.get_args()`` under Bridge.  ``config``: its updated ``ConfigContainer``."""
+    """Return value of ``megatron.training.get_args()`` with Bridge.  ``config``: the updated ``ConfigContainer``."""
 
     def __init__(self, config: Any) -> None:
         own = dict.fromkeys(OWN, 0) | {"config": config, "train_state": None}
@@ -71,13 +72,13 @@ class BridgeArguments:
         self._own.update(config=config, train_state=train_state)
 
     def loaded(self) -> None:
-        """Copy the start counters, perhaps from a checkpoint, before the training begins."""
+        """Copy the counters with which the run starts, perhaps from a checkpoint; called before the training begins."""
         state = self._own["train_state"]
         self.iteration = self.curr_iteration = state.step
         self.num_floating_point_operations_so_far = state.floating_point_operations_so_far
 
     def entered(self) -> None:
-        """Make Bridge's loop, before it is entered, begin where Megatron's loop would, by these arguments."""
+        """Set Bridge's counters to the counters in ``OWN``, before its loop is entered, as Megatron's loop would."""
         state = self._own["train_state"]
         state.step = self.curr_iteration = self.iteration
         state.floating_point_operations_so_far = self.num_floating_point_operations_so_far
@@ -93,7 +94,7 @@ class BridgeArguments:
         return int(self._own["train_state"].step)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_own":  # during a copy
+        if name.startswith("__") or name == "_own":  # while this object is copied
             raise AttributeError(name)
         own = self._own
         if name in OWN:
@@ -114,7 +115,7 @@ class BridgeArguments:
             setattr(self._section(name), name, value)
 
     def _section(self, name: str) -> Any:
-        """Return the section with such a field.  Raises AttributeError if there is none."""
+        """Return the section that has the field ``name``.  Raises AttributeError if no section has it."""
         config = self._own["config"]
         for section in (getattr(config, each, None) for each in SECTIONS):
             for holder in (section, getattr(section, "transformer", None)):
@@ -138,7 +139,7 @@ NOT_TRIED = {
     "peft": "it is untested",
     "nvrx_straggler": "it gathers times over all replicas; use recover-report, which shows each replica's seconds",
     "tensor_inspect": "it sums over replicas within the step",
-    "logger.log_progress": "it compares the number of workers with that of the launch",
+    "logger.log_progress": "it compares the number of workers with the number at launch",
     "validation.eval_context_parallel_size": "it creates separate process groups for an evaluation",
     "dist.eval_context_parallel_size": "it creates separate process groups for an evaluation",
 }
@@ -156,7 +157,7 @@ def _value(config: Any, path: str) -> Any:
 
 
 def problems(config: Any, recover: RecoverConfig) -> list[str]:
-    """Return every reason why this run cannot start, in one line each.  ``config``: after ``runtime_config_update``."""
+    """Return every reason why this run cannot start, one line each.  ``config``: after ``runtime_config_update``."""
     arguments: Any = BridgeArguments(config)
     found = [f"{path} = {value!r}: {why}" for path, why in NOT_TRIED.items() if (value := _value(config, path))]
     if hasattr(config.dataset, "collate_fn") or not hasattr(config.dataset, "random_seed"):

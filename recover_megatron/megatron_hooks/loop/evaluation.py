@@ -1,13 +1,13 @@
-"""Megatron's computations over replicas between two steps, as sections.
+"""Megatron's computations over replicas between two steps; each runs as a section.
 
 evaluate_and_print_results()  with --full-validation: the replica's first worker sends the number of steps
   evaluate()                  a section; the microbatches of the launch are distributed over the live replicas
-    forward_backward_func()   with ``forward_only``: this replica's microbatches of one evaluation step
+    forward_backward_func()   with ``forward_only``: runs this replica's microbatches of one evaluation step
 
-check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas-interval: among workers with a place
+check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas-interval: compares workers with a place
 calc_params_l2_norm()                     --log-params-norm: with the distributed optimizer each worker sums the main
-                                          parameters for which it speaks, owned or as the shadow of a lost worker;
-                                          model parameters when all are gathered (--overlap-param-gather)
+                                          parameters that it owns, or whose owner is lost and which it has as a shadow;
+                                          model parameters are summed once all are gathered (--overlap-param-gather)
 
 If a worker is lost, the survivors repeat the section from the start.
 """
@@ -34,13 +34,13 @@ from recover_megatron.megatron_hooks.parallel_groups import Groups
 class Evaluation:
     """The evaluations of one worker, and its part in computations over all parameters.
 
-    ``sharded``: returns the distributed optimizer, or None.
+    ``sharded``: returns the distributed optimizer; None if the run has none.
     """
 
     def __init__(
         self, groups: Groups, sharded: Callable[[], ShardedOptimizer | None], manager: Callable[[], Manager | None]
     ) -> None:
-        """``manager``: returns None until the training begins; an evaluation is then Megatron's own."""
+        """``manager``: returns None until the training begins; until then Megatron evaluates without recovery."""
         self._groups, self._sharded, self._manager = groups, sharded, manager
 
     def install(self, loop: Loop) -> None:
@@ -56,7 +56,7 @@ class Evaluation:
             if self._manager() is None or not getattr(megatron_args, "full_validation", False):
                 return original(*args, **kwargs)
             megatron_args.eval_iters = _steps(megatron_args)
-            # Megatron would broadcast it from rank 0 of the world, which may die before all receive it.
+            # Megatron would broadcast the number of steps from rank 0, which may die before all workers receive it.
             with monkeypatch.replaced(megatron_args, full_validation=False):
                 return original(*args, **kwargs)
 
@@ -112,7 +112,7 @@ class Evaluation:
     def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
             if self._groups.apart:
-                return True  # this worker is taking a place, with a checked digest; the others are in a step
+                return True  # this worker takes a place, with a checked digest, while the others are in a step
             return bool(self._section("weight hashes", lambda: original(model, cross_check)))
 
         return check_param_hashes_across_dp_replicas
@@ -146,9 +146,9 @@ class Evaluation:
 
 
 def _borrowed(view: View, total: int) -> list[int]:
-    """Return other replicas' microbatches for a replica whose share is empty (the run has grown) to evaluate.
+    """Return microbatches of other replicas that a replica evaluates if its share is empty because the run has grown.
 
-    All replicas sum the same losses, and only a pass determines which losses exist.
+    All replicas must sum the same losses, and a replica learns which losses exist only from a forward pass.
     """
     return list(range(total))[view.inner_rank : view.quotas.least : view.quotas.granularity]
 
@@ -156,15 +156,15 @@ def _borrowed(view: View, total: int) -> list[int]:
 def _with_count(loss: torch.Tensor) -> torch.Tensor:
     """Return a microbatch's loss as (sum, count), which Megatron sums over all replicas; a single number is a mean.
 
-    Megatron would sum means per worker, and the numbers of microbatches per worker differ.
+    If it were left a mean, Megatron would sum the means of workers that ran different numbers of microbatches.
     """
     return loss if loss.numel() != 1 else torch.stack([loss.view([]), torch.ones_like(loss).view([])])
 
 
 def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:
-    """Return zero losses for microbatches that other replicas count, so they do not enter sums over all replicas.
+    """Return zero losses for microbatches that other replicas count, so that no loss is summed twice.
 
-    With --sft Megatron averages the replicas' means, whatever each has run: there they count as one more sample.
+    With --sft Megatron averages the means of all replicas, so the losses stay, and count as one more sample.
     """
     if getattr(args, "sft", False):
         return losses
@@ -172,10 +172,10 @@ def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:
 
 
 def _steps(args: Any) -> Any:
-    """Return the steps of an evaluation with --full-validation, for one or each validation set.
+    """Return the number of steps of an evaluation with --full-validation: an int, or a list for several sets.
 
-    The replica's first worker broadcasts them.  Workers with data compute them from the data's size; other tensor
-    ranks and the middle stages have no data.
+    The replica's first worker broadcasts the numbers, because only workers with data can compute them from the data's
+    size; other tensor ranks and the middle stages have no data.
     """
     several = bool(getattr(args, "multiple_validation_sets", False))
     given = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
@@ -188,14 +188,14 @@ def _steps(args: Any) -> Any:
 def _reads_model(model: Any) -> bool:
     """Return whether Megatron's norm reads the model's own parameters; in bf16 it reads the main parameters.
 
-    The model's parameters may still be in transit: only the modules of the next forward pass wait for them.
+    The caller must wait for the model's parameters, which may still be in transit until the next forward pass.
     """
     chunks = model if isinstance(model, list) else [model]
     return not get_args().bf16 or any(one.dtype == torch.float32 for chunk in chunks for one in chunk.parameters())
 
 
 def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch.Tensor]]:
-    """Return, for each 16-bit parameter, the parts of its 32-bit copy for which this worker speaks, ascending."""
+    """Return, for each 16-bit parameter, those parts of its 32-bit copy of which this worker is the primary."""
     found: dict[torch.nn.Parameter, list[torch.Tensor]] = {}
     for held, primary in sharded.primaries():
         found.update({parameter: [] for parameter in held.parameters if parameter.dtype != torch.float32})
@@ -207,9 +207,10 @@ def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch
 
 @contextmanager
 def main_parameters(parts: Mapping[torch.nn.Parameter, list[torch.Tensor]]) -> Iterator[None]:
-    """Set each parameter's ``main_param``, this worker's shard for Megatron, to these parts, or None without a part.
+    """Context in which ``main_param`` of each parameter is its ``parts``, concatenated; None without a part.
 
-    Megatron sets it when it creates the optimizer; the holders change with every loss.
+    Megatron reads this worker's shard from ``main_param``, which it sets only when it creates the optimizer, whereas
+    the holders of shards change with every loss.
     """
     names = ("main_param", "main_param_sharded")
     before = {one: [(name, getattr(one, name)) for name in names if hasattr(one, name)] for one in parts}

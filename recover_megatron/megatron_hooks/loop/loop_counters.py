@@ -1,7 +1,7 @@
-"""Megatron's counters: the position of its loop in the run.
+"""Counters of Megatron's training loop: the position of the loop in the run.
 
-They are in its arguments, its scheduler, and the positions of the evaluation's data.  The loop starts from those of the
-launch, also on a worker that enters it later, and then counts on its own.
+The counters are in Megatron's arguments, its scheduler, and the positions of the evaluation's data.  The loop starts
+from the counters of the launch, also on a worker that enters the loop later, and then increments them itself.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ CONSUMED = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",
     SHUFFLED_FOR,
 )  # fmt: skip
-"""Megatron's arguments for the samples consumed, the work at the end of the run, and its start."""
+"""Megatron's arguments for the samples consumed, for the evaluations to do, and for how the run started."""
 LAUNCH = (
     "iteration", "consumed_train_samples", "skipped_train_samples", "num_floating_point_operations_so_far",
 )  # fmt: skip
-"""Megatron's arguments for the start of the run, from which its loop starts."""
+"""Megatron's arguments with the counters at the start of the run, from which its loop counts."""
 
 
 class LoopCounters:
     """The counters of one worker.  ``validation``: Megatron's iterators, as passed to train().
 
-    ``operations(samples)``: floating-point operations for a number of samples.  ``running(seconds)``: see
-    ``integrate.Services``.
+    ``operations(samples)``: returns the number of floating-point operations for ``samples`` samples.
+    ``running(seconds)``: see ``integrate.Services``.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LoopCounters:
         self._scheduler = scheduler
         self._operations = operations
         self._running = running
-        if first_start := os.environ.get(FIRST_START_VARIABLE):  # measured by the clock of this host
+        if first_start := os.environ.get(FIRST_START_VARIABLE):  # the start of the run, by this host's clock
             running(time.time() - float(first_start))
         self._validation = sources_of(validation)
         self._launch = self._of_launch()
@@ -66,7 +66,7 @@ class LoopCounters:
 
     @property
     def gone_back(self) -> bool:
-        """True if the run started from ``first`` by a rollback; the same on all workers, whenever they joined."""
+        """True if the run restarted from ``first`` by a rollback; equal on all workers, whenever they joined."""
         return bool(self._launch.get("gone back"))
 
     def read(self, version: int | None) -> dict[str, Any]:
@@ -84,16 +84,16 @@ class LoopCounters:
         }
 
     def show_launch(self) -> None:
-        """Set Megatron's start counters to those of the launch, which checkpoints contain; train() may have others."""
+        """Set Megatron's start counters to the launch's, for a checkpoint; train() may have started with others."""
         args = get_args()
         args.iteration = self._launch["iteration"]
         args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
 
     def restore(self, counters: dict[str, Any], *, iterations: int, skipped: bool) -> int:
-        """Set Megatron's counters to ``counters`` plus ``iterations`` (0 or 1): the loop begins there.
+        """Set Megatron's counters, with which its loop begins, to ``counters`` advanced by ``iterations`` (0 or 1).
 
-        ``skipped``: that iteration skipped its update because of its loss scale.  Returns the number of iterations that
-        the parameters have seen then.
+        ``skipped``: True if that iteration skipped its update because of its loss scale.  Returns the number of
+        iterations that the parameters have then seen.
         """
         args = get_args()
         for name, value in counters["args"].items():
@@ -106,13 +106,13 @@ class LoopCounters:
         args.skipped_train_samples += counters["dropped"] * iterations
         done = counters["version"] + iterations
         version = args.iteration = args.curr_iteration = with_skipped(done, to_skip())
-        for _ in range(version - done):  # skipped iterations: they consume the samples of a batch
+        for _ in range(version - done):  # each skipped iteration consumes the samples of one batch
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
             batch = get_current_running_global_batch_size()
             args.consumed_train_samples += batch
             args.skipped_train_samples += batch
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        # train() continues to count these; exact unless a growing batch is also decreased.
+        # train() continues to count floating-point operations; exact unless a growing batch is also decreased.
         launch = self._launch = counters["launch"]
         left_out = sum(launch["iteration"] < iteration <= version for iteration in to_skip())
         samples = args.consumed_train_samples - launch["consumed_train_samples"]
@@ -124,8 +124,8 @@ class LoopCounters:
         return int(version)
 
     def schedule(self, counters: dict[str, Any], steps: int) -> None:
-        """Set the scheduler to that of ``counters``, all that a checkpoint contains, plus ``steps`` (0 or 1) steps."""
-        vars(self._scheduler).update(counters["scheduler"])  # not from the flags: the run may have loaded another one
+        """Set the scheduler to its state in ``counters``, as in a checkpoint, advanced by ``steps`` (0 or 1)."""
+        vars(self._scheduler).update(counters["scheduler"])  # not from the flags: a checkpoint may differ
         self._scheduler.step(increment=counters["batch"] * steps)
 
     def schedule_state(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class LoopCounters:
     # ---- rollback to a checkpoint
 
     def go_back(self, iteration: int) -> None:
-        """Reset the counters to those of a worker that has not begun, as Megatron's load functions expect."""
+        """Reset the counters to ``iteration``, with no sample consumed, as Megatron's load functions expect."""
         args = get_args()
         args.iteration = args.curr_iteration = iteration
         args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
@@ -155,7 +155,7 @@ class LoopCounters:
         args = get_args()
         args.iteration = args.curr_iteration = iteration
         args.num_floating_point_operations_so_far = operations
-        # Megatron sets the weight decay before it loads the schedule: old workers and newcomers would differ.
+        # This sets the weight decay.  Megatron set it before it loaded the schedule, so newcomers would differ.
         self._scheduler.step(increment=0)
         self._launch = {**self._of_launch(), "gone back": True}
         for source in self._validation:

@@ -12,7 +12,7 @@ CHECKPOINTING = "megatron.training.checkpointing"
 
 
 class Services:
-    """Services of ``recover_megatron.integrate``.  They import Megatron lazily: a script reads only ``SEAMS``."""
+    """Services of ``recover_megatron.integrate``; import Megatron lazily, because a script reads only ``SEAMS``."""
 
     def operations(self, samples: int) -> float:
         from megatron.training import get_args, training

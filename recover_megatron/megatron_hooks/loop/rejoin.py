@@ -1,18 +1,18 @@
-"""An orphan's way back into the training, from top to bottom.
+"""Return of an orphan to the training, in the order of its steps.
 
-    leave            leave the training: the others need not wait, and interrupted work is dropped
-    come_back        repeat until it has a place:
-      wait             as a spare, offering its state
-      take_place       in the replica that a plan has formed: groups, state, ranks
-    build_elsewhere  if another position needs a model: Megatron's state is dropped, and pretrain() is called again,
-                     alone, up to ``come_back``
+    leave            leave the training: no other worker waits for this worker, and interrupted work is dropped
+    come_back        repeat until this worker has a place:
+      wait             wait as a spare, and offer the state that this worker has
+      take_place       take a place in the replica that a plan has formed: groups, state, ranks
+    build_elsewhere  if a plan wants this worker in another position: Megatron's state is dropped, and this worker alone
+                     calls pretrain() again, up to ``come_back``
 
-Meanwhile the others train. They meet this worker at the boundary before a step (`training_parts`), send it the state
-while they compute that step (`state_exchange`), and depend on it from there on.  The part without Megatron is
-`instep.meeting.orphan`.  If a worker builds alone, it is the only member of its groups (see `groups`): it sends nothing
-and waits for no other worker; information from others arrives with the state later.
+Meanwhile the other workers train.  At the boundary before a step (`training_parts`) they wait for this worker.  They
+send it the state while they compute that step (`state_exchange`), and depend on it from then on.  The part without
+Megatron is `instep.meeting.orphan`.  A worker that builds a model alone is the only member of its groups (see
+`parallel_groups`): it sends nothing and waits for no other worker; later it receives information with the state.
 
-If the state is lost, all workers roll back to one checkpoint, in place (``Rollback``).
+If a part of the state is lost, all workers roll back to one checkpoint, in place (``Rollback``).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ log = get_logger(__name__)
 
 @dataclass(eq=False)
 class Rejoin:
-    """Takes one worker out of the training and back, with its present model.  Called by its main thread."""
+    """Removes one worker from the training and returns it, with its present model.  Used by its main thread."""
 
     _manager: Manager
     _groups: Groups
@@ -75,26 +75,27 @@ class Rejoin:
     _untaken: UntakenPlaces = field(default_factory=UntakenPlaces, init=False)
 
     def leave(self, error: BaseException) -> None:
-        """Leave the training, which ``error`` has ended: notify all others, and drop interrupted work."""
+        """Leave the training because of ``error``: notify all other workers, and drop interrupted work."""
         self._manager.leave(error)
         if not isinstance(error, Orphaned) and not is_communication(error):
             traceback.print_exception(error)
         self._groups.leave_training()
         view = self._manager.view
         log.info(
-            f"worker {view.worker} has lost its place ({in_short(error)}); it waits as a spare "
-            f"and left the training {view.spare_seconds:.3f} s after its replica broke"
+            f"worker {view.worker} has lost its place ({in_short(error)}); it waits as a spare, "
+            f"having left the training {view.spare_seconds:.3f} s after its replica broke"
         )
         # The traceback's frames hold tensors of the training, and connections whose closing other workers wait for.
         error.__traceback__ = error.__context__ = error.__cause__ = None
         self._checkpoints.forget()
 
     def come_back(self) -> None:
-        """Wait as a spare until there is a place, and take it; afterwards train() can be entered.
+        """Wait as a spare until a plan has a place for this worker, and take it; then train() can be entered.
 
-        Raises ``OtherPosition`` and ``RunOver``, and ``Disagreement`` for a state that cannot be right.
+        Raises ``OtherPosition`` if the run wants this worker in another position, ``RunOver`` if the run is over, and
+        ``Disagreement`` for a state that cannot be right.
         """
-        self._groups.leave_training()  # nothing may be sent before the first boundary: the others are not there yet
+        self._groups.leave_training()  # send nothing before the first boundary, which other workers reach later
         while True:
             decision = self._wait()
             try:
@@ -110,11 +111,11 @@ class Rejoin:
             time.sleep(self._untaken.pause)
 
     def _stay_retired(self, why: str) -> NoReturn:
-        """Wait for the end of the run.  Raises ``RunOver``."""
+        """Wait until the run ends, which raises ``RunOver``."""
         me = self._manager.view.worker
         log.warning(
-            f"worker {me}: {why}; the run continues without it. Check the network between its host and the others, "
-            "stop this worker, and add another one with recover-run --join"
+            f"worker {me}: {why}; the run continues without this worker. Check the network between its host and the "
+            "other hosts, stop this worker, and add another worker with recover-run --join"
         )
         self._groups.left(self._manager)
         self._manager.wait_for_place(position=None, ready=False)
@@ -128,7 +129,7 @@ class Rejoin:
         self._groups.left(self._manager)
         stop_profiler(device)
         state.tidy()
-        if sharded is not None:  # its shards will be outdated by the others' updates
+        if sharded is not None:  # updates by other workers will outdate its shards
             sharded.forget()
             state.version = None
         if not self._step_guard.believed:
@@ -148,7 +149,7 @@ class Rejoin:
         )
 
     def _stay_unprofiled(self) -> None:
-        """Disable torch's profiler in train(), which counts iterations from the entry of train()."""
+        """Disable torch's profiler in train(), because it counts iterations from the entry of train()."""
         args = get_args()
         ranks = getattr(args, "profile_ranks", None)
         if getattr(args, "use_pytorch_profiler", False) and (not ranks or args.rank in ranks):
@@ -171,14 +172,15 @@ class Rejoin:
         if first > manager.view.iteration:  # the iteration in which this worker left
             writers.missed_steps()
         with manager.take_place(decision, self._groups.traffic):
-            # Now, concurrently with groups and state: the others open theirs before they compute, and need this worker.
+            # Now, concurrently with groups and state: other workers open their rings, which need this worker, before
+            # they compute.
             self._parts.open_rings()
             self._groups.regroup(manager.view)
             manager.inject("regroup", first)
             grouped = time.perf_counter()
             size = 0
             if back_to is not None and back_to.source != HELD:
-                state.go_back(back_to.iteration)  # loaded together with the others, once all have their places
+                state.go_back(back_to.iteration)  # all workers load together once all have their places
             else:
                 size = self._parts.places.fetch_state(decision)
             manager.inject("regroup", first)
@@ -195,9 +197,9 @@ PROFILING = ("profile", "use_pytorch_profiler", "use_nsys_profiler")
 
 
 def stop_profiler(device: torch.device) -> None:
-    """Stop train()'s profiler: after an exception train() does not stop it, and the memory would fill.
+    """Stop the profiler of train(), which train() leaves running after an exception, so that memory would fill.
 
-    The records are dropped.  A profiler of the script itself stays on.
+    The profiler's records are dropped.  A profiler that the script itself started stays on.
     """
     if not any(getattr(get_args(), name, False) for name in PROFILING):
         return
@@ -214,7 +216,7 @@ def stop_profiler(device: torch.device) -> None:
 def build_elsewhere(manager: Manager, groups: Groups, loop: Loop, position: int, *, built: bool) -> None:
     """Prepare this process for another pretrain(), which builds the model of ``position`` without communication.
 
-    ``built``: whether Megatron still holds an earlier model, which is dropped.
+    ``built``: True if Megatron still holds an earlier model, which is then dropped.
     """
     view = manager.view
     slot = view.grid.replicas[0][position]
@@ -240,10 +242,11 @@ def _forget_megatron(loop: Loop) -> None:
 
 
 def install_building_alone(groups: Groups, loop: Loop) -> None:
-    """Wrap the seams of a pretrain() that one worker runs alone; ``groups.alone``: this worker does.
+    """Wrap the seams of a pretrain() that one worker runs alone, as this worker does while ``groups.alone`` is True.
 
-    load_checkpoint                      nothing is loaded: the state comes from a peer
-    build_train_valid_test_data_loaders  at launch rank 0 broadcasts that there is data: here it is known, they train
+    load_checkpoint                      loads nothing, because the state comes from a peer
+    build_train_valid_test_data_loaders  gets do_train from here, since other workers train; at launch rank 0 broadcasts
+                                         whether there is data
     """
 
     def no_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,23 +276,24 @@ AS_SAVED = {
     "ckpt_assume_constant_structure": False,  # the load plan of the launch was for other workers
     "ckpt_convert_update_legacy_dist_opt_format": False,
 }
-"""Megatron's arguments that may have limited the load at launch to a part of a checkpoint: a rollback loads all."""
+"""Megatron's arguments -> values for a rollback, which loads a complete checkpoint even if the launch loaded a part."""
 
 
 @dataclass(eq=False)
 class Rollback:
-    """Rollback after a loss of state: all workers with a place load one checkpoint, in place, and train on from there.
+    """Rollback after a loss of state: all workers with a place load one checkpoint, in place, and train from it.
 
-        plan: rollback --> every worker is out of the training, and takes its place without a state
+        plan: rollback --> every worker leaves the training, and takes its place without a state
            |
         section    Megatron's own load_checkpoint(), over the groups of the epoch, or a snapshot of the memory tier;
-           |         if a worker dies, the survivors repeat it
-           |         a worker that cannot read it reports that and leaves: the next plan uses the checkpoint before it
+           |         if a worker dies, the survivors repeat the section;
+           |         a worker that cannot read the checkpoint reports this and leaves, and the next plan uses the
+           |         checkpoint before it
            v
-        all have loaded it: train() is entered, at the iteration after the checkpoint's
+        once all workers have loaded the checkpoint, they enter train(), at the iteration after the checkpoint's
 
-    The plan names the checkpoint (`instep.meeting.timelines`), so all load the same.  If the source is the state of
-    workers that were set aside, nothing is loaded.  Called by the main thread.
+    The plan names the checkpoint (`instep.meeting.timelines`), so all workers load the same checkpoint.  If the plan
+    names the state of workers that were set aside, nothing is loaded.  Used by the main thread.
     """
 
     _manager: Manager
@@ -301,7 +305,7 @@ class Rollback:
     """Epoch of the last completed rollback."""
 
     def carry_out(self, model: Any, optimizer: Any, scheduler: Any) -> None:
-        """Do the rollback of the plan that gave this worker its place, if any.  Call it before ``train`` is entered.
+        """Do the rollback, if any, of the plan that gave this worker its place; called before ``train`` is entered.
 
         Raises ``Orphaned`` if this worker has lost its place, for example because it could not read the checkpoint.
         """
@@ -331,7 +335,7 @@ class Rollback:
                 raise
             manager.inject("rollback")
 
-        if target.source != HELD:  # otherwise all took that state with their places
+        if target.source != HELD:  # with HELD, workers received the state with their places
             manager.section("rollback", run, moved=moved)
             take_up[0]()
         self._done = decision.epoch
@@ -339,7 +343,7 @@ class Rollback:
         tier = "memory" if target.source in (HELD, MEMORY) else "disk"
         folder = "" if tier == "memory" else _folder(target)
         seconds = time.monotonic() - began
-        one = manager.view.worker == min(decision.workers)  # for recover-status, which does not query workers
+        one = manager.view.worker == min(decision.workers)  # True: this worker logs the note for recover-status
         manager.log(
             "rolled back",
             note=f"rolled back to iteration {target.iteration} from {tier}, {target.lost} lost" if one else "",
@@ -353,27 +357,30 @@ class Rollback:
         self._console.rolled_back(manager, target, folder, seconds)
 
     def _load(self, target: Target, model: Any, optimizer: Any, scheduler: Any) -> int:
-        """Load a checkpoint; returns its floating-point operations.  Raises what Megatron raises, and ValueError."""
+        """Load the checkpoint of ``target``; returns its count of floating-point operations.
+
+        Raises Megatron's errors, and ValueError if the loaded iteration is another.
+        """
         args = get_args()
-        # With random states per replica a checkpoint may have too few: the run may have grown since.
+        # With one random state per replica a checkpoint may have too few states, because the run may have grown since.
         no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
         at = target.iteration
         # Megatron reads the contents of a Megatron-FSDP checkpoint from --load, whatever folder it loads.
         as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": at, "load": _folder(target)}
         known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
-        # In the legacy format Megatron reads the optimizer's part of the checkpoint that the tracker file names; and it
-        # prefers a non-persistent checkpoint that is not older: here all checkpoints are treated alike.
+        # Without these replacements Megatron would read, in the legacy format, the optimizer's part of the checkpoint
+        # that the tracker file names, and would prefer a non-persistent checkpoint that is not older.
         wanted = monkeypatch.replaced(
             checkpointing,
             read_metadata=lambda tracker: (at, False),
             _get_non_persistent_iteration=lambda *unused: -1,
         )
         with self._groups.in_section(), monkeypatch.replaced(args, **known), wanted:
-            # Not training.load_checkpoint: on a worker that was built alone it loads nothing.
+            # Not training.load_checkpoint, which loads nothing on a worker that built its model alone.
             iteration, operations = checkpointing.load_checkpoint(
                 model, optimizer, scheduler, load_arg="load", strict=True
             )
-            # A worker that was built alone, in a position without data, does not know whether there is data.
+            # A worker that built its model alone, in a position without data, does not know whether there is data.
             has_data = torch.tensor(
                 [int(args.do_valid), int(args.do_test)], device=self._manager.view.communication.device
             )
@@ -384,7 +391,7 @@ class Rollback:
         return int(operations)
 
     def _explain(self, error: BaseException, target: Target) -> None:
-        """Return if ``error`` must be raised unchanged; otherwise raise the exception that it means."""
+        """Return if the caller must raise ``error`` unchanged; otherwise raise the exception to raise instead."""
         if isinstance(error, (EpochRevoked, MembershipError, InStepError, KeyboardInterrupt)):
             return
         epoch_groups = self._manager.view.groups
@@ -398,7 +405,7 @@ class Rollback:
             what = f"the checkpoint of iteration {target.iteration} in {_folder(target)}"
             self._checkpoints.unreadable.add(target.iteration)
         why = f"worker {self._manager.view.worker} cannot load {what}: {signature(error)}"
-        log.warning(f"{why}; the run rolls back to an earlier one, if it exists")
+        log.warning(f"{why}; the run rolls back to an earlier state, if one exists")
         self._manager.leave(why[:500])
         raise Orphaned(why) from error
 

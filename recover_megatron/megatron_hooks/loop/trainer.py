@@ -1,13 +1,13 @@
-"""Training step on Megatron's own schedule: the trainer interface of ``instep.step``.
+"""Training step with Megatron's own schedule: the ``Trainer`` that ``instep.step`` calls.
 
-    compute(ids)   run Megatron's schedule with our microbatches, their count, and their random numbers; its last call,
-                   finalize_model_grads, is held back (its arguments are saved)
-    extras()       [tokens | routers | trackers | attention's logits | scales | per logged loss: sum, count], of all
-                   passes of this step
-    finish(...)    after the commit: finalize_model_grads, once, with the token count of the complete batch
+    compute(ids)   run Megatron's schedule on the microbatches ``ids``, with their random numbers; the schedule's last
+                   call, finalize_model_grads, is postponed: only its arguments are saved
+    extras()       return [tokens | routers | trackers | attention's logits | scales | per logged loss: sum, count],
+                   each over all passes of this step
+    finish(...)    after the commit, call finalize_model_grads once, with the token count of the complete batch
 
-Losses are divided by the launch's number of microbatches, whatever number this replica runs: the schedules call
-``forward_step_calc_loss``, which is wrapped to get the nominal number (``NominalCount``).
+Losses are divided by the launch's number of microbatches, however many this replica runs: ``NominalCount`` passes that
+number to ``forward_step_calc_loss``, which the schedules call.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class MegatronTrainer:
         self._parts.logits.ran(ids)
         self._parts.scales.ran(ids)
         self._losses += losses or []
-        # The step needs the losses next, and would wait for the device there.  A wait here counts as compute time: for
-        # the hang detection, and in the seconds per microbatch, by which shares are balanced.
+        # The step reads the losses next, and would wait for the device then.  A wait here counts as compute time, both
+        # for hang detection and in the seconds per microbatch, by which shares are balanced.
         self._parts.wait_for_device()
 
     def settle(self) -> None:
@@ -111,7 +111,7 @@ class MegatronTrainer:
         buckets.settle()
 
     def extras(self) -> torch.Tensor:
-        """Return the extras (see the module's docstring): float64, flat, on the host.  Losses: last stage only."""
+        """Return the extras (see the module's docstring): float64, flat, on the host; losses only on the last stage."""
         losses: list[float] = []
         for key in self._losses[0] if self._losses else ():
             values = torch.stack([loss[key].detach().double().view(-1) for loss in self._losses])
@@ -123,9 +123,9 @@ class MegatronTrainer:
         return torch.cat([torch.tensor([tokens], dtype=double), *counted, torch.tensor(losses, dtype=double)])
 
     def finish(self, extras: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """Let Megatron finish the gradients; returns the losses of the complete batch as those of one microbatch.
+        """Let Megatron finish the gradients; returns the complete batch's losses in the form of a microbatch's losses.
 
-        ``extras``: those of the complete batch.
+        ``extras``: the sum over the complete batch of the values that ``extras()`` returns.
         """
         parts = self._parts
         sizes = [1, *(one.size for one in parts.beside)]
@@ -150,9 +150,9 @@ class MegatronTrainer:
         if self._losses:
             names[:] = self._losses[0]
         whole = {}
-        # A layout may leave a chunk without layers.
+        # A layout may leave a chunk without layers, and so without parameters.
         device = next((weight.device for chunk in self._model for weight in chunk.parameters()), None)
-        for number, key in enumerate(names):  # also on a worker that ran no microbatch, if it knows their names
+        for number, key in enumerate(names):  # also on a worker that ran no microbatch, if it knows the losses' names
             total, count = losses[2 * number], losses[2 * number + 1]
             pair = bool(self._losses) and self._losses[0][key].numel() == 2
             value = torch.stack([total, count]) if pair else (total / count).view(1)
@@ -162,9 +162,9 @@ class MegatronTrainer:
     # ---- inside
 
     def _forward_step(self, ids: Sequence[int], backward: list[int]) -> Callable[..., Any]:
-        """Return the wrapped forward step of the user; the k-th call on a chunk is microbatch ``ids[k]``.
+        """Return the user's forward step, wrapped so that the k-th call on a chunk runs microbatch ``ids[k]``.
 
-        It counts in ``backward``, by chunk, the microbatches that will have a backward pass.
+        The wrapper counts in ``backward``, by chunk, the microbatches that will have a backward pass.
         """
         original = self._call["forward_step_func"]
         # For a schedule plan, whose forward pass runs later, Megatron passes the module without its wrappers.

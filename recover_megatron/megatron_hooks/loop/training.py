@@ -1,13 +1,13 @@
-"""Hooks of Megatron's training loop: the one module that maps recovery to places in the loop.
+"""Hooks of Megatron's training loop: the only module that connects recovery with functions of the loop.
 
-train()                         joins the first epoch; from here on the run survives deaths.  If its replica breaks, a
-                                worker leaves it by an exception, and enters it again with a new place (`rejoin`)
+train()                         joins the first epoch; from then on the run survives deaths.  If its replica breaks, a
+                                worker leaves train() by an exception, and enters it again with a new place (`rejoin`)
   train_step()                  before it, the boundary at which new replicas join
     forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
     optimizer.step()            inside a replica, without other replicas; if distributed: `sharded_optimizer`
-  training_log()                its barriers are separate sections
-  evaluate()                    `evaluation`: a section; its microbatches are distributed, too
-  save_checkpoint()             a section: after a loss the survivors write it again from the start
+  training_log()                each of its barriers is a section
+  evaluate()                    `evaluation`: a section; its microbatches are distributed over the live replicas
+  save_checkpoint()             a section: after a loss the survivors write the checkpoint again from the start
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ FINAL = (
     KeyboardInterrupt,
     UserError,
 )
-"""Exceptions that end a worker even if its replica is broken: they have other causes."""
+"""Exceptions that end a worker even if its replica is broken, because they have other causes."""
 
 
 class TrainingHooks:
-    """The hooks of one worker's training loop, and the parts that they need while it trains.
+    """The hooks of one worker's training loop, and the parts that the hooks need while the worker trains.
 
-    ``make_manager`` creates this worker's interface to the run.  It is called when ``train`` is first entered, or by
-    ``open`` for a worker that waits for a place before it has a model.
+    ``make_manager`` creates this worker's interface to the run.  ``open`` calls it when ``train`` is first entered or,
+    on a worker that waits for a place before it has a model, earlier.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TrainingHooks:
     @property
     def state(self) -> TrainingState | None:
         """The training state; None before ``train`` has been entered."""
-        parts = self._parts  # read once: the main thread may drop it
+        parts = self._parts  # read once, because the main thread may drop the parts
         return None if parts is None else parts.state
 
     @property
@@ -132,17 +132,17 @@ class TrainingHooks:
         return 0 if self._parts is None else getattr(get_args(), "curr_iteration", -1) + 1
 
     def forget(self) -> None:
-        """Drop all that belongs to the model: one for another position will be built."""
+        """Drop everything that belongs to the model, before a model for another position is built."""
         self._parts = self._outcome = None
 
     def planned(self) -> None:
-        """Handle a new epoch.  Raises ``StateLost`` on all workers if a part of the optimizer's state has no holder."""
+        """Update the shards for a new epoch.  Raises ``StateLost`` on all workers if a part of them has no holder."""
         if self.sharded is not None and self.sharded.shards.known:
             self.sharded.shards.planned()
             self.sharded.check()
 
     def kept_checkpoints(self) -> tuple[list[Checkpoint], set[int]]:
-        """Return the complete checkpoints for a rollback, and the iterations that this worker failed to load.
+        """Return the checkpoints to which the run can roll back, and the iterations that this worker failed to load.
 
         Any thread may call it.
         """
@@ -153,16 +153,16 @@ class TrainingHooks:
         return found, self._checkpoints.unreadable
 
     def _no_last_resort(self, state: TrainingState) -> str:
-        """Return why the run cannot roll back to a checkpoint in place; empty if it can, once one exists."""
+        """Return why the run cannot roll back to a checkpoint in place; empty if it can, once a checkpoint exists."""
         return "--recover-last-resort off" if self._config.last_resort == "off" else state.no_rollback_reason
 
     @property
     def begun(self) -> bool:
-        """True if ``manager`` exists; until then evaluations, checkpoints etc. are Megatron's own."""
+        """True if ``manager`` exists; until then evaluations, checkpoints etc. run as in stock Megatron."""
         return self._manager is not None
 
     def install(self) -> None:
-        """Wrap the seams; raises UserError if those of this loop or Megatron-Core have unknown signatures."""
+        """Wrap the seams; raises UserError if seams of this loop or of Megatron-Core have unknown signatures."""
         loop = self.loop
         self._nominal.install()
         self._accumulated.install()
@@ -190,7 +190,7 @@ class TrainingHooks:
             forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any, data: Any, validation: Any, *rest: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
-            late = self.begun  # a newcomer, which waited without a model until it had to build one
+            late = self.begun  # a newcomer, which waited without a model until a plan needed it to build one
             if not late:
                 _check_batches(get_args())
                 self.open()
@@ -201,7 +201,7 @@ class TrainingHooks:
                 rejoin.come_back()
             else:
                 args = get_args()
-                args.curr_iteration = args.iteration  # the loop sets it, but makes no iteration if the run was complete
+                args.curr_iteration = args.iteration  # the loop would set it, unless the run was complete
                 self._start()
             while True:
                 try:
@@ -254,7 +254,7 @@ class TrainingHooks:
             self.sharded.adopt()
 
     def replica_broken(self, error: BaseException) -> bool:
-        """Return whether ``error`` results from the loss of a peer in the replica: then this worker becomes a spare."""
+        """Return whether the loss of a peer in the replica caused ``error``; if so, this worker becomes a spare."""
         return self.manager.is_of_mates(error)
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,8 +278,8 @@ class TrainingHooks:
             state = self.parts.state
             state.totals.take_up(total)
             if "is_first_iteration" in kwargs:
-                # Megatron logs the first iteration of train(), with a barrier, and again in its next row.  A worker
-                # that came back has re-entered train(): all must make the same decisions in an iteration.
+                # Megatron logs the first iteration of train() at once, with a barrier, and again in its next row.  But
+                # a worker that came back entered train() later, and all workers must reach the same barriers.
                 kwargs["is_first_iteration"] = iteration == state.first and not state.gone_back
             return original(losses, total, rate, iteration, *args, **kwargs)
 
@@ -303,7 +303,7 @@ class TrainingHooks:
         return get_forward_backward_func
 
     def _step(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """Run one step to its commit (`instep.step`), then Megatron's end of the step; returns the losses to log."""
+        """Run one step to its commit (`instep.step`), then let Megatron finish it; returns the losses to log."""
         args, manager, parts = get_args(), self.manager, self.parts
         view = manager.view
         nominal = get_num_microbatches()

@@ -1,11 +1,11 @@
-"""Parts of a worker's training for one built model, and their work between two steps.
+"""Parts of a worker's training for one built model, and the work of these parts between two steps.
 
-Created together when train() is entered, dropped together.
+The parts are created together when train() is entered, and dropped together.
 
-at_boundary         rendezvous if workers join or leave; states are compared, repaired, sent to fresh replicas; a
+at_boundary         a rendezvous if workers join or leave; states are compared, repaired, and sent to fresh replicas; a
                     snapshot is taken if one is due
-before_checkpoint   each worker that writes has its parameters, and its part of the optimizer's state
-rebalance           --recover-balance: a slow replica gets fewer microbatches
+before_checkpoint   ensures that each worker that writes has its parameters, and its part of the optimizer's state
+(With --recover-balance, ``instep.recovery`` also gives a slow replica fewer microbatches.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from recover_megatron.megatron_hooks.parallel_groups import Groups
 
 
 class StepGuard:
-    """Decides whether an orphan's parameters really have the version that it counts.
+    """Decides whether an orphan's parameters really have the version that the orphan has counted.
 
     On a GPU the host runs ahead: an update is queued behind the norm of the gradients, an all-reduce inside the
     replica.  If a peer is dead, the abort of its group completes that all-reduce with garbage, which scales the update,
@@ -56,10 +56,10 @@ class StepGuard:
           |                |
         believed       not believed, until ``reset``
 
-    On the CPU a failed operation raises before its result is used: every update counts.
+    On the CPU every update counts, because a failed operation raises before its result is used.
 
-    The main thread calls ``begin``, ``end`` and ``reset``; any thread may call ``seal``.  ``event``: creates a device
-    event, with ``record`` and ``query``; None: the device is the CPU.
+    The main thread calls ``begin``, ``end`` and ``reset``; any thread may call ``seal``.  ``event``: function that
+    creates a device event, with ``record`` and ``query``; None if the device is the CPU.
     """
 
     def __init__(self, event: Callable[[], Any] | None) -> None:
@@ -91,7 +91,7 @@ class StepGuard:
             self._updating, self._event = False, event
 
     def seal(self) -> None:
-        """Call before the groups inside the replica are aborted: work that is not done yet may produce garbage."""
+        """Note that the groups inside the replica will be aborted, after which unfinished work may produce garbage."""
         with self._lock:
             if self._sealed:
                 return
@@ -100,7 +100,7 @@ class StepGuard:
             self.believed = self.believed and not self._updating and not queued
 
     def reset(self) -> None:
-        """Trust the state again: it was received from, or found equal to that of, other workers."""
+        """Trust the state again, which was received from other workers or found equal to theirs."""
         with self._lock:
             self._updating, self._event, self._sealed, self.believed = False, None, False, True
 
@@ -108,7 +108,7 @@ class StepGuard:
 class TrainingParts:
     """The parts that belong to one model, created from train()'s arguments.  Used by the main thread.
 
-    ``accumulated``: counts added gradients.  ``blank``: see ``TrainingState``.
+    ``accumulated``: counts the gradients that Megatron adds.  ``blank``: see ``TrainingState``.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class TrainingParts:
         self.logits = AttentionLogits(args, model)
         self.scales = Scales(args, model)
         self.beside = (self.routers, self.trackers, self.logits, self.scales)
-        """Values summed in addition to the gradients, in their order in a step's tail."""
+        """Sources of the values that a step sums in addition to gradients, in the order of these values in its tail."""
         self.sharded = _sharded(optimizer, self.buckets, manager, config)
-        """None if every worker of a column has the complete optimizer state."""
+        """The sharded optimizer; None if every worker of a column has the complete optimizer state."""
         self.state = TrainingState(
             model,
             optimizer,
@@ -158,7 +158,7 @@ class TrainingParts:
             drained(device, self._manager.check)
 
     def count_updates(self, optimizer: Any, step_guard: StepGuard) -> None:
-        """Wrap the optimizer's step to track whether the parameters are those before or after it, if interrupted."""
+        """Wrap the optimizer's step, so that after an interruption it is known whether the parameters were updated."""
         step = optimizer.step
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -205,18 +205,18 @@ class TrainingParts:
         view.groups.open_rings([alive(column, view.live) for column in self.buckets.rings])
 
     def _before_meeting(self) -> None:
-        self._services.finish_saves()  # by the workers that began it
+        self._services.finish_saves()  # before the rendezvous: by the workers that began the save
         self.complete()
         if self._manager.view.decision.leaving:
-            self._settle()  # while the leaving workers can still send what only they hold
+            self._settle()  # while the leaving workers can still send state that only they hold
 
     def before_checkpoint(self) -> None:
-        """Complete the data of a checkpoint; call it before, and outside of, its section."""
+        """Complete the data for a checkpoint; called before the section that writes the checkpoint."""
         self.complete()
         self._settle()
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return the context of a checkpoint write; enter it once around the section, which may be repeated."""
+        """Return the context of a checkpoint write; the caller enters it once, around the section that may repeat."""
         return nullcontext() if self.sharded is None else self.sharded.saving()
 
     def complete(self) -> None:

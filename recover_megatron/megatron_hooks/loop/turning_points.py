@@ -1,4 +1,4 @@
-"""Megatron's actions at the turning points of recovery (``instep.hooks.Hooks``), and the places of injected faults."""
+"""``instep.hooks.Hooks`` for Megatron: actions at turning points of recovery; and injection of faults into its work."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from recover_megatron.megatron_hooks.loop.training import TrainingHooks
 from recover_megatron.megatron_hooks.parallel_groups import Groups
 
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
-"""Boundary of a collective -> phase of a fault specification."""
+"""Boundary inside a collective -> phase in a fault specification."""
 
 SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint": "checkpoint"}
-"""Kind of a section -> phase of a fault specification."""
+"""Kind of a section -> phase in a fault specification."""
 
 
 @dataclass(eq=False)
 class FaultInjection:
-    """The faults of one worker (--recover-inject): maps the phases of ``chaos.spec`` to places in Megatron's work."""
+    """Injects the faults of one worker (--recover-inject) when Megatron's work reaches a phase of ``chaos.spec``."""
 
     _injector: Injector
     _training: TrainingHooks
-    """The source of the current iteration and phase."""
+    """Training hooks that know the current iteration and phase."""
 
     def install(self) -> None:
         """Wrap the seams; raises UserError if those of this Megatron have unknown signatures."""
@@ -42,15 +42,15 @@ class FaultInjection:
         monkeypatch.wrap("TransformerModelChunkSchedulePlan.run", self._striking_backward_beside)
 
     def inject(self, phase: str, iteration: int | None = None) -> None:
-        """Inject the faults of ``phase``, which was reached in ``iteration``; None: the current one."""
-        if phase == "traffic":  # an operation inside a section: a further visit of its phase
+        """Inject the faults of ``phase``, which was reached in ``iteration``; None: the current iteration."""
+        if phase == "traffic":  # an operation inside a section counts as a further visit of the section's phase
             phase = SECTIONS.get(self._training.manager.view.section, "")
         self._injector.at(phase, self._training.iteration if iteration is None else iteration)
 
     def in_collective(self, boundary: str, hop: int) -> None:
-        """Inject at a boundary of a collective: see ``collectives.ring.executor.Hook``, and ``collectives.native``."""
+        """Inject faults at a boundary of a collective (``collectives.ring.executor.Hook``, ``collectives.native``)."""
         phase, sharded = self._training.manager.view.phase, self._training.sharded
-        if boundary == "gather":  # with --overlap-param-gather this is already in the next iteration
+        if boundary == "gather":  # with --overlap-param-gather the next iteration has already begun
             self.inject("param-gather", 0 if sharded is None else sharded.updated)
             return
         if phase in ("norm", "param-gather") or boundary not in HALVES:

@@ -1,4 +1,7 @@
-"""Policy of a worker that failed to take its assigned place: offer itself again at once, later, or retire."""
+"""Policy of a worker that failed to take its assigned place: offer itself again at once, offer itself later, or retire.
+
+``MOST``: number of equal failures in a row after which the worker retires.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ PAUSE_SECONDS = 10.0
 
 @dataclass(eq=False)
 class UntakenPlaces:
-    """The places that one worker was given and could not take: decides whether it offers itself again.
+    """Count of one worker's failures to take a place; decides whether the worker offers itself again.
 
-        place taken                            the failures are forgotten
-        the epoch ended first                  it offers itself again: not its fault
-        failed with a new message              again, at once
-        failed with the same message           again, after ``PAUSE_SECONDS``: the cause may pass
-        ``MOST`` times in a row                it is retired: it waits for the end of the run, and is offered no place
+        it took the place                      its failures are forgotten
+        the epoch ended first                  it offers itself again, and no failure is counted
+        it failed with a new message           it offers itself again at once
+        it failed with the same message        it offers itself again after ``PAUSE_SECONDS``: the cause may pass
+        so ``MOST`` times in a row             it is retired: it waits for the end of the run, and is offered no place
 
-    Each attempt costs all workers an epoch, unnoticed, since the others continue to train.  If no other worker has a
-    place, the run depends on this one: it tries until `edges` ends the run.
+    Attempts are limited because each costs all workers an epoch, which no user notices while the other workers train.
+    If no other worker has a place, the run depends on this worker, so it tries until `edges` ends the run.
     """
 
     _text: str = ""
@@ -40,7 +43,7 @@ class UntakenPlaces:
         return self._times >= MOST
 
     def failed(self, error: Exception, decision: Decision) -> str:
-        """Record that ``error`` prevented the place that ``decision`` gave; returns a message for the log."""
+        """Record that the worker did not take its place in ``decision``, because of ``error``; return a message."""
         others = set(decision.replicas) - set(decision.fresh)
         if not isinstance(error, EpochRevoked) and others:
             self._times = self._times + 1 if alike(str(error)) == self._text else 1

@@ -1,15 +1,16 @@
 """Storage of a sharded optimizer's state in Megatron, and Megatron's functions to update, save and load it.
 
 ``Keeping`` is the interface for `sharded_optimizer`; ``InBuckets`` implements it for the distributed optimizer, whose
-buckets lie in Megatron's DDP, and `fsdp.outer` for Megatron-FSDP, whose shard groups share their shards' state.
+buckets lie in Megatron's DDP, and `fsdp.outer` for Megatron-FSDP, where the state is sharded over the shard groups.
 
-After deaths the shards are unevenly distributed; their checkpoints use Megatron's formats, all of them:
+After deaths the shards are unevenly distributed.  Checkpoints still have any of Megatron's formats:
 
-    fully reshardable, legacy    ``whole``: all parts of the state gathered, as Megatron's own gathering does
-    by bucket (its default)      ``by_bucket``: each worker writes the parts that it speaks for, at their offsets
+    fully reshardable, legacy    ``whole``: gathers all parts of the state, as Megatron's own gathering does
+    by bucket (the default)      ``by_bucket``: each worker writes the parts of which it is the primary (the first live
+                                 holder), at the offsets of these parts
 
-Each format loads in stock Megatron at any data-parallel size: none records which worker held a part.  In a rollback to
-a checkpoint (`rejoin`) it is loaded into the pieces of the new layout (``loading_into``).
+Each format loads in stock Megatron at any data-parallel size, because no format records which worker held a part.  A
+rollback (`rejoin`) loads a checkpoint into the pieces of the new layout (``loading_into``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]
 
 
 class ShardedCheckpoint:
-    """Checkpoint writer of one distributed optimizer.  ``primaries``, ``parts``: those this worker speaks for."""
+    """Checkpoint writer of one distributed optimizer.
+
+    ``primaries``, ``parts``: return the pieces, and the ranges of a bucket, of which this worker is the primary.
+    """
 
     def __init__(self, optimizer: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         self._optimizer = optimizer
@@ -81,14 +85,14 @@ class ShardedCheckpoint:
             if fragment.bucket in starts:
                 at = starts[fragment.bucket]
                 for key, value in _tensors(fragment).items():
-                    if key in tensors:  # before the first step there are no moments: zeros, its initial values
+                    if key in tensors:  # without moments, before the first step: zeros, their initial values
                         tensors[key][at + fragment.start : at + fragment.stop].copy_(value)
 
     def in_model_space(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``, which is ``original``.
 
-        It indexes by a parameter's offset in the buffer, padding included, into tensors without padding: here they have
-        the padding, so a parameter behind a padded bucket gets the right state.
+        Megatron indexes tensors without padding by a parameter's offset in the buffer, which includes padding.  Here
+        the tensors have the padding, too, so a parameter behind a padded bucket gets the right state.
         """
 
         def sharded_param_state_fully_reshardable(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +117,7 @@ class ShardedCheckpoint:
         return sharded_param_state_dp_reshardable
 
     def wanted(self, fragments: Sequence[ShardFragment]) -> dict[Any, Any]:
-        """Return the load request of a checkpoint by bucket for these pieces, whose state tensors must exist."""
+        """Return the request to load ``fragments``, whose state tensors must exist, from a checkpoint by bucket."""
         instance = self._optimizer.distributed_optimizer_instance_id
         state: dict[Any, Any] = {}
         for fragment in fragments:
@@ -123,12 +127,12 @@ class ShardedCheckpoint:
         return state
 
     def found(self, state: Any, fragments: Sequence[ShardFragment]) -> Iterator[dict[str, Any]]:
-        """Yield the state loaded by ``wanted`` for each of the pieces, in their order."""
+        """Yield, for each of ``fragments`` in order, the state that was loaded for the request of ``wanted``."""
         places = {place: iter(entries) for place, entries in _lists(state)}
         return (next(places[self._place(fragment.bucket)[0]]) for fragment in fragments)
 
     def found_in_model_space(self, state: Any, fragments: Sequence[ShardFragment]) -> Iterator[dict[str, Any]]:
-        """Yield the same from a fully reshardable checkpoint, whose tensors are those of complete parameters."""
+        """Yield, for each of ``fragments`` in order, its state from a fully reshardable checkpoint, by parameter."""
         parameters = (parameter for buffer in self._optimizer.buffers for parameter in buffer.param_index_map)
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         for fragment in fragments:
@@ -139,7 +143,7 @@ class ShardedCheckpoint:
     def found_by_rank_0(
         self, state: Any, fragments: Sequence[ShardFragment]
     ) -> Iterator[tuple[ShardFragment, dict[str, Any]]]:
-        """Yield each piece with its state from a legacy checkpoint, read by the column's rank 0; in bucket order."""
+        """Yield each piece with its state from a legacy checkpoint, which rank 0 has read; in the order of buckets."""
         optimizer, group = self._optimizer, self._optimizer.data_parallel_group
         for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
             (dtype,) = ranges
@@ -154,7 +158,7 @@ class ShardedCheckpoint:
                     yield fragment, {key: one[at + fragment.start : at + fragment.stop] for key, one in tensors.items()}
 
     def _place(self, bucket: int) -> tuple[tuple[int, Any, int], str, int]:
-        """Return a bucket's place in Megatron (buffer, dtype, number in it), its checkpoint key, and its size there."""
+        """Return a bucket's place (buffer, dtype, number in the buffer), checkpoint key, and size without padding."""
         optimizer = self._optimizer
         for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
             (dtype,) = ranges
@@ -188,7 +192,7 @@ class ShardedCheckpoint:
         return state
 
     def _bucket(self, bucket: Any, key: str, instance: int) -> list[dict[str, Any]]:
-        """Return this worker's parts of a bucket, with the gaps between parameters: a file must have no holes."""
+        """Return the parts of a bucket that this worker writes, with all gaps, because a file must have no holes."""
         number, size = self._numbers[id(bucket)], bucket.numel_unpadded
         own = sorted((p for p in self._primaries(self._fragments) if p.bucket == number), key=lambda p: p.start)
         found = []
@@ -206,11 +210,11 @@ class ShardedCheckpoint:
         return found
 
     def _written(self, fragment: ShardFragment) -> dict[str, torch.Tensor]:
-        """Return the tensors as stock Megatron writes them: moments at least float32; the remainder if it keeps one."""
+        """Return the tensors as stock Megatron writes them: moments in float32 or wider, remainders as "param"."""
         found = {
             name: value.float() if value.element_size() < 4 else value for name, value in _tensors(fragment).items()
         }
-        for name in set(self._keys) - set(found):  # an optimizer without a step: its initial values
+        for name in set(self._keys) - set(found):  # before the first step: the initial values
             found[name] = torch.zeros_like(fragment.tensor, dtype=torch.float32)
         if self._fragments.has_remainder(fragment):
             found["param"] = precision.remainder(fragment.tensor)
@@ -226,20 +230,20 @@ class ShardedCheckpoint:
 
     @contextmanager
     def loading_into(self, held: dict[int, list[ShardFragment]]) -> Iterator[None]:
-        """Make the optimizer load a checkpoint into the pieces of ``held``, which it then updates.
+        """Context in which the optimizer loads a checkpoint into the pieces of ``held``, which it then updates.
 
-        Megatron's own loading knows only the layout of the launch: a shard for each rank, and no shadow.  Here it
-        requests the pieces of another layout; it loads all else (groups, steps, the scaler) as usual.  The state of the
-        pieces is created here, and undefined before the checkpoint is loaded.  Raises ValueError for a checkpoint of
-        another format.
+        Megatron's own loading knows only the layout of the launch: a shard for each rank, and no shadow.  Here Megatron
+        requests the pieces of another layout, and loads everything else (groups, steps, the scaler) as usual.  The
+        state of the pieces is created here, and undefined until the checkpoint is loaded.  Raises ValueError for a
+        checkpoint in a format of ``OTHER_FORMATS``.
         """
         optimizer, fragments = self._optimizer, self._fragments
         every = [fragment for unit in held.values() for fragment in unit]
         fragments.install(held)
-        optimizer._init_optimizer_states_with_dummy_values()  # an update by zeros: the checkpoint overwrites it
+        optimizer._init_optimizer_states_with_dummy_values()  # an update by zeros, which the checkpoint overwrites
 
         def wanted(model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
-            # Only now: Megatron has loaded the groups, and torch has created new state dicts.
+            # Not earlier, because Megatron has just loaded the groups, and torch has created new state dicts.
             for fragment in every:
                 fragment.state = fragments.new_state(fragment)
             return self.wanted(every)
@@ -313,7 +317,7 @@ def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
             elif isinstance(value, torch.Tensor) and value.dim():
                 fragment.state[name].copy_(value)
     if isinstance(step := fragment.state.get("step"), torch.Tensor):
-        fragment.state["step"] = step.clone()  # Megatron uses one tensor for all parameters
+        fragment.state["step"] = step.clone()  # Megatron shares one tensor among all parameters
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Sequence[Any]:
@@ -323,27 +327,27 @@ def _refuse(*args: Any, **kwargs: Any) -> Sequence[Any]:
 class Keeping(ABC):
     """Storage of a sharded optimizer's state, and how Megatron updates, saves and loads it.
 
-    In all methods ``one`` is one of Megatron's optimizers, and ``fragments`` are the pieces of its state held here.
+    In all methods ``one`` is one of Megatron's optimizers, and ``fragments`` are this worker's pieces of its state.
     """
 
     has_all = False
-    """True if at launch, and for a checkpoint, each worker has the complete state of its column."""
+    """True if each worker has its column's complete state at launch, and while a checkpoint is written or loaded."""
 
     @property
     @abstractmethod
     def tells_norms(self) -> Column:
-        """The column whose members exchange the norms of their units: each unit is held by some of them."""
+        """Column whose members exchange the norms of their units; each unit has a holder among these members."""
 
     @abstractmethod
     def norm_group(self) -> Any:
-        """Return Megatron's group for the sum of a unit's norm: the workers of one replica that hold a part of it."""
+        """Return Megatron's group that sums a unit's norm: the workers of one replica that hold a part of the unit."""
 
     @abstractmethod
     def fragments(self, one: Any, groups: dict[Any, int], shadow_device: torch.device | None) -> ShardFragments:
-        """Return the still empty set of pieces of ``one``.  ``groups``: its parameters -> number of their group."""
+        """Return the set of pieces of ``one``, still empty.  ``groups``: parameter -> number of its group."""
 
     def connect(self, one: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
-        """Make Megatron update and save the pieces.  ``primaries``, ``parts``: those this worker speaks for."""
+        """Make Megatron update and save the pieces.  ``primaries``, ``parts``: as in ``ShardedCheckpoint``."""
         one._copy_model_grads_to_main_grads = fragments.begin_update
         one._copy_main_params_to_model_params = fragments.end_update
 
@@ -352,26 +356,29 @@ class Keeping(ABC):
         """Adopt, at launch, the state that Megatron has created or loaded."""
 
     def adopted(self) -> None:  # noqa: B027  nothing to release
-        """Release Megatron's own state: the pieces have separate memory, or are not needed."""
+        """Release Megatron's own state, since the pieces have separate memory or are not needed."""
 
     def updating(self) -> AbstractContextManager[None]:
         """Return the context in which Megatron's step does the update, before the parameters are gathered."""
         return nullcontext()
 
     def gathered(self) -> None:  # noqa: B027  Megatron gathers none
-        """Called when the model's parameters are those of the update."""
+        """Called after the update, when updated parameters are gathered over the column, or are being gathered."""
 
     @abstractmethod
     def loading(
         self, one: Any, fragments: ShardFragments, held: dict[int, list[ShardFragment]]
     ) -> AbstractContextManager[None]:
-        """Return the context in which Megatron loads a checkpoint into the pieces of ``held``, or raises ValueError."""
+        """Return the context in which Megatron loads a checkpoint into the pieces of ``held``.
+
+        The load raises ValueError if the checkpoint's format is not supported.
+        """
 
     def lend(self, fragments: ShardFragments, *, moments: bool) -> list[tuple[Column, torch.Tensor]]:
-        """Return buffers for the column's complete state, filled with the parts held here: (column, flat tensor).
+        """Return buffers, (column, flat tensor), for the column's complete state, filled with this worker's parts.
 
-        Without ``moments`` only for the main parameters.  The order is the same at all members.  Empty if Megatron
-        saves the pieces directly.
+        If ``moments`` is False, there are only buffers for the main parameters.  The order is equal on all members.
+        The list is empty if Megatron saves the pieces directly.
         """
         return []
 

@@ -1,21 +1,22 @@
 """--use-precision-aware-optimizer: moments and gradients in bfloat16, and complete main parameters kept by Megatron.
 
-Transformer Engine's optimizer would keep the main parameters in its own state; for a bfloat16 model only the bits that
-the model's parameters lack, the remainders:
+Transformer Engine's optimizer would keep the main parameters in its own state.  For a bfloat16 model it would keep only
+the remainders, which are the bits that the model's parameters lack:
 
     main, float32         | sign, exponent, 7 bits | 16 bits |
-    model, bfloat16       | the same, one more where the     |   ``nearest``
-                          | 16 bits are a half or more       |
+    model, bfloat16       | the same, plus 1 in the last bit |   ``nearest``
+                          | if the 16 bits are >= a half     |
     remainder, int16                               | 16 bits |   ``remainder``
 
-Here Megatron keeps them in float32, as it does itself with most FP8 recipes (``install``).  So they are sliced, copied
-and sent like those of any optimizer, and the update computes the same numbers, also in the model.
+Here Megatron keeps the main parameters in float32 (``install``), as it does itself with most FP8 recipes.  So they are
+sliced, copied and sent as with any other optimizer, and the update computes the same numbers, also in the model.
 
 Checkpoints by bucket equal stock Megatron's: moments in float32, main parameters as remainders.  A checkpoint does not
-record which form it has; but a model parameter is its rounded main parameter, so a value that does not match it is a
-remainder (``whole``).  So a run without this optimizer reads remainders, too.
+record whether it contains main parameters or remainders.  But a model parameter is a rounded main parameter, so a
+loaded value that does not match the model parameter is a remainder (``whole``).  In this way a run without this
+optimizer reads remainders, too.
 
-Moments in float16 or FP8 are refused (`refused`): their scale covers a complete shard of a parameter.
+Moments in float16 or FP8 are refused (`refused`), because they have one scale for a complete shard of a parameter.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from recover_megatron.errors import UserError
 from recover_megatron.megatron_hooks import monkeypatch
 
 _BY_ITSELF = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
-"""Megatron's configuration field: main parameters are in the optimizer's state, gradients in their own dtype."""
+"""Field of Megatron's configuration; if True, the optimizer's state has the main parameters, and gradients keep their
+dtype."""
 
 
 def install() -> None:
     """Wrap the seam, before the optimizer is configured; raises UserError if its signature is unknown.
 
-    Each configuration gets ``recover_remainders``: whether stock Megatron would keep remainders.
+    Each configuration gets the field ``recover_remainders``: True if stock Megatron would keep remainders.
     """
 
     def kept_by_megatron(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -56,7 +58,7 @@ def check(config: Any) -> None:
     if getattr(config, _BY_ITSELF, False):
         raise UserError(
             "--recover: the optimizer configuration was created before --recover was installed, so Transformer Engine "
-            "would keep the main parameters: create it in the training, or remove --use-precision-aware-optimizer"
+            "would keep the main parameters: create it later, or remove --use-precision-aware-optimizer"
         )
 
 
@@ -67,7 +69,7 @@ def has_remainders(optimizer: Any, dtype: torch.dtype) -> bool:
 
 
 def nearest(main: torch.Tensor) -> torch.Tensor:
-    """Round main parameters to bfloat16, halves away from zero as with kept remainders, not to even."""
+    """Round main parameters to bfloat16: halves away from zero, as if remainders were kept, not to even."""
     return (main.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -79,21 +81,21 @@ def remainder(main: torch.Tensor) -> torch.Tensor:
 def whole(model: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """Return the float32 main parameters of ``model`` (bfloat16) from ``read``, the numbers in a checkpoint.
 
-    ``read`` holds them directly or as remainders, which are all integers.  Compares bits, so NaN and -0.0 match, too.
+    ``read`` has main parameters, or remainders, which are all integers.  Compares bits, so NaN and -0.0 match, too.
     """
     bits, low = model.view(torch.int16), read.to(torch.int16)
     fits = (nearest(read).view(torch.int16) == bits) | (read.to(torch.bfloat16).view(torch.int16) == bits)
     if bool(fits.all()) or not torch.equal(low.float(), read):
         return read
-    high = bits.int() - (low < 0).int()  # otherwise it was rounded up
+    high = bits.int() - (low < 0).int()  # a negative remainder: the model's parameter was rounded up
     return (high << 16 | low.int() & 0xFFFF).view(torch.float32)
 
 
 def set_scales(inner: Any, states: Iterable[tuple[torch.Tensor, dict[str, Any]]]) -> None:
     """Give Transformer Engine's optimizer a scale for each bfloat16 moment, as if it had created these states.
 
-    It reads a scale for any moment that is not float32, but does not use that of bfloat16.  ``states``: those of all
-    tensors that it may update.  Other optimizers are left alone.
+    That optimizer reads a scale for every moment that is not float32, but does not use the scale of a bfloat16 moment.
+    ``states``: (tensor, state) of all tensors that the optimizer may update.  Other optimizers are not changed.
     """
     if hasattr(inner, "_scales"):
         inner._scales.clear()

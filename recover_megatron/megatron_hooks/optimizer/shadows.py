@@ -1,16 +1,16 @@
-"""Copies of the optimizer's state: their repartition, and how shadows are compared and, on the host, updated.
+"""Repartition of the optimizer's state, comparison of its shadows, and their update on the host.
 
-Before a step whose members differ from those of the present layout of the state (``change_hands``)::
+Before a step whose workers differ from the workers of the state's present layout (``change_hands``)::
 
-    section    the layout for the present workers; new pieces for this worker's part of it (``make``); missing
-       |       elements are fetched from the workers that hold them (``instep.state.shards``).  If a worker is lost,
-       v       the survivors repeat it
-    the optimizer updates the new pieces, and the layout is the present one
+    section    compute the layout for the present workers; create new pieces for this worker's part of it (``make``);
+       |       fetch missing elements from the workers that hold them (``instep.state.shards``).  If a worker is lost,
+       v       the survivors repeat the section
+    from now on the optimizer updates the new pieces, and the new layout is the present layout
 
 With --recover-shadow-device cpu, while the next step computes (``HostShadows``)::
 
     begin    the finished sums and the settings of the coming update are copied to the host
-    run      a thread clips them by the same norm and does the same update, with the inner optimizer's own step()
+    run      a thread clips these sums by the same norm and does the same update, with the inner optimizer's own step()
     join     before a shadow is read, or updated again
 
 A shadow is needed only when its owner has died, in a repartition, and when states are compared.  So the training waits
@@ -48,7 +48,7 @@ Held = dict[int, list[ShardFragment]]
 """Unit -> pieces of one of Megatron's optimizers."""
 
 REPARTITION_SECONDS = 600.0
-"""Time that a repartition may take, beyond the hang timeout, before a worker counts as hung."""
+"""Seconds that a repartition may take, in addition to the hang timeout, before a worker counts as hung."""
 
 
 @dataclass(eq=False)
@@ -66,12 +66,12 @@ class LayoutPieces:
         return {column: self.shards.wanted(column) for column in self.shards.columns}
 
     def column(self, fragments: ShardFragments) -> Column:
-        """Return the column of ``fragments``; the last one without buckets (experts, in a stage that has none)."""
+        """Return the column of ``fragments``; the last column if they have no buckets (experts, in a stage without)."""
         first = next(iter(fragments.buckets), None)
         return self.shards.columns[-1] if first is None else self.buckets.part(first)[0]
 
     def make(self, fragments: ShardFragments, layouts: Layouts) -> Held:
-        """Create pieces, without a state, of all units that this worker will hold."""
+        """Create the pieces of all units that this worker will hold (``ShardFragments.make``)."""
         held = layouts[self.column(fragments)].held(self.manager.view.worker)
         return {
             unit: fragments.make(self.parts(fragments, unit, layouts), shadow=place > 0)
@@ -79,7 +79,7 @@ class LayoutPieces:
         }
 
     def parts(self, fragments: ShardFragments, unit: int, layouts: Layouts) -> dict[int, Sequence[tuple[int, int]]]:
-        """Return a unit's parts of each bucket of ``fragments``, by ``layouts``, or else by the present layout."""
+        """Return a unit's parts of each bucket, by ``layouts`` or, for columns not in it, by the present layout."""
         found = {}
         for number in fragments.buckets:
             column, numel = self.buckets.part(number)
@@ -88,7 +88,7 @@ class LayoutPieces:
         return found
 
     def change_hands(self) -> None:
-        """Repartition the state over the present workers; a section: all do it, or none."""
+        """Repartition the state over the present workers, in a section, so that all workers do it or none does."""
         manager = self.manager
         layouts: dict[Column, Any] = {}
         held: list[Held] = []
@@ -121,7 +121,7 @@ class LayoutPieces:
         manager.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
 
     def _element_ranges(self, layouts: Layouts) -> dict[tuple[int, int], list[ElementRange]]:
-        """Return (sender, receiver) -> the elements to send."""
+        """Return (sender, receiver) -> the elements that the sender sends."""
         element_ranges: dict[tuple[int, int], list[ElementRange]] = {}
         for fragments in self.fragments:
             for number in fragments.buckets:
@@ -137,10 +137,10 @@ class LayoutPieces:
     def _receive(
         self, element_ranges: Sequence[ElementRange], held: Sequence[Held]
     ) -> tuple[Place, Callable[[list[Any]], None]]:
-        """Return the functions that store the result of another worker's ``_give`` in the pieces of ``held``.
+        """Return (place, take): the functions that store another worker's ``_give`` in the pieces of ``held``.
 
-        It is received directly into their memory: a copy would double what a newcomer needs, and the C library would
-        keep that memory.
+        The data is received directly into the memory of the pieces: a copy would double the memory that a newcomer
+        needs, and the C library would keep the memory of the copy.
         """
         pieces = in_order(fragment for units in held for unit in units.values() for fragment in unit)
         parts = [self._fragments_of(element_range).parts(element_range, pieces) for element_range in element_ranges]
@@ -162,9 +162,9 @@ class LayoutPieces:
         return next(fragments for fragments in self.fragments if element_range.bucket in fragments.buckets)
 
     def compare(self) -> None:
-        """Compare the shadows with their originals, by the digests of all holders; in a section.
+        """Compare the shadows with their originals in a section, by the digests of all holders.
 
-        If one differs, all workers rebuild all shadows in the next repartition.
+        If a shadow differs, all workers rebuild all shadows in the next repartition.
         """
         manager = self.manager
         held = self._digests()
@@ -205,9 +205,9 @@ class HostShadows:
     _failed: list[BaseException] = field(default_factory=list, init=False)
 
     def begin(self, norm: float, scales: Sequence[float]) -> None:
-        """Start an update with the present gradients; call it before the device's own update.
+        """Start an update of the shadows with the present gradients; called before the device's own update.
 
-        ``scales``: the loss scale of the gradients of each of ``fragments``.  ``norm``: that of the unscaled gradients.
+        ``norm``: the norm of the unscaled gradients.  ``scales``: the loss scale of each of Megatron's optimizers.
         """
         self.join()
         work = [
@@ -235,7 +235,7 @@ class HostShadows:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the last update of the shadows is done.  Raises the exception that it raised."""
+        """Wait until the last update of the shadows is done.  If the update raised an exception, raises it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -255,7 +255,7 @@ def _update(
     by_scale: float,
     factor: float,
 ) -> None:
-    """Update ``shadows`` as the device's ``inner`` optimizer updates its pieces, with a twin that has only these."""
+    """Update ``shadows`` as the device's ``inner`` optimizer updates its pieces: by a twin that has only shadows."""
     for by in (by_scale, min(factor, 1.0)):  # in the device's order, for the same rounding
         for fragment in shadows if by != 1.0 else ():
             assert fragment.tensor.grad is not None

@@ -5,8 +5,8 @@
     pieces         |=============|==================|                            each updated by the inner optimizer
 
 A unit's owner and its shadows cut it at the same offsets and update it by the same calls on tensors of the same shapes,
-so on processors of one kind the bits are the same.  A piece of a 32-bit parameter is the model's own memory; of a
-16-bit parameter it is a 32-bit copy, as in Megatron (`precision`).  Shadows may be kept on the host
+so on processors of one kind the bits are the same.  A piece of a 32-bit parameter uses the model's own memory; a piece
+of a 16-bit parameter is a 32-bit copy, as in Megatron (`precision`).  Shadows may be kept on the host
 (``shadow_device``): then they are copies, too, and are updated on the shadow device, see `shadows`.
 """
 
@@ -55,21 +55,21 @@ class ShardFragment:
     gradient: torch.Tensor
     """The parameter's gradient, also a view."""
     counts: bool
-    """True if its gradient is part of the norm: no other worker of the replica has the same gradient."""
+    """True if the gradient is part of the norm; False if another worker of the replica counts the same gradient."""
     state: dict[str, Any] = field(default_factory=dict)
     """State of the inner optimizer; empty before the first update."""
     on_shadow_device: bool = False
     """True for a shadow that is updated on the shadow device, not by the device's own update."""
     borrowed: bool = False
-    """True if its memory is Megatron's, which is released as soon as there are separate pieces."""
+    """True if the piece uses Megatron's memory, which is released as soon as separate pieces exist."""
 
     @property
     def is_copy(self) -> bool:
-        """True if ``tensor`` has other memory than the model's parameter."""
+        """True if ``tensor`` and the model's parameter have separate memory."""
         return self.tensor.data_ptr() != self.model.data_ptr()
 
     def give(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the state of some of its elements, as a tree; ``start`` and ``stop`` are offsets in the bucket."""
+        """Return the state of elements ``start`` to ``stop`` (offsets in the bucket), as a tree."""
         part = slice(start - self.start, stop - self.start)
         return {
             "master": self.tensor[part] if self.tensor.dtype != self.model.dtype else None,
@@ -77,7 +77,7 @@ class ShardFragment:
         }
 
     def take(self, start: int, stop: int, given: dict[str, Any]) -> None:
-        """Set these elements to the result of another piece's ``give``."""
+        """Set the state of elements ``start`` to ``stop`` to ``given``, the result of another piece's ``give``."""
         if given["master"] is not None:
             _fill(self.room(start, stop), given["master"])
         for name, value in given["state"].items():
@@ -89,7 +89,7 @@ class ShardFragment:
                 _fill(self.room(start, stop, value.dtype, name), value)
 
     def room(self, start: int, stop: int, dtype: torch.dtype | None = None, name: str = "") -> torch.Tensor:
-        """Return a view of some of its elements, in the optimizer's state ``name`` or, without a name, in ``tensor``.
+        """Return a view of elements ``start`` to ``stop`` of the state ``name`` or, if that is empty, of ``tensor``.
 
         A missing state is created with type ``dtype``.
         """
@@ -117,14 +117,17 @@ def in_order(pieces: Iterable[ShardFragment]) -> InOrder:
 
 
 def overlapping(pieces: InOrder, bucket: int, start: int, stop: int) -> list[ShardFragment]:
-    """Return the ``pieces`` that have some of these elements, in time proportional to their number."""
+    """Return the ``pieces`` that have some of the elements ``start`` to ``stop``; fast, even if ``pieces`` are many."""
     found = pieces.get(bucket, ())
     first = bisect_right(found, start, key=lambda piece: piece.stop)
     return list(found[first : bisect_left(found, stop, key=lambda piece: piece.start)])
 
 
 def part_of_state(state: dict[str, Any], part: slice) -> dict[str, Any]:
-    """Return an optimizer's state by name for some elements; values that are common to all elements stay."""
+    """Return a parameter's optimizer state (name -> value) cut to the elements ``part``.
+
+    Values without elements, such as a step count, are kept.
+    """
     return {
         name: value[part] if isinstance(value, torch.Tensor) and value.dim() else value for name, value in state.items()
     }
@@ -133,8 +136,8 @@ def part_of_state(state: dict[str, Any], part: slice) -> dict[str, Any]:
 class ShardFragments:
     """The pieces of one of Megatron's distributed optimizers: unit -> pieces, ascending by bucket and element.
 
-    ``buckets``: number (among all the model's buckets) -> Megatron's bucket, for those that the optimizer updates.
-    ``groups``: each model parameter -> number of its group.
+    ``buckets``: number (among all the model's buckets) -> bucket, for the buckets that the optimizer updates.
+    ``groups``: model parameter -> number of the parameter's group.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class ShardFragments:
     # ---- creating them
 
     def adopt(self, unit: int, parts: dict[int, Sequence[tuple[int, int]]]) -> None:
-        """Adopt, at launch, Megatron's state of this worker's shard, ``parts`` of its buckets."""
+        """Adopt, at launch, Megatron's state of this worker's shard as ``unit``; ``parts``: bucket -> its ranges."""
         inner, main = self.inner, dict[Any, torch.Tensor]()
         for models, masters in (
             (self._optimizer.model_float16_groups, self._optimizer.shard_fp32_from_float16_groups),
@@ -161,16 +164,17 @@ class ShardFragments:
         for number, start, stop, parameter_range in self._cut(parts):
             master = main[parameter_range.parameter]
             fragment = self._fragment(number, start, stop, parameter_range, shadow=False, tensor=master.detach())
-            if fragment.model.dtype == torch.bfloat16:  # with any optimizer: the checkpoint may have remainders
+            if fragment.model.dtype == torch.bfloat16:  # with any optimizer: loaded masters may be remainders
                 fragment.tensor.copy_(precision.whole(fragment.model, fragment.tensor))
             fragment.state = dict(inner.state.get(master, {}))
             found.append(fragment)
         self.install({unit: found})
 
     def make(self, parts: dict[int, Sequence[tuple[int, int]]], *, shadow: bool) -> list[ShardFragment]:
-        """Create pieces for ``parts`` of a unit, by bucket; only state that is already held here is filled in.
+        """Create the pieces of a unit; ``parts``: bucket -> ranges.
 
-        An existing piece with the same elements on the same device is reused.
+        The pieces get the state that this worker already holds; the rest is missing.  An existing piece with the same
+        elements on the same device is reused.
         """
         here = in_order(self)
         known = {(p.bucket, p.start, p.stop): p for p in self if not p.borrowed}
@@ -187,7 +191,7 @@ class ShardFragments:
         return found
 
     def borrow(self, unit: int, number: int, parameter: Any, master: torch.Tensor, state: dict[str, Any]) -> None:
-        """Hold, at launch, Megatron's state of a parameter's elements in bucket ``number``, under ``unit``."""
+        """Add a piece to ``unit`` that uses Megatron's memory for a parameter's elements in bucket ``number``."""
         found = next(one for one in self.table[number] if one.parameter is parameter)
         fragment = self._fragment(number, found.start, found.stop, found, shadow=False, tensor=master)
         fragment.state, fragment.borrowed = state, True
@@ -204,7 +208,7 @@ class ShardFragments:
             if fragment.state:
                 inner.state[fragment.tensor] = fragment.state
         precision.set_scales(inner, ((fragment.tensor, fragment.state) for fragment in self))
-        # Empty Megatron's own lists, of one part of each parameter: it must not process them any more.
+        # Empty Megatron's own lists of its parts of parameters, because Megatron must not process them any more.
         for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
                      "shard_fp32_from_float16_groups"):  # fmt: skip
             if hasattr(optimizer, name):  # not with Megatron-FSDP
@@ -217,7 +221,7 @@ class ShardFragments:
 
     @property
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The model's parameters that the optimizer updates, on this or another worker."""
+        """The model's parameters that the optimizer updates, on this worker or on another worker."""
         return (one.parameter for ranges in self.table.values() for one in ranges)
 
     def range_of(self, fragment: ShardFragment) -> ParameterRange:
@@ -230,7 +234,7 @@ class ShardFragments:
         return self.range_of(fragment).parameter
 
     def new_state(self, fragment: ShardFragment) -> dict[str, Any]:
-        """Return the inner optimizer's state of ``fragment``; if the shadow device updates it, similar zeros."""
+        """Return the inner optimizer's state of ``fragment``, or zeros if the shadow device updates ``fragment``."""
         inner = self.inner.state
         if not fragment.on_shadow_device:
             return dict(inner[fragment.tensor])
@@ -256,7 +260,7 @@ class ShardFragments:
         return (fragment for fragments in self.held.values() for fragment in fragments)
 
     def overlapping(self, bucket: int, start: int, stop: int) -> list[ShardFragment]:
-        """Return the pieces that this worker holds of some elements."""
+        """Return this worker's pieces that have some of the elements ``start`` to ``stop`` of ``bucket``."""
         return overlapping(in_order(self), bucket, start, stop)
 
     def _cut(self, parts: Mapping[int, Sequence[tuple[int, int]]]) -> Iterator[tuple[int, int, int, ParameterRange]]:
@@ -305,7 +309,7 @@ class ShardFragments:
     # ---- using them
 
     def begin_update(self) -> None:
-        """Copy the model's gradients to those of the main parameters, as Megatron does."""
+        """Copy the model's gradients to the gradients of the main parameters, as Megatron does."""
         for fragment in self._updated:
             fragment.tensor.grad = fragment.gradient.to(fragment.tensor.device, torch.float32)
 
@@ -316,7 +320,7 @@ class ShardFragments:
             fragment.tensor.grad.mul_(by_scale)
 
     def end_update(self) -> None:
-        """Copy the main parameters to the model's, as Megatron does; and keep the state of the inner optimizer."""
+        """Copy the main parameters to the model, as Megatron does; and keep the state of the inner optimizer."""
         state = self.inner.state
         for fragment in self._updated:
             fragment.tensor.grad = None
@@ -335,7 +339,7 @@ class ShardFragments:
         fragment.model.copy_(precision.nearest(fragment.tensor) if self.has_remainder(fragment) else fragment.tensor)
 
     def sums(self, unit: int, *, zeros: bool) -> torch.Tensor:
-        """Return [sum of squares, number of zeros] of a unit's gradients that count, float64, on their device."""
+        """Return [sum of squares, number of zeros] of a unit's gradients with ``counts``; float64, on their device."""
         gradients = [fragment.gradient for fragment in self.held[unit] if fragment.counts]
         device = next(iter(self.buckets.values())).grad_data.device
         found = torch.zeros(2, dtype=torch.float64, device=device)
@@ -346,7 +350,7 @@ class ShardFragments:
         return found
 
     def digest(self, unit: int) -> Digest:
-        """Return the digest of a unit's pieces: the same at its owner and its shadows."""
+        """Return the digest of a unit's pieces, which is equal on the unit's owner and shadows."""
         found = Digest()
         for fragment in self.held[unit]:
             found.add(fragment.tensor.detach())
@@ -358,11 +362,14 @@ class ShardFragments:
     # ---- repartition
 
     def give(self, element_range: ElementRange) -> list[Any]:
-        """Return the tree of some elements that this worker holds: for each of their ``parts`` the piece's ``give``."""
+        """Return the state of ``element_range`` as a tree: the ``give`` of the piece for each of its ``parts``."""
         return [fragment.give(a, b) for fragment, a, b in self.parts(element_range, in_order(self))]
 
     def parts(self, element_range: ElementRange, pieces: InOrder) -> list[tuple[ShardFragment, int, int]]:
-        """Cut some elements at parameter boundaries; returns (piece, start, stop) for each part."""
+        """Cut ``element_range`` at parameter boundaries; returns (piece, start, stop) for each part.
+
+        Raises Disagreement if no single piece holds a part.
+        """
         found = []
         whole = {element_range.bucket: [(element_range.start, element_range.stop)]}
         for bucket, start, stop, _ in self._cut(whole):

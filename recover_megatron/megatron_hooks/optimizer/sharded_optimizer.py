@@ -1,21 +1,21 @@
 """--use-distributed-optimizer: Megatron's optimizer, with shadows of its shards and an update that survives a death.
 
-    the step is committed (instep.step): every holder has the sums of its units; the dead hold nothing else that is
+    the step is committed (instep.step): every holder has the sums of its units, and nothing else of a dead worker is
        |                                 needed
     measure   the norm of each unit's gradients, over the replica's tensor and pipeline ranks; needs no other replica
        |
     section   exchange the units' norms over the column; then, once: Megatron's own step() clips and updates the pieces
        |        (of owners and shadows) and copies them to the model; then the parameters are gathered (with
-       |        --overlap-param-gather after it, while the next forward pass runs: ``instep.state.overlap``)
-       |      revoked: the survivors repeat it; no worker updates twice, and the norm is the same to the bit, since
-       |        it sums over units, not workers, and a shadow's sum equals its owner's
+       |        --overlap-param-gather after the section, while the next forward pass runs: ``instep.state.overlap``)
+       |      if revoked, the survivors repeat the section; no worker updates twice, and the norm is the same to the
+       |        bit, since it sums over units, not workers, and a shadow's sum equals its owner's
        v
-    all agree, and the next iteration begins
+    all workers agree, and the next iteration begins
 
-At the boundary before a step, if the members differ from those of the layout, the state is repartitioned (``renew``).
+At the boundary before a step, if the workers differ from the layout's workers, the state is repartitioned (``renew``).
 
-Megatron's optimizer keeps its groups, its schedule, its clipping and its inner optimizer; replaced are the tensors that
-these work on (`fragments`), the source of the norm, and the gathering of parameters.
+Megatron's optimizer keeps its groups, its schedule, its clipping and its inner optimizer.  This module replaces the
+tensors that these work on (`shard_fragments`), the source of the norm, and the gathering of parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragm
 from recover_megatron.workload.grid import Column
 
 _groups_of: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-"""Optimizer -> model parameter -> number of its group: Megatron knows all only while it creates the optimizer."""
+"""Optimizer -> model parameter -> number of its group; recorded while Megatron creates the optimizer, since only then
+does Megatron know all parameters."""
 
 
 def install() -> None:
@@ -73,10 +74,11 @@ def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
 
 
 class ShardedOptimizer:
-    """The distributed optimizer of one worker: all of Megatron's optimizers.  ``buckets``: with their shards.
+    """The distributed optimizer of one worker, which combines all of Megatron's optimizers.
 
-    ``keeping``: the storage of their state.  ``shadows``: the number of copies of each part in addition to the
-    owner's; ``shadow_device``: their device, None: the worker's own.
+    ``buckets``: the model's buckets; their ``shards`` are not None.  ``keeping``: the storage of the optimizers' state.
+    ``shadows``: number of copies of each part of the state in addition to the owner's copy.  ``shadow_device``: the
+    device of these copies; None: the worker's own device.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class ShardedOptimizer:
         self._parameters = Parameters(buckets.parameters, self.shards)
         device = buckets.parameters[0][1].device
         self.updated = 0
-        """The iteration of the last update."""
+        """Iteration of the last update; 0 before the first update."""
         self._shadows_elsewhere = shadow_device is not None and shadow_device.type != device.type
         self._aside = HostShadows(self._fragments, float(optimizer.config.clip_grad))
         self._overlap: Overlap | None = None
@@ -120,8 +122,9 @@ class ShardedOptimizer:
     def adopt(self) -> None:
         """Adopt, at launch, the shards that Megatron created, or loaded from a checkpoint.
 
-        Before the first update all state follows from the parameters, which all workers have: then the shadows are
-        created at once.  State from a checkpoint is repartitioned before the first step, unless all have all of it.
+        Before the first update all state follows from the parameters, which all workers have, so the shadows are
+        created at once.  State from a checkpoint is repartitioned before the first step, unless every worker has the
+        complete state.
         """
         self.shards.adopt()
         for fragments in self._fragments:
@@ -136,7 +139,7 @@ class ShardedOptimizer:
         self.shards.take_up(layouts)
 
     def forget(self) -> None:
-        """Drop the state held here: this worker has lost its place, or never had one."""
+        """Drop this worker's part of the state, because the worker has lost its place or never had a place."""
         self.shards.forget()
         self._aside.join()
         for fragments in self._fragments:
@@ -149,7 +152,8 @@ class ShardedOptimizer:
     def loading(self) -> Iterator[Callable[[], None]]:
         """Context of a checkpoint load for the present workers: each gets its shard and its shadows.
 
-        Call the yielded function when all workers have loaded it: it makes this the present layout.
+        The caller calls the yielded function once all workers have loaded the checkpoint; it makes the new layout the
+        present layout.
         """
         self.forget()
         layouts = self._pieces.wanted()
@@ -161,7 +165,7 @@ class ShardedOptimizer:
     def made_anew(self, fill: Callable[[list[list[ShardFragment]]], None]) -> Callable[[], None]:
         """Rebuild the pieces for the layout of the present workers; ``fill`` loads their state.
 
-        Call the returned function when all workers have done so: see ``loading``.
+        The caller calls the returned function once all workers have done so, as with ``loading``.
         """
         self.forget()
         layouts = self._pieces.wanted()
@@ -178,7 +182,7 @@ class ShardedOptimizer:
     def check(self) -> None:
         """Raise ``StateLost`` on all workers if a part of the optimizer's state has no holder left.
 
-        Raises ``Orphaned`` instead, on all, if a checkpoint exists to roll back to.
+        Raises ``Orphaned`` instead, on all workers, if a checkpoint exists to roll back to.
         """
         if units := self.shards.lost():
             self._lose(*units)
@@ -189,17 +193,17 @@ class ShardedOptimizer:
         self._manager.lose_state(f"the optimizer state of {noun} {names} had no other copy")
 
     def complete(self) -> None:
-        """Wait until the model and the shadows are those of the last update; call it before reading them."""
+        """Wait until the last update of the model and the shadows is complete; called before either is read."""
         self._aside.join()
         if self._overlap is not None:
             self._overlap.complete_all()
 
     def due(self) -> bool:
-        """Return whether to repartition before the next step: not yet if a worker takes a place with that step."""
+        """Return whether to repartition before the next step; not if a worker takes a place in that step."""
         return self.shards.stale() and not self._manager.view.joining_next
 
     def renew(self) -> None:
-        """Repartition the state over the present workers; a section: all do it, or none."""
+        """Repartition the state over the present workers, in a section, so that all workers do it or none does."""
         self.complete()
         self._pieces.change_hands()
         self.check()
@@ -207,7 +211,7 @@ class ShardedOptimizer:
     def verify(self) -> None:
         """Compare the shadows with their originals; if one differs, all workers rebuild all shadows."""
         self._aside.join()
-        if not self._shadows_elsewhere:  # another kind of processor rounds differently: the bits differ from the start
+        if not self._shadows_elsewhere:  # otherwise bits differ anyway: the other processor rounds differently
             self._pieces.compare()
 
     def _primary_fragments(self, fragments: ShardFragments) -> Iterator[ShardFragment]:
@@ -215,7 +219,7 @@ class ShardedOptimizer:
         return (p for unit, pieces in fragments.held.items() if self.shards.speaks_for(column, unit) for p in pieces)
 
     def primaries(self) -> Iterator[tuple[ShardFragments, Iterator[ShardFragment]]]:
-        """Return, for each of Megatron's optimizers, its pieces here and those for which this worker speaks."""
+        """Return, for each of Megatron's optimizers, this worker's pieces, and its pieces as the primary."""
         self._aside.join()
         return ((fragments, self._primary_fragments(fragments)) for fragments in self._fragments)
 
@@ -227,12 +231,12 @@ class ShardedOptimizer:
 
     @contextmanager
     def saving(self, *, moments: bool = True) -> Iterator[None]:
-        """Context of a checkpoint write: if Megatron does not save pieces, it finds the column's complete state.
+        """Context of a checkpoint write, in which Megatron has its column's complete state, if it does not save pieces.
 
-        Without ``moments`` only the main parameters, for the norm of all.
+        If ``moments`` is False, Megatron has only the main parameters, for their norm.
 
-        It is gathered in a section before that of the checkpoint: after a loss in the latter the survivors already have
-        everything, and none waits inside a replica for a peer that learns of the loss from its column.
+        The state is gathered in a section before the checkpoint's section.  So after a loss in the latter the survivors
+        have the complete state, and no worker waits inside its replica for a peer that learns of the loss elsewhere.
         """
         manager = self._manager
 
@@ -257,8 +261,8 @@ class ShardedOptimizer:
         """Run Megatron's ``optimizer.step()``, ``original``, in a section that survives deaths; returns its result."""
         manager, parameters, overlap = self._manager, self._parameters, self._overlap
         sums = self._norms.measure()
-        # Megatron asks the replica once which norms exist: not in the section, because one column may learn of its end
-        # while another column has already passed it.
+        # Megatron asks the replica once which norms exist.  This is done outside the section, because one column may
+        # learn that the section was revoked while another column has already completed it.
         for group in getattr(optimizer_module, "SEPARATE_GRAD_NORM_GROUPS", ()):
             self._optimizer.has_grad_norm_group(group)
         parameters.begin()
@@ -296,7 +300,7 @@ class ShardedOptimizer:
     def _update(self, original: Callable[[], Any], units: Sequence[UnitSums]) -> Any:
         top, norm = self._optimizer, self._scales.norm(units)
         zeros = math.fsum(unit.zeros for unit in units)
-        # Megatron skips an update with a larger norm, which all workers know.
+        # Megatron skips an update whose norm is above the threshold; all workers know the norm.
         if not self._scales.skips(units) and not norm > getattr(top.config, "grad_norm_skip_threshold", math.inf):
             self._aside.begin(norm, self._scales.now())
         with (
@@ -321,7 +325,7 @@ class ShardedOptimizer:
 
 @dataclass(frozen=True)
 class UnitSums:
-    """The sums of one unit's gradients.  ``column``: the index of its column among those of ``Shards``."""
+    """The sums of one unit's gradients.  ``column``: the index of the unit's column in ``Shards.columns``."""
 
     column: int
     squares: float
@@ -335,7 +339,7 @@ class UnitNorms:
     _pieces: LayoutPieces
     _keeping: Keeping
     _width: int
-    """Maximum number of units of a column on one worker."""
+    """Maximum number of units of one column that a worker holds."""
     _zeros: bool
     """True if zeros are counted, too."""
 
@@ -354,9 +358,10 @@ class UnitNorms:
         return sums.cpu()
 
     def exchange(self, sums: torch.Tensor, begun: bool) -> tuple[list[UnitSums], bool]:
-        """Return (the sums of all units, whether any worker may hold gathered parameters), the same in the column.
+        """Return (the sums of all units, True if any worker may hold gathered parameters); equal in the column.
 
-        A row has for each held unit: the unit, whether this worker speaks for it, and its sums.
+        ``begun``: True if this worker may hold gathered parameters.  A worker's row has, after ``begun``, for each held
+        unit: the number of the unit, whether the worker is the unit's primary, and the unit's sums.
         """
         shards, view = self._pieces.shards, self._pieces.manager.view
         row = [float(begun)]
@@ -378,18 +383,18 @@ class UnitNorms:
 
 
 class LossScales:
-    """The loss scales (--fp16) of ``optimizers``, including that of experts, whose gradients are sharded.
+    """The loss scales (--fp16) of ``optimizers``, including the experts' optimizer, for sharded gradients.
 
-    Stock Megatron reduces an overflow flag over all workers inside the step, to skip it.  Here the overflow follows
-    from the exchanged sums of squares: all workers skip a step, or none.  ``fragments``: the pieces of each optimizer;
-    ``columns``: the index of its column.
+    Stock Megatron reduces an overflow flag over all workers inside the step, to skip the step.  Here the overflow
+    follows from the exchanged sums of squares, so all workers skip a step or none does.  ``fragments``: the pieces of
+    each optimizer; ``columns``: the index of each optimizer's column.
     """
 
     def __init__(self, optimizers: Sequence[Any], fragments: Sequence[ShardFragments], columns: Sequence[int]) -> None:
         self._every = list(zip(optimizers, fragments, columns, strict=True))
 
     def now(self) -> list[float]:
-        """Return the loss scale of each optimizer; 1 without one."""
+        """Return the loss scale of each optimizer; 1 for an optimizer without a loss scale."""
         return [float(one.grad_scaler.scale) if _scaled(one) else 1.0 for one, _, _ in self._every]
 
     def norm(self, units: Sequence[UnitSums]) -> float:
